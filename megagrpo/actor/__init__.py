@@ -1,0 +1,1 @@
+"""The learner. The only package that imports megatron."""

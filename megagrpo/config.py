@@ -1,0 +1,242 @@
+"""The experiment schema: one frozen pydantic model per YAML section. A default lives on its field, nowhere else.
+
+Loading, overrides and error messages are in config_load.py; the algorithm section is in config_algorithm.py.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from megagrpo.config_algorithm import AlgorithmConfig
+from megagrpo.config_base import Section
+
+Dtype = Literal["float32", "bfloat16"]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class ModelConfig(Section):
+    path: str  # HF folder: config.json, tokenizer files, safetensors
+    tokenizer: str | None = None  # another HF folder; default: path
+
+
+class DataConfig(Section):
+    path: str  # .jsonl or .parquet
+    prompt_key: str = "prompt"
+    answer_key: str = "answer"
+    grader_key: str | None = None  # column that names a grader per line
+    chat_template: bool = False
+    system_prompt: str | None = None  # with chat_template
+    prompt_template: str = "{prompt}"  # applied to the prompt text before the chat template
+    add_bos: bool = False  # without chat_template
+    max_prompt_tokens: PositiveInt = 1024
+    shuffle: bool = True
+    limit: PositiveInt | None = None  # first lines only
+
+
+class SamplingConfig(Section):
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    max_response_tokens: PositiveInt = 512
+    stop_token_ids: list[int] = []  # beside the model's own end of sequence
+    stop: list[str] = []
+    allow_truncated_distribution: bool = False  # top_p < 1 or top_k > 0: log-probs are not renormalised
+
+    @model_validator(mode="after")
+    def _full_distribution(self):
+        if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_distribution:
+            raise ValueError(
+                "top_p < 1 or top_k > 0 samples from another distribution than the log-probs describe; "
+                "set allow_truncated_distribution: true to accept that"
+            )
+        return self
+
+
+class EvalConfig(Section):
+    data: DataConfig
+    every: PositiveInt = 10  # steps; also before the first and after the last
+    num_samples: PositiveInt = 1  # > 1 reports pass@k as well
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    max_response_tokens: PositiveInt | None = None  # default: sampling.max_response_tokens
+
+
+class ParallelConfig(Section):
+    """Data parallel size is what is left: world / (tp pp cp). Sequence parallel is on whenever tp > 1."""
+
+    tp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1  # virtual pipeline stages per rank
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
+    etp: PositiveInt = 1
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = 1e-6
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0  # optimiser updates
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_eps: PositiveFloat = 1e-8
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
+    distributed: bool = True  # shard the optimiser over data-parallel ranks
+
+
+class ActorConfig(Section):
+    world_size: PositiveInt = 1  # trainer ranks
+    dtype: Dtype = "float32"
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    micro_batch_tokens: PositiveInt = 4096  # padded tokens in one forward pass
+    packing: bool = True  # several sequences in one row, no padding between them
+    recompute: Literal["none", "selective", "full"] = "none"
+    logprob_chunk_tokens: PositiveInt = 1024  # [chunk, vocab / tp] is the largest logits block ever held
+    moe_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
+    threads: PositiveInt = 1  # intra-op threads a rank on a CPU
+    deadline_s: PositiveFloat = 1800.0  # every collective
+
+
+class RolloutConfig(Section):
+    num_engines: PositiveInt = 1
+    tp: PositiveInt = 1  # ranks of one engine
+    ep: PositiveInt = 1
+    nodes_per_engine: PositiveInt = 1
+    dtype: Dtype = "float32"
+    deterministic: bool = False  # batch-invariant kernels, one seed per sample: a run can be repeated bit by bit
+    max_running_requests: PositiveInt = 128  # of one engine
+    max_total_tokens: PositiveInt | None = None  # KV cache of one engine; default: SGLang's choice (20,000 on a CPU)
+    mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    extra_args: list[str] = []  # appended to the engine's command line
+    host: str = "127.0.0.1"  # interface the services bind to
+    request_timeout_s: PositiveFloat = 600.0
+    step_timeout_s: PositiveFloat = 3600.0  # all groups of a step
+    retries: PositiveInt = 8
+    start_timeout_s: PositiveFloat = 300.0
+    max_restarts: NonNegativeInt = 5  # of one engine, over the run
+    min_healthy_engines: PositiveInt = 1
+    max_staleness: Literal[0] = 0  # asynchrony is not built yet
+
+    @model_validator(mode="after")
+    def _sizes(self):
+        if self.tp % self.nodes_per_engine:
+            raise ValueError(f"tp {self.tp} does not divide over nodes_per_engine {self.nodes_per_engine}")
+        if self.tp % self.ep:
+            raise ValueError(f"tp {self.tp} is not a multiple of ep {self.ep}")
+        if self.min_healthy_engines > self.num_engines:
+            raise ValueError(f"min_healthy_engines {self.min_healthy_engines} is more than num_engines {self.num_engines}")
+        return self
+
+
+class WeightsConfig(Section):
+    transport: Literal["disk", "broadcast"] = "broadcast"
+    bucket_mb: PositiveFloat = 512.0
+    timeout_s: PositiveFloat = 600.0  # one publish, restarted engines included
+
+
+class RewardConfig(Section):
+    grader: str = "gsm8k"  # exact | gsm8k | math | format | "package.module:function"
+    args: dict[str, str | int | float | bool] = {}
+    workers: PositiveInt = 2
+    timeout_s: PositiveFloat = 10.0  # one response
+    shuffle: bool = False  # control experiment: permute the rewards over the step's samples
+
+
+class TrainConfig(Section):
+    num_steps: PositiveInt = 100
+    num_prompts_per_step: PositiveInt = 64
+    group_size: PositiveInt = 8
+    num_updates_per_step: PositiveInt = 1  # optimiser updates; the step's groups are split between them
+    max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5  # of reward errors and timeouts in a step; above it the run stops
+
+
+class CheckpointConfig(Section):
+    every: NonNegativeInt = 0  # steps; 0: only at the end
+    keep: PositiveInt = 2
+    resume: Literal["auto", "never"] = "auto"
+    load: str | None = None  # another run's checkpoint folder to start from
+
+
+class LogConfig(Section):
+    tensorboard: bool = True
+    console: bool = True
+    rollouts: bool = True  # every prompt, response and reward as JSON lines
+
+
+class SftConfig(Section):
+    """Supervised warm-up with the same actor: learns `answer` after `prompt`."""
+
+    data: DataConfig
+    model: str  # HF folder to start from
+    num_steps: PositiveInt = 100
+    batch_size: PositiveInt = 64
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
+
+
+class TinyModelConfig(Section):
+    """A randomly initialised model for laptops, made by `megagrpo prepare` with a character tokenizer."""
+
+    path: str
+    family: Literal["qwen2", "qwen3", "qwen3_moe", "llama"] = "qwen3_moe"
+    alphabet: str = "0123456789+-*/=.()<># "
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 32
+    ffn_size: PositiveInt = 256
+    num_experts: PositiveInt = 8
+    experts_per_token: PositiveInt = 2
+    expert_ffn_size: PositiveInt = 128
+    tie_embeddings: bool = False
+
+
+class DatasetConfig(Section):
+    """Data files made by `megagrpo prepare`."""
+
+    kind: Literal["arithmetic", "gsm8k_calc"]
+    folder: str  # receives sft.jsonl, train.jsonl, eval.jsonl
+    source: str | None = None  # gsm8k_calc: folder with GSM8K's train.jsonl and test.jsonl
+    num_sft: PositiveInt = 4000
+    num_train: PositiveInt = 4000
+    num_eval: PositiveInt = 256
+    max_operand: PositiveInt = 99  # arithmetic
+
+
+class PrepareConfig(Section):
+    model: TinyModelConfig | None = None
+    dataset: DatasetConfig | None = None
+
+
+class ExperimentConfig(Section):
+    name: str
+    output_dir: str
+    seed: NonNegativeInt = 0
+    model: ModelConfig
+    data: DataConfig
+    sampling: SamplingConfig = SamplingConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig | None = None
+    actor: ActorConfig = ActorConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    sft: SftConfig | None = None
+    prepare: PrepareConfig | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        train = self.train
+        if train.num_prompts_per_step % train.num_updates_per_step:
+            raise ValueError(
+                f"train.num_prompts_per_step {train.num_prompts_per_step} is not a multiple of "
+                f"train.num_updates_per_step {train.num_updates_per_step}"
+            )
+        self.algorithm.check_group_size(train.group_size)
+        return self

@@ -1,0 +1,27 @@
+"""The one file that reads os.environ; everybody else is handed values, and child environments are built here."""
+
+import os
+from pathlib import Path
+
+import megagrpo
+
+
+def get(name: str, default: str | None = None) -> str | None:
+    return os.environ.get(name, default)
+
+
+def get_int(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+def child_environment(extra: dict[str, str] | None = None, python_path: list[str] | None = None) -> dict[str, str]:
+    """A copy of this process's environment for a child, with `extra` set and `python_path` folders put first on PYTHONPATH.
+
+    The folder of this package is always on the path, so children find megagrpo however the parent was started.
+    """
+    env = dict(os.environ)
+    folders = [*(python_path or []), str(Path(megagrpo.__file__).parent.parent)]
+    old = env.get("PYTHONPATH")
+    env["PYTHONPATH"] = os.pathsep.join(folders + ([old] if old else []))
+    env.update(extra or {})
+    return env

@@ -1,0 +1,104 @@
+"""Who computes with whom: the process groups that the loop needs, and how a leader speaks for its replica.
+
+A *replica* is the tp x pp x cp ranks that hold one copy of the model and see the same samples; its leader alone talks to
+the outside. Data-parallel groups join the ranks with the same place in their replicas.
+"""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class LeaderError(RuntimeError):
+    """An exception on one rank, raised on every rank with its text."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    dp_group: dist.ProcessGroup | None  # same place in every replica
+    replica_group: dist.ProcessGroup | None  # all ranks of this replica
+    leader: int  # global rank of this replica's leader
+    device: torch.device
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == self.leader
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """All-reduce over data-parallel ranks, `op` "sum", "max" or "min"; returns a new tensor. Exact for integers."""
+        out = tensor.clone()
+        if self.dp_size > 1:
+            dist.all_reduce(out, op=_OPS[op], group=self.dp_group)
+        return out
+
+    def gather_dp(self, value: T) -> list[T]:
+        """The value of every data-parallel rank, in rank order. Small Python objects only."""
+        values: list = [value] * self.dp_size
+        if self.dp_size > 1:
+            dist.all_gather_object(values, value, group=self.dp_group)
+        return values
+
+    def from_leader(self, make: Callable[[], T], what: str) -> T:
+        """Run `make` on every replica's leader and give its result to the whole replica.
+
+        Raises LeaderError on every rank of the world when any leader failed, so nobody waits in the next collective.
+        """
+        value, error = None, ""
+        if self.is_leader:
+            try:
+                value = make()
+            except Exception as exc:
+                error = f"rank {self.rank}, {what}: {type(exc).__name__}: {exc}\n{traceback.format_exc()}"
+        self.raise_any(error)
+        if self.replica_group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.leader, group=self.replica_group, device=torch.device("cpu"))
+        return box[0]
+
+    def raise_any(self, error: str) -> None:
+        """Collective over the world: raise LeaderError everywhere if any rank passes a non-empty text."""
+        if self.world_size == 1:
+            errors = [error]
+        else:
+            errors = [None] * self.world_size
+            dist.all_gather_object(errors, error)
+        found = [text for text in errors if text]
+        if found:
+            raise LeaderError("\n".join(found))
+
+
+def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: float) -> Mesh:
+    """Collective over the world. `dp_rank`: which replica this rank belongs to; ranks of a replica are ordered by global rank."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if world == 1:
+        return Mesh(0, 1, 0, 1, None, None, 0, device)
+    places: list = [None] * world
+    dist.all_gather_object(places, dp_rank)
+    replicas = [[r for r in range(world) if places[r] == d] for d in range(dp_size)]
+    timeout = timedelta(seconds=deadline_s)
+    replica_group = dp_group = None
+    for members in replicas:
+        group = dist.new_group(members, timeout=timeout)
+        replica_group = group if rank in members else replica_group
+    for members in zip(*replicas, strict=True):
+        group = dist.new_group(list(members), timeout=timeout)
+        dp_group = group if rank in members else dp_group
+    return Mesh(rank, world, dp_rank, dp_size, dp_group, replica_group, replicas[dp_rank][0], device)

@@ -1,0 +1,1 @@
+"""From the actor to the engines: recorded copy lists, transports, digests."""
