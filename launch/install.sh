@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Installs megagrpo and all that it needs into .venv (or the folder named by MEGAGRPO_VENV).
+# Needs python3 >= 3.11 with pip, and on a GPU machine a compiler. Safe to interrupt and to run again: a run that finds
+# pyproject.toml and this file unchanged since the last complete installation does nothing.
+# Indexes and wheel folders are those of pip's own configuration. To spare a laptop the CUDA build of torch that the
+# default index serves, name PyTorch's CPU index there (PIP_EXTRA_INDEX_URL) before running this.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv="${MEGAGRPO_VENV:-.venv}"
+started=$SECONDS
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { printf '[install] %s\n' "$*"; }
+
+find_python() {
+    local candidate
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    say "no Python >= 3.11 found as python3, python3.13, python3.12 or python3.11" >&2
+    return 1
+}
+
+make_venv() {
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
+    local python
+    python="$(find_python)"
+    say "making $venv with $("$python" --version)"
+    # Distributions that split off ensurepip: let the system's pip put a pip into the new environment.
+    "$python" -m venv "$venv" 2>/dev/null || {
+        "$python" -m venv --without-pip --clear "$venv"
+        "$python" -m pip --python "$venv/bin/python" install pip
+    }
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+
+# The requirements of one extra in pyproject.toml, one a line.
+extra() {
+    "$venv/bin/python" -c 'import sys, tomllib
+with open("pyproject.toml", "rb") as file:
+    print("\n".join(tomllib.load(file)["project"]["optional-dependencies"][sys.argv[1]]))' "$1"
+}
+
+install_cpu() {
+    say "1/2 megagrpo, torch, Megatron-Core, Ray and the engine's light requirements"
+    "$venv/bin/python" -m pip install --editable '.[cpu,test]'
+    say "2/2 SGLang without its CUDA requirements"
+    extra cpu-engine | "$venv/bin/python" -m pip install --no-deps --requirement /dev/stdin
+}
+
+install_gpu() {
+    say "1/2 torch and what builds Transformer Engine"
+    "$venv/bin/python" -m pip install torch==2.13.0 'setuptools>=77' wheel ninja pybind11
+    say "2/2 megagrpo, SGLang and Transformer Engine (compiled here: many minutes)"
+    "$venv/bin/python" -m pip install --no-build-isolation --editable '.[gpu,test]'
+}
+
+mkdir -p "$venv"
+if command -v flock >/dev/null; then # two scripts started at once must not install into one folder together
+    exec 9>"$venv/.install.lock"
+    flock 9
+fi
+kind=cpu
+! has_gpu || kind=gpu
+wanted="$kind $(cat pyproject.toml launch/install.sh | sha256sum | cut -d' ' -f1) $PWD"
+stamp="$venv/.megagrpo-installed"
+if [ -x "$venv/bin/megagrpo" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    say "$venv is up to date"
+    exit 0
+fi
+rm -f "$stamp"
+make_venv
+"install_$kind"
+printf '%s\n' "$wanted" >"$stamp.new"
+mv "$stamp.new" "$stamp" # last: an interrupted installation leaves no stamp and is taken up again
+say "done in $((SECONDS - started)) s"

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The main job from nothing: installs, checks the machine, makes a tiny model and its problems, warms the model up by
+# supervised steps, and improves it by GRPO with real Megatron-Core trainers and a real SGLang engine.
+# usage: launch/quickstart.sh [CONFIG.yaml] [section.key=value ...]      default: configs/quickstart.yaml
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+config=configs/quickstart.yaml
+if [[ "${1:-}" == *.yaml ]]; then
+    config="$1"
+    shift
+fi
+overrides=()
+for setting in "$@"; do
+    [[ "$setting" == *=* ]] || { echo "quickstart: '$setting' is not section.key=value" >&2; exit 2; }
+    overrides+=(--set "$setting")
+done
+
+megagrpo() { "${MEGAGRPO_VENV:-.venv}/bin/megagrpo" "$@"; }
+say() { printf '\n[quickstart %3d s] %s\n' "$SECONDS" "$*"; }
+
+say "1/5 installation"
+bash launch/install.sh
+say "2/5 this machine"
+megagrpo doctor
+say "3/5 model and data of $config"
+megagrpo prepare "$config" "${overrides[@]}"
+say "4/5 supervised warm-up"
+megagrpo sft "$config" "${overrides[@]}"
+say "5/5 GRPO"
+megagrpo run "$config" "${overrides[@]}"
+say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s"

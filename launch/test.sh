@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Installs what is missing and runs the tests: unit, dist (several ranks), e2e (real engine), cluster (real Slurm), gpu.
+# usage: launch/test.sh [--full] [pytest arguments]     --full: the slow ones too; paths replace the five folders
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+selection=(-m "not slow")
+if [[ "${1:-}" == --full ]]; then
+    selection=()
+    shift
+fi
+bash launch/install.sh
+
+# The cluster tests want Debian's Slurm and network namespaces; without root or apt-get they skip and say why.
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v munged && command -v ip; } >/dev/null; then
+    echo "[test] installing slurm-wlm, munge and iproute2 for the cluster tests"
+    packages="apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
+    RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive sh -c "$packages || { apt-get update && $packages; }" >/dev/null 2>&1 ||
+        echo "[test] they could not be installed: the cluster tests will be skipped"
+fi
+
+folders=(tests/unit tests/dist tests/e2e tests/cluster tests/gpu)
+for argument in "$@"; do
+    [ ! -e "${argument%%::*}" ] || folders=()
+done
+existing=()
+for folder in "${folders[@]}"; do
+    [ -z "$(find "$folder" -name 'test_*.py' -print -quit 2>/dev/null)" ] || existing+=("$folder")
+done
+export OMP_NUM_THREADS=1 # several ranks share few cores
+exec "${MEGAGRPO_VENV:-.venv}/bin/python" -m pytest "${selection[@]}" "${existing[@]}" "$@"
