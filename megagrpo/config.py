@@ -27,6 +27,7 @@ class DataConfig(Section):
     answer_key: str = "answer"
     grader_key: str | None = None  # column that names a grader per line
     chat_template: bool = False
+    chat_template_args: dict[str, str | int | float | bool] = {}  # e.g. enable_thinking: false for Qwen3
     system_prompt: str | None = None  # with chat_template
     prompt_template: str = "{prompt}"  # applied to the prompt text before the chat template
     add_bos: bool = False  # without chat_template
@@ -72,6 +73,12 @@ class ParallelConfig(Section):
     ep: PositiveInt = 1
     etp: PositiveInt = 1
 
+    @model_validator(mode="after")
+    def _sizes(self):
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline")
+        return self
+
 
 class OptimizerConfig(Section):
     lr: PositiveFloat = 1e-6
@@ -98,6 +105,19 @@ class ActorConfig(Section):
     moe_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     threads: PositiveInt = 1  # intra-op threads a rank on a CPU
     deadline_s: PositiveFloat = 1800.0  # every collective
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
+
+    @model_validator(mode="after")
+    def _world_divides(self):
+        p = self.parallel
+        for what, size in (("tp x pp x cp", p.tp * p.pp * p.cp), ("etp x ep x pp", p.etp * p.ep * p.pp)):
+            if self.world_size % size:
+                up = -(-self.world_size // size) * size
+                raise ValueError(f"world_size {self.world_size} is not a multiple of {what} = {size}; {up} would be")
+        return self
 
 
 class RolloutConfig(Section):
