@@ -1,0 +1,37 @@
+"""Grade-school problems: one number, written after `####` as in the data set (Cobbe et al. 2021)."""
+
+import re
+from decimal import Decimal
+from typing import Literal
+
+_NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?|[-+]?\$?\.\d+")
+
+
+def grade(text: str, answer: str, format: Literal["hash", "last", "plain"] = "hash") -> float:
+    """1.0 if the response's final number equals the answer's, else 0.0; commas, $ and a trailing dot do not matter.
+
+    `format`: "hash" takes the number after the last `####`, "last" the last number anywhere, "plain" wants the response to
+    be the number and nothing else. `answer` is a number or a whole solution that ends in `#### number`.
+    Raises ValueError when the answer holds no number: the data is wrong, not the response.
+    """
+    expected = _number(answer.rsplit("####", 1)[-1].strip())
+    if expected is None:
+        raise ValueError(f"the answer {answer[-80:]!r} is not a number")
+    match format:
+        case "hash":
+            found = re.match(rf"\s*({_NUMBER.pattern})", text.rsplit("####", 1)[1]) if "####" in text else None
+            got = _number(found.group(1)) if found else None
+        case "last":
+            numbers = _NUMBER.findall(text)
+            got = _number(numbers[-1]) if numbers else None
+        case "plain":
+            got = _number(text.strip())
+        case _:
+            raise ValueError(f"format {format!r} is unknown; known: hash, last, plain")
+    return float(got is not None and got == expected)
+
+
+def _number(text: str) -> Decimal | None:
+    """Exact: 0.1 is 1/10 and 10 equals 10.00; None when the text is anything but one number."""
+    text = text.strip().removesuffix(".")
+    return Decimal(text.replace(",", "").replace("$", "")) if _NUMBER.fullmatch(text) else None

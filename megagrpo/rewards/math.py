@@ -1,0 +1,46 @@
+"""Competition mathematics: the response's \\boxed answer, compared symbolically by math-verify."""
+
+import logging
+
+import math_verify
+from math_verify import ExprExtractionConfig, LatexExtractionConfig
+
+_BOXED_FIRST = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off; see grade()
+
+
+def grade(text: str, answer: str, require_boxed: bool = True) -> float:
+    """1.0 if the last \\boxed{...} of the response is sympy-equivalent to the answer, else 0.0.
+
+    `require_boxed=False` also accepts an unboxed final answer. `answer` may be bare LaTeX, a number or a boxed text.
+    Raises ValueError when the answer itself cannot be parsed.
+
+    math-verify's own time limits use signal.alarm, which works in main threads alone and not while sympy holds the
+    interpreter; they are off, and the pool kills a worker that takes too long.
+    """
+    gold = _parse(answer if "\\boxed" in answer else f"\\boxed{{{answer}}}")
+    if not gold:
+        raise ValueError(f"the answer {answer[:80]!r} is not mathematics that math-verify can parse")
+    boxed = _last_boxed(text)
+    if boxed is None and require_boxed:
+        return 0.0
+    response = text if boxed is None else f"\\boxed{{{boxed}}}"
+    return float(math_verify.verify(gold, _parse(response), timeout_seconds=None))
+
+
+def _parse(text: str) -> list:
+    return math_verify.parse(text, extraction_config=_BOXED_FIRST, parsing_timeout=None)
+
+
+def _last_boxed(text: str) -> str | None:
+    """The content of the last complete \\boxed{...}, braces matched; None when there is none."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    begin = start + len("\\boxed{")
+    for i in range(begin - 1, len(text)):
+        depth += (text[i] == "{") - (text[i] == "}")
+        if depth == 0:
+            return text[begin:i]
+    return None
