@@ -1,0 +1,57 @@
+"""What every test shares: time limits by folder, few threads, and the check that nothing outlives the session."""
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+import hypothesis
+import psutil
+import pytest
+
+TIMEOUT_S = {"unit": 120, "dist": 300, "e2e": 600, "cluster": 900, "gpu": 600}
+SESSION_VARIABLE = "MEGAGRPO_TEST_SESSION"
+GRACE_S = 15.0  # Ray and SGLang end in several steps
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share few cores
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ[SESSION_VARIABLE] = uuid.uuid4().hex  # every process that a test starts inherits it
+hypothesis.settings.register_profile("project", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("project")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        folder = item.path.relative_to(here).parts[0]
+        if folder in TIMEOUT_S and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S[folder]))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process left behind fails the session: it holds memory and ports, and says that some clean-up does not work."""
+    deadline = time.monotonic() + GRACE_S
+    while (left := processes_of_session()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for process in left:
+        try:
+            print(f"\nleft behind by the tests: pid {process.pid}: {' '.join(process.cmdline())[:200]}")
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def processes_of_session() -> list[psutil.Process]:
+    """Running processes other than this one that carry this session's variable, however often they were re-parented."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = process.pid != os.getpid() and process.environ().get(SESSION_VARIABLE) == os.environ[SESSION_VARIABLE]
+            # multiprocessing's tracker belongs to this process and ends with it.
+            if ours and process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline()):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found

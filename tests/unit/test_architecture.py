@@ -1,0 +1,217 @@
+"""The rules of the code's shape. A rule that no test enforces gets broken."""
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megagrpo"
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 40, 140
+
+# Imports go to the same part or to an earlier line. Parts of one line see each other only in PEERS_IMPORT.
+LAYERS = (
+    {"types", "config_base", "config_algorithm", "config", "config_load", "environment"},
+    {"algo"},
+    {"mesh", "metrics", "hf_files"},
+    {"data", "rewards", "rollout", "weights", "actor"},
+    {"checkpoint", "evaluation", "export", "prepare", "console", "report", "doctor", "check", "state"},
+    {"train", "sft"},
+    {"launcher"},
+    {"cli"},
+)
+PEERS_IMPORT = {0, 4}  # lines whose single-file parts may import one another; no cycles, which another test checks
+
+# Third-party library -> where it may be imported. `rollout/cpu` runs inside the engine's process.
+ONLY_IN = {
+    "megatron": r"actor/",
+    "ray": r"rollout/service\w*\.py",
+    "sglang": r"weights/engine_loader\.py|rollout/cpu/",
+    "sgl_kernel": r"rollout/cpu/",
+    "matplotlib": r"report\.py",
+    "rich": r"console\.py|doctor\.py|cli\.py|check\.py",
+}
+ALGO_MAY_IMPORT = {"torch", "megagrpo"}
+NO_TORCH = LAYERS[0]
+
+LONG_FUNCTIONS: dict[str, str] = {}  # "path:function" -> why it is better in one piece
+# These run in the engine's interpreter before any code of ours and patch what it reads from its environment.
+READS_ENVIRONMENT = r"environment\.py|rollout/cpu/"
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Path inside the package -> syntax tree."""
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def part_of(path: str) -> str:
+    """The part of the design that a file belongs to: its folder, or its own name at the top level."""
+    return Path(path).parts[0].removesuffix(".py")
+
+
+def imports(path: str, top_level_only: bool = False) -> list[str]:
+    """Full names of imported modules; `from megagrpo.a import b` counts as megagrpo.a.b. TYPE_CHECKING blocks are left out."""
+    found = []
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if top_level_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return
+        if isinstance(node, ast.Import):
+            found.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the whole name"
+            found.extend(f"{node.module}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(sources()[path])
+    return found
+
+
+def own_part(module: str) -> str | None:
+    """The part that an imported name belongs to, None for other people's modules and for the package itself."""
+    names = module.split(".")
+    return names[1] if names[0] == "megagrpo" and len(names) > 1 and names[1] != "__version__" else None
+
+
+def layer_of(part: str) -> int:
+    found = [index for index, parts in enumerate(LAYERS) if part in parts]
+    assert found, f"megagrpo/{part} has no place in LAYERS of {Path(__file__).name}: say what it may import"
+    return found[0]
+
+
+def test_imports_point_one_way():
+    wrong = []
+    for path in sources():
+        part = part_of(path)
+        if part == "__init__":
+            continue
+        layer = layer_of(part)
+        for module in imports(path):
+            other = own_part(module)
+            if other is None or other == part:
+                continue
+            if layer_of(other) > layer or layer_of(other) == layer and layer not in PEERS_IMPORT:
+                wrong.append(f"{path} imports megagrpo.{other}")
+    assert not wrong, "\n".join(sorted(set(wrong)))
+
+
+def test_no_import_cycles():
+    known = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources()}
+
+    def targets(path: str) -> set[str]:
+        names = [module.removeprefix("megagrpo.") for module in imports(path, top_level_only=True) if module.startswith("megagrpo.")]
+        return {name if name in known else name.rpartition(".")[0] for name in names} & set(known)
+
+    done: set[str] = set()
+
+    def walk(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join((*trail, module))
+        if module not in done:
+            for other in targets(known[module]) - {module}:
+                walk(other, (*trail, module))
+            done.add(module)
+
+    for module in known:
+        walk(module, ())
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_library_stays_in_its_place(library: str):
+    users = [path for path in sources() if any(module.split(".")[0] == library for module in imports(path))]
+    wrong = [path for path in users if not re.match(ONLY_IN[library], path)]
+    assert not wrong, f"{library} is imported outside {ONLY_IN[library]}: {wrong}"
+
+
+def test_algorithms_import_only_torch():
+    allowed = ALGO_MAY_IMPORT | sys.stdlib_module_names
+    used = [(path, module) for path in sources() if part_of(path) == "algo" for module in imports(path)]
+    wrong = [f"{path}: {module}" for path, module in used if module.split(".")[0] not in allowed]
+    assert not wrong, wrong
+
+
+def test_configuration_and_types_load_without_torch():
+    modules = [f"megagrpo.{name}" for name in sorted(NO_TORCH) if (PACKAGE / f"{name}.py").exists()]
+    heavy = ("torch", "ray", "megatron", "sglang", "transformers")
+    code = f"import sys, {', '.join(modules)}; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_environment_is_read_in_one_file():
+    wrong = []
+    for path, tree in sources().items():
+        for node in ast.walk(tree):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if name in ("os.environ", "os.getenv", "os.putenv", "os.environb") and not re.match(READS_ENVIRONMENT, path):
+                wrong.append(f"{path}:{node.lineno}: {name}")
+        names = {"os.environ", "os.getenv"} & set(imports(path))
+        wrong += [f"{path}: imports {name}" for name in names if not re.match(READS_ENVIRONMENT, path)]
+    assert not wrong, "hand values over, or use megagrpo/environment.py:\n" + "\n".join(wrong)
+
+
+def test_files_are_short():
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in files}
+    wrong = {path: length for path, length in lengths.items() if length > MAX_FILE_LINES}
+    assert not wrong, f"more than {MAX_FILE_LINES} lines: {wrong}"
+
+
+def test_functions_are_short():
+    lengths = {
+        f"{path}:{node.name}": node.end_lineno - node.lineno + 1
+        for path, tree in sources().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    wrong = {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES and name not in LONG_FUNCTIONS}
+    assert not wrong, f"more than {MAX_FUNCTION_LINES} lines: {wrong}"
+    needless = [name for name in LONG_FUNCTIONS if lengths.get(name, 0) <= MAX_FUNCTION_LINES]
+    assert not needless, f"exceptions that nothing needs: {needless}"
+
+
+def test_the_loop_fits_on_a_screen():
+    if "train.py" not in sources():
+        pytest.skip("megagrpo/train.py is not written yet")
+    loops = [node for node in sources()["train.py"].body if isinstance(node, ast.FunctionDef) and node.name == "train"]
+    assert len(loops) == 1, "train.py has one function train()"
+    length = loops[0].end_lineno - loops[0].lineno + 1
+    assert length <= MAX_TRAIN_LINES, f"train() has {length} lines"
+
+
+def test_lines_are_not_too_long():
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in files
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > MAX_LINE_LENGTH
+    ]
+    assert not wrong, f"longer than {MAX_LINE_LENGTH} characters: {wrong}"
+
+
+def test_no_registries_no_utils():
+    assert not [path for path in sources() if re.search(r"(^|/)(utils?|helpers?|common|misc)(\.py|/)", path)]
+
+
+def test_no_paths_of_one_machine():
+    """Absolute paths of a home or work folder would be wrong on every other machine."""
+    done = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    pattern = re.compile(r"(?<![\w.$}/-])/(?:root|home|work|Users|mnt|opt)/")
+    wrong = []
+    for name in filter(None, done.stdout.split("\0")):
+        path = ROOT / name
+        if path.suffix in {".png", ".parquet", ".safetensors"} or path == Path(__file__) or not path.is_file():
+            continue
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        wrong += [f"{name}:{number}: {line.strip()[:100]}" for number, line in enumerate(lines, start=1) if pattern.search(line)]
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,166 @@
+"""Metrics are combined as they say, whatever the number of ranks; files survive crashes and resumes."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from megagrpo.config import LogConfig
+from megagrpo.metrics import Metrics, StepLog, StepTimer, read_metrics
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+
+FILES_ONLY = LogConfig(tensorboard=False)
+
+
+def alone(tensor: torch.Tensor, op: str) -> torch.Tensor:
+    return tensor.clone()
+
+
+def test_every_reduction_over_calls():
+    metrics = Metrics()
+    for numerator, denominator in ((6.0, 2), (torch.tensor(1.0), torch.tensor(2))):
+        metrics.add_mean("loss/total", numerator, denominator)
+    metrics.add_sum("batch/tokens", 3)
+    metrics.add_sum("batch/tokens", torch.tensor([4]).sum())
+    for value in (2.0, -5.0, torch.tensor(1.0)):
+        metrics.add_max("moe/largest", value)
+        metrics.add_min("moe/smallest", value)
+    metrics.add_rate("perf/tokens_per_s", 100, 4.0)
+    assert metrics.reduced(alone) == {
+        "batch/tokens": 7.0,
+        "loss/total": 7.0 / 4.0,
+        "moe/largest": 2.0,
+        "moe/smallest": -5.0,
+        "perf/tokens_per_s": 25.0,
+    }
+
+
+def test_a_mean_of_nothing_is_left_out():
+    metrics = Metrics()
+    metrics.add_mean("reward/mean", 0.0, 0.0)
+    assert metrics.reduced(alone) == {}
+    assert Metrics().reduced(alone) == {}
+
+
+@pytest.mark.parametrize("order", [(math.nan, 1.0), (1.0, math.nan)])
+def test_not_a_number_is_never_hidden(order):
+    metrics = Metrics()
+    for value in order:
+        metrics.add_max("optim/grad_norm", value)
+        metrics.add_min("optim/smallest", value)
+    assert all(math.isnan(value) for value in metrics.reduced(alone).values())
+
+
+@pytest.mark.parametrize("name", ["reward", "Reward/mean", "reward/mean value", "a/b/c"])
+def test_names_are_group_and_name(name):
+    with pytest.raises(AssertionError, match="lower case"):
+        Metrics().add_sum(name, 1.0)
+
+
+def test_one_name_has_one_reduction():
+    metrics = Metrics()
+    metrics.add_sum("a/b", 1.0)
+    with pytest.raises(AssertionError, match="added as sum and now as max"):
+        metrics.add_max("a/b", 1.0)
+
+
+def test_tensors_keep_no_graph():
+    metrics = Metrics()
+    weight = torch.ones(2, requires_grad=True)
+    metrics.add_sum("loss/total", weight.sum())
+    metrics.add_max("loss/max", weight.max())
+    assert metrics.reduced(alone) == {"loss/max": 1.0, "loss/total": 2.0}
+
+
+def test_timer_counts_phases_and_the_rest():
+    now = [0.0]
+    timer = StepTimer(clock=lambda: now[0])
+    for name, seconds in (("rollout", 6.0), ("update", 2.0), ("update", 1.0), ("bookkeeping", 0.5)):
+        with timer.phase(name):
+            now[0] += seconds
+    now[0] += 0.5
+    metrics = Metrics()
+    timer.record(metrics, num_tokens=50)
+    assert metrics.reduced(alone) == {
+        "perf/tokens_per_s": 5.0,
+        "time/bookkeeping_s": 0.5,
+        "time/framework_fraction": 0.1,
+        "time/rollout_s": 6.0,
+        "time/step_s": 10.0,
+        "time/update_s": 3.0,
+    }
+    with pytest.raises(AssertionError, match="inside phase"), timer.phase("rollout"), timer.phase("update"):
+        pass
+
+
+def test_log_round_trip_and_merge(tmp_path):
+    log = StepLog(tmp_path, FILES_ONLY)
+    log.write(0, {"eval/accuracy": 0.25})
+    log.write(1, {"reward/mean": 0.5, "optim/grad_norm": math.inf})
+    log.write(1, {"eval/accuracy": 0.75})
+    log.close()
+    assert read_metrics(tmp_path) == [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "reward/mean": 0.5, "optim/grad_norm": None, "eval/accuracy": 0.75},
+    ]
+
+
+def test_resume_drops_what_will_be_made_again(tmp_path):
+    log = StepLog(tmp_path, FILES_ONLY)
+    for step in range(5):
+        log.write(step, {"reward/mean": float(step)})
+        log.write_rollouts(step, [])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "reward/me')  # the writer was killed here
+    resumed = StepLog(tmp_path, FILES_ONLY, start_step=3)
+    resumed.write(4, {"reward/mean": 40.0})
+    rewards = [(entry["step"], entry["reward/mean"]) for entry in read_metrics(tmp_path)]
+    assert rewards == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [f"step_{n:06d}.jsonl" for n in range(4)]
+    StepLog(tmp_path, FILES_ONLY, start_step=0)
+    assert read_metrics(tmp_path) == [] and not list((tmp_path / "rollouts").iterdir())
+
+
+def test_broken_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{oops\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a JSON line"):
+        read_metrics(tmp_path)
+    with pytest.raises(ValueError, match="no such file"):
+        read_metrics(tmp_path / "absent")
+
+
+def test_rollout_lines(tmp_path):
+    prompt = Prompt(id=7, text="1+1=", token_ids=(1, 2), answer="2")
+    samples = tuple(Sample(i, (3, 4), (-0.1, -0.2), "stop", 5, text) for i, text in enumerate(("2", "é")))
+    group = RolloutGroup(0, prompt, samples, (Outcome("score", 1.0), Outcome("timeout", detail="10 s")))
+    StepLog(tmp_path, FILES_ONLY).write_rollouts(12, [group])
+    (line,) = (tmp_path / "rollouts" / "step_000012.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert (record["prompt"], record["answer"], record["prompt_id"]) == ("1+1=", "2", 7)
+    assert [s["reward"] for s in record["samples"]] == [1.0, None]  # a timeout is not a reward of 0
+    assert record["samples"][1] == {
+        "text": "é",
+        "reward": None,
+        "outcome": {"status": "timeout", "value": 0.0, "detail": "10 s"},
+        "finish_reason": "stop",
+        "num_tokens": 2,
+        "weight_version": 5,
+    }
+    StepLog(tmp_path / "off", LogConfig(tensorboard=False, rollouts=False)).write_rollouts(0, [group])
+    assert not (tmp_path / "off" / "rollouts").exists()
+
+
+def test_tensorboard_reads_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = StepLog(tmp_path, LogConfig())
+    for step in range(3):
+        log.write(step, {"reward/mean": step / 2})
+    log.close()
+    log = StepLog(tmp_path, LogConfig(), start_step=1)
+    log.write(2, {"reward/mean": 9.0})
+    log.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 9.0)]
