@@ -1,0 +1,151 @@
+"""HF checkpoint folders: read lazily, write atomically. One file or shards with an index, always safetensors."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+
+
+class HfFolder(Mapping[str, Tensor]):
+    """The tensors of an HF checkpoint by name; a tensor is read, through a memory map, when it is asked for.
+
+    Raises ValueError for a missing, unreadable or incomplete checkpoint, naming the file.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ValueError(f"{self.path}: no such folder; expected an HF checkpoint with config.json and *.safetensors")
+        self._files: dict[str, object] = {}
+        self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # name -> shape and dtype, read from the headers
+        self._file_of: dict[str, str] = {}
+        for file, names in self._layout().items():
+            handle = self._open(file)
+            missing = set(names or ()) - set(handle.keys())
+            if missing:
+                raise ValueError(f"{self.path / file}: lacks {sorted(missing)[0]} and {len(missing) - 1} more tensors that {INDEX} places there")
+            for name in names or handle.keys():
+                part = handle.get_slice(name)
+                if part.get_dtype() not in _DTYPES:
+                    raise ValueError(f"{self.path / file}: tensor {name} has dtype {part.get_dtype()}, which is not supported")
+                self.specs[name] = (tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+                self._file_of[name] = file
+
+    def _layout(self) -> dict[str, list[str] | None]:
+        """File -> names in it (None: all of them)."""
+        index = self.path / INDEX
+        if index.exists():
+            try:
+                places = json.loads(index.read_text())["weight_map"]
+            except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as exc:
+                raise ValueError(f"{index}: not a safetensors index ({type(exc).__name__}: {exc})") from None
+            files: dict[str, list[str] | None] = {}
+            for name, file in places.items():
+                files.setdefault(file, []).append(name)
+            return files
+        if (self.path / SINGLE).exists():
+            return {SINGLE: None}
+        raise ValueError(f"{self.path}: neither {SINGLE} nor {INDEX} is there; only safetensors checkpoints are read")
+
+    def _open(self, file: str):
+        path = self.path / file
+        if not path.exists():
+            raise ValueError(f"{path}: missing, but {INDEX} names it")
+        try:
+            handle = safe_open(path, "pt")
+        except (SafetensorError, OSError) as exc:
+            raise ValueError(f"{path}: unreadable or cut short ({exc})") from None
+        self._files[file] = handle
+        return handle
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[self._file_of[name]].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+
+def write_hf_folder(target: str | Path, tensors: Iterator[dict[str, Tensor]], like: str | Path, dtype: torch.dtype) -> int:
+    """Write an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
+
+    It is written beside `target` and renamed when complete and on disk: `target` is whole or absent, and an older one is
+    replaced. Returns the bytes of all tensors. Raises OSError (disk full, ...) naming the folder, after removing what was written.
+    """
+    target, like = Path(target), Path(like)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        size = _write_shards(partial, tensors, dtype)
+        _copy_description(like, partial, dtype)
+        for file in partial.iterdir():
+            _sync(file)
+        _sync(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        _sync(target.parent)
+    except BaseException as exc:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(exc, OSError | SafetensorError):
+            raise OSError(f"cannot write the checkpoint {target}: {exc}; the unfinished copy was removed") from exc
+        raise
+    return size
+
+
+def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]], dtype: torch.dtype) -> int:
+    files, size, places = [], 0, {}
+    for shard in tensors:
+        if not shard:
+            continue
+        # A contiguous CPU copy of its own: safetensors refuses tensors that share memory.
+        shard = {name: t.detach().to("cpu", dtype, copy=True).contiguous() for name, t in shard.items()}
+        file = folder / f"shard-{len(files) + 1:05d}.safetensors"
+        save_file(shard, file, metadata={"format": "pt"})
+        files.append((file, list(shard)))
+        size += sum(t.numel() * t.element_size() for t in shard.values())
+    if not files:
+        raise ValueError(f"no tensors to write to {folder}")
+    if len(files) == 1:
+        files[0][0].rename(folder / SINGLE)
+        return size
+    for number, (file, names) in enumerate(files, 1):
+        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file.rename(folder / final)
+        places |= dict.fromkeys(names, final)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=1))
+    return size
+
+
+def _copy_description(like: Path, folder: Path, dtype: torch.dtype) -> None:
+    """config.json with the dtype really written, and every other small file that is no weight (tokenizer, generation settings)."""
+    if not (like / "config.json").exists():
+        raise ValueError(f"{like / 'config.json'}: missing; it describes the checkpoint to be written")
+    for file in like.iterdir():
+        if file.is_file() and file.suffix not in {".safetensors", ".bin", ".pt", ".pth"} and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, folder / file.name)
+    config = json.loads((like / "config.json").read_text())
+    for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+        config[key] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

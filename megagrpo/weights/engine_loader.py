@@ -1,0 +1,107 @@
+"""Our only code inside an SGLang engine: `--custom-weight-loader megagrpo.weights.engine_loader.run`.
+
+SGLang calls `run` in every rank of the engine. It answers two questions of trainer rank 0: "record" (what does this rank copy
+from which HF tensor?) and "digest" (what do the live parameters hold?). It never raises: an exception here ends the server.
+"""
+
+import sys
+import traceback
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from megagrpo.weights.digest import slice_digest
+from megagrpo.weights.mailbox import decode, encode
+from megagrpo.weights.record import Recording, coverage_problems, record
+
+_CONNECT_S = 30.0
+_recordings: "weakref.WeakKeyDictionary[torch.nn.Module, Recording]" = weakref.WeakKeyDictionary()
+_hf_shapes: "weakref.WeakKeyDictionary[torch.nn.Module, dict]" = weakref.WeakKeyDictionary()
+
+
+def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Do the operation that the one uint8 tensor in `named_tensors` asks for, and answer through the trainer's mailbox."""
+    try:
+        request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
+        host, port = request["mailbox"]
+        store = TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
+        try:
+            answer = {"answer": _OPERATIONS[request["operation"]](model, request, store)}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        store.set(request["reply"], encode(answer))
+    except Exception:  # no way to answer: the trainer's deadline will say so
+        traceback.print_exc(file=sys.stderr)
+
+
+def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
+    """Copies and constants of this rank; problems: parameters that some HF tensors do not fill exactly once."""
+    specs = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in decode(store.get(request["specs"])).items()}
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
+        recording = record(lambda hf: model.load_weights(list(hf.items())), specs, parameters | buffers)
+    _recordings[model] = recording
+    _hf_shapes[model] = {name: shape for name, (shape, _) in specs.items()}
+    return {
+        "copies": [(c.hf, c.start, c.size, c.parameter) for c in recording.copies],
+        "problems": coverage_problems(recording, parameters),
+        "derived": _derived_tensors(model, [*parameters.values(), *buffers.values()]),
+    }
+
+
+def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
+    """The digest of every recorded copy as the live parameters hold it, in the published dtype; problems: lines of text."""
+    recording, shapes, dtype = _recordings[model], _hf_shapes[model], getattr(torch, request["dtype"])
+    live = dict(model.named_parameters()) | dict(model.named_buffers())
+    digests, problems = [], []
+    with torch.no_grad():
+        for copy in recording.copies:
+            values = copy.view(live)
+            published = values.to(dtype)
+            if values.dtype != dtype and not torch.equal(published.to(values.dtype), values):
+                problems.append(f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: holds values that {dtype} cannot represent")
+            digests.append(slice_digest(published, copy.box, shapes[copy.hf]))
+        for fill in recording.fills:
+            tensor = live[fill.parameter]
+            values = tensor.detach().as_strided(fill.size, fill.strides, tensor.storage_offset() + fill.offset)
+            if not bool((values == fill.value).all()):
+                problems.append(f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else")
+    return {"digests": torch.stack(digests).tolist() if digests else [], "problems": problems}
+
+
+_OPERATIONS = {"record": _record, "digest": _digest}
+
+
+def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:
+    """Matrices that modules hold beside parameters and buffers: perhaps computed from weights, and seen by no digest."""
+    storages = {t.untyped_storage()._cdata for t in known}
+    found = []
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2 and value.untyped_storage()._cdata not in storages:
+                found.append(f"{path}.{name} {tuple(value.shape)}")
+    return found
+
+
+@contextmanager
+def _threads_run_inline():
+    original = ThreadPoolExecutor.submit
+
+    def submit(self, function, /, *args, **kwargs):
+        future = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as exc:
+            future.set_exception(exc)
+        return future
+
+    ThreadPoolExecutor.submit = submit
+    try:
+        yield
+    finally:
+        ThreadPoolExecutor.submit = original

@@ -1,0 +1,158 @@
+"""Who contributes which slice of every HF tensor, and the collective that brings the slices together on rank 0.
+
+Every element of every HF tensor is contributed by exactly one trainer rank, found by running the recorded copies backwards.
+Export to a checkpoint is `write_hf_folder(..., gather_buckets(...), ...)`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrpo.mesh import Mesh
+from megagrpo.weights.record import Copy
+from megagrpo.weights.views import Box
+
+Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Whole HF tensors that travel together, and each contributing rank's slices of them in the order they are packed."""
+
+    names: tuple[str, ...]
+    parts: dict[int, tuple[Copy, ...]]
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    shapes: dict[str, tuple[int, ...]]
+    dtype: torch.dtype  # published
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(prod(shape) for shape in self.shapes.values()) * self.dtype.itemsize
+
+
+def gather_copies(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:
+    """Collective: every rank's copies, by rank. Done once: layouts do not change during a run."""
+    everyone: list = [copies]
+    if mesh.world_size > 1:
+        everyone = [None] * mesh.world_size
+        dist.all_gather_object(everyone, copies)
+    return everyone
+
+
+def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[str, list[tuple[int, Copy]]]:
+    """Every HF tensor as disjoint slices, each with the one rank that contributes it. The same result on all ranks.
+
+    Replicated slices go to rank 0 if it holds them (`on_main`: nothing to send then), else to the rank with the least work so
+    far, the lowest on ties. Raises ValueError naming an HF tensor of which no rank holds some elements.
+    """
+    holders: dict[str, dict[Box, dict[int, Copy]]] = {name: {} for name in specs}
+    for rank, copies in enumerate(everyone):
+        for copy in copies:
+            holders[copy.hf].setdefault(copy.box, {}).setdefault(rank, copy)
+    load = [0] * len(everyone)
+    shares = {}
+    for name, (shape, _) in specs.items():
+        claimed: list[Box] = []
+        shares[name] = []
+        for box in sorted(holders[name], key=lambda b: (b.start, b.size)):
+            rest = [box]
+            for other in claimed:
+                rest = [piece for r in rest for piece in r.subtract(other)]
+            claimed += rest
+            candidates = holders[name][box]
+            for piece in rest:
+                rank = 0 if on_main and 0 in candidates else min(candidates, key=lambda r: (load[r], r))
+                load[rank] += piece.numel
+                shares[name].append((rank, candidates[rank].restrict(piece)))
+        missing = prod(shape) - sum(box.numel for box in claimed)
+        if missing:
+            raise ValueError(f"HF tensor {name} {shape}: no trainer rank holds {missing} of its {prod(shape)} elements")
+    return shares
+
+
+def make_gather_plan(everyone: list[list[Copy]], specs: Specs, dtype: torch.dtype, bucket_bytes: int) -> GatherPlan:
+    """Buckets of at most `bucket_bytes` of HF tensors in checkpoint order; a larger tensor is a bucket of its own."""
+    shares = share_out(everyone, specs, on_main=True)
+    groups, size = [[]], 0
+    for name, (shape, _) in specs.items():
+        tensor_bytes = prod(shape) * dtype.itemsize
+        if groups[-1] and size + tensor_bytes > bucket_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor_bytes
+    buckets = []
+    for names in groups:
+        parts: dict[int, list[Copy]] = {}
+        for name in names:
+            for rank, copy in shares[name]:
+                parts.setdefault(rank, []).append(copy)
+        buckets.append(Bucket(tuple(names), {rank: tuple(copies) for rank, copies in parts.items()}))
+    return GatherPlan({name: shape for name, (shape, _) in specs.items()}, dtype, tuple(buckets))
+
+
+def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
+    """Collective over the world: rank 0 gets the full HF tensors of one bucket after the other, the others empty dicts.
+
+    Tensors are in the published dtype, on the mesh's device. Every rank must iterate to the end. The slices of the next bucket
+    travel while the caller works on the present one, so two buckets are held at a time.
+    """
+    if mesh.rank != 0:
+        yield from _contribute(plan, parameters, mesh)
+        return
+    coming = _receive(plan, 0, mesh)
+    for number, bucket in enumerate(plan.buckets):
+        arrived, coming = coming, _receive(plan, number + 1, mesh)
+        full = {name: torch.empty(plan.shapes[name], dtype=plan.dtype, device=mesh.device) for name in bucket.names}
+        for copy in bucket.parts.get(0, ()):
+            _at(full[copy.hf], copy.box).copy_(copy.view(parameters))
+        for rank, (flat, work) in arrived.items():
+            _wait(work, f"rank 0 waits for rank {rank}'s slices of weights bucket {number + 1} of {len(plan.buckets)}, {bucket.names[0]} ...")
+            for copy, part in zip(bucket.parts[rank], flat.split([c.box.numel for c in bucket.parts[rank]]), strict=True):
+                _at(full[copy.hf], copy.box).copy_(part.view(copy.size))
+        yield full
+
+
+def _contribute(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
+    sent = None
+    for number, bucket in enumerate(plan.buckets):
+        if mesh.rank in bucket.parts:
+            packed = torch.cat([c.view(parameters).to(mesh.device, plan.dtype).reshape(-1) for c in bucket.parts[mesh.rank]])
+            if sent is not None:
+                _wait(sent[0], f"rank {mesh.rank} waits for rank 0 to take its slices of a weights bucket before {number + 1}")
+            sent = (dist.isend(packed, 0), packed)
+        yield {}
+    if sent is not None:
+        _wait(sent[0], f"rank {mesh.rank} waits for rank 0 to take its last slices of the weights")
+
+
+def _receive(plan: GatherPlan, number: int, mesh: Mesh) -> dict[int, tuple[Tensor, dist.Work]]:
+    if number == len(plan.buckets):
+        return {}
+    posted = {}
+    for rank, copies in sorted(plan.buckets[number].parts.items()):
+        if rank != 0:
+            flat = torch.empty(sum(c.box.numel for c in copies), dtype=plan.dtype, device=mesh.device)
+            posted[rank] = (flat, dist.irecv(flat, rank))
+    return posted
+
+
+def _wait(work: dist.Work, who: str) -> None:
+    try:
+        work.wait()
+    except RuntimeError as exc:
+        raise RuntimeError(f"{who}: {exc}") from exc
+
+
+def _at(tensor: Tensor, box: Box) -> Tensor:
+    for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor

@@ -1,0 +1,261 @@
+"""Learn what a model's own loader copies where, without loading anything.
+
+The loader runs over empty tensors on the meta device that have the checkpoint's names and shapes, under a dispatch mode that
+notes every `copy_` into a parameter and does not execute it. Run on the actor and on every engine rank, the two lists of copies
+determine export, exchange and digests; no table of fused or sharded names exists anywhere.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megagrpo.weights.views import Box, Untraceable, factor, row_major, split_into_boxes
+
+_aten = torch.ops.aten
+_REWRITES = {_aten.clone.default, _aten._to_copy.default}  # same elements and order, new storage
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Box of an HF tensor -> strided slice of a parameter; offset and strides in elements from the parameter's first one."""
+
+    hf: str
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    parameter: str
+    offset: int
+    strides: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.size)
+
+    def restrict(self, box: Box) -> "Copy":
+        """The part of this copy that lies in `box`, which must be inside it."""
+        shift = sum((a - b) * s for a, b, s in zip(box.start, self.start, self.strides, strict=True))
+        return Copy(self.hf, box.start, box.size, self.parameter, self.offset + shift, self.strides)
+
+    def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """The parameter's elements, shaped like the box."""
+        parameter = parameters[self.parameter]
+        return parameter.detach().as_strided(self.size, self.strides, parameter.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A strided slice of a parameter that the loader sets to a constant, such as the padding rows of a vocabulary."""
+
+    parameter: str
+    offset: int
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+    value: float
+
+
+@dataclass
+class Recording:
+    copies: list[Copy] = field(default_factory=list)
+    fills: list[Fill] = field(default_factory=list)
+
+
+def record_copies(
+    load: Callable[[Mapping[str, Tensor]], None], hf_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], parameters: Mapping[str, Tensor]
+) -> list[Copy]:
+    """The copies that `load` makes from HF tensors of these shapes and dtypes into `parameters`, which stay untouched.
+
+    Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming the parameter when an element
+    is written never or twice (elements that the loader sets to a constant count as written).
+    """
+    recording = record(load, hf_specs, parameters)
+    problems = coverage_problems(recording, parameters)
+    if problems:
+        raise ValueError("the loader does not write every parameter element exactly once:\n" + "\n".join(problems))
+    return recording.copies
+
+
+def record(load, hf_specs, parameters) -> Recording:
+    """record_copies without the coverage check, with the constants as well."""
+    hf = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in hf_specs.items()}
+    mode = _Recorder(hf, parameters)
+    with torch.no_grad(), mode:
+        load(hf)
+    return mode.recording
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A storage that holds elements of one HF tensor: per dimension of a dense storage, its size and its stride in the HF tensor."""
+
+    hf: str
+    offset: int
+    sizes: tuple[int, ...]
+    hf_strides: tuple[int, ...]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, hf: Mapping[str, Tensor], parameters: Mapping[str, Tensor]):
+        super().__init__()
+        self.recording = Recording()
+        self.hf = hf
+        self.traced = {_storage(t): _Traced(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()}
+        self.lost: dict[int, str] = {}  # storages computed from HF tensors by something else than a copy, and how
+        self.parameters: dict[int, list[tuple[int, int, str]]] = {}  # many may share one flat buffer
+        for name, tensor in parameters.items():
+            start = tensor.storage_offset()
+            extent = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            self.parameters.setdefault(_storage(tensor), []).append((start, extent, name))
+        self.keep: list[Tensor] = []  # a freed storage's address could come back as another tensor
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is _aten.copy_.default:
+            return self._copy(args[0], args[1])
+        if func is _aten.zero_.default or func is _aten.fill_.Scalar:
+            if self._is_parameter(args[0]):
+                return self._fill(args[0], 0.0 if func is _aten.zero_.default else float(args[1]))
+        sources = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        written = [args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if a.alias_info and a.alias_info.is_write]
+        for tensor in written:
+            if isinstance(tensor, Tensor) and self._is_parameter(tensor):
+                raise ValueError(f"parameter {self._parameter(tensor)[0]} is written by {func}, which is no copy: it cannot be traced")
+        origin = next((t for t in sources if _storage(t) in self.traced or _storage(t) in self.lost), None)
+        if origin is None:
+            return func(*args, **kwargs)
+        if func in _REWRITES and _storage(origin) in self.traced:
+            return self._rewrite(origin, kwargs.get("dtype"))
+        out = func(*args, **kwargs)
+        for tensor in torch.utils._pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor) and not self._known(tensor):
+                self._lose(tensor, origin, str(func))
+        return out
+
+    def _rewrite(self, source: Tensor, dtype: torch.dtype | None) -> Tensor:
+        out = torch.empty_like(source, dtype=dtype or source.dtype, memory_format=torch.preserve_format)
+        self.keep.append(out)
+        self._trace(out, source)
+        return out
+
+    def _copy(self, target: Tensor, source: Tensor) -> Tensor:
+        if target.numel() == 0:
+            return target
+        lost = self.lost.get(_storage(source))
+        if self._is_parameter(target):
+            if lost or _storage(source) not in self.traced:
+                raise ValueError(f"parameter {self._parameter(target)[0]} is filled from {lost or 'a tensor that is no HF tensor'}")
+            self._record(target, source)
+        elif lost or _storage(source) in self.traced:  # through a temporary
+            self.keep.append(target)
+            whole = target.numel() * target.element_size() == target.untyped_storage().nbytes() and target.shape == source.shape
+            if whole and not lost:
+                self._trace(target, source)
+            else:
+                self._lose(target, source, "a piecewise copy into a temporary")
+        else:
+            _aten.copy_.default(target, source)
+        return target
+
+    def _record(self, target: Tensor, source: Tensor) -> None:
+        if source.numel() != target.numel():
+            raise ValueError(f"parameter {self._parameter(target)[0]} is filled by broadcasting {self._name(source)}: it cannot be traced")
+        pad = target.dim() - source.dim()
+        name, offset = self._parameter(target)
+        shape, strides = (1,) * pad + tuple(source.shape), (0,) * pad + tuple(source.stride())
+        hf, hf_offset, pieces = self._hf_view(source, shape, strides)
+        target_strides = tuple(target.stride(dim) * scale for _, _, dim, scale in pieces)
+        base = tuple(self.hf[hf].shape)
+        try:
+            boxes = split_into_boxes(hf_offset, tuple(p[0] for p in pieces), tuple(p[1] for p in pieces), base, target_strides)
+        except Untraceable as exc:
+            raise ValueError(f"HF tensor {hf} -> parameter {name}: {exc}") from None
+        for box, shift, box_strides in boxes:
+            self.recording.copies.append(Copy(hf, box.start, box.size, name, offset + shift, box_strides))
+
+    def _hf_view(self, tensor: Tensor, shape, strides) -> tuple[str, int, list[tuple[int, int, int, int]]]:
+        """The HF tensor behind a traced tensor, the offset in it, and (size, HF stride, dimension, scale) of every piece."""
+        origin = self.traced[_storage(tensor)]
+        try:
+            first, pieces = factor(tensor.storage_offset(), shape, strides, origin.sizes)
+        except Untraceable as exc:
+            raise ValueError(f"HF tensor {origin.hf}: {exc}") from None
+        offset = origin.offset + sum(i * s for i, s in zip(first, origin.hf_strides, strict=True))
+        return origin.hf, offset, [(p.size, origin.hf_strides[p.base] * p.step, p.dim, p.scale) for p in pieces]
+
+    def _trace(self, out: Tensor, source: Tensor) -> None:
+        hf, offset, pieces = self._hf_view(source, tuple(source.shape), tuple(source.stride()))
+        dense = sorted(((out.stride(dim) * scale, size, stride) for size, stride, dim, scale in pieces), reverse=True)
+        self.traced[_storage(out)] = _Traced(hf, offset, tuple(d[1] for d in dense), tuple(d[2] for d in dense))
+
+    def _fill(self, target: Tensor, value: float) -> Tensor:
+        if target.numel():
+            name, offset = self._parameter(target)
+            self.recording.fills.append(Fill(name, offset, tuple(target.shape), tuple(target.stride()), value))
+        return target
+
+    def _lose(self, tensor: Tensor, origin: Tensor, how: str) -> None:
+        self.keep.append(tensor)
+        self.lost[_storage(tensor)] = self.lost.get(_storage(origin)) or f"{how} of HF tensor {self._name(origin)}"
+
+    def _name(self, tensor: Tensor) -> str:
+        origin = self.traced.get(_storage(tensor))
+        return origin.hf if origin else "(unknown)"
+
+    def _known(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self.traced or _storage(tensor) in self.lost or self._is_parameter(tensor)
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self.parameters
+
+    def _parameter(self, tensor: Tensor) -> tuple[str, int]:
+        """Name of the parameter a view lies in, and the view's offset from its first element. Of tied names, the first."""
+        for start, stop, name in self.parameters[_storage(tensor)]:
+            if start <= tensor.storage_offset() < stop:
+                return name, tensor.storage_offset() - start
+        raise ValueError("the loader writes between the parameters of a shared buffer")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) -> list[str]:
+    """One line for every parameter that is not written exactly once, element by element. Tied names count as one parameter."""
+    writes: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+    for copy in recording.copies:
+        writes.setdefault(copy.parameter, []).append((copy.offset, copy.size, copy.strides))
+    for fill in recording.fills:
+        writes.setdefault(fill.parameter, []).append((fill.offset, fill.size, fill.strides))
+    problems, seen = [], set()
+    for name, tensor in parameters.items():
+        place = (_storage(tensor), tensor.storage_offset())
+        if place in seen or tensor.numel() == 0:
+            continue
+        seen.add(place)
+        done = sum(prod(size) for _, size, _ in writes.get(name, []))
+        if done < tensor.numel():
+            problems.append(f"parameter {name} {tuple(tensor.shape)}: {tensor.numel() - done} of {tensor.numel()} elements are never written")
+        elif done > tensor.numel() or _overlap(writes[name], tensor):
+            problems.append(f"parameter {name} {tuple(tensor.shape)}: some elements are written twice")
+    return problems
+
+
+def _overlap(writes: list[tuple[int, tuple[int, ...], tuple[int, ...]]], tensor: Tensor) -> bool:
+    """Whether strided writes share an element; their sizes sum to the tensor's, which is dense in some order of dimensions."""
+    in_memory = tuple(tensor.shape[d] for d in sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    try:
+        boxes = [b for o, n, s in writes for b, _, _ in split_into_boxes(o, n, s, in_memory, (0,) * len(n))]
+    except Untraceable:  # interleaved writes are no boxes: count element by element
+        count = torch.zeros(tensor.numel(), dtype=torch.uint8)
+        for offset, size, strides in writes:
+            count.as_strided(size, strides, offset).add_(1)
+        return bool((count != 1).any())
+    low = np.array([b.start for b in boxes]).reshape(len(boxes), -1)
+    high = low + np.array([b.size for b in boxes]).reshape(len(boxes), -1)
+    for i in range(len(boxes) - 1):
+        if ((low[i + 1 :] < high[i]) & (low[i] < high[i + 1 :])).all(axis=1).any():
+            return True
+    return False

@@ -1,0 +1,124 @@
+"""Strided views and boxes: which elements of a tensor a view touches, in which order.
+
+A *box* is a start and a size along each dimension. Copies of weights are kept as boxes of the HF tensor, because boxes
+intersect, subtract and split without looking at elements; `factor` turns any view a loader makes into boxes.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+
+class Untraceable(ValueError):
+    """A view that does not consist of boxes; the caller adds the tensor's name."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements start[k] <= index[k] < start[k] + size[k]."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.size)
+
+    def intersect(self, other: "Box") -> "Box | None":
+        start = tuple(map(max, self.start, other.start))
+        stop = map(min, self._stop(), other._stop())
+        size = tuple(b - a for a, b in zip(start, stop, strict=True))
+        return Box(start, size) if all(n > 0 for n in size) else None
+
+    def subtract(self, other: "Box") -> list["Box"]:
+        """Disjoint boxes that cover self without other, at most two per dimension."""
+        common = self.intersect(other)
+        if common is None:
+            return [self]
+        rest, start, size = [], list(self.start), list(self.size)
+        for k, (low, width) in enumerate(zip(common.start, common.size, strict=True)):
+            for a, b in ((start[k], low), (low + width, start[k] + size[k])):
+                if b > a:
+                    rest.append(Box((*start[:k], a, *start[k + 1 :]), (*size[:k], b - a, *size[k + 1 :])))
+            start[k], size[k] = low, width
+        return rest
+
+    def _stop(self) -> tuple[int, ...]:
+        return tuple(a + n for a, n in zip(self.start, self.size, strict=True))
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(self.start, self.size, strict=True)) + "]"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`size` elements, `step` apart along dimension `base`; one step is `scale` steps along dimension `dim` of the view."""
+
+    size: int
+    base: int
+    step: int
+    dim: int
+    scale: int
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    return tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
+
+
+def factor(offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+    """Rewrite a view of a contiguous tensor of shape `base` so that every piece runs along one dimension of `base`.
+
+    Returns the index in `base` of the view's first element, and the pieces, in the view's order of iteration (dimensions of
+    size 1 give none). Raises Untraceable for views such as a range of a flattened matrix that cuts through its rows.
+    """
+    base_strides, first, rest = row_major(base), [], offset
+    for stride in base_strides:
+        first.append(rest // stride)
+        rest %= stride
+    reach = list(first)  # the largest index touched so far, per dimension of base: staying below its size means no carry
+    pieces = []
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        inner_first, scale = [], 1
+        while size > 1:
+            k = next((k for k, n in enumerate(base) if n > 1 and 0 < base_strides[k] <= stride), None)
+            if k is None or stride % base_strides[k]:
+                raise Untraceable(f"stride {stride} in a view of shape {shape} is no step along a tensor of shape {base}")
+            step = stride // base_strides[k]
+            take = size
+            if reach[k] + (size - 1) * step >= base[k]:  # leaves this dimension: must fill it, and go on in the one before
+                take = base[k] // step
+                if take < 2 or take * step != base[k] or size % take or reach[k] + (take - 1) * step >= base[k]:
+                    raise Untraceable(f"a view of shape {shape} crosses dimension {k} of a tensor of shape {base} unevenly")
+            inner_first.append(Piece(take, k, step, dim, scale))
+            reach[k] += (take - 1) * step
+            size, stride, scale = size // take, stride * take, scale * take
+        pieces += reversed(inner_first)
+    return tuple(first), pieces
+
+
+def split_into_boxes(
+    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...], other: tuple[int, ...]
+) -> list[tuple[Box, int, tuple[int, ...]]]:
+    """Boxes of `base` that a view covers, each with the offset and strides of a second view iterated in step with the first.
+
+    `other`: strides of the second view, per dimension of `shape`. The boxes are disjoint when the view touches nothing twice.
+    """
+    start, pieces = factor(offset, shape, strides, base)
+    boxes = [(list(start), [1] * len(base), 0, [0] * len(base))]
+    for k in range(len(base)):
+        along = sorted((p for p in pieces if p.base == k), key=lambda p: p.step)
+        parts = [(p.size, p.step, other[p.dim] * p.scale) for p in along]
+        run = (1, 1, 0)  # size, step, stride in the other view
+        if parts and parts[0][1] == 1:
+            run = parts.pop(0)
+            while parts and parts[0][1] == run[0] and parts[0][2] == run[0] * run[2]:
+                run = (run[0] * parts.pop(0)[0], 1, run[2])
+        elif parts:
+            raise Untraceable(f"a view of shape {shape} takes every {parts[0][1]}th element of dimension {k} of a tensor of shape {base}")
+        for _, size, _, run_strides in boxes:
+            size[k], run_strides[k] = run[0], run[2]
+        for count, step, stride in parts:  # not one run in the second view: one box for each
+            boxes = [
+                ([*a[:k], a[k] + i * step, *a[k + 1 :]], list(n), o + i * stride, list(s)) for a, n, o, s in boxes for i in range(count)
+            ]
+    return [(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]
