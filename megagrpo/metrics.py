@@ -48,11 +48,11 @@ class Metrics:
         self._add(self._sums, name, "sum", ("", value))
 
     def add_max(self, name: str, value: float | Tensor) -> None:
-        """Largest over calls and ranks."""
+        """Largest over calls and ranks. NaN counts as infinite: all-reduces drop a NaN, and it must not be hidden."""
         self._raise(name, "max", value)
 
     def add_min(self, name: str, value: float | Tensor) -> None:
-        """Smallest over calls and ranks."""
+        """Smallest over calls and ranks. NaN counts as minus infinity."""
         self._raise(name, "min", -value)
 
     def add_rate(self, name: str, amount: float | Tensor, seconds: float) -> None:
@@ -73,9 +73,8 @@ class Metrics:
 
     def _raise(self, name: str, kind: str, value: float | Tensor) -> None:
         self._claim(name, kind)
-        value = torch.as_tensor(_detached(value), dtype=torch.float64)
+        value = torch.nan_to_num(torch.as_tensor(_detached(value), dtype=torch.float64), nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         old = self._extremes.get(name)
-        # torch.maximum keeps NaN, which Python's max would drop or keep by the order of its arguments.
         self._extremes[name] = value if old is None else torch.maximum(value, old.to(value.device))
 
     def reduced(self, reduce: Callable[[Tensor, str], Tensor], device: torch.device | str = "cpu") -> dict[str, float]:

@@ -19,8 +19,9 @@ LAYERS = (
     {"algo"},
     {"mesh", "metrics", "hf_files"},
     {"data", "rewards", "rollout", "weights", "actor"},
-    {"checkpoint", "evaluation", "export", "prepare", "console", "report", "doctor", "check", "state"},
-    {"train", "sft"},
+    {"checkpoint", "outcomes", "setup", "evaluation", "console", "report", "doctor", "processes", "explain"},
+    {"train"},
+    {"trainer", "sft", "export"},
     {"launcher"},
     {"cli"},
 )
@@ -33,7 +34,7 @@ ONLY_IN = {
     "sglang": r"weights/engine_loader\.py|rollout/cpu/",
     "sgl_kernel": r"rollout/cpu/",
     "matplotlib": r"report\.py",
-    "rich": r"console\.py|doctor\.py|cli\.py|check\.py",
+    "rich": r"console\.py|doctor\.py|cli\.py|explain\.py",
 }
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}
 NO_TORCH = LAYERS[0]

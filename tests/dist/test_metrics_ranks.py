@@ -1,0 +1,69 @@
+"""Metrics over real gloo ranks: three ranks give what one rank would, and ranks that disagree are told so."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megagrpo.mesh import make_mesh
+from megagrpo.metrics import Metrics
+
+WORLD = 3
+# Per rank: (numerator, denominator) of a mean, a sum, an extreme, (amount, seconds) of a rate.
+VALUES = [((1.0, 1), 5.0, -3.0, (10, 2.0)), ((7.0, 3), 0.5, 8.0, (30, 4.0)), ((0.0, 0), 1.0, 2.0, (20, 1.0))]
+EXPECTED = {"a/max": 8.0, "a/mean": 2.0, "a/min": -3.0, "a/rate": 15.0, "a/sum": 6.5}
+
+
+def measure(rank: int) -> Metrics:
+    mean, total, extreme, rate = VALUES[rank]
+    metrics = Metrics()
+    metrics.add_mean("a/mean", *mean)
+    metrics.add_sum("a/sum", total)
+    metrics.add_max("a/max", extreme)
+    metrics.add_min("a/min", torch.tensor(extreme))
+    metrics.add_rate("a/rate", *rate)
+    return metrics
+
+
+def run_rank(rank: int, store: str, results) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    mesh = make_mesh(rank, WORLD, torch.device("cpu"), deadline_s=30)
+    agreed = measure(rank).reduced(mesh.reduce)
+    uneven = measure(rank)
+    if rank == 1:
+        uneven.add_sum("only/here", 1.0)
+    broken = measure(rank)
+    broken.add_max("optim/grad_norm", float("nan") if rank == 2 else 1.0)
+    try:
+        error = str(uneven.reduced(mesh.reduce))
+    except AssertionError as exc:
+        error = str(exc)
+    broken.add_mean("loss/total", float("nan") if rank == 2 else 1.0)
+    results[rank] = agreed, error, broken.reduced(mesh.reduce)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    with mp.Manager() as manager:
+        shared = manager.dict()
+        mp.spawn(run_rank, args=(str(tmp_path_factory.mktemp("store") / "store"), shared), nprocs=WORLD)
+        return dict(shared)
+
+
+def test_ranks_are_combined_as_stated(results):
+    assert [results[rank][0] for rank in range(WORLD)] == [EXPECTED] * WORLD
+
+
+def test_different_names_raise_on_every_rank(results):
+    for rank in range(WORLD):
+        error = results[rank][1]
+        assert "different metrics" in error
+        assert ("only/here" in error) == (rank == 1)
+
+
+def test_not_a_number_on_one_rank_reaches_all(results):
+    for rank in range(WORLD):
+        values = results[rank][2]
+        assert values["loss/total"] != values["loss/total"], "a sum with NaN is NaN"
+        assert values["optim/grad_norm"] == float("inf"), "a maximum with NaN is not finite"
