@@ -1,0 +1,142 @@
+"""Log-probabilities and entropy from hidden states and output weight, without ever holding [tokens, vocabulary].
+
+Logits are made in tiles of at most chunk_tokens x TILE_COLUMNS, used and forgotten, once in the forward and once more in
+the backward. A running softmax joins the tiles, and the same rule joins the vocabulary shards of tensor-parallel ranks, so
+two all-reduces serve the whole call. All arithmetic on logits is float32.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megagrpo.algo.statistics import Reduce
+
+TILE_COLUMNS = 8192
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    reduce: Reduce | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden weight^T / temperature)[target] and the entropy of that distribution, float32 [T] each.
+
+    hidden [T, H]; weight [V_local, H], rows vocab_start.. of the vocabulary; targets [T] ids in the whole vocabulary, -1 for
+    positions whose outputs are 0. vocab_size: real vocabulary, columns beyond it are padding (default: no padding).
+    reduce: over tensor-parallel ranks, which must all see the same hidden and targets. The gradient of hidden is this rank's
+    PARTIAL sum over its columns, for the caller to all-reduce or reduce-scatter; the gradient of weight is complete.
+    """
+    columns = len(weight) if vocab_size is None else max(0, min(len(weight), vocab_size - vocab_start))
+    return _LogProbs.apply(hidden, weight, targets - vocab_start, targets < 0, temperature, chunk_tokens, columns, reduce)
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, local_targets, ignored, temperature, chunk_tokens, columns, reduce):
+        top = hidden.new_full(hidden.shape[:1], torch.finfo(torch.float32).min, dtype=torch.float32)
+        mass, moment, chosen = (torch.zeros_like(top) for _ in range(3))
+        for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
+            inside, index = _targets_in(local_targets[rows], cols)
+            chosen[rows] += logits.gather(1, index).squeeze(1).masked_fill_(~inside, 0.0)
+            tile_top = logits.amax(1)
+            logits -= tile_top[:, None]
+            shifted = logits.clone()
+            logits.exp_()
+            tile_mass = logits.sum(1)
+            tile_moment = torch.linalg.vecdot(logits, shifted)
+            top[rows], mass[rows], moment[rows] = _join(
+                torch.stack((top[rows], tile_top)), torch.stack((mass[rows], tile_mass)), torch.stack((moment[rows], tile_moment))
+            )
+        if reduce is not None:
+            whole_top = reduce(top.clone(), "max")
+            shift = top - whole_top
+            local = torch.stack((mass, moment + shift * mass, chosen))
+            local[:2] *= shift.exp()
+            top, (mass, moment, chosen) = whole_top, reduce(local, "sum")
+        log_mass = mass.log()
+        log_z = top + log_mass
+        entropy = (log_mass - moment / mass).masked_fill(ignored, 0.0)
+        ctx.save_for_backward(hidden, weight, local_targets, ignored, log_z, entropy)
+        ctx.options = (temperature, chunk_tokens, columns)
+        return (chosen - log_z).masked_fill(ignored, 0.0), entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprob, grad_entropy):
+        hidden, weight, local_targets, ignored, log_z, entropy = ctx.saved_tensors
+        temperature, chunk_tokens, columns = ctx.options
+        scale_logprob = (grad_logprob / temperature).masked_fill(ignored, 0.0)
+        scale_entropy = (grad_entropy / temperature).masked_fill(ignored, 0.0)
+        with_entropy = bool((scale_entropy != 0).any())
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
+            logits -= log_z[rows, None]  # log p
+            # d logprob = onehot - p, d entropy = -p (log p + H), both over temperature
+            if with_entropy:
+                factor = (logits + entropy[rows, None]).mul_(scale_entropy[rows, None]).add_(scale_logprob[rows, None])
+                grad = logits.exp_().mul_(factor).neg_()
+            else:
+                grad = logits.exp_().mul_(-scale_logprob[rows, None])
+            inside, index = _targets_in(local_targets[rows], cols)
+            grad.scatter_add_(1, index, (scale_logprob[rows] * inside)[:, None])
+            _accumulate(grad_hidden[rows], grad, weight[cols])
+            _accumulate(grad_weight[cols], grad.t(), hidden[rows])
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 6
+
+
+def _tiles(hidden: Tensor, weight: Tensor, temperature: float, chunk_tokens: int, columns: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows, columns, float32 logits) of every tile; the logits are overwritten by the next one."""
+    buffer = None
+    for start in range(0, len(hidden), chunk_tokens):
+        rows = slice(start, min(start + chunk_tokens, len(hidden)))
+        for first in range(0, columns, TILE_COLUMNS):
+            cols = slice(first, min(first + TILE_COLUMNS, columns))
+            shape = (rows.stop - rows.start, cols.stop - cols.start)
+            if buffer is None:
+                buffer = torch.empty(shape[0] * shape[1], dtype=torch.float32, device=hidden.device)
+            logits = buffer[: shape[0] * shape[1]].view(shape)
+            _matmul(hidden[rows], weight[cols].t(), logits)
+            if temperature != 1.0:
+                logits.div_(temperature)  # divided, not multiplied by 1/temperature, as the engine does it
+            yield rows, cols, logits
+
+
+def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Half-precision inputs are multiplied with float32 results: rounding logits to bfloat16 moves log-probs by 1e-2."""
+    if left.dtype == right.dtype == torch.float32:
+        torch.mm(left, right, out=out)
+    elif left.is_cuda and left.dtype == right.dtype:
+        torch.mm(left, right, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(left.float(), right.float(), out=out)
+
+
+def _accumulate(total: Tensor, grad: Tensor, other: Tensor) -> None:
+    """total += grad @ other in float32, without a temporary of total's size where the inputs are float32."""
+    if other.is_cuda and other.dtype != torch.float32:
+        total += torch.mm(grad.to(other.dtype), other, out_dtype=torch.float32)
+    else:
+        total.addmm_(grad, other.float())
+
+
+def _targets_in(local_targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
+    """Which targets lie in these columns, [t] bool, and their places there, [t, 1] (0 for the others)."""
+    inside = (local_targets >= cols.start) & (local_targets < cols.stop)
+    return inside, (local_targets - cols.start).masked_fill(~inside, 0)[:, None]
+
+
+def _join(top: Tensor, mass: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax sums [k, t] of disjoint columns, each relative to its own maximum, as one relative to the common maximum.
+
+    mass = sum e^(l - top), moment = sum (l - top) e^(l - top).
+    """
+    whole_top = top.amax(0)
+    shift = top - whole_top
+    factor = shift.exp()
+    return whole_top, (mass * factor).sum(0), ((moment + shift * mass) * factor).sum(0)
