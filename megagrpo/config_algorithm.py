@@ -2,48 +2,291 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megagrpo.config_base import Section
 
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+SingleSample = Literal["zero", "raw"]  # advantage of a group with one valid response: 0, or its raw reward as verl's loops do
+Scope = Literal["none", "group", "batch", "running"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
 
 class GrpoAdvantage(Section):
+    """(r - mean) / (std + eps). DeepSeekMath, arXiv 2402.03300."""
+
     name: Literal["grpo"] = "grpo"
     std_ddof: Literal[0, 1] = 1
-    eps: Annotated[float, Field(gt=0)] = 1e-6
-    single_sample: Literal["zero", "raw"] = "zero"
+    eps: Positive = 1e-6
+    single_sample: SingleSample = "zero"
 
 
 class DrGrpoAdvantage(Section):
+    """r - mean. arXiv 2503.20783."""
+
     name: Literal["dr_grpo"] = "dr_grpo"
-    single_sample: Literal["zero", "raw"] = "zero"
+    single_sample: SingleSample = "zero"
+
+
+class GrpoPassKAdvantage(Section):
+    """Best response alone: best - second best, over (std + eps) when normalised. arXiv 2503.19595."""
+
+    name: Literal["grpo_passk"] = "grpo_passk"
+    normalise: bool = True
+    std_ddof: Literal[0, 1] = 1
+    eps: Positive = 1e-6
+
+
+class RlooAdvantage(Section):
+    """r minus the mean of the others. arXiv 2402.14740."""
+
+    name: Literal["rloo"] = "rloo"
+    single_sample: SingleSample = "zero"
+
+
+class ReinforcePlusPlusAdvantage(Section):
+    """Discounted return of every token, whitened over the batch. arXiv 2501.03262."""
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class ReinforcePlusPlusBaselineAdvantage(Section):
+    """r - mean, whitened over all tokens of the batch. arXiv 2501.03262."""
+
+    name: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
+    single_sample: SingleSample = "zero"
+
+
+class RemaxAdvantage(Section):
+    """r minus the reward of a greedy response to the same prompt. arXiv 2310.10505."""
+
+    name: Literal["remax"] = "remax"
+
+
+class OpoAdvantage(Section):
+    """r minus the length-weighted mean. arXiv 2505.23585."""
+
+    name: Literal["opo"] = "opo"
+    single_sample: SingleSample = "zero"
+
+
+class GpgAdvantage(Section):
+    """alpha (r - mean), alpha = B / responses in non-degenerate groups. arXiv 2504.02546."""
+
+    name: Literal["gpg"] = "gpg"
+    alpha: Literal["non_degenerate", "nonzero_reward"] = "non_degenerate"  # nonzero_reward: B / responses with r != 0, as verl
+    single_sample: SingleSample = "zero"
+
+
+AdvantageConfig = (
+    GrpoAdvantage
+    | DrGrpoAdvantage
+    | GrpoPassKAdvantage
+    | RlooAdvantage
+    | ReinforcePlusPlusAdvantage
+    | ReinforcePlusPlusBaselineAdvantage
+    | RemaxAdvantage
+    | OpoAdvantage
+    | GpgAdvantage
+)
 
 
 class PpoClipLoss(Section):
+    """arXiv 1707.06347; clip_ratio_high > clip_ratio_low is DAPO's clip-higher; dual clip is arXiv 1912.09729."""
+
     name: Literal["ppo_clip"] = "ppo_clip"
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    clip_ratio_high: Annotated[float, Field(gt=0)] = 0.2
+    clip_ratio_high: Positive = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None  # c: a negative advantage's loss is at most c |A|
+
+
+class GspoLoss(Section):
+    """One importance ratio per sequence. arXiv 2507.18071."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 3e-4
+    clip_ratio_high: Positive = 4e-4
+    clamp: Literal["both", "above"] = "both"  # the mean log-ratio to +-20, or only above, at 10, as verl
+
+
+class CispoLoss(Section):
+    """Clipped importance weights, every token keeps its gradient. arXiv 2506.13585."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 1.0
+    clip_ratio_high: Positive = 4.0
+
+
+class GpgLoss(Section):
+    """-log p A. arXiv 2504.02546."""
+
+    name: Literal["gpg"] = "gpg"
+
+
+class SapoLoss(Section):
+    """A sigmoid gate instead of the clip. arXiv 2511.20347."""
+
+    name: Literal["sapo"] = "sapo"
+    tau_positive: Positive = 1.0
+    tau_negative: Positive = 1.05
+
+
+PolicyLossConfig = PpoClipLoss | GspoLoss | CispoLoss | GpgLoss | SapoLoss
+
+
+class AdaptiveKl(Section):
+    """beta <- beta (1 + clip(KL / target - 1, +-0.2) responses / horizon). arXiv 1909.08593."""
+
+    target: Positive
+    horizon: Positive  # responses
 
 
 class KlConfig(Section):
-    """KL to the reference model. Coefficient 0: no reference is kept."""
+    """KL to the reference, the initial weights. Both coefficients 0: no reference is kept."""
 
-    loss_coef: Annotated[float, Field(ge=0)] = 0.0
-    estimator: Literal["k3"] = "k3"
+    loss_coef: NonNegative = 0.0  # as a term of the loss
+    reward_coef: NonNegative = 0.0  # token by token inside the reward ("add_token_level_kl")
+    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "full"] = "k3"  # "+": gradient of k2; full: whole vocabulary
+    value_clamp: Positive | None = None  # of k3's value; verl: 10
+    importance: bool = False  # "+" forms: times sg[ratio], right off-policy too
+    adaptive: AdaptiveKl | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.loss_coef and self.reward_coef:
+            raise ValueError("loss_coef and reward_coef are both set: the KL would be charged twice; set one of them to 0")
+        if self.reward_coef and (self.estimator == "full" or self.estimator.endswith("+")):
+            raise ValueError(f'estimator "{self.estimator}" is a form for the loss; with reward_coef use k1, abs, k2 or k3')
+        if self.importance and not self.estimator.endswith("+"):
+            raise ValueError(f'importance corrects the gradient of the "+" estimators; "{self.estimator}" is none of them')
+        if self.value_clamp is not None and not self.estimator.startswith("k3"):
+            raise ValueError(f'value_clamp belongs to k3; estimator is "{self.estimator}"')
+        if self.adaptive and not (self.loss_coef or self.reward_coef):
+            raise ValueError("adaptive needs a starting coefficient: set loss_coef or reward_coef")
+        return self
+
+
+class OverlongShaping(Section):
+    """DAPO's soft length penalty: 0 up to max_response_tokens - buffer_tokens, then linear down to -factor. arXiv 2503.14476."""
+
+    buffer_tokens: Annotated[int, Field(ge=0)]  # 0: off
+    factor: NonNegative = 1.0
+
+
+class RewardShapingConfig(Section):
+    """What happens to the grader's reward before the advantage, in this order."""
+
+    overlong: OverlongShaping | None = None
+    mean: Scope = "none"  # subtracted
+    std: Scope = "none"  # divided by; it is always about the mean of its own scope
+    std_ddof: Literal[0, 1] = 1
+    eps: Positive = 1e-6
+    clip: Positive | None = None  # to +-clip
+
+
+class TokenTis(Section):
+    """min(old / rollout, cap) for every token."""
+
+    name: Literal["token_tis"]
+    cap: Positive = 2.0
+    self_normalise: bool = False  # to mean 1 over the step's tokens
+
+
+class SequenceTis(Section):
+    """min(product of the token ratios, cap) for a whole sequence."""
+
+    name: Literal["sequence_tis"]
+    cap: Positive = 2.0
+    self_normalise: bool = False
+
+
+class Band(Section):
+    """icepop: the ratio where it lies in [low, high], else 0. mis_mask: 1 there, else 0."""
+
+    name: Literal["icepop", "mis_mask"]
+    low: NonNegative = 0.5
+    high: Positive = 5.0
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low} is not below high {self.high}")
+        return self
+
+
+class Rejection(Section):
+    """Sequences whose trainer/rollout ratio leaves [low, high] are not trained on."""
+
+    by: Literal["geometric_mean", "max"] = "geometric_mean"  # max: every token's ratio must lie inside
+    low: NonNegative
+    high: Positive
+    keep_denominator: bool = False  # still count its tokens in the denominators
+
+
+class MismatchConfig(Section):
+    """Correction for engine and trainer giving the same token different probabilities."""
+
+    weight: Annotated[TokenTis | SequenceTis | Band, Field(discriminator="name")] | None = None
+    reject: Rejection | None = None
+
+
+class DynamicSampling(Section):
+    """DAPO: keep only groups that differ in the metric, ask for more until the batch is full. arXiv 2503.14476."""
+
+    metric: Literal["reward", "shaped_reward"] = "reward"
+    max_num_gen_batches: PositiveInt = 10
 
 
 class AlgorithmConfig(Section):
-    advantage: Annotated[GrpoAdvantage | DrGrpoAdvantage, Field(discriminator="name")] = GrpoAdvantage()
-    loss: Annotated[PpoClipLoss, Field()] = PpoClipLoss()
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    loss_scale_factor: Annotated[float, Field(gt=0)] | None = None  # C of seq-mean-token-sum-norm; default: max_response_tokens
+    advantage: Annotated[AdvantageConfig, Field(discriminator="name")] = GrpoAdvantage()
+    loss: Annotated[PolicyLossConfig, Field(discriminator="name")] = PpoClipLoss()
+    aggregation: Aggregation = "token-mean"
+    loss_scale_factor: Positive | None = None  # C of seq-mean-token-sum-norm; default: max_response_tokens
     kl: KlConfig = KlConfig()
     entropy_coef: float = 0.0
-    mask_truncated: bool = False
+    reward: RewardShapingConfig = RewardShapingConfig()
+    whiten_advantages: bool = False
+    advantage_clip: Positive | None = None  # to +-advantage_clip
+    mask_truncated: bool = False  # responses that ended by length are not trained on
+    mismatch: MismatchConfig = MismatchConfig()
+    dynamic_sampling: DynamicSampling | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        name, reward = self.advantage.name, self.reward
+        if "group" in (reward.mean, reward.std) and name in ("grpo", "rloo", "grpo_passk"):
+            raise ValueError(f"reward.mean/std: group with advantage {name} normalises by the group twice; use batch, running or none")
+        if self.whiten_advantages and name.startswith("reinforce_plus_plus"):
+            raise ValueError(f"advantage {name} is whitened already; remove whiten_advantages")
+        if self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm":
+            raise ValueError(f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}")
+        return self
 
     def check_group_size(self, group_size: int) -> None:
         """Raise ValueError where the advantage cannot work with this many samples per prompt."""
+        if group_size > 1:
+            return
+        if self.advantage.name == "grpo_passk":
+            raise ValueError("advantage grpo_passk compares the best two responses of a prompt; train.group_size must be at least 2")
+        if getattr(self.advantage, "single_sample", "raw") == "zero":
+            raise ValueError(
+                f"advantage {self.advantage.name} compares responses to one prompt: with train.group_size 1 it is always 0 and nothing "
+                "is learned; raise group_size or set algorithm.advantage.single_sample: raw"
+            )
+        if self.dynamic_sampling:
+            raise ValueError("dynamic_sampling keeps groups whose responses differ; train.group_size must be at least 2")
 
     @property
     def uses_reference(self) -> bool:
-        return self.kl.loss_coef > 0
+        return self.kl.loss_coef > 0 or self.kl.reward_coef > 0
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.kl.reward_coef > 0 or self.mismatch.weight is not None or self.mismatch.reject is not None
+
+    @property
+    def needs_greedy_response(self) -> bool:
+        return self.advantage.name == "remax"
