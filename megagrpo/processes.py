@@ -1,0 +1,98 @@
+"""Child processes that never outlive their parent, and the end of a process with everything it started."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_KILL_S = 5.0  # the kernel takes a moment to take a big process apart
+_libc = ctypes.CDLL(None)  # loaded here: the child calls it between fork and exec, where loading could deadlock
+
+
+def spawn(
+    command: list[str], env: dict[str, str], log: Path | None = None, death_signal: signal.Signals = signal.SIGKILL
+) -> subprocess.Popen:
+    """Start `command` in a session of its own; the kernel sends it `death_signal` when this thread's process dies.
+
+    Output is appended to `log`, or shared with this process. Call it from a thread that lives as long as the child may:
+    Linux ties the signal to the thread that forked.
+    """
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal))
+        if os.getppid() != parent:  # it died before the line above
+            os._exit(1)
+
+    if log is None:
+        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+
+def process_tree(pid: int) -> list[psutil.Process]:
+    """What runs of process `pid`, its descendants and its session (the child of a dead child has another parent, but still
+    the session). Zombies do not count."""
+    found: dict[int, psutil.Process] = {}
+    try:
+        root = psutil.Process(pid)
+        found = {process.pid: process for process in (root, *root.children(recursive=True))}
+    except psutil.NoSuchProcess:
+        pass
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == pid:
+                found[process.pid] = process
+        except (ProcessLookupError, PermissionError):
+            continue
+    return [process for process in found.values() if is_live(process)]
+
+
+def is_live(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def stop_tree(pid: int, grace_s: float = 5.0) -> None:
+    """End process `pid`, a session leader made by `spawn`, and all it started: TERM to it, `grace_s` seconds, KILL to the rest.
+
+    The caller still has to `wait` for its own child, else that remains a zombie.
+    """
+    tree = {process.pid: process for process in process_tree(pid)}  # taken while parents still name their children
+    if pid in tree:
+        _signal(tree[pid], signal.SIGTERM)
+    _wait_gone(tree.values(), grace_s)
+    tree |= {late.pid: late for late in process_tree(pid)}
+    for process in tree.values():
+        _signal(process, signal.SIGKILL)
+    _wait_gone(tree.values(), _KILL_S)
+
+
+def _wait_gone(processes: Iterable[psutil.Process], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(is_live(process) for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        pass

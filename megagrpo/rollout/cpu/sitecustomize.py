@@ -1,0 +1,136 @@
+"""Python runs this file in every process that has its folder on PYTHONPATH: an engine and the processes it starts.
+
+It loads nothing heavy. It repairs a module the moment that module is imported: REPAIRS says which, each function says why.
+Written against sglang 0.5.21 and torch 2.13.0.
+"""
+
+import importlib.abc
+import importlib.util
+import sys
+
+
+def define_torchvision_operators(module) -> None:
+    """torchvision's common wheels are linked to CUDA, so without it their C extension does not load; torchvision then
+    registers shapes for two operators that nobody defined, and fails."""
+    if module._has_ops():
+        return
+    import torch
+
+    module.definitions = torch.library.Library("torchvision", "FRAGMENT")  # they live as long as this object
+    for name in ("nms", "qnms"):
+        module.definitions.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def plain_host_buffers(module) -> None:
+    """The default allocator of host buffers calls cudaHostRegister; used when routed experts are returned."""
+    import torch
+
+    def allocate(dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None):
+        return torch.empty(dims, dtype=dtype, device="cpu")
+
+    module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def no_cuda_synchronize(module) -> None:
+    """/weights_checker waits for the GPU around its sums, without asking whether there is one."""
+    import torch
+
+    torch.cuda.synchronize = lambda device=None: None
+
+
+def skip_remote_experts(module) -> None:
+    """Expert parallel marks an expert of another rank by id -1; the torch fallback would count it as an index."""
+    run_local = module.moe_forward_native
+
+    def moe_forward_native(layer, x, topk_output, moe_runner_config):
+        experts = topk_output.topk_ids.reshape(-1)
+        local = (experts >= 0).nonzero().squeeze(-1)
+        if local.numel() == experts.numel():
+            return run_local(layer, x, topk_output, moe_runner_config)
+        out = x.new_zeros(x.shape)
+        if local.numel():
+            # Each (token, local expert) pair becomes a row with one expert; the rows of a token are added up again.
+            weights = topk_output.topk_weights.reshape(-1)
+            pairs = topk_output._replace(topk_ids=experts[local, None], topk_weights=weights[local, None])
+            tokens = local // topk_output.topk_ids.shape[1]
+            out.index_add_(0, tokens, run_local(layer, x[tokens], pairs, moe_runner_config))
+        return out
+
+    module.moe_forward_native = moe_forward_native
+
+
+def allow_deterministic_attention(module) -> None:
+    """torch_native attends one sequence at a time, which is batch-invariant, but is not in the list of those that are."""
+    module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+
+
+def batch_invariant_products(module) -> None:
+    """The deterministic mode replaces matrix products by Triton kernels. Here every row is multiplied alone, so that it
+    goes through the same sums whatever else is in the batch."""
+    import torch
+
+    def mm(a, b):
+        out = a.new_empty((a.shape[0], b.shape[1]))
+        for i in range(a.shape[0]):
+            torch.ops.aten.mm.out(a[i : i + 1], b, out=out[i : i + 1])
+        return out
+
+    def addmm(bias, a, b, beta=1, alpha=1):
+        return mm(a, b) * alpha + bias * beta
+
+    def enable_batch_invariant_mode(enable_bmm=True):
+        if module._batch_invariant_MODE:
+            return
+        module._batch_invariant_MODE = True
+        module._batch_invariant_LIB = torch.library.Library("aten", "IMPL")
+        module._batch_invariant_LIB.impl("aten::mm", mm, "CPU")
+        module._batch_invariant_LIB.impl("aten::addmm", addmm, "CPU")
+
+    module.enable_batch_invariant_mode = enable_batch_invariant_mode
+
+
+def no_amx(module) -> None:
+    """With AMX, SGLang takes paths that need the compiled sgl_kernel, which is not there."""
+    module.cpu_has_amx_support = lambda: False
+
+
+REPAIRS = {
+    "torchvision.extension": define_torchvision_operators,
+    "sglang.srt.utils.common": no_amx,
+    "sglang.srt.mem_cache.pool_host.common": plain_host_buffers,
+    "sglang.srt.utils.weight_checker": no_cuda_synchronize,
+    "sglang.srt.layers.moe.fused_moe_native": skip_remote_experts,
+    "sglang.srt.arg_groups.choices": allow_deterministic_attention,
+    "sglang.srt.batch_invariant_ops.batch_invariant_ops": batch_invariant_products,
+}
+
+
+class RepairingLoader(importlib.abc.Loader):
+    """Loads as the module's own loader does, then repairs."""
+
+    def __init__(self, loader, repair):
+        self.loader, self.repair = loader, repair
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        self.repair(module)
+
+    def __getattr__(self, name):  # get_source and the like, for tracebacks and torch.compile
+        return getattr(self.loader, name)
+
+
+class RepairingFinder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name not in REPAIRS:
+            return None
+        repair = REPAIRS.pop(name)  # popped first: the next line comes through here again
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            spec.loader = RepairingLoader(spec.loader, repair)
+        return spec
+
+
+sys.meta_path.insert(0, RepairingFinder())

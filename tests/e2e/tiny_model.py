@@ -1,0 +1,42 @@
+"""A random Qwen3-MoE of 150,000 parameters with a byte-level tokenizer, as a Hugging Face folder."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+PAD, BOS, EOS = 0, 1, 2
+
+
+def make_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    specials = ["<pad>", "<bos>", "<eos>"]
+    vocab = {token: i for i, token in enumerate(specials + sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    config = Qwen3MoeConfig(
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        max_position_embeddings=2048,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        initializer_range=0.15,  # peaked enough that samples differ from noise
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(seed)
+    Qwen3MoeForCausalLM(config).to(dtype).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
+    return folder
