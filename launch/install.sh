@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs megagrpo and all that it needs into .venv (or the folder named by MEGAGRPO_VENV).
 # Needs python3 >= 3.11 with pip, and on a GPU machine a compiler. Safe to interrupt and to run again: a run that finds
-# pyproject.toml and this file unchanged since the last complete installation does nothing.
+# pyproject.toml and this file unchanged since the last complete installation does nothing, unless told --repair.
+# usage: launch/install.sh [--repair]
 # Indexes and wheel folders are those of pip's own configuration. To spare a laptop the CUDA build of torch that the
 # default index serves, name PyTorch's CPU index there (PIP_EXTRA_INDEX_URL) before running this.
 set -euo pipefail
@@ -69,12 +70,14 @@ kind=cpu
 ! has_gpu || kind=gpu
 wanted="$kind $(cat pyproject.toml launch/install.sh | sha256sum | cut -d' ' -f1) $PWD"
 stamp="$venv/.megagrpo-installed"
-if [ -x "$venv/bin/megagrpo" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+if [ "${1:-}" != --repair ] && [ -x "$venv/bin/megagrpo" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     say "$venv is up to date"
     exit 0
 fi
 rm -f "$stamp"
 make_venv
+# pip writes RECORD last: a package without it was cut short, yet pip would take it for installed.
+find "$venv"/lib -path '*/site-packages/*.dist-info' -prune ! -exec test -e '{}/RECORD' \; -exec rm -r {} +
 "install_$kind"
 printf '%s\n' "$wanted" >"$stamp.new"
 mv "$stamp.new" "$stamp" # last: an interrupted installation leaves no stamp and is taken up again

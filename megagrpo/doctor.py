@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from rich.console import Console
 from rich.table import Table
 
-_INSTALL = "bash launch/install.sh"
+_INSTALL = "bash launch/install.sh --repair"
 _SHOWN = ("torch", "megatron-core", "transformers", "sglang", "sglang-router", "ray", "transformer-engine")
 _CPU_ENGINE = "cpu-engine"  # the extra that is installed without its requirements, which name CUDA packages
 _GIB = 2**30
