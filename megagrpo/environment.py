@@ -14,6 +14,10 @@ def get_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
+def names() -> set[str]:
+    return set(os.environ)
+
+
 def child_environment(extra: dict[str, str] | None = None, python_path: list[str] | None = None) -> dict[str, str]:
     """A copy of this process's environment for a child, with `extra` set and `python_path` folders put first on PYTHONPATH.
 

@@ -4,12 +4,14 @@ A *replica* is the tp x pp x cp ranks that hold one copy of the model and see th
 the outside. Data-parallel groups join the ranks with the same place in their replicas.
 """
 
+import pickle
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -54,6 +56,28 @@ class Mesh:
         if self.dp_size > 1:
             dist.all_gather_object(values, value, group=self.dp_group)
         return values
+
+    def gather_main(self, value: T) -> list[T]:
+        """On the main rank the value of every data-parallel rank, in rank order; elsewhere an empty list."""
+        if self.dp_size == 1:
+            return [value] if self.is_main else []
+        first = dist.get_global_rank(self.dp_group, 0)
+        values: list | None = [None] * self.dp_size if self.rank == first else None
+        dist.gather_object(value, values, dst=first, group=self.dp_group)
+        return values if self.is_main else []
+
+    def exchange_dp(self, outgoing: list[T]) -> list[T]:
+        """Give the i-th element to data-parallel rank i; returns what each rank gave to this one, in rank order."""
+        if self.dp_size == 1:
+            return outgoing
+        payloads = [np.frombuffer(pickle.dumps(item), dtype=np.uint8) for item in outgoing]
+        sizes = torch.tensor([len(p) for p in payloads], dtype=torch.int64)
+        incoming = torch.empty_like(sizes)
+        dist.all_to_all_single(incoming, sizes, group=self.dp_group)
+        sent = torch.from_numpy(np.concatenate(payloads))
+        received = torch.empty(int(incoming.sum()), dtype=torch.uint8)
+        dist.all_to_all_single(received, sent, incoming.tolist(), sizes.tolist(), group=self.dp_group)
+        return [pickle.loads(part.numpy().tobytes()) for part in received.split(incoming.tolist())]
 
     def from_leader(self, make: Callable[[], T], what: str) -> T:
         """Run `make` on every replica's leader and give its result to the whole replica.

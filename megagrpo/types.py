@@ -1,9 +1,9 @@
 """What flows through the loop: Prompt -> RolloutGroup(Sample) -> Batch -> MicroBatch -> metrics.
 
-Position t of every [N, S] tensor is about tokens[:, t]; `shift_left` in data/batch.py is the one place that shifts.
+Position t of every [N, S] tensor is about tokens[:, t]; `targets` in data/batch.py is the one place that shifts.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # config.py and this file load without torch
@@ -78,6 +78,10 @@ class Batch:
     advantages: "Tensor | None" = None  # [N, S] float32
     old_logprobs: "Tensor | None" = None  # [N, S] float32, the actor before the first update of the step
     ref_logprobs: "Tensor | None" = None  # [N, S] float32
+
+    def to(self, device) -> "Batch":
+        moved = {f.name: v.to(device) for f in fields(self) if hasattr(v := getattr(self, f.name), "to")}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

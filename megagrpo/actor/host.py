@@ -1,0 +1,91 @@
+"""What Megatron-Core needs when there is no CUDA: imported first by the actor package, does nothing on a GPU machine.
+
+Megatron calls torch.cuda for devices, streams and RNG states without asking whether CUDA exists. On a CPU those calls have
+a natural meaning (the device is the CPU, streams are already in order, the RNG state is the CPU's), which is given here.
+Nothing of Megatron's mathematics is replaced.
+"""
+
+import contextlib
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class _InOrder:
+    """A stream or event on a device that executes in order: waiting is never needed, all streams are one."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def _nothing(self, *args, **kwargs):
+        return None
+
+    wait_stream = wait_event = synchronize = record = wait = _nothing
+
+    def record_event(self, *args):
+        return self
+
+    def __eq__(self, other):
+        return isinstance(other, _InOrder)
+
+    __hash__ = object.__hash__
+
+
+class _OnCpu(TorchFunctionMode):
+    """Sends `device="cuda"` to the CPU and lets tensor.type() keep its CUDA spelling, which gradient clipping asserts."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = {**kwargs, "device": CPU}
+        if func is torch.Tensor.to:
+            args = tuple(CPU if isinstance(a, str) and a.startswith("cuda") else a for a in args)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+def _install_cuda_names() -> None:
+    cuda = torch.cuda
+    cuda.current_device = lambda: CPU
+    # one function each: torch's compiler, imported by Megatron, refuses a name that stands for two of its rules
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.set_device = lambda *args, **kwargs: None
+    cuda.empty_cache = lambda: None
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.Stream = cuda.Event = _InOrder
+    cuda.current_stream = lambda *args: _InOrder()
+    cuda.default_stream = lambda *args: _InOrder()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+
+def _fill_megatron_gaps() -> None:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # only defined with Transformer Engine, but read without
+        moe_utils.te_general_gemm = None
+
+    def to_cpu(tensor, as_numpy=False, record_stream=False):
+        # Megatron converts to numpy only on the way down from a GPU; split sizes must be numpy here too
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def prepare_host() -> torch.device:
+    """Make Megatron-Core importable and runnable here; returns the device to compute on. Safe to call again."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if torch.cuda.Stream is not _InOrder:
+        _install_cuda_names()
+        _OnCpu().__enter__()  # for the life of the process
+        _fill_megatron_gaps()
+    return CPU

@@ -1,0 +1,169 @@
+"""The actor: one Megatron-Core model over all trainer ranks, with its optimiser, reference and checkpointing."""
+
+import math
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from torch import Tensor
+
+from megagrpo import environment
+from megagrpo.actor.hf_config import check_layout, read_architecture, transformer_config
+from megagrpo.actor.model import build_chunk, load_hf
+from megagrpo.actor.reference import HostReference
+from megagrpo.config import ActorConfig, OptimizerConfig
+from megagrpo.mesh import Mesh, make_mesh
+
+
+class NonFiniteGradient(RuntimeError):
+    """The gradient norm of an update is NaN or infinite; the weights were not touched."""
+
+
+def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
+    """Join the torchrun world, cut it into Megatron's groups, and describe it as a Mesh. ValueError on a wrong world size."""
+    world = environment.get_int("WORLD_SIZE", 1)
+    if world != actor.world_size:
+        raise ValueError(f"torchrun started {world} ranks, but actor.world_size is {actor.world_size}")
+    if device.type == "cuda":
+        torch.cuda.set_device(environment.get_int("LOCAL_RANK", 0))
+    else:
+        torch.set_num_threads(actor.threads)
+    if not dist.is_initialized():
+        if "RANK" not in environment.names():  # one process without torchrun
+            store = dist.HashStore()
+            options = dict(store=store, rank=0, world_size=1)
+        else:
+            options = {}
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=actor.deadline_s), **options)
+    p = actor.parallel
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=p.tp,
+        pipeline_model_parallel_size=p.pp,
+        virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        context_parallel_size=p.cp,
+        expert_model_parallel_size=p.ep,
+        expert_tensor_parallel_size=p.etp,
+        distributed_timeout_minutes=actor.deadline_s / 60,
+    )
+    return make_mesh(mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), device, actor.deadline_s)
+
+
+def learning_rate(optimizer: OptimizerConfig, update: int, num_updates: int) -> float:
+    """Linear warm-up, then constant, or linear or cosine decay to min_lr at the last of `num_updates` (update counts from 0)."""
+    if update < optimizer.warmup_steps:
+        return optimizer.lr * (update + 1) / optimizer.warmup_steps
+    if optimizer.schedule == "constant":
+        return optimizer.lr
+    done = min((update - optimizer.warmup_steps) / max(num_updates - optimizer.warmup_steps, 1), 1.0)
+    left = 1 - done if optimizer.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * left
+
+
+class MegatronActor:
+    """All ranks build one together. Weights are uninitialised until `load_hf` or a checkpoint has been read."""
+
+    def __init__(self, model_path: str | Path, actor: ActorConfig, optimizer: OptimizerConfig, num_updates: int, seed: int, device: torch.device):
+        self.arch = read_architecture(model_path)
+        check_layout(self.arch, actor)
+        self.config = actor
+        self.mesh = start_distributed(actor, device)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        self.optimizer_config, self.num_updates = optimizer, num_updates
+        self.transformer = transformer_config(self.arch, actor)
+        # The loss arrives divided by its global denominator, so Megatron's own token count is left out: plain sums.
+        self.transformer.finalize_model_grads_func = lambda model, num_tokens=None, **kw: finalize_model_grads(model, None, **kw)
+        stages = range(actor.parallel.vpp) if actor.parallel.vpp > 1 else [None]
+        self.chunks = [build_chunk(self.arch, self.transformer, stage).to(device) for stage in stages]
+        if self.transformer.bf16:
+            self.chunks = [chunk.bfloat16() for chunk in self.chunks]
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=optimizer.distributed, grad_reduce_in_fp32=True)
+        self.model = [DistributedDataParallel(self.transformer, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self.chunks)]
+        self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, actor), self.model)
+        self.updates_done = 0
+        self.reference: HostReference | None = None
+        self.expert_load = _ExpertLoad(self.chunks, self.arch)
+
+    def load_hf(self, hf: Mapping[str, Tensor]) -> None:
+        """Copy this rank's slices of an HF model into the parameters (recordable: nothing but slices and copies)."""
+        load_hf(self.chunks, self.arch, hf)
+
+    def weights_loaded(self) -> None:
+        """Tell the optimiser that the parameters were written from outside."""
+        self.optimizer.reload_model_params()
+
+    def keep_reference(self) -> None:
+        """Make the present weights the reference."""
+        self.reference = HostReference(self.parameters())
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's live parameters by a name that is unique on this rank."""
+        return {f"{i}.{name}": p for i, chunk in enumerate(self.chunks) for name, p in chunk.named_parameters()}
+
+    def zero_grad(self) -> None:
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's accumulated float32 gradients, by parameter name (for tests and the certificate)."""
+        return {name: p.main_grad for name, p in self.parameters().items()}
+
+    def optimizer_step(self) -> dict[str, float]:
+        """Clip by the global norm and step. Raises NonFiniteGradient on every rank, before any weight is touched."""
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise NonFiniteGradient(f"gradient norm is {norm} at update {self.updates_done}; no weight was changed")
+        lr = learning_rate(self.optimizer_config, self.updates_done, self.num_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.updates_done += 1
+        return {"optim/grad_norm": norm, "optim/lr": lr}
+
+
+def _optimizer_config(optimizer: OptimizerConfig, actor: ActorConfig) -> MegatronOptimizerConfig:
+    return MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        clip_grad=optimizer.clip_grad,
+        use_distributed_optimizer=optimizer.distributed,
+        bf16=actor.dtype == "bfloat16",
+        params_dtype=getattr(torch, actor.dtype),
+    )
+
+
+class _ExpertLoad:
+    """Counts how many tokens each expert of each layer was given since the last `take` (dummy padding tokens included)."""
+
+    def __init__(self, chunks, arch):
+        self.counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64)
+        self.enabled = False
+        for chunk in chunks:
+            for layer in chunk.decoder.layers if arch.is_moe else []:
+                layer.mlp.router.register_forward_hook(self._hook(layer.layer_number - 1))
+
+    def _hook(self, layer: int):
+        def count(module, inputs, output):
+            if self.enabled:
+                self.counts[layer] += output[1].sum(0, dtype=torch.int64).cpu()
+
+        return count
+
+    def take(self) -> Tensor:
+        """[layers, experts] int64, this rank's share; starts again from 0."""
+        counts, self.counts = self.counts, torch.zeros_like(self.counts)
+        return counts

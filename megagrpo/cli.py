@@ -1,0 +1,120 @@
+"""The command line: `megagrpo COMMAND ...`. Heavy imports stay inside the command that needs them."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megagrpo import __version__
+from megagrpo.config import ExperimentConfig
+from megagrpo.config_load import load_config
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except ValueError as exc:  # what a user can put right; everything else keeps its traceback
+        print(f"megagrpo {args.command}: {exc}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megagrpo", description="GRPO with Megatron-Core actors and SGLang rollouts")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, run, text: str, config: bool = True) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        if config:
+            command.add_argument("config", help="experiment YAML")
+            command.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="override one key")
+        return command
+
+    add("run", _run, "serve and train on this machine, and clean up")
+    add("serve", _serve, "start the rollout service and watch over it").add_argument("--ray-address", help="join this Ray cluster")
+    add("train", _train, "one trainer rank, under torchrun, against a running service").add_argument("--service", help="URL of the service")
+    add("sft", _sft, "supervised warm-up with the same actor")
+    add("prepare", _prepare, "make the tiny model and data that the experiment asks for")
+    add("check", _check, "explain the experiment without starting anything")
+    export = add("export", _export, "write a checkpoint as a Hugging Face model folder")
+    export.add_argument("output", help="folder to create")
+    export.add_argument("--checkpoint", help="checkpoint folder; default: the latest of the run")
+    add("report", _report, "summary table and learning curve of a run folder", config=False).add_argument("run_dir")
+    add("status", _status, "state of the rollout service of a run", config=False).add_argument("run_dir")
+    add("doctor", _doctor, "versions, what is missing or clashes, and the remedy", config=False)
+    return parser
+
+
+def _config(args: argparse.Namespace) -> ExperimentConfig:
+    return load_config(args.config, args.overrides)
+
+
+def _run(args) -> int:
+    from megagrpo.launcher import run
+
+    return run(_config(args))
+
+
+def _serve(args) -> int:
+    from megagrpo.rollout.service import serve
+
+    config = _config(args)
+    return serve(config, Path(config.output_dir), args.ray_address)
+
+
+def _train(args) -> int:
+    from megagrpo.trainer import train_main
+
+    return train_main(_config(args), args.service)
+
+
+def _sft(args) -> int:
+    from megagrpo.launcher import sft
+
+    return sft(_config(args))
+
+
+def _prepare(args) -> int:
+    from megagrpo.data.tiny import prepare
+
+    prepare(_config(args))
+    return 0
+
+
+def _check(args) -> int:
+    from megagrpo.explain import explain
+
+    print(explain(_config(args)))
+    return 0
+
+
+def _export(args) -> int:
+    from megagrpo.launcher import export
+
+    return export(_config(args), args.checkpoint, args.output)
+
+
+def _report(args) -> int:
+    from megagrpo.report import write_report
+
+    print(write_report(Path(args.run_dir)))
+    return 0
+
+
+def _status(args) -> int:
+    from megagrpo.rollout.client import print_status
+
+    return print_status(Path(args.run_dir))
+
+
+def _doctor(args) -> int:
+    from megagrpo.doctor import run_doctor
+
+    return run_doctor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

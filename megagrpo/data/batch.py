@@ -1,0 +1,180 @@
+"""Groups to tensors: samples are balanced over data-parallel ranks by length, then padded; micro-batches are cut from that."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megagrpo.data.schedule import balance, micro_batches, same_count
+from megagrpo.mesh import Mesh
+from megagrpo.types import Batch, MicroBatch, RolloutGroup
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One sample on its way to the rank that trains on it."""
+
+    sample_id: int
+    group_id: int
+    tokens: tuple[int, ...]  # prompt + response
+    prompt_length: int
+    response_mask: tuple[int, ...] | None
+    logprobs: tuple[float, ...]
+    reward: float
+    valid: bool
+    truncated: bool
+    greedy_reward: float
+
+
+def update_of_group(group_id: int, num_groups: int, num_updates: int) -> int:
+    """Which optimiser update of the step a group belongs to: contiguous, equal parts."""
+    return group_id * num_updates // num_groups
+
+
+def build_batch(groups: Sequence[RolloutGroup], num_groups: int, num_updates: int, mesh: Mesh) -> Batch:
+    """Collective over data-parallel ranks: every rank brings the groups it sampled and leaves with its share of the samples.
+
+    Samples of each optimiser update are balanced separately, so that every update is. Rows are ordered by sample id.
+    """
+    group_size = max((len(g.samples) for g in groups), default=0)
+    group_size = max(mesh.gather_dp(group_size))
+    mine = [row for group in groups for row in _rows(group, group_size)]
+    sizes = sorted(pair for part in mesh.gather_dp([(r.sample_id, r.group_id, len(r.tokens)) for r in mine]) for pair in part)
+    owner: dict[int, int] = {}
+    for update in range(num_updates):
+        members = [s for s in sizes if update_of_group(s[1], num_groups, num_updates) == update]
+        for rank, part in enumerate(balance([length for _, _, length in members], mesh.dp_size)):
+            owner.update((members[i][0], rank) for i in part)
+    outgoing = [[row for row in mine if owner[row.sample_id] == rank] for rank in range(mesh.dp_size)]
+    received = [row for part in mesh.exchange_dp(outgoing) for row in part]
+    has_greedy = any(g.greedy_outcome is not None for g in groups)
+    has_greedy = any(mesh.gather_dp(has_greedy))
+    return _to_tensors(sorted(received, key=lambda r: r.sample_id), num_groups, has_greedy).to(mesh.device)
+
+
+def _rows(group: RolloutGroup, group_size: int) -> list[_Row]:
+    greedy = group.greedy_outcome.value if group.greedy_outcome is not None and group.greedy_outcome.ok else float("nan")
+    return [
+        _Row(
+            sample_id=group.group_id * group_size + sample.index,
+            group_id=group.group_id,
+            tokens=group.prompt.token_ids + sample.token_ids,
+            prompt_length=len(group.prompt.token_ids),
+            response_mask=sample.loss_mask,
+            logprobs=sample.logprobs,
+            reward=outcome.value if outcome.ok else 0.0,
+            valid=outcome.ok and (group.greedy_outcome is None or group.greedy_outcome.ok),
+            truncated=sample.finish_reason == "length",
+            greedy_reward=greedy,
+        )
+        for sample, outcome in zip(group.samples, group.outcomes, strict=True)
+    ]
+
+
+def _to_tensors(rows: Sequence[_Row], num_groups: int, has_greedy: bool) -> Batch:
+    n, width = len(rows), max((len(r.tokens) for r in rows), default=1)
+    tokens = torch.zeros(n, width, dtype=torch.int64)
+    mask, logprobs = torch.zeros(n, width), torch.zeros(n, width)
+    for i, row in enumerate(rows):
+        start, end = row.prompt_length, len(row.tokens)
+        tokens[i, :end] = torch.tensor(row.tokens)
+        mask[i, start:end] = 1.0 if row.response_mask is None else torch.tensor(row.response_mask, dtype=torch.float32)
+        logprobs[i, start:end] = torch.tensor(row.logprobs, dtype=torch.float32)
+    return Batch(
+        sample_ids=torch.tensor([r.sample_id for r in rows], dtype=torch.int64),
+        group_ids=torch.tensor([r.group_id for r in rows], dtype=torch.int64),
+        num_groups=num_groups,
+        tokens=tokens,
+        lengths=torch.tensor([len(r.tokens) for r in rows], dtype=torch.int64),
+        prompt_lengths=torch.tensor([r.prompt_length for r in rows], dtype=torch.int64),
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        rewards=torch.tensor([r.reward for r in rows], dtype=torch.float64),
+        valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
+        truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
+        greedy_rewards=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64) if has_greedy else None,
+    )
+
+
+def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
+    """The batch with rewards permuted over all samples of the step, by sample id, so any layout shuffles alike. Collective."""
+    pairs = list(zip(batch.sample_ids.tolist(), batch.rewards.tolist(), batch.valid.tolist(), strict=True))
+    everyone = sorted(pair for part in mesh.gather_dp(pairs) for pair in part)
+    order = torch.randperm(len(everyone), generator=torch.Generator().manual_seed(seed * 1_000_003 + step)).tolist()
+    moved = {everyone[i][0]: everyone[j][1:] for i, j in enumerate(order)}
+    rewards, valid = zip(*(moved[i] for i in batch.sample_ids.tolist()), strict=True) if pairs else ((), ())
+    device = batch.rewards.device
+    return replace(
+        batch,
+        rewards=torch.tensor(rewards, dtype=torch.float64, device=device),
+        valid=torch.tensor(valid, dtype=torch.bool, device=device),
+    )
+
+
+def plan(batch: Batch, rows: Sequence[int], budget: int, packed: bool, multiple: int, one_shape: bool, mesh: Mesh) -> list[MicroBatch]:
+    """Cut `rows` of the batch into micro-batches: the same number on every data-parallel rank, lengths multiples of `multiple`.
+
+    `one_shape`: all micro-batches of all ranks have one shape, as pipeline parallelism needs. Collective over data-parallel ranks.
+    """
+    lengths = [int(batch.lengths[r]) for r in rows]
+    bins = [[rows[i] for i in b] for b in micro_batches(lengths, budget, packed)]
+    bins = same_count(bins, int(mesh.reduce(torch.tensor(len(bins)), "max")))
+
+    def shape(members: list[int]) -> tuple[int, int]:
+        sizes = [int(batch.lengths[r]) for r in members] or [0]
+        height, width = (1, sum(sizes)) if packed else (max(len(members), 1), max(sizes))
+        return height, max(-(-width // multiple), 1) * multiple
+
+    shapes = [shape(b) for b in bins]
+    if one_shape and shapes:
+        largest = mesh.reduce(torch.tensor([max(h for h, _ in shapes), max(w for _, w in shapes)]), "max")
+        shapes = [(int(largest[0]), int(largest[1]))] * len(bins)
+    make = _pack if packed else _pad
+    return [make(batch, members, *size) for members, size in zip(bins, shapes, strict=True)]
+
+
+def _pack(batch: Batch, members: list[int], _: int, width: int) -> MicroBatch:
+    """All members behind each other in one row; what is left is one dummy sequence of padding."""
+    pieces = [torch.arange(int(batch.lengths[r]), device=batch.tokens.device) for r in members]
+    rows = torch.cat([torch.full_like(p, r) for p, r in zip(pieces, members, strict=True)] or [batch.lengths[:0]])
+    columns = torch.cat(pieces or [batch.lengths[:0]])
+    tail = torch.arange(width - len(rows), device=rows.device)
+    bounds = [0, *[int(batch.lengths[r]) for r in members], *([len(tail)] if len(tail) else [])]
+    padding = torch.full_like(tail, -1)
+    return MicroBatch(
+        tokens=torch.cat([batch.tokens[rows, columns], torch.zeros_like(tail)])[None],
+        positions=torch.cat([columns, tail])[None],
+        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=rows.device).cumsum(0, dtype=torch.int32),
+        rows=torch.cat([rows, padding])[None],
+        columns=torch.cat([columns, padding])[None],
+        max_seqlen=max(bounds),
+    )
+
+
+def _pad(batch: Batch, members: list[int], height: int, width: int) -> MicroBatch:
+    """One member a row, padding at the right; empty rows below."""
+    columns = torch.arange(width, device=batch.tokens.device).expand(height, width)
+    index = torch.tensor(members + [-1] * (height - len(members)), dtype=torch.int64, device=columns.device)
+    lengths = torch.where(index >= 0, batch.lengths[index] if len(batch.lengths) else torch.zeros_like(index), 0)
+    real = columns < lengths[:, None]
+    rows = torch.where(real, index[:, None], -1)
+    tokens = torch.zeros_like(rows)
+    tokens[real] = batch.tokens[rows[real], columns[real]]
+    return MicroBatch(
+        tokens=tokens, positions=columns.contiguous(), cu_seqlens=None, rows=rows, columns=torch.where(real, columns, -1), max_seqlen=width
+    )
+
+
+def targets(micro: MicroBatch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions whose next token the policy sampled: the one place that shifts.
+
+    Returns flat positions [T] into the micro-batch (row-major), and the Batch row and column [T] of the token each predicts.
+    """
+    rows, columns = micro.rows.flatten(), micro.columns.flatten()
+    real = rows >= 0
+    next_column = (columns + 1).clamp(max=batch.tokens.shape[1] - 1)
+    has_next = real & (columns + 1 < batch.lengths[rows.clamp(min=0)]) if len(batch.lengths) else real
+    sampled = batch.loss_mask[rows.clamp(min=0), next_column] > 0 if len(batch.lengths) else real
+    flat = torch.nonzero(has_next & sampled).flatten()
+    return flat, rows[flat], columns[flat] + 1

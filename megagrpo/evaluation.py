@@ -1,0 +1,42 @@
+"""Held-out evaluation: its own prompts and seeds, greedy or k samples, never touching the training order."""
+
+from collections.abc import Sequence
+from math import comb
+
+from megagrpo.metrics import Metrics, StepTimer
+from megagrpo.setup import Run
+from megagrpo.types import RolloutGroup
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """eval/accuracy (mean score), eval/pass_at_k and lengths, when the schedule asks for it at this step; else nothing.
+
+    Collective. Before the first step, every `eval.every` steps, and after the last.
+    """
+    config, step = run.config.eval, run.state.step
+    due = config is not None and (step % config.every == 0 or step == run.config.train.num_steps)
+    if not due:
+        return {}
+    timer, metrics = StepTimer(), Metrics()
+    groups = run.evaluation_groups()
+    evaluation_metrics(metrics, groups, config.num_samples)
+    metrics.add_max("eval/seconds", timer.elapsed())
+    return metrics.reduced(run.mesh.reduce)
+
+
+def evaluation_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], num_samples: int) -> None:
+    """Mean score, pass@1..k of scores >= 1, and how many answers could not be scored (they count as not passed)."""
+    scores = [[o.value if o.ok else 0.0 for o in group.outcomes] for group in groups]
+    flat = [s for group in scores for s in group]
+    metrics.add_mean("eval/accuracy", sum(flat), len(flat))
+    metrics.add_mean("eval/unscored_fraction", sum(not o.ok for g in groups for o in g.outcomes), len(flat))
+    metrics.add_mean("eval/length_mean", sum(len(s.token_ids) for g in groups for s in g.samples), len(flat))
+    metrics.add_mean("eval/truncated_fraction", sum(s.finish_reason == "length" for g in groups for s in g.samples), len(flat))
+    if num_samples > 1:
+        passed = sum(pass_at_k(len(group), sum(s >= 1 for s in group), num_samples) for group in scores)
+        metrics.add_mean("eval/pass_at_k", passed, len(scores))
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that k of n samples, drawn without replacement, hold a correct one (Chen et al. 2021, eq. 1)."""
+    return 1.0 - comb(n - correct, k) / comb(n, k)

@@ -1,0 +1,152 @@
+"""Everything the loop holds: built once from the configuration, on every trainer rank, in an order that fails early."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megagrpo import checkpoint
+from megagrpo.actor import DEVICE
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.saving import load_actor, save_actor
+from megagrpo.config import ExperimentConfig
+from megagrpo.console import StepConsole
+from megagrpo.data.prompts import PromptSet, load_prompts, load_tokenizer
+from megagrpo.hf_files import HfFolder
+from megagrpo.mesh import Mesh
+from megagrpo.metrics import StepLog
+from megagrpo.rewards.pool import RewardPool
+from megagrpo.rollout.client import wait_for_service
+from megagrpo.rollout.source import RolloutSource
+from megagrpo.types import RolloutGroup, TrainState
+from megagrpo.weights.exchange import Exchange
+from megagrpo.weights.plan import WeightSource
+from megagrpo.weights.record import record_copies
+
+
+@dataclass
+class Run:
+    """One training run on this rank. `state.step` counts finished steps and is the version of the actor's weights."""
+
+    config: ExperimentConfig
+    run_dir: Path
+    actor: MegatronActor
+    prompts: PromptSet
+    eval_prompts: PromptSet | None
+    rollouts: RolloutSource
+    exchange: Exchange
+    state: TrainState
+    saved_step: int = -1
+    step_log: StepLog | None = None  # the main rank's
+    console: StepConsole | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.actor.mesh
+
+    def publish(self) -> dict[str, float]:
+        """Weights of version `state.step` into every engine; returns when each has proved them."""
+        seconds = self.exchange.publish(self.state.step)
+        return {f"publish/{name}": value for name, value in seconds.items()}
+
+    def next_groups(self, step: int) -> list[RolloutGroup]:
+        prompts = self.prompts.batch(self.state.data_cursor, self.config.train.num_prompts_per_step, self.config.seed)
+        return self.rollouts.next(step, prompts, self.state.step, self._refresh)
+
+    def evaluation_groups(self) -> list[RolloutGroup]:
+        config, sampling = self.config.eval, self.config.sampling
+        return self.rollouts.evaluate(
+            self.eval_prompts.all(),
+            version=self.state.step,
+            temperature=config.temperature,
+            num_samples=config.num_samples,
+            max_tokens=config.max_response_tokens or sampling.max_response_tokens,
+            refresh=self._refresh,
+        )
+
+    def _refresh(self, engines: Sequence[str]) -> None:
+        """An engine came back with other weights: give it the present ones. Called on every rank together."""
+        self.exchange.publish(self.state.step, only=list(engines))
+
+    def finish_step(self, groups: Sequence[RolloutGroup]) -> None:
+        train = self.config.train
+        self.state.step += 1
+        self.state.data_cursor += train.num_prompts_per_step
+        self.state.consumed_samples += train.num_prompts_per_step * train.group_size
+
+    def checkpoint(self) -> None:
+        """Save when the schedule asks for it, and after the last step."""
+        config, step = self.config.checkpoint, self.state.step
+        if (config.every and step % config.every == 0) or step == self.config.train.num_steps:
+            self.save()
+
+    def save(self) -> None:
+        if self.saved_step == self.state.step:
+            return
+        folder = self.run_dir / "checkpoints"
+        identity = run_identity(self.config, self.actor)
+        checkpoint.save(folder, self.state, identity, self.config.checkpoint.keep, lambda f: save_actor(self.actor, f), self.mesh)
+        self.saved_step = self.state.step
+
+    def load(self, folder: Path) -> None:
+        identity = run_identity(self.config, self.actor)
+        self.state = checkpoint.load(folder, identity, lambda f: load_actor(self.actor, f), self.mesh)
+        self.saved_step = self.state.step
+
+    def log(self, values: dict[str, float], groups: Sequence[RolloutGroup] | None = None) -> None:
+        """One entry of the run's record; every rank calls it, the main rank writes."""
+        parts = self.mesh.gather_main(groups) if groups is not None and self.config.log.rollouts else []
+        if self.mesh.is_main:
+            self.step_log.write(self.state.step, values)
+            if parts:
+                self.step_log.write_rollouts(self.state.step, sorted((g for part in parts for g in part), key=lambda g: g.group_id))
+            self.console.update(self.state.step, values)
+
+
+def run_identity(config: ExperimentConfig, actor: MegatronActor) -> dict:
+    """What must agree between a checkpoint and the run that loads it; the layout may differ."""
+    return {"model": asdict(actor.arch), "dtype": config.actor.dtype, "distributed_optimizer": config.actor.optimizer.distributed}
+
+
+def load_initial_weights(actor: MegatronActor, path: str) -> WeightSource:
+    """HF weights into the actor, and the record of where each slice went."""
+    hf = HfFolder(path)
+    actor.load_hf(hf)
+    actor.weights_loaded()
+    return WeightSource(record_copies(actor.load_hf, hf.specs, actor.parameters()), actor.parameters, hf.specs)
+
+
+@contextmanager
+def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run]:
+    """Build everything, on every rank; what needs no other process comes first, so that user errors end the run early."""
+    run_dir = Path(config.output_dir)
+    num_updates = config.train.num_steps * config.train.num_updates_per_step
+    tokenizer = load_tokenizer(config.model)
+    prompts = load_prompts(config.data, tokenizer)
+    eval_prompts = load_prompts(config.eval.data, tokenizer) if config.eval else None
+    actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, num_updates, config.seed, DEVICE)
+    source = load_initial_weights(actor, config.model.path)
+    if config.algorithm.uses_reference:
+        actor.keep_reference()  # the initial weights, also when the run resumes
+    mesh = actor.mesh
+    control = wait_for_service(run_dir, service_url, config.rollout.start_timeout_s)
+    with ExitStack() as stack:
+        rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
+        rollouts = RolloutSource(config, mesh, control, rewards, tokenizer)
+        exchange = Exchange(config, mesh, source, control, run_dir)
+        run = Run(config, run_dir, actor, prompts, eval_prompts, rollouts, exchange, TrainState())
+        resume(run)
+        if mesh.is_main:
+            run.step_log = StepLog(run_dir, config.log, run.state.step)
+            stack.callback(run.step_log.close)
+            run.console = stack.enter_context(StepConsole(config.name, config.train.num_steps, run.state.step, config.log.console))
+        yield run
+
+
+def resume(run: Run) -> None:
+    """Continue from the run's own latest checkpoint, else from `checkpoint.load`, else from the initial weights."""
+    config = run.config.checkpoint
+    folder = checkpoint.latest(run.run_dir / "checkpoints") if config.resume == "auto" else None
+    folder = folder or (Path(config.load) if config.load else None)
+    if folder is not None:
+        run.load(folder)

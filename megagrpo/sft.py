@@ -1,0 +1,50 @@
+"""Supervised warm-up: the same actor learns `answer` + end of sequence after `prompt`, and is written as an HF folder."""
+
+from pathlib import Path
+
+from megagrpo.actor import DEVICE
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.step import likelihood_step
+from megagrpo.config import ExperimentConfig
+from megagrpo.console import StepConsole
+from megagrpo.data.batch import build_batch
+from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.metrics import StepLog
+from megagrpo.setup import load_initial_weights
+from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.weights.plan import export_hf
+
+
+def sft(config: ExperimentConfig) -> None:
+    """Train from `sft.model` for `sft.num_steps` steps and write the result to `model.path`, on every rank together."""
+    options = config.sft
+    if options is None:
+        raise ValueError("the experiment has no sft section")
+    actor = MegatronActor(options.model, config.actor, options.optimizer, options.num_steps, config.seed, DEVICE)
+    mesh = actor.mesh
+    source = load_initial_weights(actor, options.model)
+    tokenizer = load_tokenizer(config.model.model_copy(update={"path": options.model}))
+    prompts = load_prompts(options.data, tokenizer)
+    folder = Path(config.output_dir) / "sft"
+    log = StepLog(folder, config.log) if mesh.is_main else None
+    with StepConsole(f"{config.name} sft", options.num_steps, enabled=config.log.console and mesh.is_main) as console:
+        for step in range(options.num_steps):
+            chosen = prompts.batch(step * options.batch_size, options.batch_size, config.seed)
+            values = likelihood_step(actor, _supervised_batch(chosen, tokenizer, mesh))
+            if mesh.is_main:
+                log.write(step + 1, values)
+                if (step + 1) % 10 == 0 or step + 1 == options.num_steps:
+                    console.update(step + 1, values)
+    if mesh.is_main:
+        log.close()
+    export_hf(config.model.path, source, mesh, like=options.model, dtype=config.actor.dtype)
+
+
+def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:
+    """This rank's share of the prompts with their answers as responses that were never sampled."""
+    groups = []
+    for index in range(mesh.dp_rank, len(prompts), mesh.dp_size):
+        answer = tuple(tokenizer.encode(prompts[index].answer, add_special_tokens=False)) + (tokenizer.eos_token_id,)
+        sample = Sample(0, answer, (0.0,) * len(answer), "stop", 0, prompts[index].answer)
+        groups.append(RolloutGroup(index, prompts[index], (sample,), (Outcome("score"),)))
+    return build_batch(groups, len(prompts), 1, mesh)

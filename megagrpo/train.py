@@ -1,0 +1,43 @@
+"""The loop. Everything that it calls is set up in setup.py."""
+
+from dataclasses import asdict, replace
+
+from megagrpo.actor.step import update, with_logprobs
+from megagrpo.algo.advantage import with_advantages
+from megagrpo.data.batch import build_batch, shuffle_rewards
+from megagrpo.evaluation import evaluate
+from megagrpo.metrics import Metrics, StepTimer
+from megagrpo.outcomes import rollout_metrics
+from megagrpo.setup import Run
+
+
+def train(run: Run) -> None:
+    """GRPO from `run.state` to the last step. The published weights have version `state.step`; every rank runs this."""
+    config, actor, mesh, state = run.config, run.actor, run.mesh, run.state
+    algorithm, num_updates = config.algorithm, config.train.num_updates_per_step
+    temperature, max_tokens = config.sampling.temperature, config.sampling.max_response_tokens
+    run.publish()  # returns only when every engine has proved that it holds these very weights
+    run.log(evaluate(run))
+    for step in range(state.step, config.train.num_steps):
+        timer, metrics = StepTimer(), Metrics()
+        with timer.phase("rollout"):
+            groups = run.next_groups(step)  # this rank's share: sampled, scored
+        rollout_metrics(metrics, groups, mesh, config.train)
+        batch = build_batch(groups, config.train.num_prompts_per_step, num_updates, mesh)  # samples balanced over ranks
+        if config.reward.shuffle:  # the control experiment: rewards that say nothing
+            batch = shuffle_rewards(batch, config.seed, step, mesh)
+        with timer.phase("logprobs"):
+            old = num_updates > 1 or algorithm.needs_old_logprobs
+            batch = with_logprobs(actor, batch, temperature, old, algorithm.uses_reference)
+        batch, values = with_advantages(batch, algorithm, mesh.reduce, state.algo_state, max_tokens)  # the all-reduce
+        with timer.phase("update"):
+            values |= update(actor, batch, algorithm, temperature, max_tokens, num_updates)
+        run.finish_step(groups)
+        with timer.phase("publish"):
+            values |= run.publish()
+        with timer.phase("evaluate"):
+            values |= evaluate(run)
+        with timer.phase("checkpoint"):
+            run.checkpoint()
+        timer.record(metrics, batch.lengths.sum() if mesh.is_leader else 0)
+        run.log(values | metrics.reduced(mesh.reduce), groups)

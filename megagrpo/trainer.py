@@ -1,0 +1,72 @@
+"""The bodies of the processes that torchrun starts: train, sft, export. A failure becomes one message for the launcher."""
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from megagrpo import checkpoint, environment
+from megagrpo.config import ExperimentConfig
+
+
+def train_main(config: ExperimentConfig, service_url: str | None) -> int:
+    """`megagrpo train`: one trainer rank of a run."""
+
+    def body() -> None:
+        from megagrpo.report import write_report
+        from megagrpo.setup import start_run
+        from megagrpo.train import train
+
+        with start_run(config, service_url) as run:
+            train(run)
+            is_main = run.mesh.is_main
+        if is_main:
+            print(write_report(config.output_dir), flush=True)
+
+    return _guarded(config, body)
+
+
+def sft_main(config: ExperimentConfig) -> int:
+    """`megagrpo sft`: one rank of the supervised warm-up."""
+
+    def body() -> None:
+        from megagrpo.sft import sft
+
+        sft(config)
+
+    return _guarded(config, body)
+
+
+def export_main(config: ExperimentConfig, folder: str | None, output: str) -> int:
+    """`megagrpo export`: a checkpoint of this run as an HF folder; ValueError when there is none."""
+
+    def body() -> None:
+        from megagrpo.actor import DEVICE
+        from megagrpo.actor.megatron_actor import MegatronActor
+        from megagrpo.actor.saving import load_actor
+        from megagrpo.setup import load_initial_weights, run_identity
+        from megagrpo.weights.plan import export_hf
+
+        source_folder = Path(folder) if folder else checkpoint.latest(Path(config.output_dir) / "checkpoints")
+        if source_folder is None:
+            raise ValueError(f"{config.output_dir}/checkpoints holds no finished checkpoint; name one with --checkpoint")
+        actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, 1, config.seed, DEVICE)
+        source = load_initial_weights(actor, config.model.path)
+        checkpoint.load(source_folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
+        export_hf(output, source, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
+
+    return _guarded(config, body)
+
+
+def _guarded(config: ExperimentConfig, body: Callable[[], None]) -> int:
+    """Exit status 0, or 1 with logs/error_rank<N>.txt: a user's error as its message, anything else as a traceback."""
+    logs = Path(config.output_dir) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    report = logs / f"error_rank{environment.get_int('RANK', 0)}.txt"
+    report.unlink(missing_ok=True)
+    try:
+        body()
+        return 0
+    except Exception as exc:
+        report.write_text(str(exc) if isinstance(exc, ValueError) else traceback.format_exc())
+        traceback.print_exc()
+        return 1
