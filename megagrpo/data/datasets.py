@@ -1,0 +1,161 @@
+"""Small verifiable tasks for tiny models: sft.jsonl, train.jsonl and eval.jsonl of {"prompt": "37+48=", "answer": "85"}.
+
+No expression is in two of the three files, and the same seed always writes the same bytes.
+"""
+
+import ast
+import json
+import random
+import re
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+from megagrpo.config import DatasetConfig
+from megagrpo.metrics import write_json_lines
+
+_MAX_FACTOR = 12  # second factor of a product: the table that schools teach
+_MAX_EXPRESSION, _MAX_ANSWER = 16, 6  # characters
+_ANNOTATION = re.compile(r"<<([^<>]*)>>")
+
+Row = dict[str, str]
+
+
+def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
+    """Write the three files of `config.folder`, each whole or not at all.
+
+    Returns what was found, dropped (by reason) and written. Raises ValueError when there are too few different problems or
+    when the source is missing.
+    """
+    match config.kind:
+        case "arithmetic":
+            files, counts = _arithmetic(config, seed)
+        case "gsm8k_calc":
+            files, counts = _gsm8k_calc(config, seed)
+    Path(config.folder).mkdir(parents=True, exist_ok=True)
+    for name, rows in files.items():
+        write_json_lines(Path(config.folder) / f"{name}.jsonl", rows)
+        counts[f"{name}.jsonl"] = len(rows)
+    return counts
+
+
+def _arithmetic(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]], dict[str, int]]:
+    """Sums and differences of 0..max_operand, and products with 0..12; drawn by index, so that no list of all is made."""
+    side = config.max_operand + 1
+    factors = min(side, _MAX_FACTOR + 1)
+    total = side * side * 2 + side * factors
+    wanted = config.num_sft + config.num_train + config.num_eval
+    if wanted > total:
+        raise ValueError(
+            f"prepare.dataset: {wanted} problems wanted, but operands up to {config.max_operand} (max_operand) give only {total}"
+        )
+    rows = [_problem(index, side, factors) for index in random.Random(f"arithmetic {seed}").sample(range(total), wanted)]
+    files = {
+        "eval": rows[: config.num_eval],
+        "sft": rows[config.num_eval : config.num_eval + config.num_sft],
+        "train": rows[config.num_eval + config.num_sft :],
+    }
+    return files, {"different problems": total}
+
+
+def _problem(index: int, side: int, factors: int) -> Row:
+    if index < 2 * side * side:
+        minus, pair = divmod(index, side * side)
+        a, b = divmod(pair, side)
+        return {"prompt": f"{a}{'+-'[minus]}{b}=", "answer": str(a - b if minus else a + b)}
+    a, b = divmod(index - 2 * side * side, factors)
+    return {"prompt": f"{a}*{b}=", "answer": str(a * b)}
+
+
+def _gsm8k_calc(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]], dict[str, int]]:
+    """The calculator annotations <<48/2=24>> inside GSM8K's own solutions (Cobbe et al. 2021).
+
+    Training files come from its train split, evaluation from its test split, without expressions seen in the former.
+    """
+    if config.source is None:
+        raise ValueError("prepare.dataset.source is needed for gsm8k_calc: the folder with GSM8K's train.jsonl and test.jsonl")
+    reasons: Counter[str] = Counter()
+    train = _expressions(Path(config.source) / "train.jsonl", reasons)
+    test = _expressions(Path(config.source) / "test.jsonl", reasons)
+    unseen = {expression: answer for expression, answer in test.items() if expression not in train}
+    counts = {
+        "different expressions in train": len(train),
+        "different expressions in test": len(test),
+        "of these also in train": len(test) - len(unseen),
+        **{f"annotations dropped, {reason}": n for reason, n in sorted(reasons.items())},
+    }
+    learn, held_out = _shuffled_rows(train, seed), _shuffled_rows(unseen, seed)
+    wanted = config.num_sft + config.num_train
+    if wanted > len(learn) or config.num_eval > len(held_out):
+        raise ValueError(
+            f"prepare.dataset: num_sft + num_train = {wanted} and num_eval = {config.num_eval} wanted, "
+            f"but {config.source} has {len(learn)} and {len(held_out)} different expressions"
+        )
+    files = {"eval": held_out[: config.num_eval], "sft": learn[: config.num_sft], "train": learn[config.num_sft : wanted]}
+    return files, counts
+
+
+def _expressions(path: Path, reasons: Counter[str]) -> dict[str, str]:
+    """Expression -> exact answer, in order of appearance; what is left out is counted in `reasons`."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; prepare.dataset.source is the folder with GSM8K's train.jsonl and test.jsonl")
+    found: dict[str, str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            solution = json.loads(line)["answer"]
+        except (json.JSONDecodeError, KeyError, TypeError) as exc:
+            raise ValueError(f"{path}:{number}: not a GSM8K line with an 'answer': {type(exc).__name__}: {exc}") from exc
+        for annotation in _ANNOTATION.findall(solution):
+            expression, _, stated = annotation.replace(" ", "").rpartition("=")
+            answer = exact_value(expression)
+            if answer is None or exact_value(stated) != answer:
+                reasons["unreadable or not exact"] += 1
+            elif not re.search(r"\d[-+*/]|\)[-+*/]", expression):
+                reasons["nothing to compute"] += 1
+            elif len(expression) > _MAX_EXPRESSION or len(answer) > _MAX_ANSWER:
+                reasons["too long"] += 1
+            else:
+                found[expression] = answer
+    return found
+
+
+def exact_value(expression: str) -> str | None:
+    """The value of + - * / ( ) over decimal numbers as the shortest decimal text; None if unreadable or not a finite decimal."""
+    try:
+        value = _evaluate(ast.parse(expression, mode="eval").body, expression)
+    except (SyntaxError, ZeroDivisionError, ValueError):
+        return None
+    places = 0
+    while value.denominator > 1 and places <= _MAX_ANSWER:  # a finite decimal becomes whole after enough tens
+        value, places = value * 10, places + 1
+    if value.denominator > 1:
+        return None
+    digits = f"{abs(value.numerator):0{places + 1}d}"
+    text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
+    return f"-{text}" if value < 0 else text
+
+
+def _evaluate(node: ast.expr, source: str) -> Fraction:
+    match node:
+        case ast.BinOp(left, op, right):
+            a, b = _evaluate(left, source), _evaluate(right, source)
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return a / b
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_evaluate(operand, source)
+        case ast.Constant(int() | float()):
+            return Fraction(ast.get_source_segment(source, node))  # from the text: 0.1 is one tenth
+    raise ValueError(f"{ast.dump(node)} is not arithmetic")
+
+
+def _shuffled_rows(expressions: dict[str, str], seed: int) -> list[Row]:
+    rows = [{"prompt": f"{expression}=", "answer": answer} for expression, answer in expressions.items()]
+    random.Random(f"gsm8k_calc {seed}").shuffle(rows)
+    return rows

@@ -1,0 +1,193 @@
+"""Prompt files to token ids: what is read, what is dropped and why, and which prompts come next.
+
+The order is a function of (seed, epoch) alone, so the number of prompts consumed is the whole state to save.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from megagrpo.config import DataConfig, ModelConfig
+from megagrpo.types import Prompt
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The usable prompts of one file. `num_too_long` lines were dropped for exceeding max_prompt_tokens."""
+
+    prompts: tuple[Prompt, ...]
+    num_too_long: int
+    shuffle: bool
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
+        """Prompts number cursor .. cursor + count of an endless run of epochs, each in its own order."""
+        size = len(self.prompts)
+        return [self.prompts[self._order(seed, i // size)[i % size]] for i in range(cursor, cursor + count)]
+
+    def _order(self, seed: int, epoch: int) -> list[int]:
+        return _shuffled(len(self.prompts), seed, epoch) if self.shuffle else list(range(len(self.prompts)))
+
+
+@lru_cache(maxsize=4)  # a batch touches two epochs, an evaluation set has its own
+def _shuffled(size: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(size))
+    random.Random(f"prompts {seed} {epoch}").shuffle(order)  # text seeds are hashed: near seeds give unrelated orders
+    return order
+
+
+def load_tokenizer(model: ModelConfig):
+    """The model's tokenizer, from local files only.
+
+    Raises ValueError when the folder holds none, or when it has more tokens than the model has embeddings.
+    """
+    from transformers import AutoTokenizer  # takes seconds, and pulls in torch
+
+    folder = Path(model.tokenizer or model.path)
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as exc:
+        raise ValueError(f"{folder}: no tokenizer can be loaded from here: {type(exc).__name__}: {exc}") from exc
+    config_file = Path(model.path) / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"{config_file}: no such file; model.path is a local Hugging Face folder")
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= size:
+        raise ValueError(
+            f"tokenizer {folder} has token id {largest} but model {model.path} only {size} embeddings (vocab_size): "
+            "they do not belong together"
+        )
+    return tokenizer
+
+
+def load_prompts(data: DataConfig, tokenizer) -> PromptSet:
+    """Read, template and tokenise data.path; Prompt.id is the line's number in the file, from 0.
+
+    Raises ValueError, with file and line, for a missing file, a broken line, a missing key, a value of the wrong type and
+    an empty prompt, and when no prompt is short enough.
+    """
+    path = Path(data.path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file (data.path)")
+    rows = []
+    for row_id, row in _rows(path):
+        if data.limit is not None and len(rows) == data.limit:
+            break
+        rows.append((row_id, row))
+    messages = [_field(row, data.prompt_key, where(path, i)) for i, row in rows]
+    texts = [_render(data, tokenizer, message, where(path, i)) for (i, _), message in zip(rows, messages, strict=True)]
+    token_ids = _tokenize(data, tokenizer, texts)
+    prompts = []
+    for (row_id, row), text, ids in zip(rows, texts, token_ids, strict=True):
+        if not ids:
+            raise ValueError(f"{where(path, row_id)}: the prompt {text!r} has no tokens")
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+            raise ValueError(f"{where(path, row_id)}: the tokenizer does not know every character of {text!r:.80}")
+        answer = _text(_field(row, data.answer_key, where(path, row_id)), data.answer_key, where(path, row_id))
+        grader = None
+        if data.grader_key is not None:
+            grader = _text(_field(row, data.grader_key, where(path, row_id)), data.grader_key, where(path, row_id))
+        prompts.append(Prompt(row_id, text, tuple(ids), answer, grader))
+    kept = tuple(p for p in prompts if len(p.token_ids) <= data.max_prompt_tokens)
+    if not kept:
+        shortest = f"; the shortest has {min(len(p.token_ids) for p in prompts)} tokens" if prompts else " in the file"
+        raise ValueError(f"{path}: no prompt of at most {data.max_prompt_tokens} tokens (data.max_prompt_tokens){shortest}")
+    return PromptSet(kept, len(prompts) - len(kept), data.shuffle)
+
+
+def where(path: Path, row: int) -> str:
+    """How messages name a row of a data file: lines count from 1, as editors do."""
+    return f"{path}:{row + 1}"
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict]]:
+    match path.suffix:
+        case ".jsonl":
+            return _jsonl_rows(path)
+        case ".parquet":
+            return _parquet_rows(path)
+    raise ValueError(f"{path}: prompts are read from .jsonl or .parquet, not {path.suffix or 'a file without ending'}")
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    with path.open("rb") as file:
+        for i, line in enumerate(file):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as exc:
+                raise ValueError(f"{where(path, i)}: not UTF-8: {exc}") from exc
+            except json.JSONDecodeError as exc:
+                raise ValueError(f"{where(path, i)}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}") from exc
+            if not isinstance(row, dict):
+                raise ValueError(f'{where(path, i)}: should be an object like {{"prompt": ...}}, is {line[:60]!r}')
+            yield i, row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as exc:
+        raise ValueError(f"{path}: not a readable parquet file: {exc}") from exc
+    with file:
+        i = 0
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                yield i, row
+                i += 1
+
+
+def _field(row: dict, key: str, place: str) -> Any:
+    if key not in row:
+        raise ValueError(f"{place}: no key {key!r}; keys found: {', '.join(map(repr, row)) or 'none'}")
+    return row[key]
+
+
+def _text(value: Any, key: str, place: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(f"{place}: {key!r} should be a text or a number, is {value!r:.60}")
+    return str(value)
+
+
+def _render(data: DataConfig, tokenizer, prompt: Any, place: str) -> str:
+    """The text to tokenise. With a chat template a prompt may also be a list of {role, content} messages."""
+    messages = prompt if isinstance(prompt, list) and data.chat_template else None
+    if messages is None:
+        text = data.prompt_template.replace("{prompt}", _text(prompt, data.prompt_key, place))
+        if not data.chat_template:
+            return text
+        messages = [{"role": "user", "content": text}]
+    if data.system_prompt is not None:
+        messages = [{"role": "system", "content": data.system_prompt}, *messages]
+    if not tokenizer.chat_template:
+        raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **data.chat_template_args)
+    except Exception as exc:  # jinja's own errors, and KeyErrors from inside the template
+        raise ValueError(f"{place}: the chat template refuses this prompt: {type(exc).__name__}: {exc}") from exc
+
+
+def _tokenize(data: DataConfig, tokenizer, texts: list[str]) -> list[list[int]]:
+    """Special tokens come from the chat template or from add_bos, never silently from the tokenizer."""
+    if not texts:
+        return []
+    bos = []
+    if data.add_bos:
+        if tokenizer.bos_token_id is None:
+            raise ValueError("data.add_bos is true, but the tokenizer has no <bos> token")
+        bos = [tokenizer.bos_token_id]
+    return [bos + ids for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
