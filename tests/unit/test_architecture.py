@@ -15,13 +15,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 
 
 # Imports go to the same part or to an earlier line. Parts of one line see each other only in PEERS_IMPORT.
 LAYERS = (
-    {"types", "config_base", "config_algorithm", "config", "config_load", "environment"},
+    {"types", "config_base", "config_algorithm", "config", "config_load", "environment", "processes"},
     {"algo"},
     {"mesh", "metrics", "hf_files"},
     {"data", "rewards", "rollout", "weights", "actor"},
-    {"checkpoint", "outcomes", "setup", "evaluation", "console", "report", "doctor", "processes", "explain"},
-    {"train"},
-    {"trainer", "sft", "export"},
+    {"checkpoint", "outcomes", "setup", "evaluation", "console", "report", "doctor", "explain"},
+    {"train", "sft"},
+    {"trainer", "export"},
     {"launcher"},
     {"cli"},
 )
