@@ -187,20 +187,14 @@ class RewardShapingConfig(Section):
     clip: Positive | None = None  # to +-clip
 
 
-class TokenTis(Section):
-    """min(old / rollout, cap) for every token."""
+class TruncatedImportance(Section):
+    """min(old / rollout, cap): of the token, of the whole sequence (product), or its geometric mean."""
 
-    name: Literal["token_tis"]
+    name: Literal["tis"]
+    over: Literal["token", "sequence", "geometric"] = "token"
     cap: Positive = 2.0
-    self_normalise: bool = False  # to mean 1 over the step's tokens
-
-
-class SequenceTis(Section):
-    """min(product of the token ratios, cap) for a whole sequence."""
-
-    name: Literal["sequence_tis"]
-    cap: Positive = 2.0
-    self_normalise: bool = False
+    floor: NonNegative = 0.0
+    self_normalise: bool = False  # to mean 1 over the step's tokens, or sequences
 
 
 class Band(Section):
@@ -218,18 +212,26 @@ class Band(Section):
 
 
 class Rejection(Section):
-    """Sequences whose trainer/rollout ratio leaves [low, high] are not trained on."""
+    """Responses on which trainer and engine disagree too much leave the loss mask before tokens and sequences are counted."""
 
-    by: Literal["geometric_mean", "max"] = "geometric_mean"  # max: every token's ratio must lie inside
-    low: NonNegative
+    measure: Literal["ratio", "k2", "k3"] = "ratio"  # old / rollout, or a KL estimate of it
+    over: Literal["mean", "sum", "max", "token"] = "mean"  # mean of the log-ratio is the geometric mean of the ratio
+    low: NonNegative = 0.0  # of the ratio; a KL estimate has an upper limit only
     high: Positive
-    keep_denominator: bool = False  # still count its tokens in the denominators
+    keep_denominator: bool = False  # still count what was rejected in the denominators
+
+    @model_validator(mode="after")
+    def _around_agreement(self):
+        agreement = 1.0 if self.measure == "ratio" else 0.0
+        if not self.low <= agreement <= self.high:
+            raise ValueError(f"[low, high] = [{self.low}, {self.high}] rejects perfect agreement, {self.measure} = {agreement:g}")
+        return self
 
 
 class MismatchConfig(Section):
     """Correction for engine and trainer giving the same token different probabilities."""
 
-    weight: Annotated[TokenTis | SequenceTis | Band, Field(discriminator="name")] | None = None
+    weight: Annotated[TruncatedImportance | Band, Field(discriminator="name")] | None = None
     reject: Rejection | None = None
 
 
@@ -285,7 +287,9 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        return self.kl.reward_coef > 0 or self.mismatch.weight is not None or self.mismatch.reject is not None
+        """Whether the advantage does; several updates a step need them in any case."""
+        kl_before_update = self.kl.reward_coef > 0 or self.kl.adaptive is not None
+        return kl_before_update or self.mismatch.weight is not None or self.mismatch.reject is not None
 
     @property
     def needs_greedy_response(self) -> bool:
