@@ -78,6 +78,8 @@ class Batch:
     advantages: "Tensor | None" = None  # [N, S] float32
     old_logprobs: "Tensor | None" = None  # [N, S] float32, the actor before the first update of the step
     ref_logprobs: "Tensor | None" = None  # [N, S] float32
+    policy_weights: "Tensor | None" = None  # [N, S] float32, correction of the trainer/rollout mismatch
+    denominator_mask: "Tensor | None" = None  # [N, S] bool, what N_tok and N_seq count; None: loss_mask
 
     def to(self, device) -> "Batch":
         moved = {f.name: v.to(device) for f in fields(self) if hasattr(v := getattr(self, f.name), "to")}

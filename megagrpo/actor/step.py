@@ -63,7 +63,8 @@ def update(
     actor.expert_load.enabled = True
     for index in range(num_updates):
         rows = [r for r, g in enumerate(batch.group_ids.tolist()) if update_of_group(g, batch.num_groups, num_updates) == index]
-        denominators = count_denominators(batch.loss_mask[rows], actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens)
+        counted = batch.loss_mask if batch.denominator_mask is None else batch.denominator_mask
+        denominators = count_denominators(counted[rows], actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens)
         if denominators.num_tokens == 0:
             skipped += 1
             continue
@@ -126,6 +127,7 @@ def _loss_inputs(batch: Batch, members: Tensor, local: Tensor, columns: Tensor, 
         old_logprobs=batch.old_logprobs[members] if batch.old_logprobs is not None else new.detach(),
         rollout_logprobs=batch.rollout_logprobs[members],
         ref_logprobs=batch.ref_logprobs[members] if batch.ref_logprobs is not None else None,
+        policy_weights=batch.policy_weights[members] if batch.policy_weights is not None else None,
     )
 
 
