@@ -95,9 +95,13 @@ def write_hf_folder(target: str | Path, tensors: Iterator[dict[str, Tensor]], li
         for file in partial.iterdir():
             _sync(file)
         _sync(partial)
-        shutil.rmtree(target, ignore_errors=True)
+        older = target.with_name(f".{target.name}.older")
+        shutil.rmtree(older, ignore_errors=True)
+        if target.exists():
+            target.rename(older)
         partial.rename(target)
         _sync(target.parent)
+        shutil.rmtree(older, ignore_errors=True)
     except BaseException as exc:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(exc, OSError | SafetensorError):

@@ -1,0 +1,299 @@
+"""publish: put the actor's weights into every engine, and prove it before anybody samples from them.
+
+For every engine, always in this order: pause -> begin -> transfer -> end -> verify digests of the live parameters -> set
+version -> continue -> mark ready. Only rank 0 talks to engines, in one thread each; what fails there is raised on every rank.
+An engine that dies on the way is reported, waited for and updated again; the others are not held up by its restart.
+"""
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrpo.config import ExperimentConfig
+from megagrpo.mesh import Mesh
+from megagrpo.weights.digest import slice_digest
+from megagrpo.weights.engine_client import Deadline, Engine, EngineDown, EngineInfo, Slice
+from megagrpo.weights.mailbox import Mailbox
+from megagrpo.weights.plan import Specs, gather_buckets, gather_copies, make_gather_plan, share_out
+from megagrpo.weights.record import Copy
+from megagrpo.weights.transport_broadcast import BroadcastTransport
+from megagrpo.weights.transport_disk import DiskTransport
+
+T = TypeVar("T")
+_TRANSPORTS = {"disk": DiskTransport, "broadcast": BroadcastTransport}
+_USABLE = {"ready", "stale"}  # states of engines that answer
+_POLL_S = 0.5
+_MISMATCHES_SHOWN = 10
+
+
+class Source(Protocol):
+    """The actor as the exchange sees it."""
+
+    copies: list[Copy]  # this rank's, recorded from its load_hf
+    hf_specs: Specs  # what is published: name -> shape and dtype in the checkpoint
+
+    def parameters(self) -> Mapping[str, Tensor]: ...  # live, under the names in `copies`
+
+
+class Control(Protocol):
+    """The rollout service as the exchange sees it; used on rank 0 only."""
+
+    def engines(self) -> list[EngineInfo]: ...
+
+    def mark_ready(self, id: str, incarnation: int, version: int) -> None: ...
+
+    def report_suspect(self, id: str) -> None: ...
+
+
+class Exchange:
+    """Collective over all trainer ranks: construction, publish, verify, close."""
+
+    def __init__(self, config: ExperimentConfig, mesh: Mesh, source: Source, control: Control, run_dir: Path):
+        if mesh.world_size > 1 and config.weights.timeout_s >= config.actor.deadline_s:
+            raise ValueError(
+                f"weights.timeout_s {config.weights.timeout_s} must be below actor.deadline_s {config.actor.deadline_s}: "
+                "while rank 0 updates engines, the other ranks wait for it in a collective"
+            )
+        self._config, self._mesh, self._source, self._control = config, mesh, source, control
+        self._dtype = getattr(torch, config.rollout.dtype)
+        everyone = gather_copies(source.copies, mesh)
+        bucket_bytes = int(config.weights.bucket_mb * 2**20)
+        self._plan = make_gather_plan(everyone, source.hf_specs, self._dtype, bucket_bytes)
+        shares = share_out(everyone, source.hf_specs, on_main=False)
+        self._own = {name: [copy for rank, copy in parts if rank == mesh.rank] for name, parts in shares.items()}
+        self._slices: dict[tuple, int] = {}  # (HF tensor, box) -> place in the digest vector; the same on every rank
+        self._parts: list[list[Copy]] = []  # by place: what this rank holds of it
+        self._transport = _TRANSPORTS[config.weights.transport](run_dir / "weights", Path(config.model.path), self._dtype, mesh.device)
+        self._engines: dict[str, Engine] = {}  # rank 0 only, as all below
+        self._lost: dict[str, EngineDown] = {}  # engines that died in this publish and are not back
+        self._mailbox = Mailbox(config.weights.timeout_s) if mesh.is_main else None
+
+    def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
+        """Update all usable engines, or those in `only`, to the source's present weights, called `version`.
+
+        Returns seconds per phase (connect, gather, transfer, digest, verify, restart, total) and bytes, the same on every rank.
+        Raises LeaderError on every rank: digests differ, an engine refuses, or one does not come back within weights.timeout_s.
+        """
+        timings, deadline = _Timings(), Deadline(self._config.weights.timeout_s)
+        todo = self._on_main(lambda: self._choose(only, deadline), "find engines")
+        while todo:
+            with timings("connect"):
+                self._connect(todo, deadline)
+            self._transfer(version, todo, timings)
+            with timings("digest"):
+                expected = self._expected()
+            with timings("verify"):
+                self._on_main(lambda todo=todo, expected=expected: self._finish(version, todo, expected), "verify weights")
+            with timings("restart"):
+                todo = self._on_main(lambda: self._wait_for_lost(version, deadline), "wait for engines that died")
+        return self._on_main(lambda: timings.result() | {"bytes": float(self._plan.num_bytes)}, "report timings")
+
+    def verify(self, only: list[str] | None = None) -> None:
+        """Compare the live parameters of the engines with the source's. Raises LeaderError naming what differs."""
+        deadline = Deadline(self._config.weights.timeout_s)
+        ids = self._on_main(lambda: self._choose(only, deadline), "find engines")
+        self._connect(ids, deadline)
+        expected = self._expected()
+
+        def check():
+            self._each(ids, lambda engine: self._check(engine, expected))
+            self._each(ids, lambda engine: engine.post("/continue_generation"))
+
+        self._on_main(check, "verify weights")
+
+    def close(self) -> None:
+        """Leave the engines' groups. The engines stay as they are; one that is gone is no error."""
+        for engine in self._engines.values():
+            try:
+                engine.leave()
+            except RuntimeError:
+                engine.close()
+        self._engines.clear()
+
+    # What follows runs on every rank.
+
+    def _connect(self, ids: list[str], deadline: Deadline) -> None:
+        """Pause the engines and learn what new ones copy; every rank then knows which slices to digest."""
+        known = set(self._slices)
+        new = self._on_main(lambda: self._open(ids, deadline, known), "connect to engines")
+        for hf, box in new:
+            self._slices[hf, box] = len(self._parts)
+            parts = [(copy, copy.box.intersect(box)) for copy in self._own[hf]]
+            self._parts.append([copy.restrict(common) for copy, common in parts if common is not None])
+
+    def _transfer(self, version: int, ids: list[str], timings: "_Timings") -> None:
+        buckets = timings.waiting(gather_buckets(self._plan, self._source.parameters(), self._mesh), "gather")
+        error = ""
+        with timings("transfer"):
+            if self._mesh.is_main:
+                try:
+                    self._transport.send(version, buckets, lambda work: self._each(ids, work))
+                except Exception:
+                    error = f"rank 0, {self._config.weights.transport} weights to engines: {traceback.format_exc()}"
+            for _ in buckets:  # the other ranks' part, and what a failure on rank 0 left: nobody may hang in a send
+                pass
+            self._mesh.raise_any(error)
+
+    def _expected(self) -> Tensor:
+        """[number of slices] int64: digest of what each slice must hold, summed over the ranks' parts of it."""
+        parameters, shapes = self._source.parameters(), self._plan.shapes
+        total = torch.zeros(len(self._parts), dtype=torch.int64, device=self._mesh.device)
+        for place, parts in enumerate(self._parts):
+            for part in parts:
+                total[place] += slice_digest(part.view(parameters).to(self._dtype), part.box, shapes[part.hf])
+        if self._mesh.world_size > 1:
+            dist.all_reduce(total)
+        return total.cpu()
+
+    def _on_main(self, make: Callable[[], T], what: str) -> T:
+        """Rank 0's result, or its failure, on every rank."""
+        value, error = None, ""
+        if self._mesh.is_main:
+            try:
+                value = make()
+            except Exception as exc:
+                error = f"rank 0, {what}: {type(exc).__name__}: {exc}\n{traceback.format_exc()}"
+        self._mesh.raise_any(error)
+        if self._mesh.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    # What follows runs on rank 0.
+
+    def _choose(self, only: list[str] | None, deadline: Deadline) -> list[str]:
+        """Usable engines, after waiting for as many as the service must have."""
+        self._lost.clear()
+        while True:
+            infos = self._control.engines()
+            unknown = set(only or ()) - {info.id for info in infos}
+            if unknown:
+                raise ValueError(f"no engine is called {sorted(unknown)[0]}; there are {sorted(info.id for info in infos)}")
+            ids = [info.id for info in infos if info.state in _USABLE and (only is None or info.id in only)]
+            wanted = self._config.rollout.min_healthy_engines if only is None else len(only)
+            if len(ids) >= wanted:
+                return ids
+            if deadline.over:
+                states = {info.id: info.state for info in infos}
+                raise TimeoutError(f"rank 0 waited {deadline.seconds:.0f} s for {wanted} usable engines; states: {states}")
+            time.sleep(_POLL_S)
+
+    def _open(self, ids: list[str], deadline: Deadline, known: set) -> list[tuple]:
+        infos = {info.id: info for info in self._control.engines()}
+        for id in ids:
+            engine = self._engines.get(id)
+            if engine is None or engine.incarnation != infos[id].incarnation:
+                if engine is not None:
+                    engine.close()
+                self._engines[id] = Engine(infos[id], self._config.rollout.tp, self._mailbox)
+            self._engines[id].deadline = deadline
+
+        def open_one(engine: Engine) -> None:
+            engine.pause()
+            if not engine.slices:
+                engine.record(self._source.hf_specs)
+
+        self._each(ids, open_one)
+        new = {(s.hf, s.box): None for id in ids if id not in self._lost for rank in self._engines[id].slices for s in rank}
+        return [key for key in new if key not in known]
+
+    def _finish(self, version: int, ids: list[str], expected: Tensor) -> None:
+        def finish(engine: Engine) -> None:
+            engine.post("/flush_cache")  # keys and values of the old weights
+            self._check(engine, expected)
+            engine.resume(version)
+            self._control.mark_ready(engine.id, engine.incarnation, version)
+
+        self._each(ids, finish)
+
+    def _check(self, engine: Engine, expected: Tensor) -> None:
+        """Raise RuntimeError naming the engine, the parameters and the slices that differ from the trainers' weights."""
+        digests, problems = engine.digests(self._dtype)
+        for rank, (slices, found) in enumerate(zip(engine.slices, digests, strict=True)):
+            assert len(slices) == len(found), (len(slices), len(found))
+            for part, digest in zip(slices, found, strict=True):
+                if digest != int(expected[self._slices[part.hf, part.box]]):
+                    problems.append(f"{engine} rank {rank}: parameter {part.parameter} does not hold HF tensor {part.hf} {part.box}")
+        if problems:
+            shown = "\n".join(problems[:_MISMATCHES_SHOWN])
+            raise RuntimeError(f"live weights differ from the trainers' in {len(problems)} places:\n{shown}")
+
+    def _each(self, ids: list[str], work: Callable[[Engine], None]) -> None:
+        """Run `work` for every engine that is alive, in threads. Engines that die are set aside; other failures are raised."""
+        alive = [self._engines[id] for id in ids if id not in self._lost]
+        if not alive:
+            return
+        errors = []
+        with ThreadPoolExecutor(len(alive)) as pool:
+            for engine, done in [(engine, pool.submit(work, engine)) for engine in alive]:
+                try:
+                    done.result()
+                except EngineDown as exc:
+                    self._lost[engine.id] = exc
+                    self._control.report_suspect(engine.id)
+                    engine.close()
+                except Exception as exc:
+                    errors.append(exc)
+        if errors:
+            raise errors[0] if len(errors) == 1 else ExceptionGroup("several engines failed", errors)
+
+    def _wait_for_lost(self, version: int, deadline: Deadline) -> list[str]:
+        """Ids of the engines that died in this publish, once all of them are back with their old weights."""
+        while self._lost:
+            infos = {info.id: info for info in self._control.engines()}
+            for id in [id for id in self._lost if id not in infos or infos[id].state == "failed"]:
+                healthy = sum(info.state == "ready" for info in infos.values())
+                if healthy < self._config.rollout.min_healthy_engines:
+                    raise RuntimeError(f"engine {id} is given up by the service and only {healthy} are ready") from self._lost[id]
+                del self._lost[id]
+            back = [id for id in self._lost if infos[id].state in _USABLE and infos[id].incarnation > self._engines[id].incarnation]
+            if len(back) == len(self._lost):
+                self._lost.clear()
+                return back
+            if deadline.over:
+                missing = {id: f"{infos[id].state}, incarnation {infos[id].incarnation}" for id in self._lost if id not in back}
+                raise TimeoutError(
+                    f"rank 0 waited {deadline.seconds:.0f} s (weights.timeout_s) for engines to restart and take version {version}: "
+                    f"{missing}; they died because: {'; '.join(map(str, self._lost.values()))}"
+                )
+            time.sleep(_POLL_S)
+        return []
+
+
+class _Timings:
+    """Seconds per phase, summed over rounds."""
+
+    def __init__(self):
+        self._start = time.monotonic()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - start
+
+    def waiting(self, items: Iterator[T], phase: str) -> Iterator[T]:
+        """The same items; the time until each comes counts as `phase`."""
+        while True:
+            with self(phase):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def result(self) -> dict[str, float]:
+        seconds = dict(self._seconds)
+        seconds["transfer"] -= seconds["gather"]  # buckets are gathered while the transfer runs
+        return seconds | {"total": time.monotonic() - self._start}

@@ -1,0 +1,86 @@
+"""One SGLang engine as a child process, and a plain object that stands for the rollout service around it."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+
+from megagrpo.config import ExperimentConfig
+from megagrpo.environment import child_environment
+from megagrpo.rollout.engine import Place, engine_command, engine_environment, engine_python_path
+
+START_S = 240
+
+
+@dataclass(frozen=True)
+class Info:
+    id: str
+    url: str
+    state: str
+    incarnation: int
+    weight_version: int
+
+
+class OneEngine:
+    """Starts, kills and restarts one engine; has the methods of the service's control that the exchange uses."""
+
+    def __init__(self, config: ExperimentConfig, folder: Path, python_path: list[str] = []):
+        self.config, self.folder, self.python_path = config, folder, python_path
+        self.info = Info("e0", "", "starting", 0, -1)
+        self.ready_calls: list[tuple] = []
+        self.suspects: list[str] = []
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> "OneEngine":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        place = Place(0, "127.0.0.1", port, f"127.0.0.1:{port + 1}", cuda=False, num_cores=os.cpu_count())
+        env = child_environment(engine_environment(self.config, place), engine_python_path(place) + self.python_path)
+        self.log = self.folder / f"engine-{self.info.incarnation}.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                engine_command(self.config, place), env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+        while True:
+            try:
+                if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass
+            if self.process.poll() is not None or time.monotonic() > end:
+                self.stop()
+                raise RuntimeError(f"the engine did not start:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.3)
+        self.info = Info("e0", url, "stale", self.info.incarnation + 1, -1)
+        return self
+
+    def stop(self) -> None:
+        """Kill the whole process group, as a lost host would."""
+        if self.process is not None:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self.process.wait()
+
+    # What the exchange calls.
+
+    def engines(self) -> list[Info]:
+        return [self.info]
+
+    def mark_ready(self, id: str, incarnation: int, version: int) -> None:
+        self.ready_calls.append((id, incarnation, version))
+        self.info = replace(self.info, state="ready", weight_version=version)
+
+    def report_suspect(self, id: str) -> None:
+        self.suspects.append(id)
+        self.info = replace(self.info, state="starting")
+        self.stop()
+        self.start()

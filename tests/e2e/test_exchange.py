@@ -1,0 +1,192 @@
+"""The exchange against a real SGLang engine: weights go in, are proven, and are what the engine then computes with."""
+
+import base64
+import pickle
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_process import OneEngine
+from tiny_model import make_tiny_model
+
+from megagrpo.config import ExperimentConfig
+from megagrpo.hf_files import HfFolder
+from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.weights.engine_client import LOADER
+from megagrpo.weights.exchange import Exchange
+from megagrpo.weights.record import record_copies
+
+PROMPTS = [[1, 5, 6, 7, 8, 9], [1, *range(40, 90)]]
+
+
+class PlainSource:
+    """An actor of one rank whose parameters are the HF tensors themselves."""
+
+    def __init__(self, folder: Path):
+        folder = HfFolder(folder)
+        self.hf_specs, self.live = folder.specs, {name: torch.zeros(shape, dtype=d) for name, (shape, d) in folder.specs.items()}
+        self.copies = record_copies(self._load, folder.specs, self.live)
+
+    def _load(self, hf) -> None:
+        for name, tensor in self.live.items():
+            tensor.copy_(hf[name])
+
+    def load(self, folder: Path) -> "PlainSource":
+        self._load(HfFolder(folder))
+        return self
+
+    def parameters(self):
+        return self.live
+
+
+def experiment(model: Path, tp: int, transport: str, timeout_s: float = 120.0) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {
+            "name": "t",
+            "output_dir": str(model.parent),
+            "model": {"path": str(model)},
+            "data": {"path": "none.jsonl"},
+            "rollout": {"tp": tp, "extra_args": ["--custom-weight-loader", LOADER, "plant_fault.run"]},
+            "weights": {"transport": transport, "bucket_mb": 0.1, "timeout_s": timeout_s},
+        }
+    )
+
+
+def exchange_for(engine: OneEngine, source: PlainSource, transport: str, run_dir: Path, timeout_s: float = 120.0) -> Exchange:
+    config = experiment(Path(engine.config.model.path), engine.config.rollout.tp, transport, timeout_s)
+    return Exchange(config, make_mesh(0, 1, torch.device("cpu"), 60.0), source, engine, run_dir)
+
+
+def assert_engine_computes_with(url: str, model: Path, version: int) -> None:
+    """Log-probs of sampled tokens equal those of HF transformers, and the answer names the version."""
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    body = {"input_ids": PROMPTS, "return_logprob": True, "sampling_params": {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True}}
+    for prompt, out in zip(PROMPTS, httpx.post(f"{url}/generate", json=body, timeout=120).raise_for_status().json(), strict=True):
+        tokens = torch.tensor(prompt + out["output_ids"])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(hf(tokens[None]).logits[0], -1)
+        expected = logprobs[torch.arange(len(prompt) - 1, len(tokens) - 1), tokens[len(prompt) :]]
+        got = torch.tensor([entry[0] for entry in out["meta_info"]["output_token_logprobs"]])
+        assert (got - expected).abs().max() < 2e-5
+        assert out["meta_info"]["weight_version"] == str(version)
+
+
+def plant_fault(url: str, tp: int, rank: int, parameter: str, index: int) -> None:
+    payloads = [[(parameter, torch.tensor(index))] if r == rank else [] for r in range(tp)]
+    body = {
+        "serialized_named_tensors": [base64.b64encode(pickle.dumps(p)).decode() for p in payloads],
+        "load_format": "plant_fault.run",
+        "flush_cache": False,
+    }
+    for path, content in (("begin_weight_update", {}), ("update_weights_from_tensor", body), ("end_weight_update", {})):
+        httpx.post(f"{url}/{path}", json=content, timeout=60).raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def moe_models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moe")
+    return [make_tiny_model(folder / f"m{seed}", seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def moe_engine(moe_models, tmp_path_factory):
+    config = experiment(moe_models[0], 1, "broadcast")
+    engine = OneEngine(config, tmp_path_factory.mktemp("engine"), [str(Path(__file__).parent)])
+    try:
+        yield engine.start()
+    finally:
+        engine.stop()
+
+
+def test_both_transports_put_weights_into_a_moe(moe_engine, moe_models, tmp_path):
+    source = PlainSource(moe_models[0])
+    for version, (transport, model) in enumerate((("broadcast", moe_models[1]), ("disk", moe_models[2]), ("broadcast", moe_models[0])), 1):
+        exchange = exchange_for(moe_engine, source.load(model), transport, tmp_path)
+        report = exchange.publish(version)
+        exchange.verify()
+        exchange.close()
+        print(transport, {k: round(v, 3) for k, v in report.items()})
+        assert report["bytes"] == sum(t.numel() * 4 for t in source.live.values())
+        assert {"gather", "transfer", "verify", "total"} <= report.keys()
+        assert moe_engine.ready_calls[-1] == ("e0", moe_engine.info.incarnation, version)
+        assert_engine_computes_with(moe_engine.info.url, model, version)
+    assert not (tmp_path / "weights" / "v1").exists()
+
+
+def test_disk_keeps_the_last_version_only(moe_engine, moe_models, tmp_path):
+    exchange = exchange_for(moe_engine, PlainSource(moe_models[1]).load(moe_models[1]), "disk", tmp_path)
+    for version in (7, 8):
+        exchange.publish(version, only=["e0"])
+    assert [p.name for p in (tmp_path / "weights").iterdir()] == ["v8"]
+    exchange.close()
+
+
+def test_one_changed_element_is_found_and_named(moe_engine, moe_models, tmp_path):
+    exchange = exchange_for(moe_engine, PlainSource(moe_models[2]).load(moe_models[2]), "broadcast", tmp_path)
+    exchange.publish(20)
+    parameter = "model.layers.1.mlp.experts.w13_weight"  # [8, 2 * 64, 64]
+    plant_fault(moe_engine.info.url, 1, 0, parameter, 3 * 128 * 64 + 70 * 64 + 5)  # expert 3, up_proj row 6
+    with pytest.raises(LeaderError) as caught:
+        exchange.verify()
+    text = str(caught.value)
+    assert "differ from the trainers' in 1 places" in text
+    assert f"engine e0 ({moe_engine.info.url}, incarnation 1) rank 0: parameter {parameter}" in text
+    assert "model.layers.1.mlp.experts.3.up_proj.weight [0:64, 0:64]" in text
+    exchange.publish(21)  # heals
+    exchange.verify()
+    exchange.close()
+
+
+def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_engine, moe_models, tmp_path):
+    source = PlainSource(moe_models[1]).load(moe_models[1])
+    exchange = exchange_for(moe_engine, source, "broadcast", tmp_path)
+    exchange.publish(30)
+    before = moe_engine.info.incarnation
+    send, sent = exchange._transport._send_bucket, []
+
+    def kill_at_second_bucket(engine, flat, body):
+        sent.append(body["names"])
+        if len(sent) == 2:
+            moe_engine.stop()
+        send(engine, flat, body)
+
+    exchange._transport._send_bucket = kill_at_second_bucket
+    source.load(moe_models[0])
+    report = exchange.publish(31)
+    assert moe_engine.suspects[-1:] == ["e0"] and moe_engine.info.incarnation == before + 1
+    assert moe_engine.ready_calls[-1] == ("e0", before + 1, 31)
+    assert_engine_computes_with(moe_engine.info.url, moe_models[0], 31)
+    print({k: round(v, 3) for k, v in report.items()})
+    exchange.close()
+
+
+def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
+    models = []
+    for seed in range(2):
+        template = make_tiny_model(tmp_path / f"d{seed}", seed)  # tokenizer files
+        shape = dict(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+        config = Qwen3Config(**shape, intermediate_size=128, initializer_range=0.15, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2)
+        torch.manual_seed(seed)
+        Qwen3ForCausalLM(config).save_pretrained(template)
+        models.append(template)
+    source = PlainSource(models[0]).load(models[1])
+    engine = OneEngine(experiment(models[0], 2, "broadcast"), tmp_path, [str(Path(__file__).parent)])
+    try:
+        engine.start()
+        for version, transport, model in ((1, "broadcast", models[1]), (2, "disk", models[0])):
+            exchange = exchange_for(engine, source.load(model), transport, tmp_path)
+            exchange.publish(version)
+            assert_engine_computes_with(engine.info.url, model, version)
+        plant_fault(engine.info.url, 2, 1, "model.embed_tokens.weight", 0)  # rank 1 holds rows 160 to 299, and padding
+        with pytest.raises(LeaderError, match=r"rank 1: parameter model.embed_tokens.weight does not hold HF tensor model.embed_tokens.weight \[160:300"):
+            exchange.verify()
+        exchange.close()
+    finally:
+        engine.stop()

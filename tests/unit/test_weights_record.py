@@ -1,0 +1,159 @@
+"""The recorder: whatever views a loader takes, running its copies by hand gives the parameters that it would give."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megagrpo.weights.record import coverage_problems, record, record_copies
+from megagrpo.weights.views import Box, Untraceable, factor
+
+HF = {"a": (8, 6), "b": (8, 6), "c": (12,), "e": (3, 4, 5)}
+SPECS = {name: (shape, torch.float32) for name, shape in HF.items()}
+
+
+def values() -> dict[str, Tensor]:
+    total, tensors = 0, {}
+    for name, shape in HF.items():
+        count = torch.Size(shape).numel()
+        tensors[name] = torch.arange(total, total + count, dtype=torch.float32).view(shape)
+        total += count
+    return tensors
+
+
+def replay(copies, hf, parameters) -> None:
+    for copy in copies:
+        source = hf[copy.hf]
+        for dim, (start, size) in enumerate(zip(copy.start, copy.size, strict=True)):
+            source = source.narrow(dim, start, size)
+        copy.view(parameters).copy_(source)
+
+
+def halves(hf, p):  # tensor-parallel rows and columns
+    p["x"].copy_(hf["a"].chunk(2, 0)[1])
+    p["y"].copy_(hf["b"].chunk(2, 1)[1])
+
+
+def fused(hf, p):  # two tensors, one after the other, in one parameter
+    p["x"][:8].copy_(hf["a"])
+    p["x"].narrow(0, 8, 8).copy_(hf["b"])
+
+
+def interleaved(hf, p):  # by head: two rows of a, then two of b
+    target = p["x"].view(4, 4, 6)
+    target[:, :2].copy_(hf["a"].view(4, 2, 6))
+    target[:, 2:].copy_(hf["b"].view(4, 2, 6))
+
+
+def transposed(hf, p):
+    p["x"].copy_(hf["a"].t().contiguous())
+    p["y"].copy_(hf["e"].permute(2, 0, 1)[1:3])
+
+
+def through_temporaries(hf, p):
+    buffer = torch.empty(8, 6, dtype=torch.float64)
+    buffer.copy_(hf["a"][:, :])
+    p["x"].copy_(buffer.to(torch.float32).view(4, 2, 6)[1:3].reshape(4, 6))
+    p["y"].copy_(hf["b"].t().clone().t()[2:4])
+
+
+def padded(hf, p):
+    p["x"][:12].copy_(hf["c"])
+    p["x"][12:].zero_()
+
+
+CASES = [
+    (halves, {"x": (4, 6), "y": (8, 3)}),
+    (fused, {"x": (16, 6)}),
+    (interleaved, {"x": (16, 6)}),
+    (transposed, {"x": (6, 8), "y": (2, 3, 4)}),
+    (through_temporaries, {"x": (4, 6), "y": (2, 6)}),
+    (padded, {"x": (16,)}),
+]
+
+
+@pytest.mark.parametrize(("load", "shapes"), CASES, ids=[load.__name__ for load, _ in CASES])
+def test_replayed_copies_equal_a_real_load(load, shapes):
+    loaded = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    load(values(), loaded)
+    parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    copies = record_copies(lambda hf: load(hf, parameters), SPECS, parameters)
+    assert all(not p.any() for p in parameters.values()), "recording must not touch the parameters"
+    replay(copies, values(), parameters)
+    for name in shapes:
+        assert torch.equal(parameters[name], loaded[name])
+
+
+def test_parameters_that_share_one_buffer_are_told_apart():
+    buffer = torch.zeros(10 + 96)
+    parameters = {"x": buffer[5:53].view(8, 6), "y": buffer[53:101].view(8, 6)}
+
+    def load(hf):
+        parameters["x"].copy_(hf["a"])
+        parameters["y"].copy_(hf["b"])
+
+    copies = record_copies(load, SPECS, parameters)
+    assert [(c.hf, c.parameter, c.offset) for c in copies] == [("a", "x", 0), ("b", "y", 0)]
+    replay(copies, values(), parameters)
+    assert torch.equal(parameters["y"], values()["b"]) and not buffer[:5].any() and not buffer[101:].any()
+
+
+def test_meta_parameters_and_tied_names():
+    model = nn.Linear(6, 8, bias=False, device="meta")
+    parameters = {"embedding": model.weight, "head": model.weight}
+    copies = record_copies(lambda hf: model.weight.data.copy_(hf["a"]), SPECS, parameters)
+    assert [(c.hf, c.parameter) for c in copies] == [("a", "embedding")]
+
+
+def test_constants_are_recorded_with_their_value():
+    parameters = {"x": torch.ones(16)}
+    recording = record(lambda hf: padded(hf, parameters), SPECS, parameters)
+    assert [(f.parameter, f.offset, f.size, f.value) for f in recording.fills] == [("x", 12, (4,), 0.0)]
+    assert parameters["x"].all() and not coverage_problems(recording, parameters)
+
+
+@pytest.mark.parametrize(
+    ("load", "shape", "message"),
+    [
+        (lambda hf, x: x[:7].copy_(hf["a"][:7]), (8, 6), "parameter x .8, 6.: 6 of 48 elements are never written"),
+        (lambda hf, x: (x.copy_(hf["a"]), x[:2].copy_(hf["b"][:2])), (8, 6), "parameter x .* written twice"),
+        (lambda hf, x: (x[:5].copy_(hf["a"][:5]), x[:3].copy_(hf["b"][:3])), (8, 6), "parameter x .* written twice"),
+        (lambda hf, x: x.copy_(hf["a"] + 1), (8, 6), "parameter x is filled from aten.add.Tensor of HF tensor a"),
+        (lambda hf, x: x.copy_(torch.cat([hf["a"], hf["b"]])), (16, 6), "parameter x is filled from aten.cat.default of HF tensor a"),
+        (lambda hf, x: x.add_(hf["a"]), (8, 6), "parameter x is written by aten.add_.Tensor"),
+        (lambda hf, x: x.copy_(torch.ones(8, 6)), (8, 6), "parameter x is filled from a tensor that is no HF tensor"),
+        (lambda hf, x: x.copy_(hf["a"][0]), (8, 6), "parameter x is filled by broadcasting a"),
+        (lambda hf, x: x.copy_(hf["a"][::2]), (4, 6), "HF tensor a .*every 2th element"),
+        (lambda hf, x: x.copy_(hf["a"].view(-1)[3:17]), (14,), "HF tensor a"),
+    ],
+)
+def test_what_cannot_be_traced_is_named(load, shape, message):
+    x = torch.zeros(shape)
+    with pytest.raises(ValueError, match=message):
+        record_copies(lambda hf: load(hf, x), SPECS, {"x": x})
+
+
+def test_interleaved_writes_are_checked_element_by_element():
+    x = torch.zeros(16, 6)
+
+    def load(hf):
+        x[::2].copy_(hf["a"])
+        x[1::2].copy_(hf["b"])
+
+    assert len(record_copies(load, SPECS, {"x": x})) == 2
+
+
+def test_factor_splits_a_view_along_the_dimensions_it_runs_through():
+    first, pieces = factor(0, (48,), (1,), (8, 6))
+    assert first == (0, 0) and [(p.size, p.base, p.step, p.scale) for p in pieces] == [(8, 0, 1, 6), (6, 1, 1, 1)]
+    with pytest.raises(Untraceable):
+        factor(3, (14,), (1,), (8, 6))
+
+
+def test_boxes_subtract_into_disjoint_rests():
+    whole, hole = Box((0, 0), (6, 5)), Box((2, 1), (3, 2))
+    rests = whole.subtract(hole)
+    count = torch.zeros(6, 5, dtype=torch.int64)
+    for box in [*rests, hole]:
+        count[box.start[0] : box.start[0] + box.size[0], box.start[1] : box.start[1] + box.size[1]] += 1
+    assert (count == 1).all()
+    assert whole.subtract(Box((6, 0), (1, 5))) == [whole] and not hole.subtract(whole)
