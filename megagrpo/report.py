@@ -33,8 +33,7 @@ def series(entries: list[dict], name: str) -> tuple[list[int], list[float]]:
 
 def summary(entries: list[dict], title: str) -> str:
     """The run in two Markdown tables: how metrics went from first to last, and where the time of a step went."""
-    num_steps = sum(1 for entry in entries if "time/step_s" in entry)
-    lines = [f"# {title}: {num_steps} steps", "", *_table(_course_rows(entries), ("metric", "first", "last", "best", "mean"))]
+    lines = [f"# {title}: {entries[-1]['step']} steps", "", *_table(_course_rows(entries), ("metric", "first", "last", "best", "mean"))]
     times = _time_rows(entries)
     if times:
         lines += ["", *_table(times, ("phase", "mean s a step", "share"))]
@@ -166,6 +165,7 @@ def _draw_small(axes, entries: list[dict], name: str, title: str, colour: str) -
     elif values:
         axes.set_ylim(bottom=min(0.0, *values), top=max(values) * 1.15 or 1.0)
     else:
+        axes.set_yticks([])
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_MUTED)
 
 
