@@ -117,7 +117,7 @@ class CispoLoss(Section):
 
     name: Literal["cispo"] = "cispo"
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 1.0
-    clip_ratio_high: Positive = 4.0
+    clip_ratio_high: NonNegative = 4.0
 
 
 class GpgLoss(Section):

@@ -1,0 +1,238 @@
+"""Advantages against the numbers of verl, slime, ROLL, miles and NeMo-RL."""
+
+import pytest
+import torch
+
+from megagrpo.algo import estimators
+from megagrpo.algo.advantage import with_advantages
+from megagrpo.algo.reward_shaping import normalise_rewards
+from megagrpo.algo.statistics import alone, moments
+from megagrpo.config_algorithm import AlgorithmConfig, RewardShapingConfig
+from megagrpo.types import Batch
+from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
+
+FILE = "advantages.json"
+RAW = {"single_sample": "raw"}
+ADVANTAGES = {  # the reference's estimator -> ours, in its convention for groups of one
+    "grpo": {"name": "grpo", **RAW},
+    "grpo_vectorized": {"name": "grpo", **RAW},
+    "grpo_nostd": {"name": "dr_grpo", **RAW},
+    "grpo_vectorized_nostd": {"name": "dr_grpo", **RAW},
+    "grpo_passk": {"name": "grpo_passk"},
+    "grpo_passk_nostd": {"name": "grpo_passk", "normalise": False},
+    "rloo": {"name": "rloo", **RAW},
+    "rloo_vectorized": {"name": "rloo", "single_sample": "zero"},
+    "opo": {"name": "opo", **RAW},
+    "gpg": {"name": "gpg", "alpha": "nonzero_reward", **RAW},
+    "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus_baseline", **RAW},
+}
+
+
+def batch_of(rewards: torch.Tensor, mask: torch.Tensor, groups: list, greedy: torch.Tensor | None = None) -> Batch:
+    names = sorted(set(map(repr, groups)))  # an explicit id for every distinct name: nothing is cast to an integer
+    n, width = mask.shape
+    return Batch(
+        sample_ids=torch.arange(n),
+        group_ids=torch.tensor([names.index(repr(g)) for g in groups]),
+        num_groups=len(names),
+        tokens=torch.zeros(n, width, dtype=torch.int64),
+        lengths=torch.full((n,), width),
+        prompt_lengths=torch.zeros(n, dtype=torch.int64),
+        loss_mask=mask.float(),
+        rollout_logprobs=torch.zeros(n, width),
+        rewards=rewards,
+        valid=torch.ones(n, dtype=torch.bool),
+        truncated=torch.zeros(n, dtype=torch.bool),
+        greedy_rewards=greedy,
+    )
+
+
+def advantages_of(case: dict) -> torch.Tensor:
+    """Our advantages [B, T] under the options that mean the same."""
+    inputs, name = case["inputs"], case["params"]["estimator"]
+    token_rewards, mask = tensor(inputs["token_level_rewards"]), tensor(inputs["response_mask"]) > 0
+    if name.startswith("reinforce_plus_plus_g"):
+        out = estimators.returns(torch.zeros(len(mask)).double(), token_rewards, mask, case["params"]["gamma"])
+        return estimators.whiten(out, moments(out[mask], alone)) * mask
+    if name == "remax":  # rewards on every token there: returns to go minus the baseline
+        out = estimators.returns(torch.zeros(len(mask)).double(), token_rewards, mask, 1.0)
+        return (out - tensor(inputs["reward_baselines"])[:, None]) * mask
+    batch = batch_of(token_rewards.sum(1), mask, inputs["index"])
+    return with_advantages(batch, AlgorithmConfig(advantage=ADVANTAGES[name]), alone, {}, mask.shape[1])[0].advantages
+
+
+def theirs(case: dict, outputs: dict) -> torch.Tensor:
+    mask = tensor(case["inputs"]["response_mask"])
+    if "advantages" in outputs:
+        return tensor(outputs["advantages"])
+    per_response = outputs.get("advantage_per_response_f64", outputs["advantage_per_response"])
+    return tensor(per_response)[:, None] * mask
+
+
+def matches(case: dict, outputs: dict) -> None:
+    mask = tensor(case["inputs"]["response_mask"]) > 0
+    mine, reference = advantages_of(case), theirs(case, outputs)
+    rewards = tensor(case["inputs"]["token_level_rewards"])
+    noise = max(2 * outputs.get("max_abs_f32_vs_f64_run", 0), 1e-6)  # what float32 cost the reference
+    if case["params"]["estimator"] == "grpo_vectorized_nostd":
+        noise = max(noise, mean_rounding(rewards))  # not measured there
+    close(mine, reference.tolist(), rtol=2e-5 if rewards.abs().max() > 100 else 1e-5, atol=noise, where=mask)
+
+
+def mean_rounding(rewards: torch.Tensor) -> float:
+    """Half the distance of float32 numbers at the rewards' size: what storing a mean in float32 costs."""
+    return float(rewards.abs().max()) * 2.0**-24
+
+
+def by_response(case):
+    return "estimator" in case["params"]
+
+
+@pytest.mark.parametrize("case", cases(FILE, ("reference",), by_response))
+def test_reference(case):
+    matches(case, case["outputs"])
+
+
+@pytest.mark.parametrize("case", cases(FILE, ("convention",), by_response))
+def test_convention_under_its_option(case):
+    matches(case, case["outputs"])
+
+
+@pytest.mark.parametrize("case", cases(FILE, ("defect",), lambda c: by_response(c) and set(c["defects"]) <= {"D1", "D2", "D6"}))
+def test_variance_and_credit_defects_give_the_expected_value(case):
+    """D1 variance floor, D2 one-pass float32 variance, D6 credit cut at tool tokens: `expected` is the right answer."""
+    matches(case, {**case["outputs"]["expected"], "max_abs_f32_vs_f64_run": 2e-6})
+    mask = tensor(case["inputs"]["response_mask"]) > 0
+    assert (advantages_of(case) - theirs(case, case["outputs"]))[mask].abs().max() > 1e-3, "no defect to show"
+
+
+@pytest.mark.parametrize("case", cases(FILE, ("defect",), lambda c: by_response(c) and c["defects"] == ["N1"]))
+def test_constant_groups_are_exactly_zero(case):
+    """N1: float32 mean noise over eps = 1e-6 becomes an advantage; constant rewards say nothing, so 0 is right."""
+    mine = advantages_of(case)[:, 0]
+    rewards, groups = tensor(case["inputs"]["token_level_rewards"]).sum(1), case["inputs"]["index"]
+    constant = [i for i, g in enumerate(groups) if len({float(r) for r, h in zip(rewards, groups, strict=True) if h == g}) == 1]
+    alone_in_group = {i for i in constant if groups.count(groups[i]) == 1}
+    assert [i for i in constant if mine[i] != 0 and i not in alone_in_group] == []
+    assert tensor(case["outputs"]["advantage_per_response"])[constant].abs().max() > 0, "no defect to show"
+
+
+@pytest.mark.parametrize("case", cases(FILE, ("error",), by_response))
+def test_pass_at_k_errors_become_a_refusal_at_start(case):
+    """The reference raises in the middle of training for a group of one; here train.group_size 1 is refused before."""
+    assert case["params"]["estimator"].startswith("grpo_passk")
+    with pytest.raises(ValueError, match="at least 2"):
+        AlgorithmConfig(advantage={"name": "grpo_passk"}).check_group_size(1)
+    singles = [i for i, g in enumerate(case["inputs"]["index"]) if case["inputs"]["index"].count(g) == 1]
+    assert advantages_of(case)[singles].abs().sum() == 0  # one valid response left of many: nothing to compare
+
+
+@pytest.mark.parametrize("case", cases(FILE, ("reference", "defect"), lambda c: "compute_advantage" in c["source"]))
+def test_no_std_flag_is_never_ignored(case):
+    """D23: a flag that is silently ignored. Here division by std is the estimator's name, so dr_grpo cannot divide."""
+    if "raises" in case["outputs"]:  # a TypeError in mid-run; an estimator that does not exist is refused at start
+        with pytest.raises(ValueError, match="optimal_token_baseline"):
+            AlgorithmConfig(advantage={"name": case["params"]["adv_estimator"]})
+        return
+    inputs = case["inputs"]
+    mask = tensor(inputs["response_mask"]) > 0
+    batch = batch_of(tensor(inputs["token_level_rewards"]).sum(1), mask, inputs["index"])
+    mine = with_advantages(batch, AlgorithmConfig(advantage={"name": "dr_grpo"}), alone, {}, mask.shape[1])[0].advantages
+    right = next(c for c in load(FILE) if c["case"] == "trainer_dispatch_nostd.0.grpo")
+    if case["status"] == "reference":
+        close(mine[:, 0], right["outputs"]["advantage_per_response"])
+    else:
+        assert (mine[:, 0] - tensor(case["outputs"]["advantage_per_response"])).abs().max() > 1e-2
+    with pytest.raises(ValueError, match="norm_adv_by_std_in_grpo"):
+        AlgorithmConfig(advantage={"name": "dr_grpo", "norm_adv_by_std_in_grpo": False})
+
+
+@pytest.mark.parametrize("case", cases(FILE, ("defect",), lambda c: c["defects"] == ["N2"]))
+def test_groups_are_never_merged(case):
+    """N2: ids "1" and "01", 1.25 and 1.75 are different groups; negative ids are no error."""
+    inputs = case["inputs"]
+    mask = tensor(inputs["response_mask"]) > 0
+    batch = batch_of(tensor(inputs["token_level_rewards"]).sum(1), mask, inputs["index"])
+    algorithm = AlgorithmConfig(advantage=ADVANTAGES["grpo"])
+    expected = case["outputs"]["expected"]["advantage_per_response"]
+    close(with_advantages(batch, algorithm, alone, {}, mask.shape[1])[0].advantages[:, 0], expected)
+
+
+# Reward normalisation and plain per-response rewards of the other frameworks.
+
+
+def normalised(inputs: dict, **options) -> torch.Tensor:
+    rewards = tensor(inputs["rewards"])
+    groups = torch.tensor(inputs["group"])
+    valid = torch.ones(len(rewards), dtype=torch.bool)
+    return normalise_rewards(rewards, groups, int(groups.max()) + 1, valid, alone, RewardShapingConfig(**options), {})
+
+
+def tolerance_of(inputs: dict) -> dict:
+    """Their mean of 1000.1-sized rewards is rounded to float32, then divided by a std of 0.13."""
+    rewards = tensor(inputs["rewards"])
+    if rewards.abs().max() < 100:
+        return {"rtol": 1e-5, "atol": 1e-5}
+    return {"rtol": 2e-5, "atol": 1.1 * mean_rounding(rewards) / min(float(rewards[:4].std()), 1.0)}
+
+
+@pytest.mark.parametrize("case", cases(FILE, ("reference",), lambda c: c["source"].startswith("roll") and "norm_mean_type" in c["params"]))
+def test_roll_reward_normalisation(case):
+    params = case["params"]
+    mine = normalised(case["inputs"], mean=params["norm_mean_type"] or "none", std=params["norm_std_type"] or "none")
+    close(mine, case["outputs"]["advantage_per_response"], **tolerance_of(case["inputs"]))
+
+
+@pytest.mark.parametrize("case", cases(FILE, ("reference", "convention"), lambda c: c["source"].startswith(("slime", "miles"))))
+def test_slime_and_miles(case):
+    inputs = case["inputs"]
+    advantage = {"name": "grpo"} if case["params"]["std"] else {"name": "dr_grpo"}
+    mask = torch.ones(len(inputs["rewards"]), 1, dtype=torch.bool)
+    batch = batch_of(tensor(inputs["rewards"]), mask, inputs["group"])
+    mine = with_advantages(batch, AlgorithmConfig(advantage=advantage), alone, {}, 1)[0].advantages[:, 0]
+    close(mine, case["outputs"]["advantage_per_response"], **tolerance_of(inputs))
+
+
+@pytest.mark.parametrize("case", cases(FILE, ("defect",), lambda c: c["case"].startswith("xf.") and "rewards" in c["inputs"]))
+def test_per_response_defects(case):
+    """D9 NaN for n = 1, D15 wrong shape, D16 KeyError, D21 leave-one-out std blow-up, N8 a short group swallows the batch."""
+    inputs = case["inputs"]
+    if "D16" in case["defects"]:  # running moments need no such key
+        rewards = {"rewards": inputs["rewards"], "group": [0] * len(inputs["rewards"])}
+        assert normalised(rewards, mean="running", std="running").tolist() == [0.0] * len(inputs["rewards"])
+        return
+    mask = torch.ones(len(inputs["rewards"]), 1, dtype=torch.bool)
+    batch = batch_of(tensor(inputs["rewards"]), mask, inputs["group"])
+    for name in ("grpo", "dr_grpo", "rloo"):
+        mine = with_advantages(batch, AlgorithmConfig(advantage={"name": name}), alone, {}, 1)[0].advantages[:, 0].double()
+        sizes = torch.bincount(batch.group_ids)
+        sums = torch.zeros(batch.num_groups).double().index_add_(0, batch.group_ids, mine)
+        assert torch.isfinite(mine).all() and mine.shape == batch.rewards.shape
+        assert sums.abs().max() < 1e-5, "every group, short ones too, is its own"
+        assert (mine[sizes[batch.group_ids] == 1] == 0).all()
+        assert mine.abs().max() < 3 or name == "dr_grpo", "no near-constant group blows up"
+    both = normalised(inputs, mean="batch", std="group")
+    assert both.shape == batch.rewards.shape and torch.isfinite(both).all()
+
+
+def nemo_without_leave_one_out(case):
+    one_pass_variance_in_float32 = case["case"].startswith("xf.offset1000")  # D2 again: off by a factor of 2
+    return case["source"].startswith("nemo") and not case["params"]["leave_one_out"] and not one_pass_variance_in_float32
+
+
+@pytest.mark.parametrize("case", cases(FILE, ("convention",), nemo_without_leave_one_out))
+def test_nemo_without_leave_one_out(case):
+    """With leave_one_out its std is over the others (D21), which is not offered."""
+    inputs = case["inputs"]
+    mask = torch.ones(len(inputs["rewards"]), 1, dtype=torch.bool)
+    batch = batch_of(tensor(inputs["rewards"]), mask, inputs["group"])
+    mine = with_advantages(batch, AlgorithmConfig(), alone, {}, 1)[0].advantages[:, 0]
+    reference = tensor(case["outputs"]["advantage_per_response"])
+    informative = tensor(case["outputs"]["std"]) > 1e-4
+    close(mine, reference.tolist(), **tolerance_of(inputs), where=informative)
+
+
+@needs_golden
+def test_every_defect_of_the_file_is_shown_above():
+    shown = {"D1", "D2", "D6", "D9", "D15", "D16", "D21", "D23", "N1", "N2", "N8"}
+    assert {d for case in load(FILE) if case["status"] == "defect" for d in case["defects"]} <= shown
