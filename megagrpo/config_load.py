@@ -124,7 +124,7 @@ def _parse(text: str, name: str) -> _Source:
         mark = exc.problem_mark or exc.context_mark
         source.problems.append(f"{name}:{mark.line + 1 if mark else '?'}: not valid YAML: {exc.problem or exc.context}")
     except yaml.YAMLError as exc:
-        source.problems.append(f"{name}: not valid YAML: {exc}")
+        source.problems.append(f"{name}: not valid YAML: {' '.join(str(exc).split())}")
     return source
 
 

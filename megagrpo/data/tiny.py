@@ -14,12 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megagrpo.config import ExperimentConfig, TinyModelConfig
 from megagrpo.data.datasets import make_dataset
+from megagrpo.data.tiny_config import MAX_POSITIONS, SPECIAL_TOKENS, hf_config
 from megagrpo.hf_files import write_hf_folder
-
-_SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-_VOCAB_MULTIPLE = 32  # so that any small tensor-parallel size divides it; the spare rows are never sampled after warm-up
-_MAX_POSITIONS = 2048
-_ARCHITECTURE = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "llama": "LlamaForCausalLM"}
 
 
 def prepare(config: ExperimentConfig) -> None:
@@ -42,29 +38,23 @@ def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
 
     Returns the number of parameters. The folder is whole or absent. Raises ValueError for sizes that the family cannot have.
     """
-    _check(config)
-    tokenizer = character_tokenizer(config.alphabet)
-    vocab_size = -(-len(tokenizer) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-    tensors = _tensors(config, vocab_size, torch.Generator().manual_seed(seed))
+    hf = hf_config(config)
+    tensors = _tensors(config, hf["vocab_size"], torch.Generator().manual_seed(seed))
     with tempfile.TemporaryDirectory() as description:
-        tokenizer.save_pretrained(description)
-        ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-        _write_json(Path(description) / "config.json", _hf_config(config, vocab_size) | ids)
-        _write_json(Path(description) / "generation_config.json", ids)
+        character_tokenizer(config.alphabet).save_pretrained(description)
+        _write_json(Path(description) / "config.json", hf)
+        _write_json(Path(description) / "generation_config.json", {k: hf[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")})
         write_hf_folder(config.path, iter([tensors]), like=description, dtype=torch.float32)
     return sum(t.numel() for t in tensors.values())
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """One token per character of `alphabet`; ids 0..3 are <pad>, <bos>, <eos>, <unk>. Adds no special token by itself."""
-    repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
-    if repeated or not alphabet:
-        raise ValueError(f"prepare.model.alphabet {alphabet!r}: {'repeats ' + ''.join(repeated) if repeated else 'is empty'}")
-    vocab = {token: i for i, token in enumerate([*_SPECIAL, *alphabet])}
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m:.)"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    pad, bos, eos, unk = _SPECIAL
+    pad, bos, eos, unk = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=pad,
@@ -72,58 +62,8 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
         eos_token=eos,
         unk_token=unk,
         clean_up_tokenization_spaces=False,  # decoding must give back exactly what was sampled
-        model_max_length=_MAX_POSITIONS,
+        model_max_length=MAX_POSITIONS,
     )
-
-
-def _check(config: TinyModelConfig) -> None:
-    c = config
-    if c.num_heads % c.num_kv_heads:
-        raise ValueError(f"prepare.model.num_heads {c.num_heads} is not a multiple of num_kv_heads {c.num_kv_heads}")
-    if c.head_dim % 2:
-        raise ValueError(f"prepare.model.head_dim {c.head_dim} is odd: rotary embedding turns pairs")
-    if c.family in ("qwen2", "llama") and c.num_heads * c.head_dim != c.hidden_size:
-        raise ValueError(
-            f"prepare.model: {c.family} needs num_heads x head_dim = hidden_size, not {c.num_heads} x {c.head_dim} != {c.hidden_size}"
-        )
-    if c.family == "qwen3_moe" and c.experts_per_token > c.num_experts:
-        raise ValueError(f"prepare.model.experts_per_token {c.experts_per_token} is more than num_experts {c.num_experts}")
-
-
-def _hf_config(config: TinyModelConfig, vocab_size: int) -> dict:
-    """In the spelling of the released checkpoints, which transformers, SGLang and our actor all read."""
-    hf = {
-        "architectures": [_ARCHITECTURE[config.family]],
-        "model_type": config.family,
-        "vocab_size": vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_size,
-        "hidden_act": "silu",
-        "max_position_embeddings": _MAX_POSITIONS,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_sliding_window": False,
-        "dtype": "float32",
-    }
-    if config.family == "qwen3_moe":
-        hf |= {
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "moe_intermediate_size": config.expert_ffn_size,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "router_aux_loss_coef": 0.0,
-        }
-    return hf
 
 
 def _tensors(config: TinyModelConfig, vocab_size: int, generator: torch.Generator) -> dict[str, Tensor]:

@@ -128,7 +128,8 @@ def test_the_order_never_changes_between_versions(tmp_path, tokenizer):
 
 
 def test_the_tokenizer_must_fit_the_model(tmp_path):
-    small, large = (TinyModelConfig(path=str(tmp_path / n), alphabet=a) for n, a in (("small", "01"), ("large", "".join(map(chr, range(33, 93))))))
+    small = TinyModelConfig(path=str(tmp_path / "small"), alphabet="01")
+    large = TinyModelConfig(path=str(tmp_path / "large"), alphabet="".join(map(chr, range(33, 93))))
     make_tiny_model(small, seed=0)
     make_tiny_model(large, seed=0)
     assert len(load_tokenizer(ModelConfig(path=small.path))) == 6

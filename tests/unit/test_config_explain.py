@@ -1,0 +1,122 @@
+"""What `megagrpo check` says: the layout against Megatron's own ranks, the sizes, and every clash with the model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import ParallelConfig, TinyModelConfig
+from megagrpo.config_load import load_config
+from megagrpo.data.tiny import make_tiny_model
+from megagrpo.data.tiny_config import hf_config
+from megagrpo.explain import check_against_model, explain, parameter_counts, preflight, rank_coordinates
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+BIG = {"model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4}
+BIG |= {"head_dim": 128, "moe_intermediate_size": 1536, "intermediate_size": 12288, "num_experts": 128, "num_experts_per_tok": 8}
+BIG |= {"vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": False}
+DENSE = hf_config(TinyModelConfig(path="x", family="qwen3"))
+MOE = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
+
+
+@pytest.mark.parametrize(
+    "tp, cp, pp, ep, etp, world", [(2, 1, 2, 2, 1, 8), (2, 2, 2, 4, 1, 16), (4, 1, 1, 2, 2, 8), (1, 1, 1, 2, 1, 2), (2, 1, 4, 8, 1, 64)]
+)
+def test_ranks_stand_where_megatron_puts_them(tp, cp, pp, ep, etp, world):
+    from megatron.core.parallel_state import RankGenerator
+
+    order, layout = "tp-cp-ep-dp-pp", ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+    dense = RankGenerator(tp=tp, ep=1, dp=world // (tp * cp * pp), pp=pp, cp=cp, order=order)
+    expert = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)
+    places = [rank_coordinates(r, world, layout) for r in range(world)]
+    for generator, axes in ((dense, {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp"}), (expert, {"ep": "ep", "dp": "edp"})):
+        for axis, name in axes.items():
+            for group in generator.get_ranks(axis):
+                assert [places[rank][name] for rank in group] == list(range(len(group))), (axis, group)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted_exactly(tmp_path, family, tied):
+    tiny = TinyModelConfig(path=str(tmp_path / "m"), family=family, tie_embeddings=tied)
+    assert sum(parameter_counts(hf_config(tiny))) == make_tiny_model(tiny, seed=0)
+
+
+def test_the_big_model_has_the_size_in_its_name():
+    dense, expert = parameter_counts(BIG)
+    assert round((dense + expert) / 1e9) == 235 and round((dense + expert * 8 / 128) / 1e9) == 22
+    assert check_against_model(load_config(ROOT / "configs" / "moe_235b.yaml"), BIG, 151_668) == []
+
+
+@pytest.mark.parametrize(
+    "hf, overrides, said",
+    [
+        (DENSE, ["actor.world_size=8", "actor.parallel={tp: 8}"], "tp = 8 does not divide the model's num_attention_heads = 4"),
+        (DENSE, ["actor.world_size=4", "actor.parallel={tp: 4}"], "tp = 4 does not divide the model's num_key_value_heads = 2"),
+        (DENSE, ["actor.world_size=3", "actor.parallel={pp: 3}"], "pp x vpp = 3 does not divide the model's num_hidden_layers = 4"),
+        (DENSE, ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"], "pp x vpp = 8 does not divide the model's num_hidden_layers = 4"),
+        (MOE, ["actor.world_size=3", "actor.parallel={ep: 3}"], "ep = 3 does not divide the model's num_experts = 8; it may be 2 or 4"),
+        (DENSE, ["actor.parallel={ep: 2}"], "actor.parallel.ep = 2, but a qwen3 model has no experts"),
+        (MOE, ["rollout.tp=3"], "rollout.tp = 3 does not divide the model's num_attention_heads = 4; it may be 2 or 4"),
+        (BIG, ["rollout={tp: 64, ep: 64}", "rollout.ep=3", "rollout.tp=6"], "rollout.tp = 6 is neither a divisor nor a multiple"),
+        (DENSE, ["rollout.tp=2", "rollout.ep=2"], "rollout.ep = 2, but a qwen3 model has no experts"),
+        (MOE, ["sampling.max_response_tokens=2048"], "data: up to 2056 tokens, but the model has 2048 positions"),
+        (MOE, ["eval.max_response_tokens=4000"], "eval.data: up to 4008 tokens, but the model has 2048 positions"),
+        (MOE, ["rollout.max_total_tokens=10"], "data: up to 16 tokens, but an engine's cache holds 10"),
+        ({"model_type": "gpt2"}, [], "model_type 'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"),
+    ],
+)  # fmt: skip
+def test_clashes_with_the_model_are_named_with_their_numbers(hf, overrides, said):
+    found = check_against_model(load_config(QUICKSTART, ["actor.parallel={}", *overrides]), hf)
+    assert any(said in problem for problem in found), found
+
+
+def test_the_unchanged_layout_has_no_clash():
+    assert check_against_model(load_config(QUICKSTART), MOE, 25) == []
+    assert "token id 32, but the model only 32 embeddings" in check_against_model(load_config(QUICKSTART), MOE, 32)[0]
+
+
+def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert preflight(load_config(QUICKSTART)) == []
+    found = preflight(load_config(QUICKSTART, ["prepare=null", "sft=null", "reward.grader=exakt"]))
+    assert [p.split(":")[0] for p in found[:3]] == ["model.path", "data.path", "eval.data.path"]
+    assert "did you mean 'exact'" in found[3] and len(found) == 4
+    alphabet = "".join(map(chr, range(33, 93)))
+    make_tiny_model(TinyModelConfig(path="other", alphabet=alphabet), seed=0)
+    found = preflight(load_config(QUICKSTART, ["model.tokenizer=other"]))
+    assert found == ["model.tokenizer has token id 63, but the model only 32 embeddings (vocab_size)"]
+    Path("other/config.json").write_text("{")
+    with pytest.raises(ValueError, match="other/config.json: not a model description"):
+        preflight(load_config(QUICKSTART, ["model.path=other"]))
+
+
+def test_explain_says_what_a_step_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = "train={num_steps: 5, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
+    text = explain(load_config(QUICKSTART, ["actor.world_size=8", "actor.parallel={tp: 2, pp: 2, ep: 2}", train]))
+    for said in (
+        "8 trainer ranks = tp 2 x cp 1 x dp 2 x pp 2; experts: etp 1 x ep 2 x dp 2 x pp 2; sequence parallel",
+        "12 prompts x 4 samples = 48 samples",
+        "asked for by 2 data-parallel leaders, 6 prompts each",
+        "updates    2 of 6 prompts = 24 samples",
+        "the run    10 optimiser updates, 240 samples",
+        "no problems found",
+    ):
+        assert said in text, text
+    assert sum(line.split()[:1] == [str(rank)] for rank in range(8) for line in text.splitlines()) == 8
+
+
+def test_check_starts_nothing_and_loads_no_torch(tmp_path):
+    code = f"""
+import json, sys
+from megagrpo.config_load import load_config
+from megagrpo.explain import explain
+explain(load_config({str(QUICKSTART)!r}))
+print(json.dumps(sorted({{"torch", "transformers", "megatron", "ray", "sglang"}} & set(sys.modules))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    assert json.loads(done.stdout) == []

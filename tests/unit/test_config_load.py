@@ -1,0 +1,224 @@
+"""Configuration files, good and bad: every problem is reported at once, with its place, its value and the remedy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megagrpo.config import ExperimentConfig
+from megagrpo.config_load import ConfigError, dump_config, load_config, preset_folder
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+MINIMAL = """\
+name: test
+output_dir: out
+model: {path: m}
+data: {path: d.jsonl}
+"""
+
+
+def load(tmp_path, text, *overrides):
+    path = tmp_path / "e.yaml"
+    path.write_text(text)
+    return load_config(path, list(overrides))
+
+
+def problems(tmp_path, text, *overrides) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text, *overrides)
+    first, *rest = str(error.value).replace(f"{tmp_path}/", "").split("\n  ")
+    assert first == f"e.yaml: {len(rest)} problem{'s' if len(rest) > 1 else ''}"
+    return rest
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_every_shipped_config_loads_and_survives_being_written(path, tmp_path):
+    config = load_config(path)
+    dump_config(config, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+@pytest.mark.parametrize("path", sorted(preset_folder().glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_preset_loads(path, tmp_path):
+    assert load(tmp_path, MINIMAL + f"preset: {path.stem}\n")
+
+
+def test_a_minimal_file_gets_the_defaults_and_overrides_win(tmp_path):
+    config = load(tmp_path, MINIMAL, "train.num_steps=7", "actor.optimizer.lr=1e-6", "sampling.stop=['a', b]", "reward.args.format=last")
+    assert config.train.num_steps == 7
+    assert config.actor.optimizer.lr == 1e-6
+    assert config.sampling.stop == ["a", "b"]
+    assert config.reward.args == {"format": "last"}
+    assert config.train.group_size == ExperimentConfig.model_fields["train"].default.group_size
+
+
+@pytest.mark.parametrize(
+    "text, value", [("1e-6", 1e-6), ("1E5", 1e5), ("1.5e+3", 1500.0), ("0.1", 0.1), (".5", 0.5), ("3", 3.0), ("1_000", 1000.0)]
+)
+def test_numbers_are_numbers(tmp_path, text, value):
+    config = load(tmp_path, MINIMAL + f"actor: {{optimizer: {{lr: {text}}}}}\n")
+    assert config.actor.optimizer.lr == value
+
+
+def test_scalars_hold_no_surprises(tmp_path):
+    text = "name: no\noutput_dir: 2026-11-21\nmodel: {path: m}\ndata: {path: d, limit: 010}\nsampling: {stop: [on, 1:30]}\neval: ~\n"
+    config = load(tmp_path, text)
+    assert config.eval is None and config.data.limit == 10
+    assert (config.name, config.output_dir, config.sampling.stop) == ("no", "2026-11-21", ["on", "1:30"])
+
+
+BAD = """\
+name: 3
+output_dir: out
+model: {path: m}
+train:
+  num_steps: "20"
+  group_sise: 8
+  num_prompts_per_step: 8.0
+  max_bad_fraction: .nan
+group_size: 4
+algorithm:
+  advantage: {name: gropo}
+  kl: {loss_coef: 1e-3, estimator: k33}
+reward:
+  args: {x: [1], y: 2}
+rollout:
+  extra_args: --foo
+  min_healthy_engines: 3
+actor: {dtype: bf16, optimizer: {lr: -1e-6}}
+sampling: {top_p: 0.9}
+eval: 3
+"""
+
+
+def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
+    found = problems(tmp_path, BAD)
+    expected = [
+        "e.yaml:1: name = 3: should be a valid string; write it in quotes: '3'",
+        "e.yaml: data is missing; it has no default, write it",
+        "e.yaml:5: train.num_steps = '20': should be a valid integer; write it without quotes",
+        "e.yaml:6: train.group_sise = 8: unknown key; did you mean 'group_size'?",
+        "e.yaml:7: train.num_prompts_per_step = 8.0: should be a valid integer; write 8",
+        "e.yaml:8: train.max_bad_fraction = nan: should be a finite number",
+        "e.yaml:9: group_size = 4: unknown key; did you mean train.group_size?",
+        "e.yaml:11: algorithm.advantage.name = 'gropo': unknown; did you mean 'grpo'?",
+        "e.yaml:12: algorithm.kl.estimator = 'k33': not a choice; did you mean 'k3'?",
+        "e.yaml:14: reward.args.x = [1]: should be a text, a number, true or false",
+        "e.yaml:16: rollout.extra_args = '--foo': should be a valid list; write [--foo]",
+        "e.yaml:18: actor.dtype = 'bf16': not a choice; did you mean 'bfloat16'?",
+        "e.yaml:18: actor.optimizer.lr = -1e-06: should be greater than 0",
+        "e.yaml:20: eval = 3: should be a section with keys data, every, num_samples, temperature, max_response_tokens",
+    ]
+    for line in expected:
+        assert line in found
+    assert any(line.startswith("e.yaml:19: sampling: top_p < 1") for line in found)
+    assert len(found) == len(expected) + 1
+
+
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ("sampling:\n  temprature: 1\n", "e.yaml:6: sampling.temprature = 1: unknown key; did you mean 'temperature'?"),
+        ("algorithm: {advantage: {eps: 1e-6}}\n", "e.yaml:5: algorithm.advantage = {'eps': 1e-06}: needs a 'name', one of grpo, dr_grpo"),
+        ("algorithm: {advantage: {name: dr_grpo, std_ddof: 0}}\n", "e.yaml:5: algorithm.advantage.std_ddof = 0: unknown key"),
+        ("train: [1]\n", "e.yaml:5: train = [1]: should be a section with keys num_steps"),
+        ("train:\n", "e.yaml:5: train = None: should be a section with keys num_steps"),
+        ("seed: -1\n", "e.yaml:5: seed = -1: should be greater than or equal to 0"),
+        ("seed: true\n", "e.yaml:5: seed = True: should be a valid integer"),
+        ("data: {path: d}\n", "e.yaml:5: data is written twice (first at e.yaml:4); remove one"),
+        ("train:\n  num_steps: 1\n  num_steps: 2\n", "e.yaml:7: train.num_steps is written twice (first at e.yaml:6); remove one"),
+        ("train: {num_steps: 1\n", "e.yaml:6: not valid YAML"),
+        ("train:\n\tnum_steps: 1\n", "e.yaml:6: not valid YAML"),
+        ("name2: !!python/object:os.system {}\n", "e.yaml:5: name2 = {}: unknown key; did you mean 'name'?"),
+        ("preset: no_such\n", "e.yaml:5: preset 'no_such' is unknown"),
+        ("actor: {world_size: 3, parallel: {tp: 2}}\n", "e.yaml:5: actor: world_size 3 is not a multiple of tp x pp x cp = 2; 4 would be"),
+        ("actor: {world_size: 4, parallel: {ep: 3}}\n", "e.yaml:5: actor: world_size 4 is not a multiple of etp x ep x pp = 3; 6 would be"),
+        ("actor: {parallel: {vpp: 2}}\n", "e.yaml:5: actor.parallel: vpp 2 needs pp > 1"),
+        ("rollout: {tp: 3, ep: 2}\n", "e.yaml:5: rollout: tp 3 is not a multiple of ep 2"),
+        ("train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n", "9 is not a multiple of train.num_updates_per_step 2"),
+    ],
+)  # fmt: skip
+def test_one_bad_line(tmp_path, more, said):
+    found = problems(tmp_path, MINIMAL + more)
+    assert len(found) == 1 and said in found[0]
+
+
+@pytest.mark.parametrize(
+    "override, said",
+    [
+        ("train.num_stepz=3", "--set train.num_stepz=3: train.num_stepz = 3: unknown key; did you mean 'num_steps'?"),
+        ("trian.num_steps=3", "--set trian.num_steps=3: trian = {'num_steps': 3}: unknown key; did you mean 'train'?"),
+        ("train.num_steps=many", "--set train.num_steps=many: train.num_steps = 'many': should be a valid integer"),
+        ("train.num_steps", "--set train.num_steps: should look like --set train.num_steps=20"),
+        ("train..num_steps=1", "--set train..num_steps=1: should look like"),
+        ("name.x=1", "--set name.x=1: name is 'test', not a section"),
+        ("sampling.stop=[a", "--set sampling.stop=[a:1: not valid YAML"),
+    ],
+)
+def test_bad_overrides_name_themselves(tmp_path, override, said):
+    found = problems(tmp_path, MINIMAL, override)
+    assert len(found) == 1 and found[0].startswith(said)
+
+
+def test_an_override_can_mend_a_bad_line(tmp_path):
+    text = MINIMAL + "train: {num_steps: many}\n"
+    assert load(tmp_path, text, "train.num_steps=3").train.num_steps == 3
+    with_advantage = MINIMAL + "algorithm: {advantage: {name: grpo, std_ddof: 0}}\n"
+    assert load(tmp_path, with_advantage, "algorithm.advantage={name: dr_grpo}").algorithm.advantage.name == "dr_grpo"
+
+
+def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
+    folder = tmp_path / "presets"
+    folder.mkdir()
+    preset = "algorithm:\n  advantage: {name: grpo, std_ddof: 0, eps: 1e-4}\n  aggregation: token-mean\ntrain: {num_steps: 3}\n"
+    (folder / "mine.yaml").write_text(preset)
+    monkeypatch.setattr("megagrpo.config_load.preset_folder", lambda: folder)
+    config = load(tmp_path, MINIMAL + "preset: mine\nalgorithm: {advantage: {eps: 1e-5}}\n", "train.num_steps=4")
+    assert (config.algorithm.advantage.std_ddof, config.algorithm.advantage.eps, config.train.num_steps) == (0, 1e-5, 4)
+    other = load(tmp_path, MINIMAL + "preset: mine\nalgorithm: {advantage: {name: dr_grpo}}\n")
+    assert other.algorithm.advantage.name == "dr_grpo" and other.train.num_steps == 3
+    (folder / "mine.yaml").write_text(preset.replace("num_steps", "group_sise"))
+    found = problems(tmp_path, MINIMAL + "preset: mine\n")
+    assert found == ["presets/mine.yaml:4: train.group_sise = 3: unknown key; did you mean 'group_size'?"]
+    assert problems(tmp_path, MINIMAL + "preset: mime\n") == ["e.yaml:5: preset 'mime' is unknown; did you mean 'mine'?"]
+
+
+def test_bad_files(tmp_path):
+    (tmp_path / "experiment.yaml").write_text(MINIMAL)
+    with pytest.raises(ConfigError, match="exporiment.yaml: no such file; did you mean .*experiment.yaml"):
+        load_config(tmp_path / "exporiment.yaml")
+    assert problems(tmp_path, "# nothing\n") == ["e.yaml: the file is empty"]
+    assert "should be sections like 'model:'" in problems(tmp_path, "- a\n")[0]
+    assert "not valid YAML" in problems(tmp_path, "a: \x07\n")[0]
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9\n")
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_writing_is_whole_or_nothing(tmp_path, monkeypatch):
+    config = load(tmp_path, MINIMAL)
+    target = tmp_path / "run" / "config.yaml"
+    dump_config(config, target)
+    before = target.read_text()
+    assert yaml.safe_load(before)["name"] == "test"
+
+    def disk_full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        dump_config(config, target)
+    assert target.read_text() == before and [p.name for p in target.parent.iterdir()] == ["config.yaml"]
+
+
+def test_the_command_ends_in_one_message_and_a_non_zero_exit(tmp_path):
+    (tmp_path / "e.yaml").write_text(MINIMAL + "train: {group_sise: 8}\n")
+    command = [sys.executable, "-m", "megagrpo.cli", "check", str(tmp_path / "e.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "did you mean 'group_size'?" in done.stderr and "Traceback" not in done.stderr
