@@ -42,11 +42,10 @@ class Denominators:
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Per-token loss [n, S] and where its clip was active."""
+    """Per-token loss [n, S] and, by name, where a clip was active (bool)."""
 
     value: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
+    clipped: dict[str, Tensor]
 
 
 def count_denominators(loss_mask: Tensor, reduce: Reduce, scale: float) -> Denominators:
@@ -112,7 +111,7 @@ def token_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask:
         case CispoLoss():
             return _cispo(_ratio(log_ratio), logprobs, advantages, options.clip_ratio_low, options.clip_ratio_high)
         case GpgLoss():
-            return _unclipped(-logprobs * advantages)
+            return TokenLoss(-logprobs * advantages, {})
         case SapoLoss():
             return _sapo(_ratio(log_ratio), advantages, options.tau_positive, options.tau_negative)
     raise ValueError(f"unknown loss {options!r}")
@@ -132,27 +131,23 @@ def _sequence_ratio(logprobs: Tensor, log_ratio: Tensor, mask: Tensor, clamp: st
 def _ppo_clip(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float | None) -> TokenLoss:
     plain = -ratio * advantages
     loss = torch.maximum(plain, -ratio.clamp(1 - low, 1 + high) * advantages)
-    clipped_low = (advantages < 0) & (ratio < 1 - low)
-    clipped_high = (advantages > 0) & (ratio > 1 + high)
+    clipped = {"low": (advantages < 0) & (ratio < 1 - low), "high": (advantages > 0) & (ratio > 1 + high)}
     if dual_clip is not None:
-        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
-        clipped_high |= (advantages < 0) & (ratio > dual_clip)
-    return TokenLoss(loss, clipped_low, clipped_high)
+        limit = -dual_clip * advantages
+        clipped["dual"] = (advantages < 0) & (loss > limit)
+        loss = torch.where(advantages < 0, torch.minimum(loss, limit), loss)
+    return TokenLoss(loss, clipped)
 
 
 def _cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
     weight = ratio.detach()
-    return TokenLoss(-weight.clamp(1 - low, 1 + high) * advantages * logprobs, weight < 1 - low, weight > 1 + high)
+    loss = -weight.clamp(1 - low, 1 + high) * advantages * logprobs
+    return TokenLoss(loss, {"low": weight < 1 - low, "high": weight > 1 + high})
 
 
 def _sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> TokenLoss:
     tau = torch.where(advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
-    return _unclipped(-torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages)
-
-
-def _unclipped(value: Tensor) -> TokenLoss:
-    nowhere = torch.zeros_like(value, dtype=torch.bool)
-    return TokenLoss(value, nowhere, nowhere)
+    return TokenLoss(-torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages, {})
 
 
 def _kl_to_reference(inputs: LossInputs, algorithm: AlgorithmConfig) -> Tensor | None:
@@ -175,13 +170,12 @@ def _metric_sums(inputs: LossInputs, mask: Tensor, policy: TokenLoss, kl: Tensor
     per_token = {
         "policy/ratio": _ratio(log_ratio),
         "policy/kl_old": kl_penalty(inputs.old_logprobs, inputs.logprobs.detach(), "k3"),
-        "policy/clip_fraction_low": policy.clipped_low,
-        "policy/clip_fraction_high": policy.clipped_high,
         "policy/clamped_fraction": log_ratio.abs() > LOG_RATIO_LIMIT,
         "policy/entropy": inputs.entropy.detach(),
         "mismatch/logprob_abs_mean": mismatch.abs(),
         "mismatch/kl": kl_penalty(inputs.rollout_logprobs, inputs.old_logprobs, "k3"),
     }
+    per_token |= {f"policy/clip_fraction_{name}": where for name, where in policy.clipped.items()}
     if kl is not None:
         per_token["policy/kl_reference"] = kl.detach()
     if inputs.policy_weights is not None:

@@ -1,0 +1,263 @@
+"""Policy losses, aggregation and KL forms against the numbers of verl, slime and ROLL: values and gradients."""
+
+import pytest
+import torch
+
+from megagrpo.algo.kl import kl_penalty
+from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denominators, objective, token_loss
+from megagrpo.algo.statistics import alone
+from megagrpo.config_algorithm import AlgorithmConfig, CispoLoss, GpgLoss, KlConfig
+from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
+
+LOSSES, AGGREGATION, KL = "policy_losses.json", "agg_loss.json", "kl.json"
+
+
+class Problem:
+    """The tensors of a policy-loss case; sum-norm is compared as a plain sum over C (D4: upstream's name says mean)."""
+
+    def __init__(self, case: dict):
+        inputs, params = case["inputs"], case["params"]
+        self.old, self.advantages = tensor(inputs["old_log_prob"]), tensor(inputs["advantages"])
+        self.logp = tensor(inputs["log_prob"]).requires_grad_()
+        self.mask = tensor(inputs["response_mask"]) > 0
+        self.weights = tensor(inputs["rollout_is_weights"]) if inputs.get("rollout_is_weights") else None
+        info = params.get("global_batch_info") or {}
+        counted = count_denominators(self.mask, alone, 1.0)
+        self.aggregation = params.get("loss_agg_mode", "token-mean")
+        sequences = info.get("global_batch_size", counted.num_sequences)
+        if self.aggregation == "seq-mean-token-sum-norm":
+            sequences = 1
+        scale = info.get("loss_scale_factor", self.mask.shape[1])
+        self.denominators = Denominators(info.get("batch_num_tokens", counted.num_tokens), sequences, float(scale))
+        # Their loss is multiplied by dp_size because their gradients are averaged over ranks; ours are summed.
+        self.factor = info.get("dp_size", 1) if self.aggregation != "seq-mean-token-sum-norm" else 1
+
+    def objective(self, loss: dict, aggregation: str | None = None) -> tuple[torch.Tensor, dict]:
+        zero = torch.zeros_like(self.old)
+        inputs = LossInputs(self.logp, zero, self.mask, self.advantages, self.old, zero, policy_weights=self.weights)
+        algorithm = AlgorithmConfig(loss=loss, aggregation=aggregation or self.aggregation)
+        value, sums = objective(inputs, algorithm, self.denominators)
+        return value * self.factor, sums
+
+    def check(self, value: torch.Tensor, loss: float, gradient, rtol: float = 1e-5) -> None:
+        (mine,) = torch.autograd.grad(value, self.logp)
+        close(value, loss, rtol=rtol, atol=1e-6)
+        close(mine, gradient, rtol=rtol, atol=1e-6)
+
+
+def clip(params: dict, name: str) -> dict:
+    low, high = params["clip_ratio_low"], params["clip_ratio_high"]
+    return {"name": name, "clip_ratio_low": low, "clip_ratio_high": high}
+
+
+def verl_loss(case: dict) -> dict:
+    params, kind = case["params"], case["source"].split("compute_policy_loss_")[1]
+    return {
+        "vanilla": lambda: {**clip(params, "ppo_clip"), "dual_clip": float(params["clip_ratio_c"])},
+        "gspo": lambda: {**clip(params, "gspo"), "clamp": "above"},
+        "cispo": lambda: clip(params, "cispo"),
+        "gpg": lambda: {"name": "gpg"},
+        "sapo": lambda: {"name": "sapo", "tau_positive": float(params["tau_pos"]), "tau_negative": params["tau_neg"]},
+    }[kind]()
+
+
+def is_verl(case):
+    offered = ("vanilla", "gspo", "cispo", "gpg", "sapo")  # geo_mean is a convention that is not offered
+    return case["source"].startswith("verl") and case["source"].endswith(offered)
+
+
+@pytest.mark.parametrize("case", cases(LOSSES, ("reference", "convention"), is_verl))
+def test_verl(case):
+    problem = Problem(case)
+    ignores_aggregation = case["source"].endswith("gspo")
+    value, sums = problem.objective(verl_loss(case), "seq-mean-token-mean" if ignores_aggregation else None)
+    outputs = case["outputs"]
+    problem.check(value, outputs.get("loss_f64", outputs["loss"]), outputs["grad_log_prob"])
+    if case["source"].endswith("vanilla"):
+        num_tokens = int(problem.mask.sum())
+        clipped = (sums["policy/clip_fraction_low"] + sums["policy/clip_fraction_high"]) / num_tokens
+        assert float(clipped) == pytest.approx(outputs["pg_clipfrac"], abs=1e-6)
+        assert float(sums["policy/clip_fraction_dual"] / num_tokens) == pytest.approx(outputs["pg_clipfrac_lower"], abs=1e-6)
+
+
+@pytest.mark.parametrize("case", cases(LOSSES, ("reference",), lambda c: c["source"].startswith("slime")))
+def test_slime(case):
+    problem, params, outputs = Problem(case), case["params"], case["outputs"]
+    low, high = min(float(params["eps_clip"]), 1.0), params["eps_clip_high"]
+    options = {"clip_ratio_low": low, "clip_ratio_high": high}
+    if "gspo" in case["source"]:
+        value, _ = problem.objective({"name": "gspo", **options}, "seq-mean-token-mean")
+        problem.check(value, outputs["loss_seq_mean_token_mean"], outputs["grad_log_prob"])
+    elif "cispo" in case["source"]:
+        problem.check(problem.objective({"name": "cispo", **options}, "token-mean")[0], outputs["loss_token_mean"], outputs["grad_log_prob"])
+    else:
+        dual = params["eps_clip_c"]
+        loss = {"name": "ppo_clip", **options, "dual_clip": None if dual is None else float(dual)}
+        problem.check(problem.objective(loss, "token-mean")[0], outputs["loss_token_mean"], outputs["grad_log_prob"])
+
+
+def roll_loss(problem: Problem, params: dict) -> torch.Tensor:
+    low = high = params["pg_clip"]
+    if params["use_pg_clip_range"]:
+        low, high = params["pg_clip_low"], params["pg_clip_high"]
+    match params["pg_variant"]:
+        case "ppo":
+            dual = 1 + 2 * params["pg_clip"] if params["dual_clip_loss"] else None  # N9: their constant
+            return problem.objective({"name": "ppo_clip", "clip_ratio_low": low, "clip_ratio_high": high, "dual_clip": dual})[0]
+        case "vanilla":
+            return problem.objective({"name": "gpg"})[0]
+        case "tis":  # weight min(ratio, 1)
+            return problem.objective({"name": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.0})[0]
+        case "cispo":  # its own bounds, whatever pg_clip says
+            return problem.objective({"name": "cispo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.1})[0]
+    raise AssertionError(params["pg_variant"])
+
+
+@pytest.mark.parametrize(
+    "case", cases(LOSSES, ("reference", "convention"), lambda c: c["params"].get("pg_variant") in ("ppo", "vanilla", "tis", "cispo"))
+)
+def test_roll(case):
+    problem = Problem(case)
+    problem.check(roll_loss(problem, case["params"]), case["outputs"]["loss"], case["outputs"]["grad_log_prob"])
+
+
+@pytest.mark.parametrize("case", cases(LOSSES, ("reference",), lambda c: c["params"].get("pg_variant") == "topr"))
+def test_roll_topr_is_two_of_our_losses(case):
+    """Right answers are imitated (-log p A), wrong ones weighted by min(ratio, 1)."""
+    problem = Problem(case)
+    positive = torch.tensor([score > 0 for score in eval_list(case["notes"])])[:, None]
+    losses = [token_loss(problem.logp, problem.old, problem.advantages, problem.mask, o).value for o in (GpgLoss(), CispoLoss(clip_ratio_high=0.0))]
+    value = aggregate(torch.where(positive, *losses), problem.mask, problem.aggregation, problem.denominators)
+    problem.check(value, case["outputs"]["loss"], case["outputs"]["grad_log_prob"])
+
+
+def eval_list(notes: str) -> list[float]:
+    return [float(x) for x in notes.split("scores=[")[1].split("]")[0].split(",")]
+
+
+@pytest.mark.parametrize("case", cases(LOSSES, ("defect",), lambda c: c["defects"] == ["D20"]))
+def test_masked_tokens_have_no_gradient(case):
+    """D20: a numerator that is not multiplied by the mask trains on padding and tool output; ours is exactly 0 there."""
+    problem = Problem(case)
+    theirs = tensor(case["outputs"]["grad_log_prob"])
+    (mine,) = torch.autograd.grad(problem.objective({"name": "gpg"}, "token-mean")[0], problem.logp)
+    assert (mine[~problem.mask] == 0).all()
+    assert problem.mask.all() or theirs[~problem.mask].abs().max() > 0, "no defect to show"
+
+
+@needs_golden
+@pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "gpg", "sapo"])
+def test_every_case_is_finite_whatever_the_ratios(loss):
+    """N10: extreme ratios and empty rows give infinities elsewhere."""
+    for case in load(LOSSES):
+        problem = Problem(case)
+        value, _ = problem.objective({"name": loss}, "seq-mean-token-mean")
+        (gradient,) = torch.autograd.grad(value, problem.logp)
+        assert torch.isfinite(value) and torch.isfinite(gradient).all(), case["case"]
+
+
+# Aggregation
+
+
+def aggregated(case: dict) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Our value, the matrix it came from, and what theirs is multiplied by."""
+    params = case["params"]
+    matrix = tensor(case["inputs"]["loss_mat"]).requires_grad_()
+    mask = tensor(case["inputs"]["loss_mask"]) > 0
+    counted, mode = count_denominators(mask, alone, 1.0), params["loss_agg_mode"]
+    info = params.get("global_batch_info") or {}
+    sequences = params.get("global_valid_samples", info.get("global_batch_size", counted.num_sequences))
+    tokens = params.get("batch_num_tokens", info.get("batch_num_tokens", counted.num_tokens))
+    scale = float(info.get("loss_scale_factor", mask.shape[1]))
+    factor = sequences if mode == "seq-mean-token-sum-norm" else info.get("dp_size", 1)  # D4: a sum there, a mean here
+    return aggregate(matrix, mask, mode, Denominators(tokens, sequences, scale)), matrix, factor
+
+
+def not_micro(case):
+    return not case["case"].startswith("micro.")
+
+
+@pytest.mark.parametrize("case", cases(AGGREGATION, ("reference", "convention"), not_micro))
+def test_aggregation(case):
+    value, matrix, factor = aggregated(case)
+    close(value * factor, case["outputs"]["loss"])
+    if "grad_loss_mat" in case["outputs"]:
+        (gradient,) = torch.autograd.grad(value * factor, matrix)
+        close(gradient, case["outputs"]["grad_loss_mat"])
+
+
+@pytest.mark.parametrize("case", cases(AGGREGATION, ("defect",)))
+def test_only_unmasked_tokens_count(case):
+    """D20 and N10: the same sum with the mask applied to the numerator first, so NaN off the mask stays there."""
+    value, _, _ = aggregated(case)
+    matrix, mask = tensor(case["inputs"]["loss_mat"]), tensor(case["inputs"]["loss_mask"]) > 0
+    clean = torch.where(mask, matrix, torch.zeros(()).double())
+    expected = aggregated({**case, "inputs": {**case["inputs"], "loss_mat": clean.tolist()}})[0]
+    assert torch.isfinite(value) and value.item() == expected.item()
+
+
+@pytest.mark.parametrize("case", cases(AGGREGATION, ("reference",), lambda c: c["case"].startswith("micro.")))
+def test_micro_batches_add_up(case):
+    """D5: a mean of micro-batch means weighs tokens by the luck of the split; shares of a global mean do not."""
+    outputs, mode = case["outputs"], case["params"]["loss_agg_mode"]
+    matrix, mask = tensor(case["inputs"]["loss_mat"]), tensor(case["inputs"]["loss_mask"]) > 0
+    denominators, cuts = count_denominators(mask, alone, 1.0), case["params"]["row_cuts"]
+    shares = [aggregate(matrix[a:b], mask[a:b], mode, denominators) for a, b in zip(cuts, cuts[1:], strict=False)]
+    close(aggregate(matrix, mask, mode, denominators), outputs["full_batch"])
+    close(torch.stack(shares), outputs["micro_with_global_info"])
+    close(sum(shares), outputs["sum_of_micro_with_global_info"])
+    assert abs(float(sum(shares)) - outputs["mean_of_micro_without_info"]) > 1e-4
+
+
+# KL
+
+ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+def kl_of(case: dict, value_clamp: float | None) -> None:
+    params, inputs = case["params"], case["inputs"]
+    name = params.get("kl_penalty") or params["kl_loss_type"]
+    logp = tensor(inputs["log_prob"]).requires_grad_()
+    value = kl_penalty(logp, tensor(inputs["ref_log_prob"]), ALIASES.get(name, name), value_clamp)
+    if "importance_ratio" in params:
+        value = value * (logp - tensor(inputs["old_log_prob"])).exp()
+    inside = (logp - tensor(inputs["ref_log_prob"])).abs() <= 20  # beyond it k3 is a constant here, infinite or clamped there
+    if case["source"].startswith("verl"):
+        inside = torch.ones_like(inside)
+    (gradient,) = torch.autograd.grad(value.sum(), logp)
+    # Their exp(-x) - 1 + x loses digits near 0, so values of 1e-7 are noise there. kl_f64 is numbers only where it differs.
+    in_f64 = case["outputs"].get("kl_f64")
+    close(value, in_f64 if isinstance(in_f64, list) else case["outputs"]["kl"], rtol=2e-5, atol=1e-6, where=inside)
+    close(gradient, case["outputs"]["grad_log_prob"], rtol=2e-5, atol=1e-6, where=inside)
+
+
+@pytest.mark.parametrize("case", cases(KL, ("reference",)))
+def test_kl(case):
+    kl_of(case, value_clamp=None)
+
+
+@pytest.mark.parametrize("case", cases(KL, ("convention",)))
+def test_kl_beyond_a_clamp_under_its_option(case):
+    kl_of(case, value_clamp=None if case["params"].get("kl_loss_type") == "k3" else 10.0)  # slime's low_var_kl clamps, its k3 not
+
+
+@pytest.mark.parametrize("case", cases(KL, ("defect",)))
+def test_kl_forms_that_raise_elsewhere(case):
+    """D3: "+" has the estimator's value and k2's gradient. D8: "full" is a KL over the vocabulary, offered as a loss."""
+    name = case["params"]["kl_penalty"]
+    if name == "full":
+        assert KlConfig(loss_coef=0.1, estimator="full").estimator == "full"
+        return
+    base = ALIASES.get(name.removesuffix("+"), name.removesuffix("+"))
+    inputs = case["inputs"] if "log_prob" in case["inputs"] else load(KL)[0]["inputs"]
+    logp, ref = tensor(inputs["log_prob"]).requires_grad_(), tensor(inputs["ref_log_prob"])
+    value = kl_penalty(logp, ref, base + "+")
+    (gradient,) = torch.autograd.grad(value.sum(), logp)
+    close(value, kl_penalty(logp, ref, base).tolist(), rtol=1e-12)
+    close(gradient, (logp - ref).tolist(), rtol=1e-12)
+
+
+@needs_golden
+def test_every_defect_of_these_files_is_shown_above():
+    found = {d for name in (LOSSES, AGGREGATION, KL) for c in load(name) if c["status"] == "defect" for d in c["defects"]}
+    assert found <= {"D3", "D4", "D8", "D20", "N10"}
