@@ -35,7 +35,7 @@ def kept(log_ratio: Tensor, mask: Tensor, options: Rejection) -> Tensor:
         case "ratio":
             value = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         case "k2" | "k3":
-            value = kl_penalty(log_ratio, torch.zeros_like(log_ratio), options.measure)
+            value = kl_penalty(-log_ratio, torch.zeros_like(log_ratio), options.measure)  # of the rollout from the trainer
     value = value.masked_fill(~mask, 0.0)
     match options.over:
         case "mean":

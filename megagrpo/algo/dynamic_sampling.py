@@ -1,0 +1,26 @@
+"""DAPO's dynamic sampling: which of the groups generated so far are trained on. arXiv 2503.14476, section 3.2."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megagrpo.algo.statistics import Reduce, group_statistics
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Group ids in ascending order, the same on every rank."""
+
+    chosen: list[int]  # to train on now, at most `wanted`
+    surplus: list[int]  # informative too; kept for the next step, not thrown away
+    dropped: list[int]  # all responses alike
+
+
+def select_groups(metric: Tensor, group_ids: Tensor, num_groups: int, valid: Tensor, wanted: int, reduce: Reduce) -> Selection:
+    """Choose the first `wanted` groups whose valid responses differ in the metric; decided on all-reduced values.
+
+    metric [N] float64; group_ids [N] int64 in 0..num_groups-1 over all ranks. One valid response, or none, is no difference.
+    """
+    degenerate = group_statistics(metric, group_ids, num_groups, valid, reduce, std_ddof=1).degenerate.tolist()
+    informative = [g for g in range(num_groups) if not degenerate[g]]
+    return Selection(informative[:wanted], informative[wanted:], [g for g in range(num_groups) if degenerate[g]])
