@@ -41,6 +41,7 @@ def engine_command(config: ExperimentConfig, place: Place) -> list[str]:
         "--ep-size": rollout.ep,
         "--max-running-requests": rollout.max_running_requests,
         "--custom-weight-loader": WEIGHT_LOADER,
+        "--log-level-http": "warning",  # the supervisor asks for /health every second
         "--random-seed": config.seed % 2**31,
     }
     flags = ["--skip-server-warmup"]  # a request before the weights are verified would say nothing

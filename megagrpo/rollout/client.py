@@ -1,0 +1,270 @@
+"""What trainers say to the rollout service: its control endpoint, and generation with token ids in and token ids out."""
+
+import asyncio
+import hashlib
+import json
+import random
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import aiohttp
+import httpx
+
+from megagrpo.config import ExperimentConfig, SamplingConfig
+
+_CONTROL_TIMEOUT_S = 120.0  # marking an engine ready waits until the router lists it
+SERVICE_FILE = "service.json"
+
+
+class ServiceUnreachable(RuntimeError):
+    """Nobody answers where the service, its router or an engine should be."""
+
+
+class ServiceFailed(RuntimeError):
+    """The service says that it cannot go on, and why."""
+
+
+class GenerationFailed(RuntimeError):
+    """A sample did not come within its retries or its deadline."""
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    id: str
+    url: str  # of its HTTP server; "" while starting
+    state: str  # starting | stale | ready | dead
+    weight_version: int | None  # verified by a trainer
+    incarnation: int  # counts its starts
+    restarts: int
+    pid: int
+    reason: str  # of its last death
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ("stale", "ready")
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    router: str
+    failed: str | None
+    engines: tuple[EngineInfo, ...]
+
+
+class ServiceControl:
+    """The control endpoint of a running service. Every call raises ServiceUnreachable when nobody answers."""
+
+    def __init__(self, url: str):
+        self.url = url
+        self._http = httpx.Client(base_url=url, timeout=_CONTROL_TIMEOUT_S, trust_env=False)
+
+    def status(self) -> ServiceStatus:
+        answer = self._call("GET", "/status").json()
+        return ServiceStatus(answer["router"], answer["failed"], tuple(EngineInfo(**engine) for engine in answer["engines"]))
+
+    def engines(self) -> list[EngineInfo]:
+        """Raises ServiceFailed when the service has given up."""
+        status = self.status()
+        if status.failed:
+            raise ServiceFailed(f"the rollout service at {self.url} failed: {status.failed}")
+        return list(status.engines)
+
+    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
+        """This incarnation was verified to hold `weight_version`: requests may go to it. False: it died meanwhile."""
+        body = {"incarnation": incarnation, "weight_version": weight_version}
+        return self._call("POST", f"/engines/{engine_id}/ready", body).status_code == 200
+
+    def report_suspect(self, engine_id: str) -> None:
+        """It did not answer: the service looks at it at once."""
+        self._call("POST", f"/engines/{engine_id}/suspect")
+
+    def shutdown(self) -> None:
+        self._call("POST", "/shutdown")
+
+    def _call(self, method: str, path: str, body: dict | None = None) -> httpx.Response:
+        try:
+            answer = self._http.request(method, path, json=body)
+        except httpx.TransportError as exc:
+            raise ServiceUnreachable(
+                f"no rollout service answers at {self.url} ({type(exc).__name__}: {exc}); is `megagrpo serve` running, and can this "
+                "machine reach it?"
+            ) from exc
+        if answer.status_code == 409:  # about an incarnation that is gone: the caller's business
+            return answer
+        if answer.is_error:
+            raise ServiceUnreachable(f"{method} {self.url}{path} answered {answer.status_code}: {answer.text[:500]}")
+        return answer
+
+
+def read_service_url(run_dir: Path, timeout_s: float) -> str:
+    """URL of the service of this run, waiting for it to come up. Raises ServiceUnreachable."""
+    path = run_dir / SERVICE_FILE
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise ServiceUnreachable(f"{path} did not appear in {timeout_s:.0f} s: `megagrpo serve` has not started its engines")
+        time.sleep(0.2)
+    return json.loads(path.read_text())["url"]
+
+
+def print_status(run_dir: Path) -> int:
+    """State of the service of a run, for people. Returns 1 when it has failed."""
+    if not (run_dir / SERVICE_FILE).exists():
+        raise ValueError(f"{run_dir / SERVICE_FILE} does not exist: no rollout service runs for this folder")
+    status = ServiceControl(read_service_url(run_dir, 0.0)).status()
+    print(f"router {status.router}" + (f"\nFAILED: {status.failed}" if status.failed else ""))
+    for engine in status.engines:
+        weights = "not verified" if engine.weight_version is None else f"version {engine.weight_version}"
+        print(f"{engine.id}: {engine.state}, {engine.url or 'no URL'}, weights {weights}, {engine.restarts} restart(s)")
+    return 1 if status.failed else 0
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one response is drawn."""
+
+    temperature: float
+    max_tokens: int
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, sampling: SamplingConfig) -> "SamplingParams":
+        return cls(
+            sampling.temperature,
+            sampling.max_response_tokens,
+            sampling.top_p,
+            sampling.top_k,
+            tuple(sampling.stop_token_ids),
+            tuple(sampling.stop),
+        )
+
+    def greedy(self) -> "SamplingParams":
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
+
+
+@dataclass(frozen=True)
+class Response:
+    """Token ids as sampled, the one that ended it included, with the engine's log-probability of each."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str  # "stop" | "length"
+
+
+def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:
+    """63 bits that depend on nothing but the arguments: not on the process, the engine or the order of arrival."""
+    key = json.dumps([run_seed, purpose, step, prompt_id, index]).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Waits of base, 2 base, 4 base, ... at most `cap` seconds, each shortened by up to half at random."""
+
+    retries: int
+    request_timeout_s: float
+    base_s: float = 0.25
+    cap_s: float = 15.0
+
+    @classmethod
+    def of(cls, config: ExperimentConfig) -> "RetryPolicy":
+        return cls(config.rollout.retries, config.rollout.request_timeout_s)
+
+    def wait_s(self, attempt: int) -> float:
+        return min(self.cap_s, self.base_s * 2**attempt) * random.uniform(0.5, 1.0)
+
+
+class _Refused(Exception):
+    """One attempt that gave no usable sample. `waiting`: no engine is ready, which is no fault of the request."""
+
+    def __init__(self, text: str, waiting: bool = False):
+        super().__init__(text)
+        self.waiting = waiting
+
+
+class GenerationClient:
+    """Asks the router for samples, one request each. Belongs to one event loop; use as an async context manager.
+
+    `max_in_flight` keeps requests here instead of in an engine's queue, where they would use up their time limit.
+    """
+
+    def __init__(self, router_url: str, retry: RetryPolicy, max_in_flight: int):
+        self._url, self._retry = f"{router_url}/generate", retry
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self.num_retries = 0
+        self.last_problem = ""
+
+    async def __aenter__(self) -> "GenerationClient":
+        timeout = aiohttp.ClientTimeout(total=self._retry.request_timeout_s)
+        self._http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        return self
+
+    async def __aexit__(self, *exc_info) -> None:
+        await self._http.close()
+
+    async def generate(self, prompt: tuple[int, ...], params: SamplingParams, seed: int, weight_version: int) -> Response:
+        """One response by weights of exactly `weight_version`.
+
+        Retried with back-off; time without any ready engine (one is being restarted) does not count against the retries,
+        the caller's deadline bounds it. Raises GenerationFailed.
+        """
+        failures = waits = 0
+        async with self._slots:
+            while True:
+                try:
+                    return await self._attempt(prompt, params, seed, weight_version)
+                except _Refused as exc:
+                    problem, waiting = str(exc), exc.waiting
+                except (aiohttp.ClientError, TimeoutError) as exc:
+                    problem, waiting = f"{type(exc).__name__}: {exc}", False
+                self.last_problem = problem
+                self.num_retries += 1
+                waits, failures = (waits + 1, failures) if waiting else (waits, failures + 1)
+                if failures > self._retry.retries:
+                    raise GenerationFailed(
+                        f"{self._url} gave no sample in {failures} tries of at most {self._retry.request_timeout_s:.0f} s "
+                        f"(rollout.retries, rollout.request_timeout_s); the last problem: {problem}"
+                    )
+                await asyncio.sleep(self._retry.wait_s(min(waits, 3) if waiting else failures))
+
+    async def _attempt(self, prompt: tuple[int, ...], params: SamplingParams, seed: int, weight_version: int) -> Response:
+        body = {"input_ids": list(prompt), "sampling_params": _sampling_body(params, seed), "return_logprob": True}
+        async with self._http.post(self._url, json=body) as answer:
+            if answer.status == 400:  # the request itself is wrong: trying again would say the same
+                raise GenerationFailed(f"{self._url} refused a request: {(await answer.text())[:1000]}")
+            if answer.status != 200:
+                text = (await answer.text())[:500]
+                raise _Refused(f"status {answer.status}: {text}", waiting=answer.status == 503 and "no_available_workers" in text)
+            return read_response(await answer.json(), weight_version)
+
+
+def _sampling_body(params: SamplingParams, seed: int) -> dict:
+    body = {
+        "temperature": params.temperature,
+        "max_new_tokens": params.max_tokens,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "sampling_seed": seed,  # heeded in deterministic mode only
+    }
+    if params.stop_token_ids:
+        body["stop_token_ids"] = list(params.stop_token_ids)
+    if params.stop:
+        body["stop"] = list(params.stop)
+    return body
+
+
+def read_response(answer: dict, weight_version: int) -> Response:
+    """Check and unpack what /generate answers."""
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length"):  # "abort": the engine was paused or is going down
+        raise _Refused(f"the engine ended the request: {meta['finish_reason']}")
+    versions = {span["version"] for span in meta.get("weight_versions") or []} | {meta["weight_version"]}
+    if versions != {str(weight_version)}:
+        raise _Refused(f"sampled by weights of version {sorted(versions)}, wanted {weight_version}")
+    pairs = meta["output_token_logprobs"]
+    return Response(tuple(pair[1] for pair in pairs), tuple(pair[0] for pair in pairs), reason)

@@ -1,0 +1,220 @@
+"""Where the loop gets its groups: each data-parallel leader samples and grades its replica's share of the step's prompts.
+
+While leaders wait for samples, all ranks keep meeting in a small all-reduce: an engine that died and came back needs the
+current weights, publishing is collective, and so every rank must be there to take part before the samples can go on.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megagrpo.config import ExperimentConfig
+from megagrpo.mesh import Mesh
+from megagrpo.rollout.client import (
+    EngineInfo,
+    GenerationClient,
+    GenerationFailed,
+    RetryPolicy,
+    SamplingParams,
+    ServiceControl,
+    ServiceUnreachable,
+    sample_seed,
+)
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+
+Refresh = Callable[[list[str]], None]
+_FIRST_POLL_S, _POLL_S = 0.02, 0.2
+_UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
+_CANCEL_S = 10.0
+
+
+class Grader(Protocol):
+    def submit(self, prompt: Prompt, text: str) -> Future[Outcome]: ...
+
+
+class RolloutSource:
+    """On-policy groups from the service at `control`. Every method is collective over the world.
+
+    `decode` turns response token ids into the text that is graded, special tokens left out. `grader` is used on leaders only.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        mesh: Mesh,
+        control: ServiceControl,
+        grader: Grader | None,
+        decode: Callable[[Sequence[int]], str],
+    ):
+        assert grader is not None or not mesh.is_leader, "a leader grades"
+        self._config, self._mesh, self._control, self._grader, self._decode = config, mesh, control, grader, decode
+        self._retry = RetryPolicy.of(config)
+        self._last_answer = time.monotonic()
+
+    def next(self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh) -> list[RolloutGroup]:
+        """This rank's share of the groups of one step; `prompts` is the whole step's, the same on every rank.
+
+        A group's id is its prompt's place in the step. `refresh(engine_ids)` is called on all ranks together whenever engines
+        hold other weights than `version`: it publishes to them and marks them ready. Raises LeaderError on every rank.
+        """
+        params = SamplingParams.of(self._config.sampling)
+        groups = self._collect(_Job("train", step, version, params, self._config.train.group_size), prompts, refresh)
+        if not self._config.algorithm.needs_greedy_response:
+            return groups
+        # After the others and not among them: one greedy request (a top-k of 1) moves SGLang's whole batch to another sampling
+        # routine, which draws other tokens from the same seeds.
+        greedy = self._collect(_Job("greedy", step, version, params.greedy(), 1), prompts, refresh)
+        return [replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0]) for g, b in zip(groups, greedy, strict=True)]
+
+    def evaluate(
+        self, prompts: Sequence[Prompt], version: int, temperature: float, num_samples: int, max_tokens: int, refresh: Refresh
+    ) -> list[RolloutGroup]:
+        """This rank's share of `num_samples` responses to each prompt, with the same seeds at every evaluation."""
+        stops = SamplingParams.of(self._config.sampling)
+        params = SamplingParams(temperature, max_tokens, stop_token_ids=stops.stop_token_ids, stop=stops.stop)
+        return self._collect(_Job("evaluate", 0, version, params, num_samples), prompts, refresh)
+
+    def _collect(self, job: "_Job", prompts: Sequence[Prompt], refresh: Refresh) -> list[RolloutGroup]:
+        mesh, total = self._mesh, len(prompts)
+        first, last = total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
+        share = list(enumerate(prompts))[first:last]
+        work = _Background(lambda: self._sample_share(job, share)) if mesh.is_leader else None
+        try:
+            self._wait(work, job, refresh)
+        except BaseException:
+            if work is not None:
+                work.cancel()
+            raise
+        return mesh.from_leader(lambda: work.future.result(), f"rollout of {job}")
+
+    def _wait(self, work: "_Background | None", job: "_Job", refresh: Refresh) -> None:
+        """Meet the other ranks until every leader is done; refresh engines together on the way. Raises LeaderError."""
+        self._last_answer = time.monotonic()
+        pause_s = _FIRST_POLL_S
+        while True:
+            error, stale = "", []
+            done = work is None or work.future.done()
+            if done and work is not None and (exc := work.future.exception()) is not None:
+                error = f"rank {self._mesh.rank}, rollout of {job}: {type(exc).__name__}: {exc}"
+            elif self._mesh.is_main:
+                error, stale = self._look_at_engines(job.version)
+            waiting, failed, num_stale = self._agree(not done, bool(error), len(stale))
+            if failed:
+                self._mesh.raise_any(error)
+            if not waiting:
+                return
+            if num_stale:
+                refresh(self._from_main(stale))
+                self._last_answer = time.monotonic()
+            time.sleep(pause_s)
+            pause_s = min(_POLL_S, 1.5 * pause_s)
+
+    def _look_at_engines(self, version: int) -> tuple[str, list[str]]:
+        """On the main rank: (what is wrong with the service, engines that live with other weights)."""
+        try:
+            engines = self._control.engines()
+        except ServiceUnreachable as exc:
+            silent_s = time.monotonic() - self._last_answer
+            return (f"{exc} (silent for {silent_s:.0f} s)" if silent_s > _UNREACHABLE_S else ""), []
+        except RuntimeError as exc:  # ServiceFailed: it says why
+            return str(exc), []
+        self._last_answer = time.monotonic()
+        return "", [engine.id for engine in engines if _needs_weights(engine, version)]
+
+    def _agree(self, *values: int) -> list[int]:
+        """The largest of each value over the world."""
+        if self._mesh.world_size == 1:
+            return [int(value) for value in values]
+        tensor = torch.tensor([int(value) for value in values], device=self._mesh.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def _from_main(self, engine_ids: list[str]) -> list[str]:
+        if self._mesh.world_size == 1:
+            return engine_ids
+        box = [engine_ids]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    async def _sample_share(self, job: "_Job", share: list[tuple[int, Prompt]]) -> list[RolloutGroup]:
+        """All groups of this leader, in order. Raises GenerationFailed, also at the deadline, naming what is missing."""
+        rollout = self._config.rollout
+        router = self._control.status().router
+        in_flight = max(1, rollout.num_engines * rollout.max_running_requests // self._mesh.dp_size)
+        async with GenerationClient(router, self._retry, in_flight) as client:
+            tasks = [asyncio.create_task(self._sample_group(client, job, group_id, prompt)) for group_id, prompt in share]
+            try:
+                async with asyncio.timeout(rollout.step_timeout_s):
+                    return list(await asyncio.gather(*tasks))
+            except TimeoutError:
+                missing = [prompt.id for task, (_, prompt) in zip(tasks, share, strict=True) if not task.done() or task.cancelled()]
+                raise GenerationFailed(
+                    f"{len(missing)} of {len(share)} groups did not come within {rollout.step_timeout_s:.0f} s "
+                    f"(rollout.step_timeout_s): prompts {missing[:10]}; {client.num_retries} retries, "
+                    f"the last because of: {client.last_problem or 'nothing, the engines are slow'}"
+                ) from None
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _sample_group(self, client: GenerationClient, job: "_Job", group_id: int, prompt: Prompt) -> RolloutGroup:
+        answers = await asyncio.gather(*(self._sample(client, job, prompt, index) for index in range(job.num_samples)))
+        samples, outcomes = zip(*answers, strict=True)
+        return RolloutGroup(group_id, prompt, samples, outcomes)
+
+    async def _sample(self, client: GenerationClient, job: "_Job", prompt: Prompt, index: int) -> tuple[Sample, Outcome]:
+        seed = sample_seed(self._config.seed, job.purpose, job.step, prompt.id, index)
+        response = await client.generate(prompt.token_ids, job.params, seed, job.version)
+        text = self._decode(response.token_ids)
+        sample = Sample(index, response.token_ids, response.logprobs, response.finish_reason, job.version, text)
+        return sample, await asyncio.wrap_future(self._grader.submit(prompt, text))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What to sample: the same for every prompt of one call."""
+
+    purpose: str  # part of every seed
+    step: int
+    version: int
+    params: SamplingParams
+    num_samples: int
+
+    def __str__(self) -> str:
+        return f"{self.purpose} step {self.step}, weights {self.version}"
+
+
+class _Background:
+    """A coroutine in an event loop of its own thread, so that this thread can take part in collectives meanwhile."""
+
+    def __init__(self, make: Callable):
+        self.future: Future = Future()
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(make())
+        self._thread = threading.Thread(target=self._run, daemon=True, name="rollout")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.future.set_result(self._loop.run_until_complete(self._task))
+        except BaseException as exc:  # handed over to the thread that asks for the result
+            self.future.set_exception(exc)
+        finally:
+            self._loop.close()
+
+    def cancel(self) -> None:
+        if not self.future.done():
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(_CANCEL_S)
+
+
+def _needs_weights(engine: EngineInfo, version: int) -> bool:
+    return engine.alive and (engine.state == "stale" or engine.weight_version != version)

@@ -1,0 +1,138 @@
+"""Generation against a real SGLang service."""
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_model import EOS
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megagrpo.mesh import make_mesh
+from megagrpo.rollout.client import (
+    GenerationClient,
+    GenerationFailed,
+    RetryPolicy,
+    SamplingParams,
+    ServiceControl,
+    ServiceUnreachable,
+    print_status,
+)
+from megagrpo.rollout.source import RolloutSource
+from megagrpo.types import Outcome, Prompt
+
+PROMPTS = [(1, 40, 41, 42), (1, *range(50, 80)), (1, 7), (1, *range(100, 190))]
+RETRY = RetryPolicy(retries=3, request_timeout_s=120.0)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=24)
+
+
+def generate(service, requests, version=0, retry=RETRY):
+    """Responses to [(prompt, params, seed)], all at once."""
+
+    async def run():
+        async with GenerationClient(service.control.status().router, retry, 64) as client:
+            return await asyncio.gather(*(client.generate(*request, version) for request in requests))
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def ready(service):
+    service.set_version(0)
+    return service
+
+
+class LengthGrader:
+    """A grader that answers from another thread's future, as the pool does: the score is the length of the text."""
+
+    def submit(self, prompt: Prompt, text: str) -> Future:
+        future: Future = Future()
+        future.set_result(Outcome("score", float(len(text))))
+        return future
+
+
+def make_source(service, **algorithm) -> RolloutSource:
+    tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
+    config = service.config.model_copy(update={"train": service.config.train.model_copy(update={"group_size": 3})})
+    if algorithm:
+        config = type(config).model_validate(config.model_dump() | {"algorithm": algorithm})
+    mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
+    return RolloutSource(config, mesh, service.control, LengthGrader(), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def test_logprobs_equal_transformers(ready):
+    model = AutoModelForCausalLM.from_pretrained(ready.config.model.path, dtype=torch.float32).eval()
+    params = [SAMPLED, replace(SAMPLED, temperature=0.6)]
+    requests = [(prompt, p, 10 * i + j) for i, prompt in enumerate(PROMPTS) for j, p in enumerate(params)]
+    for (prompt, p, _), response in zip(requests, generate(ready, requests), strict=True):
+        tokens = torch.tensor([prompt + response.token_ids])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(prompt) - 1 : -1] / p.temperature
+        expected = torch.log_softmax(logits, -1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1)
+        difference = (expected - torch.tensor(response.logprobs)).abs().max().item()
+        assert difference <= 1e-4, (prompt, p, difference)
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(ready):
+    alone = [generate(ready, [(prompt, SAMPLED, seed)])[0] for seed, prompt in enumerate(PROMPTS)]
+    together = generate(ready, [(prompt, SAMPLED, seed) for seed, prompt in enumerate(PROMPTS)])
+    others = generate(ready, [(prompt, SAMPLED, seed + 2**62) for seed, prompt in enumerate(PROMPTS)])
+    assert alone == together
+    assert [r.token_ids for r in others] != [r.token_ids for r in alone]
+
+
+def test_how_a_response_ends(ready):
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    (whole,) = generate(ready, [(PROMPTS[0], greedy, 0)])
+    assert whole.finish_reason == "length" and len(whole.token_ids) == len(whole.logprobs) == 12 and EOS not in whole.token_ids
+    stop_at = whole.token_ids[5]
+    first = whole.token_ids.index(stop_at)
+    (stopped,) = generate(ready, [(PROMPTS[0], replace(greedy, stop_token_ids=(stop_at,)), 0)])
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == whole.token_ids[: first + 1], "the token that ended it is part of the response"
+    assert len(stopped.logprobs) == first + 1
+
+
+def test_end_of_sequence_is_part_of_the_response(ready):
+    responses = generate(ready, [(PROMPTS[2], replace(SAMPLED, max_tokens=160, temperature=2.0), seed) for seed in range(8)])
+    ended = [r for r in responses if r.finish_reason == "stop"]
+    assert ended, "320 tokens at temperature 2: most of eight responses meet the end of sequence"
+    assert all(r.token_ids[-1] == EOS and EOS not in r.token_ids[:-1] for r in ended)
+
+
+def test_a_sample_of_other_weights_is_not_taken(ready):
+    with pytest.raises(GenerationFailed, match=r"version \['0'\], wanted 7"):
+        generate(ready, [(PROMPTS[0], SAMPLED, 0)], version=7, retry=RetryPolicy(1, 60.0, base_s=0.01))
+
+
+def test_a_wrong_request_is_not_tried_again(ready):
+    too_long = replace(SAMPLED, max_tokens=5)
+    with pytest.raises(GenerationFailed, match="refused a request"):
+        generate(ready, [((1,) * 4000, too_long, 0)], retry=RetryPolicy(1000, 60.0))
+
+
+def test_groups_of_a_step(ready):
+    prompts = [Prompt(100 + i, "", ids, "") for i, ids in enumerate(PROMPTS)]
+    source = make_source(ready, advantage={"name": "remax"})
+    groups = source.next(0, prompts, 0, refresh=lambda ids: pytest.fail(f"nothing is stale, but refresh({ids})"))
+    assert [g.group_id for g in groups] == [0, 1, 2, 3] and [g.prompt for g in groups] == prompts
+    for group in groups:
+        assert [s.index for s in group.samples] == [0, 1, 2]
+        assert len({s.token_ids for s in group.samples}) == 3, "every sample has a seed of its own"
+        assert [o.value for o in group.outcomes] == [len(s.text) for s in group.samples]
+        assert group.greedy is not None and group.greedy_outcome.value == len(group.greedy.text)
+    assert source.next(0, prompts, 0, refresh=None) == groups, "the same step again"
+    assert [g.samples for g in source.next(1, prompts, 0, refresh=None)] != [g.samples for g in groups]
+    evaluated = source.evaluate(prompts[:2], 0, temperature=0.0, num_samples=1, max_tokens=5, refresh=None)
+    assert [len(g.samples[0].token_ids) for g in evaluated] == [5, 5] and evaluated[0].greedy is None
+
+
+def test_status_is_readable(ready, capsys):
+    assert print_status(ready.run_dir) == 0
+    assert "engine-0: ready" in capsys.readouterr().out
+
+
+def test_unreachable_service_says_what_to_do():
+    with pytest.raises(ServiceUnreachable, match="no rollout service answers at http://127.0.0.1:9.*megagrpo serve"):
+        ServiceControl("http://127.0.0.1:9").engines()
