@@ -220,10 +220,12 @@ class DatasetConfig(Section):
     kind: Literal["arithmetic", "gsm8k_calc"]
     folder: str  # receives sft.jsonl, train.jsonl, eval.jsonl
     source: str | None = None  # gsm8k_calc: folder with GSM8K's train.jsonl and test.jsonl
-    num_sft: PositiveInt = 4000
+    num_sft: PositiveInt = 4000  # of the supervised warm-up
     num_train: PositiveInt = 4000
     num_eval: PositiveInt = 256
     max_operand: PositiveInt = 99  # arithmetic
+    max_expression: PositiveInt = 16  # gsm8k_calc: characters; longer ones are left out
+    max_answer: PositiveInt = 6  # gsm8k_calc: characters
 
 
 class PrepareConfig(Section):

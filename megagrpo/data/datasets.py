@@ -8,6 +8,7 @@ import json
 import random
 import re
 from collections import Counter
+from collections.abc import Set
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from megagrpo.config import DatasetConfig
 from megagrpo.metrics import write_json_lines
 
 _MAX_FACTOR = 12  # second factor of a product: the table that schools teach
-_MAX_EXPRESSION, _MAX_ANSWER = 16, 6  # characters
+_MAX_PLACES = 12  # after the decimal point, in exact_value
+_MAX_TRIES = 100  # per expression of the warm-up; about 2 are needed
+_NUMBER = re.compile(r"\d*\.?\d+")
 _ANNOTATION = re.compile(r"<<([^<>]*)>>")
 
 Row = dict[str, str]
@@ -70,13 +73,14 @@ def _problem(index: int, side: int, factors: int) -> Row:
 def _gsm8k_calc(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]], dict[str, int]]:
     """The calculator annotations <<48/2=24>> inside GSM8K's own solutions (Cobbe et al. 2021).
 
-    Training files come from its train split, evaluation from its test split, without expressions seen in the former.
+    GRPO trains on those of its train split and is evaluated on those of its test split that the former lacks. The warm-up
+    gets neither: its expressions are the train split's with other numbers of the train split put in.
     """
     if config.source is None:
         raise ValueError("prepare.dataset.source is needed for gsm8k_calc: the folder with GSM8K's train.jsonl and test.jsonl")
     reasons: Counter[str] = Counter()
-    train = _expressions(Path(config.source) / "train.jsonl", reasons)
-    test = _expressions(Path(config.source) / "test.jsonl", reasons)
+    train = _expressions(Path(config.source) / "train.jsonl", config, reasons)
+    test = _expressions(Path(config.source) / "test.jsonl", config, reasons)
     unseen = {expression: answer for expression, answer in test.items() if expression not in train}
     counts = {
         "different expressions in train": len(train),
@@ -84,18 +88,40 @@ def _gsm8k_calc(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
         "of these also in train": len(test) - len(unseen),
         **{f"annotations dropped, {reason}": n for reason, n in sorted(reasons.items())},
     }
-    learn, held_out = _shuffled_rows(train, seed), _shuffled_rows(unseen, seed)
-    wanted = config.num_sft + config.num_train
-    if wanted > len(learn) or config.num_eval > len(held_out):
+    if config.num_train > len(train) or config.num_eval > len(unseen):
         raise ValueError(
-            f"prepare.dataset: num_sft + num_train = {wanted} and num_eval = {config.num_eval} wanted, "
-            f"but {config.source} has {len(learn)} and {len(held_out)} different expressions"
+            f"prepare.dataset: num_train {config.num_train} and num_eval {config.num_eval} wanted, "
+            f"but {config.source} has {len(train)} and {len(unseen)} different expressions"
         )
-    files = {"eval": held_out[: config.num_eval], "sft": learn[: config.num_sft], "train": learn[config.num_sft : wanted]}
+    files = {
+        "eval": _shuffled_rows(unseen, seed)[: config.num_eval],
+        "sft": _shuffled_rows(_recombined(train, train.keys() | test.keys(), config, seed), seed),
+        "train": _shuffled_rows(train, seed)[: config.num_train],
+    }
     return files, counts
 
 
-def _expressions(path: Path, reasons: Counter[str]) -> dict[str, str]:
+def _recombined(train: dict[str, str], taken: Set[str], config: DatasetConfig, seed: int) -> dict[str, str]:
+    """`num_sft` new expressions: the forms and the numbers of `train`, each as often as there, but none of `taken`."""
+    choose = random.Random(f"gsm8k_calc recombined {seed}")
+    forms = list(train)
+    numbers = [number for form in forms for number in _NUMBER.findall(form)]
+    found: dict[str, str] = {}
+    for _ in range(_MAX_TRIES * config.num_sft):
+        if len(found) == config.num_sft:
+            return found
+        expression = _NUMBER.sub(lambda _: choose.choice(numbers), choose.choice(forms))
+        answer = exact_value(expression)
+        if expression not in taken and answer is not None and _fits(expression, answer, config):
+            found[expression] = answer
+    raise ValueError(f"prepare.dataset.num_sft {config.num_sft}: the source's numbers give only {len(found)} new expressions")
+
+
+def _fits(expression: str, answer: str, config: DatasetConfig) -> bool:
+    return len(expression) <= config.max_expression and len(answer) <= config.max_answer
+
+
+def _expressions(path: Path, config: DatasetConfig, reasons: Counter[str]) -> dict[str, str]:
     """Expression -> exact answer, in order of appearance; what is left out is counted in `reasons`."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; prepare.dataset.source is the folder with GSM8K's train.jsonl and test.jsonl")
@@ -112,7 +138,7 @@ def _expressions(path: Path, reasons: Counter[str]) -> dict[str, str]:
                 reasons["unreadable or not exact"] += 1
             elif not re.search(r"\d[-+*/]|\)[-+*/]", expression):
                 reasons["nothing to compute"] += 1
-            elif len(expression) > _MAX_EXPRESSION or len(answer) > _MAX_ANSWER:
+            elif not _fits(expression, answer, config):
                 reasons["too long"] += 1
             else:
                 found[expression] = answer
@@ -126,7 +152,7 @@ def exact_value(expression: str) -> str | None:
     except (SyntaxError, ZeroDivisionError, ValueError):
         return None
     places = 0
-    while value.denominator > 1 and places <= _MAX_ANSWER:  # a finite decimal becomes whole after enough tens
+    while value.denominator > 1 and places <= _MAX_PLACES:  # a finite decimal becomes whole after enough tens
         value, places = value * 10, places + 1
     if value.denominator > 1:
         return None

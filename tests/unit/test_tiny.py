@@ -145,18 +145,22 @@ def test_gsm8k_calc_keeps_exact_expressions_and_counts_the_rest(tmp_path):
     test = [gsm8k_line("48/2=24", "9-12=-3", "10*(2+3)=50", "1/8=0.125", "20%*5=1")]
     (source / "train.jsonl").write_text("\n".join(train))
     (source / "test.jsonl").write_text("\n".join(test))
-    config = DatasetConfig(kind="gsm8k_calc", folder=str(tmp_path / "out"), source=str(source), num_sft=2, num_train=1, num_eval=3)
+    config = DatasetConfig(kind="gsm8k_calc", folder=str(tmp_path / "out"), source=str(source), num_sft=5, num_train=3, num_eval=3)
     counts = make_dataset(config, seed=0)
     files = read(config.folder)
-    check_files(files, {"eval": 3, "sft": 2, "train": 1})
+    check_files(files, {"eval": 3, "sft": 5, "train": 3})
     assert {r["prompt"]: r["answer"] for r in files["eval"]} == {"9-12=": "-3", "10*(2+3)=": "50", "1/8=": "0.125"}
-    assert {r["prompt"] for r in files["sft"] + files["train"]} == {"48/2=", "48+24=", "0.2*50="}
+    assert {r["prompt"] for r in files["train"]} == {"48/2=", "48+24=", "0.2*50="}
+    numbers = {number for r in files["sft"] for number in re.findall(r"[\d.]+", r["prompt"])}
+    assert numbers <= {"48", "2", "24", "0.2", "50"}
     assert counts["of these also in train"] == 1
     assert counts["annotations dropped, unreadable or not exact"] == 2
     assert counts["annotations dropped, nothing to compute"] == 1
     assert counts["annotations dropped, too long"] == 1
-    with pytest.raises(ValueError, match="num_sft \\+ num_train = 9 and num_eval = 3 wanted, but .* has 3 and 3"):
+    with pytest.raises(ValueError, match="num_train 7 and num_eval 3 wanted, but .* has 3 and 3"):
         make_dataset(config.model_copy(update={"num_train": 7}), seed=0)
+    with pytest.raises(ValueError, match="num_sft 1000: the source's numbers give only"):
+        make_dataset(config.model_copy(update={"num_sft": 1000}), seed=0)
     (source / "test.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="test.jsonl:1: not a GSM8K line"):
         make_dataset(config, seed=0)
@@ -166,9 +170,9 @@ def test_gsm8k_calc_keeps_exact_expressions_and_counts_the_rest(tmp_path):
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")
 def test_gsm8k_calc_on_the_real_data(tmp_path):
-    config = DatasetConfig(kind="gsm8k_calc", folder=str(tmp_path), source=str(GSM8K), num_sft=4000, num_train=6000, num_eval=1000)
+    config = DatasetConfig(kind="gsm8k_calc", folder=str(tmp_path), source=str(GSM8K), num_sft=8000, num_train=6000, num_eval=1000)
     counts = make_dataset(config, seed=0)
-    check_files(read(config.folder), {"eval": 1000, "sft": 4000, "train": 6000})
+    check_files(read(config.folder), {"eval": 1000, "sft": 8000, "train": 6000})
     assert counts["different expressions in train"] == 10_548
 
 
