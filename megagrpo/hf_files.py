@@ -34,7 +34,7 @@ class HfFolder(Mapping[str, Tensor]):
             handle = self._open(file)
             missing = set(names or ()) - set(handle.keys())
             if missing:
-                raise ValueError(f"{self.path / file}: lacks {sorted(missing)[0]} and {len(missing) - 1} more tensors that {INDEX} places there")
+                raise ValueError(f"{self.path / file}: lacks {sorted(missing)[0]} ({len(missing)} in all) that {INDEX} names")
             for name in names or handle.keys():
                 part = handle.get_slice(name)
                 if part.get_dtype() not in _DTYPES:

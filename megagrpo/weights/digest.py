@@ -16,7 +16,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def slice_digest(values: Tensor, box: Box, hf_shape: tuple[int, ...]) -> Tensor:
-    """Digest (int64 scalar on the values' device) of `values`, shaped like `box` of an HF tensor of shape `hf_shape`, in the published dtype."""
+    """int64 scalar on the values' device. `values`: published dtype, shaped like `box` of an HF tensor of shape `hf_shape`."""
     assert tuple(values.shape) == box.size, (values.shape, box)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     strides = row_major(hf_shape)

@@ -11,7 +11,7 @@ import httpx
 import torch
 
 from megagrpo.weights.mailbox import Mailbox, address_towards, encode
-from megagrpo.weights.plan import Specs
+from megagrpo.weights.record import Specs
 from megagrpo.weights.views import Box
 
 LOADER = "megagrpo.weights.engine_loader.run"
@@ -20,13 +20,13 @@ _ANSWER_S = 30.0  # an answer is in the mailbox before the HTTP call returns
 
 
 class EngineInfo(Protocol):
-    """What the rollout service tells about an engine. States: "stale" (alive, old weights), "ready", others are not usable."""
+    """What the rollout service tells about an engine. It answers in the states "stale" (old weights) and "ready" only."""
 
     id: str
     url: str
     state: str
-    incarnation: int
-    weight_version: int
+    incarnation: int  # counts its starts
+    restarts: int
 
 
 class EngineDown(RuntimeError):
@@ -68,7 +68,7 @@ class Engine:
         self.group = None  # broadcast transport's process group
         self._mailbox = mailbox
         self.address = address_towards(info.url)
-        self._http = httpx.Client(base_url=info.url)
+        self._http = httpx.Client(base_url=info.url, trust_env=False)
 
     def __str__(self) -> str:
         return f"engine {self.id} ({self.url}, incarnation {self.incarnation})"

@@ -83,7 +83,8 @@ def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:
     found = []
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2 and value.untyped_storage()._cdata not in storages:
+            matrix = isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
+            if matrix and value.untyped_storage()._cdata not in storages:
                 found.append(f"{path}.{name} {tuple(value.shape)}")
     return found
 

@@ -22,8 +22,8 @@ from megagrpo.mesh import Mesh
 from megagrpo.weights.digest import slice_digest
 from megagrpo.weights.engine_client import Deadline, Engine, EngineDown, EngineInfo, Slice
 from megagrpo.weights.mailbox import Mailbox
-from megagrpo.weights.plan import Specs, gather_buckets, gather_copies, make_gather_plan, share_out
-from megagrpo.weights.record import Copy
+from megagrpo.weights.plan import gather_buckets, gather_copies, make_gather_plan, share_out
+from megagrpo.weights.record import Copy, Specs
 from megagrpo.weights.transport_broadcast import BroadcastTransport
 from megagrpo.weights.transport_disk import DiskTransport
 
@@ -44,13 +44,13 @@ class Source(Protocol):
 
 
 class Control(Protocol):
-    """The rollout service as the exchange sees it; used on rank 0 only."""
+    """The rollout service as the exchange sees it; used on rank 0 only, from several threads."""
 
     def engines(self) -> list[EngineInfo]: ...
 
-    def mark_ready(self, id: str, incarnation: int, version: int) -> None: ...
+    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool: ...  # False: it died meanwhile
 
-    def report_suspect(self, id: str) -> None: ...
+    def report_suspect(self, engine_id: str) -> None: ...
 
 
 class Exchange:
@@ -179,7 +179,8 @@ class Exchange:
             if unknown:
                 raise ValueError(f"no engine is called {sorted(unknown)[0]}; there are {sorted(info.id for info in infos)}")
             ids = [info.id for info in infos if info.state in _USABLE and (only is None or info.id in only)]
-            wanted = self._config.rollout.min_healthy_engines if only is None else len(only)
+            healthy = self._config.rollout.min_healthy_engines
+            wanted = healthy if only is None else sum(info.id in only and not self._given_up(info) for info in infos)
             if len(ids) >= wanted:
                 return ids
             if deadline.over:
@@ -195,7 +196,8 @@ class Exchange:
                 if engine is not None:
                     engine.close()
                 self._engines[id] = Engine(infos[id], self._config.rollout.tp, self._mailbox)
-            self._engines[id].deadline = deadline
+            # Half of what is left: an engine that hangs must leave time to restart it.
+            self._engines[id].deadline = Deadline(deadline.left / 2)
 
         def open_one(engine: Engine) -> None:
             engine.pause()
@@ -211,7 +213,8 @@ class Exchange:
             engine.post("/flush_cache")  # keys and values of the old weights
             self._check(engine, expected)
             engine.resume(version)
-            self._control.mark_ready(engine.id, engine.incarnation, version)
+            if not self._control.mark_ready(engine.id, engine.incarnation, version):
+                raise EngineDown(f"{engine} died after it was verified")
 
         self._each(ids, finish)
 
@@ -246,11 +249,14 @@ class Exchange:
         if errors:
             raise errors[0] if len(errors) == 1 else ExceptionGroup("several engines failed", errors)
 
+    def _given_up(self, info: EngineInfo) -> bool:
+        return info.state == "dead" and info.restarts >= self._config.rollout.max_restarts
+
     def _wait_for_lost(self, version: int, deadline: Deadline) -> list[str]:
         """Ids of the engines that died in this publish, once all of them are back with their old weights."""
         while self._lost:
             infos = {info.id: info for info in self._control.engines()}
-            for id in [id for id in self._lost if id not in infos or infos[id].state == "failed"]:
+            for id in [id for id in self._lost if self._given_up(infos[id])]:
                 healthy = sum(info.state == "ready" for info in infos.values())
                 if healthy < self._config.rollout.min_healthy_engines:
                     raise RuntimeError(f"engine {id} is given up by the service and only {healthy} are ready") from self._lost[id]

@@ -13,11 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.mesh import Mesh
-from megagrpo.weights.record import Copy
+from megagrpo.weights.record import Copy, Specs
 from megagrpo.weights.views import Box
-
-Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -115,7 +112,7 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
         for copy in bucket.parts.get(0, ()):
             _at(full[copy.hf], copy.box).copy_(copy.view(parameters))
         for rank, (flat, work) in arrived.items():
-            _wait(work, f"rank 0 waits for rank {rank}'s slices of weights bucket {number + 1} of {len(plan.buckets)}, {bucket.names[0]} ...")
+            _wait(work, f"rank 0 waits for rank {rank}'s slices of weights bucket {number + 1} ({bucket.names[0]} ...)")
             for copy, part in zip(bucket.parts[rank], flat.split([c.box.numel for c in bucket.parts[rank]]), strict=True):
                 _at(full[copy.hf], copy.box).copy_(part.view(copy.size))
         yield full

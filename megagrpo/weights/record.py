@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.weights.views import Box, Untraceable, factor, row_major, split_into_boxes
 
+Load = Callable[[Mapping[str, Tensor]], None]
+Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # HF tensors: name -> shape and dtype
+
 _aten = torch.ops.aten
 _REWRITES = {_aten.clone.default, _aten._to_copy.default}  # same elements and order, new storage
 
@@ -63,9 +66,7 @@ class Recording:
     fills: list[Fill] = field(default_factory=list)
 
 
-def record_copies(
-    load: Callable[[Mapping[str, Tensor]], None], hf_specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]], parameters: Mapping[str, Tensor]
-) -> list[Copy]:
+def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> list[Copy]:
     """The copies that `load` makes from HF tensors of these shapes and dtypes into `parameters`, which stay untouched.
 
     Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming the parameter when an element
@@ -78,7 +79,7 @@ def record_copies(
     return recording.copies
 
 
-def record(load, hf_specs, parameters) -> Recording:
+def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> Recording:
     """record_copies without the coverage check, with the constants as well."""
     hf = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in hf_specs.items()}
     mode = _Recorder(hf, parameters)
@@ -235,10 +236,10 @@ def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) ->
         if place in seen or tensor.numel() == 0:
             continue
         seen.add(place)
-        done = sum(prod(size) for _, size, _ in writes.get(name, []))
-        if done < tensor.numel():
-            problems.append(f"parameter {name} {tuple(tensor.shape)}: {tensor.numel() - done} of {tensor.numel()} elements are never written")
-        elif done > tensor.numel() or _overlap(writes[name], tensor):
+        done, total = sum(prod(size) for _, size, _ in writes.get(name, [])), tensor.numel()
+        if done < total:
+            problems.append(f"parameter {name} {tuple(tensor.shape)}: {total - done} of {total} elements are never written")
+        elif done > total or _overlap(writes[name], tensor):
             problems.append(f"parameter {name} {tuple(tensor.shape)}: some elements are written twice")
     return problems
 

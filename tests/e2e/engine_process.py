@@ -23,7 +23,7 @@ class Info:
     url: str
     state: str
     incarnation: int
-    weight_version: int
+    restarts: int
 
 
 class OneEngine:
@@ -31,7 +31,7 @@ class OneEngine:
 
     def __init__(self, config: ExperimentConfig, folder: Path, python_path: list[str] = []):
         self.config, self.folder, self.python_path = config, folder, python_path
-        self.info = Info("e0", "", "starting", 0, -1)
+        self.info = Info("e0", "", "starting", 0, 0)
         self.ready_calls: list[tuple] = []
         self.suspects: list[str] = []
         self.process: subprocess.Popen | None = None
@@ -58,7 +58,7 @@ class OneEngine:
                 self.stop()
                 raise RuntimeError(f"the engine did not start:\n{self.log.read_text()[-3000:]}")
             time.sleep(0.3)
-        self.info = Info("e0", url, "stale", self.info.incarnation + 1, -1)
+        self.info = Info("e0", url, "stale", self.info.incarnation + 1, self.info.incarnation)
         return self
 
     def stop(self) -> None:
@@ -75,12 +75,13 @@ class OneEngine:
     def engines(self) -> list[Info]:
         return [self.info]
 
-    def mark_ready(self, id: str, incarnation: int, version: int) -> None:
-        self.ready_calls.append((id, incarnation, version))
-        self.info = replace(self.info, state="ready", weight_version=version)
+    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
+        self.ready_calls.append((engine_id, incarnation, weight_version))
+        self.info = replace(self.info, state="ready")
+        return True
 
-    def report_suspect(self, id: str) -> None:
-        self.suspects.append(id)
+    def report_suspect(self, engine_id: str) -> None:
+        self.suspects.append(engine_id)
         self.info = replace(self.info, state="starting")
         self.stop()
         self.start()

@@ -1,19 +1,24 @@
 """The exchange against a real SGLang engine: weights go in, are proven, and are what the engine then computes with."""
 
 import base64
+import os
 import pickle
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_process import OneEngine
+from engine_process import Info, OneEngine
 from tiny_model import make_tiny_model
 
 from megagrpo.config import ExperimentConfig
@@ -27,16 +32,19 @@ PROMPTS = [[1, 5, 6, 7, 8, 9], [1, *range(40, 90)]]
 
 
 class PlainSource:
-    """An actor of one rank whose parameters are the HF tensors themselves."""
+    """An actor whose parameters are this rank's rows of the HF tensors."""
 
-    def __init__(self, folder: Path):
-        folder = HfFolder(folder)
-        self.hf_specs, self.live = folder.specs, {name: torch.zeros(shape, dtype=d) for name, (shape, d) in folder.specs.items()}
-        self.copies = record_copies(self._load, folder.specs, self.live)
+    def __init__(self, folder: Path, rank: int = 0, world: int = 1):
+        self.hf_specs, self.rank, self.world = HfFolder(folder).specs, rank, world
+        self.live = {name: torch.zeros(self._rows(torch.empty(shape, device="meta")).shape) for name, (shape, _) in self.hf_specs.items()}
+        self.copies = record_copies(self._load, self.hf_specs, self.live)
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.chunk(self.world, 0)[self.rank]
 
     def _load(self, hf) -> None:
         for name, tensor in self.live.items():
-            tensor.copy_(hf[name])
+            tensor.copy_(self._rows(hf[name]))
 
     def load(self, folder: Path) -> "PlainSource":
         self._load(HfFolder(folder))
@@ -154,7 +162,8 @@ def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_eng
     def kill_at_second_bucket(engine, flat, body):
         sent.append(body["names"])
         if len(sent) == 2:
-            moe_engine.stop()
+            os.kill(moe_engine.process.pid, signal.SIGSTOP)  # the request is under way when it dies
+            threading.Timer(0.3, moe_engine.stop).start()
         send(engine, flat, body)
 
     exchange._transport._send_bucket = kill_at_second_bucket
@@ -167,12 +176,44 @@ def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_eng
     exchange.close()
 
 
+def run_trainer(rank: int, folder: Path, info: Info, config: ExperimentConfig, models: list[Path], results) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    control = OneEngine(config, folder)
+    control.info = info
+    source = PlainSource(models[0], rank, 2).load(models[2])
+    exchange = Exchange(config, make_mesh(0, 1, torch.device("cpu"), 60.0), source, control, folder)
+    report = exchange.publish(50)
+    if rank == 1:
+        source.live["model.norm.weight"][3] += 1  # after publishing: the engine now differs from the trainers
+    try:
+        exchange.verify()
+        error = ""
+    except LeaderError as exc:
+        error = str(exc)
+    exchange.close()
+    results[rank] = report, error, control.ready_calls
+    dist.destroy_process_group()
+
+
+def test_two_trainer_ranks(moe_engine, moe_models, tmp_path):
+    config = experiment(moe_models[0], 1, "broadcast")
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(run_trainer, args=(tmp_path, moe_engine.info, config, moe_models, results), nprocs=2)
+        (report, error, ready), (other_report, other_error, nobody) = results[0], results[1]
+    assert report == other_report and ready == [("e0", moe_engine.info.incarnation, 50)] and not nobody
+    assert error == other_error and "HF tensor model.norm.weight [0:64]" in error and "in 1 places" in error
+    httpx.post(f"{moe_engine.info.url}/continue_generation", json={}).raise_for_status()  # left paused: nobody may sample from it
+    assert_engine_computes_with(moe_engine.info.url, moe_models[2], 50)
+
+
 def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
     models = []
     for seed in range(2):
         template = make_tiny_model(tmp_path / f"d{seed}", seed)  # tokenizer files
         shape = dict(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-        config = Qwen3Config(**shape, intermediate_size=128, initializer_range=0.15, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2)
+        shape |= dict(intermediate_size=128, initializer_range=0.15, bos_token_id=1, eos_token_id=2)
+        config = Qwen3Config(**shape, tie_word_embeddings=True)
         torch.manual_seed(seed)
         Qwen3ForCausalLM(config).save_pretrained(template)
         models.append(template)
@@ -185,7 +226,10 @@ def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
             exchange.publish(version)
             assert_engine_computes_with(engine.info.url, model, version)
         plant_fault(engine.info.url, 2, 1, "model.embed_tokens.weight", 0)  # rank 1 holds rows 160 to 299, and padding
-        with pytest.raises(LeaderError, match=r"rank 1: parameter model.embed_tokens.weight does not hold HF tensor model.embed_tokens.weight \[160:300"):
+        with pytest.raises(LeaderError, match=r"rank 1: parameter model.embed_tokens.weight does not hold .*weight \[160:300, 0:64\]"):
+            exchange.verify()
+        plant_fault(engine.info.url, 2, 1, "model.embed_tokens.weight", 150 * 64)
+        with pytest.raises(LeaderError, match=r"rank 1: parameter model.embed_tokens.weight: elements that the loader sets to 0.0"):
             exchange.verify()
         exchange.close()
     finally:

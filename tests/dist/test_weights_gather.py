@@ -1,0 +1,116 @@
+"""HF -> sharded ranks -> HF is bit-equal: tensor-parallel shards, replicas, fused and padded parameters, pipeline stages, small buckets."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megagrpo.hf_files import HfFolder, write_hf_folder
+from megagrpo.mesh import make_mesh
+from megagrpo.weights.digest import slice_digest
+from megagrpo.weights.plan import gather_buckets, gather_copies, make_gather_plan, share_out
+from megagrpo.weights.record import record_copies
+from megagrpo.weights.views import Box
+
+VOCAB, HIDDEN, FFN, LAYERS = 29, 8, 12, 3
+SHAPES = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,), "head": (VOCAB, HIDDEN)}
+for layer in range(LAYERS):
+    SHAPES |= {f"{layer}.norm": (HIDDEN,), f"{layer}.gate": (FFN, HIDDEN), f"{layer}.up": (FFN, HIDDEN), f"{layer}.down": (HIDDEN, FFN)}
+    SHAPES |= {f"{layer}.q": (4 * 2, HIDDEN), f"{layer}.k": (2 * 2, HIDDEN)}
+SPECS = {name: (shape, torch.float32) for name, shape in SHAPES.items()}
+
+
+def hf_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+class ToyActor:
+    """tp shards of a fused model; the last layer and the head live on the last pipeline stage; the rest replicate it."""
+
+    def __init__(self, tp: int, tp_rank: int, pp: int, pp_rank: int):
+        self.tp, self.tp_rank = tp, tp_rank
+        self.layers = [layer for layer in range(LAYERS) if layer * pp // LAYERS == pp_rank]
+        self.first, self.last = pp_rank == 0, pp_rank == pp - 1
+        rows = -(-VOCAB // tp)
+        self.live = {"embed": torch.zeros(rows, HIDDEN)} if self.first else {}
+        if self.last:
+            self.live |= {"norm": torch.zeros(HIDDEN), "head": torch.zeros(rows, HIDDEN)}
+        for layer in self.layers:
+            shapes = {"norm": (HIDDEN,), "fc1": (2 * FFN // tp, HIDDEN), "fc2": (HIDDEN, FFN // tp), "qk": (12 // tp, HIDDEN)}
+            self.live |= {f"{layer}.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+
+    def load(self, hf) -> None:
+        shard = lambda tensor, dim: tensor.chunk(self.tp, dim)[self.tp_rank]  # noqa: E731
+        for name in {"embed", "head"} & self.live.keys():
+            start = self.tp_rank * len(self.live[name])
+            real = hf[name][start : start + len(self.live[name])]
+            self.live[name][: len(real)].copy_(real)
+            self.live[name][len(real) :].zero_()
+        if self.last:
+            self.live["norm"].copy_(hf["norm"])
+        for layer in self.layers:
+            self.live[f"{layer}.norm"].copy_(hf[f"{layer}.norm"])
+            fc1 = self.live[f"{layer}.fc1"].view(2, FFN // self.tp, HIDDEN)
+            fc1[0].copy_(shard(hf[f"{layer}.gate"], 0))
+            fc1[1].copy_(shard(hf[f"{layer}.up"], 0))
+            self.live[f"{layer}.fc2"].copy_(shard(hf[f"{layer}.down"], 1))
+            groups = self.live[f"{layer}.qk"].view(2 // self.tp, 3, 2, HIDDEN)  # [q, q, k] by key head
+            groups[:, :2].copy_(shard(hf[f"{layer}.q"].view(2, 2, 2, HIDDEN), 0))
+            groups[:, 2].copy_(shard(hf[f"{layer}.k"].view(2, 2, HIDDEN), 0))
+
+
+def run_rank(rank: int, world: int, tp: int, pp: int, folder, results) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    mesh = make_mesh(rank // (tp * pp), world // (tp * pp), torch.device("cpu"), deadline_s=30)
+    actor = ToyActor(tp, rank % tp, pp, rank // tp % pp)
+    copies = record_copies(actor.load, SPECS, actor.live)
+    actor.load(hf_tensors())
+    everyone = gather_copies(copies, mesh)
+    plan = make_gather_plan(everyone, SPECS, torch.float32, bucket_bytes=700)
+    full: dict = {}
+    for bucket in gather_buckets(plan, actor.live, mesh):
+        full |= bucket
+    half = make_gather_plan(everyone, SPECS, torch.bfloat16, bucket_bytes=700)
+    if rank == 0:
+        write_hf_folder(folder / "out", gather_buckets(half, actor.live, mesh), folder / "like", torch.bfloat16)
+    else:
+        list(gather_buckets(half, actor.live, mesh))
+    shares = share_out(everyone, SPECS, on_main=False)
+    load = [sum(copy.box.numel for parts in shares.values() for r, copy in parts if r == k) for k in range(world)]
+    digests = torch.zeros(len(SPECS), dtype=torch.int64)
+    for place, (name, parts) in enumerate(shares.items()):
+        for owner, copy in parts:
+            if owner == rank:
+                digests[place] += slice_digest(copy.view(actor.live), copy.box, SHAPES[name])
+    dist.all_reduce(digests)
+    results[rank] = {name: t.clone() for name, t in full.items()}, len(plan.buckets), load, digests.tolist()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (3, 1, 3), (4, 2, 2), (4, 2, 1)])
+def test_gathered_tensors_are_bit_equal(tmp_path, world, tp, pp):
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like/config.json").write_text("{}")
+    with mp.Manager() as manager:
+        shared = manager.dict()
+        mp.spawn(run_rank, args=(world, tp, pp, tmp_path, shared), nprocs=world)
+        results = dict(shared)
+    expected = hf_tensors()
+    full, num_buckets, load, digests = results[0]
+    assert full.keys() == expected.keys() and all(torch.equal(full[n].view(torch.int32), t.view(torch.int32)) for n, t in expected.items())
+    assert num_buckets > 5 and all(not results[rank][0] for rank in range(1, world))
+    exported = HfFolder(tmp_path / "out")
+    assert all(torch.equal(exported[n], t.to(torch.bfloat16)) for n, t in expected.items())
+    whole = [slice_digest(t, Box((0,) * t.dim(), tuple(t.shape)), tuple(t.shape)) for t in expected.values()]
+    assert digests == [int(d) for d in whole]
+    assert sum(load) == sum(t.numel() for t in expected.values())
+    if pp == 1:
+        assert max(load) <= 1.4 * sum(load) / world, "replicas share the work"
+
+
+def test_a_tensor_that_no_rank_holds_is_named():
+    actor = ToyActor(2, 0, 1, 0)
+    copies = record_copies(actor.load, SPECS, actor.live)
+    with pytest.raises(ValueError, match=r"HF tensor embed \(29, 8\): no trainer rank holds 112 of its 232 elements"):
+        share_out([copies], SPECS, on_main=True)
