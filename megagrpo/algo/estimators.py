@@ -4,6 +4,8 @@ r rewards [N] float64, g group_ids [N] int64, stats over all ranks. Constant gro
 compares responses of a group; `single` says what a group with one valid response gets: "zero" or "raw".
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -91,7 +93,7 @@ def whiten(values: Tensor, spread: Moments) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8), unbiased variance; unchanged for 0 or 1 value."""
     if spread.count < 2:
         return values
-    return (values - spread.mean) / (spread.std**2 + WHITEN_EPS) ** 0.5
+    return (values - spread.mean) / math.hypot(spread.std, WHITEN_EPS**0.5)  # hypot: the square of a huge std would overflow
 
 
 def _within_groups(advantages: Tensor, r: Tensor, g: Tensor, stats: GroupStatistics, single: str) -> Tensor:

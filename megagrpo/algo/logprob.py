@@ -90,6 +90,76 @@ class _LogProbs(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 6
 
 
+def chunked_full_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """Exact KL(policy || reference) over the whole vocabulary, float32 [T], from both models' hidden states and output weights.
+
+    Arguments as for chunked_logprobs; the reference's [T, H'] and [V_local, H'] get no gradient.
+    """
+    columns = len(weight) if vocab_size is None else max(0, min(len(weight), vocab_size - vocab_start))
+    return _FullKl.apply(hidden, weight, ref_hidden, ref_weight, temperature, chunk_tokens, columns, reduce)
+
+
+class _FullKl(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, ref_hidden, ref_weight, temperature, chunk_tokens, columns, reduce):
+        top, ref_top = hidden.new_full((2, len(hidden)), torch.finfo(torch.float32).min, dtype=torch.float32)
+        mass, ref_mass, moment = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        pairs = zip(
+            _tiles(hidden, weight, temperature, chunk_tokens, columns),
+            _tiles(ref_hidden, ref_weight, temperature, chunk_tokens, columns),
+            strict=True,
+        )
+        for (rows, _, logits), (_, _, ref_logits) in pairs:
+            gap = logits - ref_logits
+            whole_top = torch.maximum(top[rows], logits.amax(1))
+            old = (top[rows] - whole_top).exp()
+            logits.sub_(whole_top[:, None]).exp_()
+            mass[rows] = mass[rows] * old + logits.sum(1)
+            moment[rows] = moment[rows] * old + torch.linalg.vecdot(logits, gap)
+            top[rows] = whole_top
+            whole_top = torch.maximum(ref_top[rows], ref_logits.amax(1))
+            old = (ref_top[rows] - whole_top).exp()
+            ref_mass[rows] = ref_mass[rows] * old + ref_logits.sub_(whole_top[:, None]).exp_().sum(1)
+            ref_top[rows] = whole_top
+        if reduce is not None:
+            tops = torch.stack((top, ref_top))
+            whole = reduce(tops.clone(), "max")
+            factor = (tops - whole).exp()
+            mass, moment, ref_mass = reduce(torch.stack((mass * factor[0], moment * factor[0], ref_mass * factor[1])), "sum")
+            top, ref_top = whole
+        log_z, ref_log_z = top + mass.log(), ref_top + ref_mass.log()
+        kl = moment / mass - log_z + ref_log_z
+        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, log_z, ref_log_z, kl)
+        ctx.options = (temperature, chunk_tokens, columns)
+        return kl
+
+    @staticmethod
+    def backward(ctx, grad_kl):
+        hidden, weight, ref_hidden, ref_weight, log_z, ref_log_z, kl = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        scale = grad_kl / ctx.options[0]
+        pairs = zip(_tiles(hidden, weight, *ctx.options), _tiles(ref_hidden, ref_weight, *ctx.options), strict=True)
+        for (rows, cols, logits), (_, _, ref_logits) in pairs:
+            logits -= log_z[rows, None]
+            ref_logits -= ref_log_z[rows, None]
+            factor = (logits - ref_logits).sub_(kl[rows, None]).mul_(scale[rows, None])  # d KL = p (log p - log q - KL)
+            grad = logits.exp_().mul_(factor)
+            _accumulate(grad_hidden[rows], grad, weight[cols])
+            _accumulate(grad_weight[cols], grad.t(), hidden[rows])
+        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 6
+
+
 def _tiles(hidden: Tensor, weight: Tensor, temperature: float, chunk_tokens: int, columns: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """(rows, columns, float32 logits) of every tile; the logits are overwritten by the next one."""
     buffer = None

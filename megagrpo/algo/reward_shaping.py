@@ -63,15 +63,19 @@ def _location_and_scale(
 
 
 def _merge_running(state: dict, count: int, mean: float, std: float, ddof: int) -> tuple[float, float]:
-    """Add a batch to state["reward_moments"] = [count, mean, sum of squared deviations]; returns the mean and std of all."""
-    seen, seen_mean, seen_squares = state.get("reward_moments", [0, 0.0, 0.0])
+    """Add a batch to state["reward_moments"]; returns the mean and std of everything so far.
+
+    The state is [count, mean, root of the sum of squared deviations]; roots, because squares of huge rewards overflow.
+    """
+    seen, seen_mean, seen_root = state.get("reward_moments", [0, 0.0, 0.0])
     total = seen + count
     if count:
-        delta = mean - seen_mean
-        squares = seen_squares + std**2 * max(count - ddof, 0) + delta**2 * seen * count / total
-        state["reward_moments"] = [total, seen_mean + delta * count / total, squares]
-    total, mean, squares = state.get("reward_moments", [0, 0.0, 0.0])
-    return mean, math.sqrt(squares / (total - ddof)) if total > ddof else 0.0
+        shift = (mean - seen_mean) * math.sqrt(seen / total * count)
+        root = math.hypot(seen_root, std * math.sqrt(max(count - ddof, 0)), shift)
+        seen_mean += (mean - seen_mean) * (count / total)
+        state["reward_moments"] = [total, seen_mean, root]
+    total, mean, root = state.get("reward_moments", [0, 0.0, 0.0])
+    return mean, root / math.sqrt(total - ddof) if total > ddof else 0.0
 
 
 def token_kl(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, options: KlConfig) -> Tensor:

@@ -1,0 +1,62 @@
+"""Vocabulary-parallel log-probabilities over two gloo ranks give what one rank gives, gradients included."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
+
+WORLD, TOKENS, HIDDEN, VOCAB, PADDED = 2, 23, 8, 37, 48  # the second rank's last 11 columns are padding
+OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def problem() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(TOKENS, HIDDEN), torch.randn(PADDED, HIDDEN)
+    weight[VOCAB:] = 100.0  # padding that would win every softmax
+    targets = torch.randint(0, VOCAB, (TOKENS,))
+    targets[3] = -1
+    return hidden, weight, targets, torch.randn(TOKENS), torch.randn(TOKENS)
+
+
+def solve(start: int, stop: int, reduce) -> dict[str, torch.Tensor]:
+    hidden, weight, targets, a, b = problem()
+    hidden.requires_grad_()
+    local = weight[start:stop].clone().requires_grad_()
+    logprobs, entropy = chunked_logprobs(hidden, local, targets, 0.7, 5, start, VOCAB, reduce)
+    reference = (hidden.detach().flip(0), weight[start:stop].flip(1))
+    kl = chunked_full_kl(hidden, local, *reference, 0.7, 5, start, VOCAB, reduce)
+    (logprobs @ a + entropy @ b + kl @ a).backward()
+    out = {"logprobs": logprobs, "entropy": entropy, "kl": kl, "hidden": hidden.grad, "weight": local.grad}
+    return {name: value.detach() for name, value in out.items()}
+
+
+def run_rank(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+
+    def reduce(tensor: torch.Tensor, op: str) -> torch.Tensor:
+        dist.all_reduce(tensor, op=OPS[op])
+        return tensor
+
+    half = PADDED // WORLD
+    torch.save(solve(rank * half, (rank + 1) * half, reduce), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict]:
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    mp.spawn(run_rank, args=(folder,), nprocs=WORLD)
+    return [torch.load(f"{folder}/{rank}.pt") for rank in range(WORLD)]
+
+
+def test_two_ranks_equal_one(ranks):
+    one = solve(0, PADDED, None)
+    for name in ("logprobs", "entropy", "kl"):
+        for rank in ranks:
+            torch.testing.assert_close(rank[name], one[name], rtol=1e-5, atol=1e-5)
+    # the caller sums the partial gradients of hidden; each rank holds the whole gradient of its own columns
+    torch.testing.assert_close(ranks[0]["hidden"] + ranks[1]["hidden"], one["hidden"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([r["weight"] for r in ranks]), one["weight"], rtol=1e-5, atol=1e-5)
+    assert (one["weight"][VOCAB:] == 0).all()

@@ -1,0 +1,161 @@
+"""Statistics and advantages are the same bits for every data-parallel size, rank order and placement, over real gloo ranks."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megagrpo.algo.advantage import with_advantages
+from megagrpo.algo.statistics import group_statistics, moments
+from megagrpo.config_algorithm import AlgorithmConfig
+from megagrpo.mesh import make_mesh
+from megagrpo.types import Batch
+
+WORLDS = (1, 2, 4)
+PLACEMENTS = 2
+NUM_GROUPS, GROUP_SIZE, WIDTH = 7, 4, 12
+STEP = torch.tensor([0.0, 0.1, 0.2, 0.3], dtype=torch.float64).repeat(NUM_GROUPS)
+
+
+def rewards_of(kind: str, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(NUM_GROUPS * GROUP_SIZE, generator=generator, dtype=torch.float64)
+    return {
+        "offset": 1000 + STEP[torch.randperm(len(STEP), generator=generator)],
+        "tiny": 1e-4 * noise,
+        "mixed": noise * 10.0 ** torch.randint(-30, 30, noise.shape, generator=generator),
+        "huge": noise * 1e300,
+        "constant": torch.full_like(noise, 0.7),
+        "binary": (noise > 0).double(),
+    }[kind]
+
+
+KINDS = ("offset", "tiny", "mixed", "huge", "constant", "binary")
+SHAPING = {"overlong": {"buffer_tokens": 4}, "mean": "running", "std": "batch", "clip": 5.0}
+ALGORITHMS = {
+    "grpo": {},
+    "dr_grpo": {"advantage": {"name": "dr_grpo"}, "whiten_advantages": True},
+    "grpo_passk": {"advantage": {"name": "grpo_passk"}},
+    "rloo": {"advantage": {"name": "rloo"}, "kl": {"reward_coef": 0.1, "adaptive": {"target": 0.1, "horizon": 100.0}}},
+    "reinforce_plus_plus": {"advantage": {"name": "reinforce_plus_plus", "gamma": 0.9}, "kl": {"reward_coef": 0.1, "estimator": "k1"}},
+    "reinforce_plus_plus_baseline": {"advantage": {"name": "reinforce_plus_plus_baseline"}, "reward": SHAPING},
+    "remax": {"advantage": {"name": "remax"}, "advantage_clip": 2.0},
+    "opo": {"advantage": {"name": "opo"}, "mask_truncated": True},
+    "gpg": {
+        "advantage": {"name": "gpg"},
+        "mismatch": {"weight": {"name": "tis", "over": "sequence", "self_normalise": True}, "reject": {"low": 0.5, "high": 2.0}},
+    },
+}
+
+
+def whole_batch(kind: str) -> Batch:
+    generator = torch.Generator().manual_seed(KINDS.index(kind))
+    n = NUM_GROUPS * GROUP_SIZE
+    lengths = torch.randint(2, WIDTH + 1, (n,), generator=generator)
+    columns = torch.arange(WIDTH)
+    holes = torch.rand(n, WIDTH, generator=generator) > 0.2
+
+    def logprobs() -> torch.Tensor:
+        return -torch.rand(n, WIDTH, generator=generator)
+
+    return Batch(
+        sample_ids=torch.arange(n),
+        group_ids=torch.arange(n) // GROUP_SIZE,
+        num_groups=NUM_GROUPS + 1,  # the last one has no sample
+        tokens=torch.zeros(n, WIDTH, dtype=torch.int64),
+        lengths=lengths,
+        prompt_lengths=torch.ones_like(lengths),
+        loss_mask=((columns >= 1) & (columns < lengths[:, None]) & holes).float(),
+        rollout_logprobs=logprobs(),
+        rewards=rewards_of(kind, generator),
+        valid=torch.rand(n, generator=generator) > 0.1,
+        truncated=torch.rand(n, generator=generator) > 0.8,
+        greedy_rewards=torch.rand(n, generator=generator, dtype=torch.float64),
+        old_logprobs=logprobs(),
+        ref_logprobs=logprobs(),
+    )
+
+
+def share(batch: Batch, owner: torch.Tensor, rank: int, seed: int) -> Batch:
+    """This rank's samples in random order, padded no wider than it needs."""
+    rows = torch.nonzero(owner == rank).flatten()
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
+    width = int(batch.lengths[rows].max()) if len(rows) else 1
+    taken = {}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if isinstance(value, torch.Tensor):
+            taken[f.name] = value[rows] if value.dim() == 1 else value[rows, :width]
+    return replace(batch, **taken)
+
+
+def measure(batch: Batch, reduce) -> dict:
+    """Everything that must not depend on the placement; per-sample things by sample id, doubles as their bits."""
+    out = {}
+    for ddof in (0, 1):
+        stats = group_statistics(batch.rewards, batch.group_ids, batch.num_groups, batch.valid, reduce, ddof)
+        out[f"stats{ddof}"] = [getattr(stats, f.name).double().view(torch.int64).tolist() for f in fields(stats)]
+    spread = moments(batch.rewards[batch.valid], reduce)
+    out["moments"] = [float(getattr(spread, f.name)).hex() for f in fields(spread)]
+    for name, options in ALGORITHMS.items():
+        state: dict = {}
+        result, metrics = with_advantages(batch, AlgorithmConfig(**options), reduce, state, WIDTH - 1)
+        out[name] = metrics, state
+        weights = result.loss_mask if result.policy_weights is None else result.policy_weights
+        for row, sample in enumerate(batch.sample_ids.tolist()):
+            length = int(batch.lengths[row])
+            out[name, sample] = [t[row, :length].float().view(torch.int32).tolist() for t in (result.advantages, result.loss_mask, weights)]
+    return out
+
+
+def run_rank(rank: int, world: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
+    mesh = make_mesh(rank, world, torch.device("cpu"), deadline_s=60)
+    results = []
+    for kind in KINDS:
+        batch = whole_batch(kind)
+        for placement in range(PLACEMENTS):
+            owner = torch.randint(0, world, (len(batch.tokens),), generator=torch.Generator().manual_seed(placement))
+            if placement == 0:
+                owner = torch.full_like(owner, world - 1)  # everybody else has no sample at all
+            mine = measure(share(batch, owner, rank, seed=10 * placement + rank), mesh.reduce)
+            merged: dict = {}
+            for part in mesh.gather_dp(mine):
+                for key, value in part.items():
+                    assert key not in merged or merged[key] == value, f"ranks disagree about {key} of {kind}"
+                    merged[key] = value
+            results.append((kind, merged))
+    if rank == 0:
+        torch.save(results, f"{folder}/world{world}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[int, list]:
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    for world in WORLDS:
+        mp.spawn(run_rank, args=(world, folder), nprocs=world)
+    return {world: torch.load(f"{folder}/world{world}.pt", weights_only=False) for world in WORLDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bit_identical_for_every_size_and_placement(results, kind):
+    everywhere = [merged for world in WORLDS for k, merged in results[world] if k == kind]
+    assert len(everywhere) == len(WORLDS) * PLACEMENTS
+    for other in everywhere[1:]:
+        different = [key for key in everywhere[0] if everywhere[0][key] != other[key]]
+        assert different == [] and everywhere[0].keys() == other.keys()
+
+
+def test_statistics_of_offset_rewards_are_right(results):
+    """1000 + {0, .1, .2, .3}: a float32 mean or a one-pass variance gets the std wrong by a factor."""
+    merged = next(m for k, m in results[4] if k == "offset")
+    batch = whole_batch("offset")
+    mean = torch.tensor(merged["stats1"][1]).view(torch.float64)
+    std = torch.tensor(merged["stats1"][2]).view(torch.float64)
+    for g in range(NUM_GROUPS):
+        values = batch.rewards[(batch.group_ids == g) & batch.valid]
+        assert float(mean[g]) == pytest.approx(float(values.mean()), rel=1e-15)
+        if len(values) > 1:
+            assert float(std[g]) == pytest.approx(float(values.std()), rel=1e-12)
