@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import psutil
 import pytest
 from running_service import START_S, RunningService, start_service, wait_for_url
 from tiny_model import make_tiny_model
 
 from megagrpo.config import ExperimentConfig
-from megagrpo.processes import stop_tree
+from megagrpo.processes import is_live, stop_tree
 from megagrpo.rollout.client import ServiceControl
 
 
@@ -34,5 +35,11 @@ def service(tiny_model, tmp_path_factory):
     try:
         yield RunningService(config, run_dir, process, ServiceControl(wait_for_url(process, run_dir)))
     finally:
-        stop_tree(process.pid, grace_s=30)
-        process.wait()
+        tree = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.terminate()
+        try:
+            assert process.wait(60) == 0
+            assert not [p for p in tree if is_live(p)], "the service left processes behind"
+            assert not (run_dir / "service.json").exists()
+        finally:
+            stop_tree(process.pid)

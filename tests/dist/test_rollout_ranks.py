@@ -1,0 +1,94 @@
+"""RolloutSource over gloo ranks, against a service that is played by a real HTTP server."""
+
+import time
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from fake_service import FakeService, running
+
+from megagrpo.config import ExperimentConfig
+from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.rollout.client import ServiceControl
+from megagrpo.rollout.source import RolloutSource
+from megagrpo.types import Outcome, Prompt
+
+PROMPTS = [Prompt(id=10 * i, text="", token_ids=(1, i), answer="") for i in range(5)]
+
+
+class Grader:
+    def submit(self, prompt: Prompt, text: str) -> Future:
+        future: Future = Future()
+        future.set_result(Outcome("score", float(text)))
+        return future
+
+
+def decode(ids) -> str:
+    return "".join(map(str, ids))
+
+
+def rank_main(rank: int, world: int, dp: int, url: str, folder: Path, options: dict) -> None:
+    """Rank `rank` of `world` in `dp` replicas: one step, its result saved as rank-N.pt."""
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    mesh = make_mesh(rank * dp // world, dp, torch.device("cpu"), 60.0)
+    config = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}, "train": {"group_size": 2}}
+    config = ExperimentConfig.model_validate(config | {"rollout": options})
+    control = ServiceControl(url)
+    source = RolloutSource(config, mesh, control, Grader() if mesh.is_leader else None, decode)
+    refreshed = []
+
+    def refresh(engine_ids):
+        refreshed.append(engine_ids)
+        meeting = torch.ones(1)
+        dist.all_reduce(meeting)  # hangs unless every rank is here, as publishing would
+        assert meeting.item() == world
+        if mesh.is_main:
+            control.mark_ready(engine_ids[0], 1, 4)
+
+    try:
+        groups, error = source.next(3, PROMPTS, 4, refresh), ""
+    except LeaderError as exc:
+        groups, error = [], str(exc)
+    torch.save({"groups": groups, "error": error, "refreshed": refreshed}, folder / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_ranks(service: FakeService, folder: Path, world: int, dp: int, **options) -> list[dict]:
+    mp.spawn(rank_main, args=(world, dp, service.url, folder, options), nprocs=world)
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world, dp", [(2, 2), (4, 2), (2, 1)])
+def test_shares_do_not_depend_on_the_layout(tmp_path, world, dp):
+    """Replica by replica the groups are those of one rank, and every rank of a replica has them all."""
+    with running(FakeService(version=4)) as service:
+        results = run_ranks(service, tmp_path, world, dp)
+    per_replica = [results[d * world // dp]["groups"] for d in range(dp)]
+    groups = [group for part in per_replica for group in part]
+    assert [(g.group_id, g.prompt) for g in groups] == list(enumerate(PROMPTS))
+    for rank, result in enumerate(results):
+        assert result["groups"] == per_replica[rank * dp // world] and result["refreshed"] == []
+    if dp == 2:
+        assert [len(part) for part in per_replica] == [2, 3]
+
+
+def test_all_ranks_refresh_a_stale_engine_together(tmp_path):
+    with running(FakeService(state="stale")) as service:
+        results = run_ranks(service, tmp_path, 4, 2)
+    assert [r["refreshed"] for r in results] == [[["engine-0"]]] * 4
+    assert sum(len(results[rank]["groups"]) for rank in (0, 2)) == len(PROMPTS)
+
+
+def test_a_leaders_failure_reaches_every_rank(tmp_path):
+    """One leader's request is refused for good; the other leader and the ranks that only wait learn it at once."""
+    with running(FakeService(version=4, script=[400])) as service:
+        started = time.monotonic()
+        results = run_ranks(service, tmp_path, 4, 2)
+    assert time.monotonic() - started < 50
+    assert len({r["error"] for r in results}) == 1
+    assert "train step 3" in results[1]["error"] and "refused a request: on purpose" in results[1]["error"]

@@ -1,0 +1,94 @@
+"""A rollout service in a thread, over real HTTP: the control endpoint and the router of one, which fail on purpose."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+NO_WORKERS = {"error": {"type": "Service Unavailable", "code": "no_available_workers", "message": "No available workers"}}
+
+
+@dataclass
+class FakeService:
+    """`script` holds what the next requests to /generate get, one entry each, then all get an answer:
+    an int is a status, "no_workers", "hang", "drop" (close the connection), or a dict that replaces parts of meta_info."""
+
+    script: list = field(default_factory=list)
+    version: int = 0
+    state: str = "ready"
+    failed: str | None = None
+    url: str = ""
+    requests: list[dict] = field(default_factory=list)
+    marked: list[tuple] = field(default_factory=list)
+
+    async def status(self, request: web.Request) -> web.Response:
+        verified = self.version if self.state == "ready" else None
+        engine = {"id": "engine-0", "url": self.url, "state": self.state, "weight_version": verified, "incarnation": 1}
+        engine |= {"restarts": 0, "pid": 1, "reason": ""}
+        return web.json_response({"router": self.url, "failed": self.failed, "engines": [engine]})
+
+    async def ready(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.marked.append((body["incarnation"], body["weight_version"]))
+        self.state, self.version = "ready", body["weight_version"]
+        return web.json_response({})
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        step = self.script.pop(0) if self.script else {}
+        if self.state != "ready" or step == "no_workers":
+            return web.json_response(NO_WORKERS, status=503)
+        if step == "hang":
+            await asyncio.sleep(3600)
+        if step == "drop":
+            request.transport.close()
+        if isinstance(step, int):
+            return web.Response(status=step, text="on purpose")
+        # The response is a function of the request alone: the seed's last digits, as tokens.
+        tokens = [int(digit) for digit in str(body["sampling_params"]["sampling_seed"])[-4:]]
+        meta = {"finish_reason": {"type": "stop"}, "weight_version": str(self.version), "weight_versions": []}
+        meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
+        return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta | step})
+
+
+@contextmanager
+def running(service: FakeService) -> Iterator[FakeService]:
+    """Serve it on a free port until the block ends."""
+    loop = asyncio.new_event_loop()
+    app = web.Application()
+    app.add_routes(
+        [
+            web.get("/status", service.status),
+            web.post("/engines/{id}/ready", service.ready),
+            web.post("/generate", service.generate),
+        ]
+    )
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+
+    async def start():
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        service.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+
+    async def stop():
+        await runner.cleanup()
+        hanging = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
+
+    loop.run_until_complete(start())
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield service
+    finally:
+        asyncio.run_coroutine_threadsafe(stop(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()

@@ -1,0 +1,178 @@
+"""Retries, deadlines and checks of the generation client, against a server that fails on purpose."""
+
+import asyncio
+import itertools
+import time
+from concurrent.futures import Future
+
+import pytest
+import torch
+from fake_service import FakeService, running
+
+from megagrpo.config import ExperimentConfig
+from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.rollout.client import (
+    GenerationClient,
+    GenerationFailed,
+    Response,
+    RetryPolicy,
+    SamplingParams,
+    ServiceControl,
+    ServiceFailed,
+    ServiceUnreachable,
+    read_service_url,
+    sample_seed,
+)
+from megagrpo.rollout.source import RolloutSource
+from megagrpo.types import Outcome, Prompt
+
+PARAMS = SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(7,), stop=("\n",))
+QUICK = RetryPolicy(retries=3, request_timeout_s=0.5, base_s=0.01, cap_s=0.02)
+ANSWER = Response((1, 2, 3, 4), (-0.5,) * 4, "stop")
+
+
+def generate(service: FakeService, retry: RetryPolicy = QUICK, version: int = 0) -> tuple[Response, int]:
+    """(response, number of retries)"""
+
+    async def run():
+        async with GenerationClient(service.url, retry, 4) as client:
+            return await client.generate((5, 6), PARAMS, 1234, version), client.num_retries
+
+    return asyncio.run(run())
+
+
+def test_request_as_sglang_wants_it():
+    with running(FakeService()) as service:
+        assert generate(service) == (ANSWER, 0)
+    sampling = {"temperature": 1.0, "max_new_tokens": 4, "top_p": 1.0, "top_k": -1, "sampling_seed": 1234}
+    sampling |= {"stop_token_ids": [7], "stop": ["\n"]}
+    assert service.requests == [{"input_ids": [5, 6], "sampling_params": sampling, "return_logprob": True}]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [500, 502, "hang", "drop", {"weight_version": "1"}, {"finish_reason": {"type": "abort", "message": "paused"}}],
+    ids=str,
+)
+def test_one_bad_answer_is_tried_again(problem):
+    with running(FakeService(script=[problem, problem])) as service:
+        assert generate(service) == (ANSWER, 2)
+
+
+def test_sample_that_saw_two_versions_is_refused():
+    spans = [{"version": "2", "start": 0, "end": 2}, {"version": "3", "start": 2, "end": 4}]
+    with running(FakeService(version=3, script=[{"weight_versions": spans}])) as service:
+        assert generate(service, version=3) == (ANSWER, 1)
+
+
+@pytest.mark.parametrize(
+    "problem, said",
+    [(500, "status 500: on purpose"), ("hang", "TimeoutError"), ({"weight_version": "1"}, r"version \['1'\], wanted 0")],
+    ids=str,
+)
+def test_out_of_retries_says_why(problem, said):
+    with running(FakeService(script=[problem] * 10)) as service:
+        with pytest.raises(GenerationFailed, match=rf"no sample in 4 tries.*rollout.retries.*{said}"):
+            generate(service)
+        assert len(service.requests) == 4
+
+
+def test_waiting_for_an_engine_is_no_failure():
+    with running(FakeService(script=["no_workers"] * 20)) as service:
+        assert generate(service) == (ANSWER, 20)
+
+
+def test_wrong_request_is_not_tried_again():
+    with running(FakeService(script=[400])) as service:
+        with pytest.raises(GenerationFailed, match="refused a request: on purpose"):
+            generate(service)
+        assert len(service.requests) == 1
+
+
+def test_back_off_doubles_up_to_the_cap():
+    policy = RetryPolicy(8, 1.0, base_s=1.0, cap_s=10.0)
+    for attempt, longest in enumerate([1, 2, 4, 8, 10, 10]):
+        waits = [policy.wait_s(attempt) for _ in range(50)]
+        assert longest / 2 <= min(waits) < max(waits) <= longest
+
+
+def test_seeds_are_stable_and_their_own():
+    # A value once computed: another one would mean that no earlier run can be repeated.
+    assert sample_seed(0, "train", 1, 2, 3) == 8447555726090762773
+    places = list(itertools.product(range(3), ("train", "greedy"), range(5), range(5), range(4)))
+    seeds = {sample_seed(*place) for place in places}
+    assert len(seeds) == len(places) and all(0 <= seed < 2**63 for seed in seeds)
+
+
+class Grader:
+    def submit(self, prompt: Prompt, text: str) -> Future:
+        future: Future = Future()
+        future.set_result(Outcome("score", float(text)))
+        return future
+
+
+PROMPTS = [Prompt(id=10 * i, text="", token_ids=(1, 2), answer="") for i in range(5)]
+
+
+def make_source(service: FakeService, **rollout) -> RolloutSource:
+    config = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}, "train": {"group_size": 2}}
+    config |= {"rollout": {"request_timeout_s": 5.0, "step_timeout_s": 5.0} | rollout}
+    mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
+    decode = lambda ids: "".join(map(str, ids))  # noqa: E731
+    return RolloutSource(ExperimentConfig.model_validate(config), mesh, ServiceControl(service.url), Grader(), decode)
+
+
+def test_groups_come_in_order_and_graded():
+    with running(FakeService(version=3, script=[500, "no_workers"])) as service:
+        groups = make_source(service).next(7, PROMPTS, 3, refresh=None)
+    assert [(g.group_id, g.prompt.id) for g in groups] == [(i, 10 * i) for i in range(5)]
+    for group in groups:
+        for index, (sample, outcome) in enumerate(zip(group.samples, group.outcomes, strict=True)):
+            digits = str(sample_seed(0, "train", 7, group.prompt.id, index))[-4:]
+            assert (sample.index, sample.text, sample.weight_version, outcome.value) == (index, digits, 3, float(digits))
+
+
+def test_stale_engine_is_refreshed_and_the_step_completes():
+    with running(FakeService(state="stale")) as service:
+        source, calls = make_source(service), []
+
+        def refresh(engine_ids):
+            calls.append(engine_ids)
+            ServiceControl(service.url).mark_ready("engine-0", 1, 4)
+
+        groups = source.next(0, PROMPTS, 4, refresh)
+    assert len(groups) == 5 and calls == [["engine-0"]] and service.marked == [(1, 4)]
+
+
+def test_engine_of_another_version_is_refreshed():
+    with running(FakeService(version=3)) as service:
+        source = make_source(service)
+        source.next(0, PROMPTS, 4, lambda ids: ServiceControl(service.url).mark_ready(ids[0], 1, 4))
+    assert service.marked == [(1, 4)]
+
+
+def test_deadline_names_what_is_missing():
+    with running(FakeService(script=["hang"])) as service:
+        started = time.monotonic()
+        with pytest.raises(LeaderError, match=r"train step 2.*1 of 5 groups did not come within 1 s.*step_timeout_s.*prompts \[0\]"):
+            make_source(service, step_timeout_s=1.0).next(2, PROMPTS, 0, refresh=None)
+    assert time.monotonic() - started < 5
+
+
+def test_service_that_gave_up_ends_the_wait():
+    with running(FakeService(state="dead", failed="engine-0 after 5 restart(s): no memory")) as service:
+        with pytest.raises(LeaderError, match="failed: engine-0 after 5 restart"):
+            make_source(service, step_timeout_s=60.0).next(0, PROMPTS, 0, refresh=None)
+        with pytest.raises(ServiceFailed, match="no memory"):
+            ServiceControl(service.url).engines()
+
+
+def test_unreachable_service_is_a_clear_error(tmp_path):
+    with pytest.raises(ServiceUnreachable, match="no rollout service answers at http://127.0.0.1:9.*megagrpo serve"):
+        ServiceControl("http://127.0.0.1:9").engines()
+    with pytest.raises(ServiceUnreachable, match="service.json did not appear in 0 s"):
+        read_service_url(tmp_path, 0.0)
+    with running(FakeService()) as service:
+        source = make_source(service)
+    with pytest.raises(LeaderError, match="no rollout service answers"):
+        source.next(0, PROMPTS, 0, refresh=None)

@@ -1,0 +1,107 @@
+"""Command line and environment of an engine, and the shims that a CPU needs."""
+
+import subprocess
+import sys
+
+import torch
+
+from megagrpo.config import ExperimentConfig
+from megagrpo.environment import child_environment
+from megagrpo.rollout.engine import CPU_SHIMS, WEIGHT_LOADER, Place, engine_command, engine_environment, engine_python_path
+
+
+def config(**rollout) -> ExperimentConfig:
+    sections = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
+    return ExperimentConfig.model_validate(sections | {"rollout": rollout})
+
+
+def options(command: list[str]) -> dict[str, str | None]:
+    """Flag -> its value, None for a switch."""
+    words = command[3:] + ["--"]
+    return {w: None if words[i + 1].startswith("--") else words[i + 1] for i, w in enumerate(words[:-1]) if w.startswith("--")}
+
+
+def place(cuda: bool, node_rank: int = 0) -> Place:
+    return Place(node_rank, "127.0.0.1", 20001, "10.0.0.1:20002", cuda, 8)
+
+
+def test_cpu_engine():
+    found = options(engine_command(config(deterministic=True), place(cuda=False)))
+    assert found["--device"] == "cpu" and found["--attention-backend"] == "torch_native" and found["--sampling-backend"] == "pytorch"
+    assert found["--max-total-tokens"] == "20000" and found["--dtype"] == "float32" and found["--tokenizer-path"] == "m"
+    assert found["--custom-weight-loader"] == WEIGHT_LOADER == "megagrpo.weights.engine_loader.run"
+    for switch in ("--sleep-on-idle", "--skip-server-warmup", "--enable-deterministic-inference"):
+        assert switch in found and found[switch] is None
+    assert "--nnodes" not in found
+    environment = engine_environment(config(), place(cuda=False))
+    assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["OMP_NUM_THREADS"] == "4"
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment
+
+
+def test_gpu_engine_is_plain():
+    command = engine_command(config(tp=8, ep=4, dtype="bfloat16", extra_args=["--x", "y"]), place(cuda=True))
+    found = options(command)
+    assert (found["--tp"], found["--ep-size"], found["--mem-fraction-static"]) == ("8", "4", "0.85")
+    assert not {"--device", "--max-total-tokens", "--attention-backend", "--sleep-on-idle", "--enable-deterministic-inference"} & set(found)
+    assert command[-2:] == ["--x", "y"]
+    assert engine_python_path(place(cuda=True)) == [] and "SGLANG_USE_CPU_ENGINE" not in engine_environment(config(), place(cuda=True))
+
+
+def test_engine_over_two_nodes():
+    two = config(tp=2, nodes_per_engine=2)
+    second = options(engine_command(two, place(cuda=False, node_rank=1)))
+    assert (second["--nnodes"], second["--node-rank"], second["--dist-init-addr"]) == ("2", "1", "10.0.0.1:20002")
+    environment = engine_environment(two, place(cuda=False, node_rank=1))
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1", "a core for every rank of the engine, not of the node alone"
+
+
+def in_engine_python(code: str) -> str:
+    env = child_environment(engine_environment(config(), place(cuda=False)), engine_python_path(place(cuda=False)))
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_shims_are_there_for_the_engine_alone():
+    code = "import sys, sgl_kernel, sitecustomize; print(sgl_kernel.__file__, sitecustomize.__file__)"
+    assert in_engine_python(code) == f"{CPU_SHIMS}/sgl_kernel/__init__.py {CPU_SHIMS}/sitecustomize.py"
+    assert subprocess.run([sys.executable, "-c", "import sgl_kernel"], env=child_environment(), capture_output=True).returncode != 0
+
+
+def test_kernels_are_defined_and_not_run():
+    code = """
+import triton, triton.language as tl
+from triton.runtime.jit import KernelInterface
+@triton.jit
+def kernel(x, BLOCK: tl.constexpr): return tl.load(x)
+@triton.autotune(configs=[triton.Config({"BLOCK": 8})], key=[])
+def other(): return 3
+class Launcher(KernelInterface[int]): pass
+from sgl_kernel import silu_and_mul
+try: silu_and_mul(1)
+except NotImplementedError as exc: print(kernel.__name__, other(), exc, triton.cdiv(7, 2), triton.next_power_of_2(9))
+"""
+    assert in_engine_python(code) == "kernel 3 sgl_kernel.silu_and_mul does not exist on a CPU 4 16"
+
+
+def murmur3(data: bytes) -> int:
+    """MurmurHash3_x86_32 with seed 0, for whole blocks of four bytes; from the published algorithm, in plain integers."""
+    state = 0
+    for i in range(0, len(data), 4):
+        k = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & 0xFFFFFFFF
+        k = (k << 15 | k >> 17) & 0xFFFFFFFF
+        state ^= k * 0x1B873593 & 0xFFFFFFFF
+        state = ((state << 13 | state >> 19) & 0xFFFFFFFF) * 5 + 0xE6546B64 & 0xFFFFFFFF
+    state ^= len(data)
+    state = (state ^ state >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    state = (state ^ state >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return state ^ state >> 16
+
+
+def test_seed_hash_is_murmur3():
+    from megagrpo.rollout.cpu.sgl_kernel import murmur_hash32
+
+    seeds, positions, columns = [0, 2**62 + 12345, 2**63 - 1], [0, 5, 70_000], [0, 1, 151_000]
+    got = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns))
+    pack = lambda s, p, c: s.to_bytes(8, "little") + p.to_bytes(4, "little") + c.to_bytes(4, "little")  # noqa: E731
+    assert got.tolist() == [[murmur3(pack(s, p, c)) for c in columns] for s, p in zip(seeds, positions, strict=True)]
