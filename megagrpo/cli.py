@@ -7,6 +7,7 @@ from pathlib import Path
 from megagrpo import __version__
 from megagrpo.config import ExperimentConfig
 from megagrpo.config_load import load_config
+from megagrpo.environment import under_torchrun
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,9 +73,16 @@ def _train(args) -> int:
 
 
 def _sft(args) -> int:
-    from megagrpo.launcher import sft
+    config = _config(args)
+    if config.sft is None:
+        raise ValueError(f"{args.config} has no sft section: there is no warm-up to run")
+    if under_torchrun():
+        from megagrpo.trainer import sft_main
 
-    return sft(_config(args))
+        return sft_main(config)
+    from megagrpo.launcher import train_ranks
+
+    return train_ranks(config, ["sft"])
 
 
 def _prepare(args) -> int:
@@ -85,16 +93,22 @@ def _prepare(args) -> int:
 
 
 def _check(args) -> int:
-    from megagrpo.explain import explain
+    from megagrpo.explain import explain, preflight
 
-    print(explain(_config(args)))
-    return 0
+    config = _config(args)
+    print(explain(config))
+    return 1 if preflight(config) else 0
 
 
 def _export(args) -> int:
-    from megagrpo.launcher import export
+    config = _config(args)
+    if under_torchrun():
+        from megagrpo.trainer import export_main
 
-    return export(_config(args), args.checkpoint, args.output)
+        return export_main(config, args.checkpoint, args.output)
+    from megagrpo.launcher import train_ranks
+
+    return train_ranks(config, ["export", args.output, *(["--checkpoint", args.checkpoint] if args.checkpoint else [])])
 
 
 def _report(args) -> int:

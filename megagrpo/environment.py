@@ -14,8 +14,9 @@ def get_int(name: str, default: int) -> int:
     return int(os.environ.get(name, default))
 
 
-def names() -> set[str]:
-    return set(os.environ)
+def under_torchrun() -> bool:
+    """Whether this process is one rank of a torchrun world, rather than started by hand."""
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
 def child_environment(extra: dict[str, str] | None = None, python_path: list[str] | None = None) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import comb
 
-from megagrpo.metrics import Metrics, StepTimer
+from megagrpo.metrics import Metrics
 from megagrpo.setup import Run
 from megagrpo.types import RolloutGroup
 
@@ -17,10 +17,8 @@ def evaluate(run: Run) -> dict[str, float]:
     due = config is not None and (step % config.every == 0 or step == run.config.train.num_steps)
     if not due:
         return {}
-    timer, metrics = StepTimer(), Metrics()
-    groups = run.evaluation_groups()
-    evaluation_metrics(metrics, groups, config.num_samples)
-    metrics.add_max("eval/seconds", timer.elapsed())
+    metrics = Metrics()
+    evaluation_metrics(metrics, run.evaluation_groups(), config.num_samples)
     return metrics.reduced(run.mesh.reduce)
 
 

@@ -16,12 +16,16 @@ _libc = ctypes.CDLL(None)  # loaded here: the child calls it between fork and ex
 
 
 def spawn(
-    command: list[str], env: dict[str, str], log: Path | None = None, death_signal: signal.Signals = signal.SIGKILL
+    command: list[str],
+    env: dict[str, str],
+    log: Path | None = None,
+    death_signal: signal.Signals = signal.SIGKILL,
+    share_stdout: bool = False,
 ) -> subprocess.Popen:
     """Start `command` in a session of its own; the kernel sends it `death_signal` when this thread's process dies.
 
-    Output is appended to `log`, or shared with this process. Call it from a thread that lives as long as the child may:
-    Linux ties the signal to the thread that forked.
+    Output is appended to `log` (standard output stays this process's with `share_stdout`), or shared with this process. Call it
+    from a thread that lives as long as the child may: Linux ties the signal to the thread that forked.
     """
     parent = os.getpid()
 
@@ -30,19 +34,12 @@ def spawn(
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
 
+    options = dict(env=env, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
     if log is None:
-        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+        return subprocess.Popen(command, **options)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        return subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        return subprocess.Popen(command, stdout=None if share_stdout else output, stderr=output, **options)
 
 
 def process_tree(pid: int) -> list[psutil.Process]:

@@ -9,19 +9,17 @@ from megagrpo import checkpoint
 from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
+from megagrpo.actor_weights import load_initial_weights
 from megagrpo.config import ExperimentConfig
 from megagrpo.console import StepConsole
 from megagrpo.data.prompts import PromptSet, load_prompts, load_tokenizer
-from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import Mesh
 from megagrpo.metrics import StepLog
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.client import wait_for_service
+from megagrpo.rollout.client import ServiceControl, read_service_url
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.types import RolloutGroup, TrainState
 from megagrpo.weights.exchange import Exchange
-from megagrpo.weights.plan import WeightSource
-from megagrpo.weights.record import record_copies
 
 
 @dataclass
@@ -56,7 +54,7 @@ class Run:
     def evaluation_groups(self) -> list[RolloutGroup]:
         config, sampling = self.config.eval, self.config.sampling
         return self.rollouts.evaluate(
-            self.eval_prompts.all(),
+            self.eval_prompts.prompts,
             version=self.state.step,
             temperature=config.temperature,
             num_samples=config.num_samples,
@@ -108,14 +106,6 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor) -> dict:
     return {"model": asdict(actor.arch), "dtype": config.actor.dtype, "distributed_optimizer": config.actor.optimizer.distributed}
 
 
-def load_initial_weights(actor: MegatronActor, path: str) -> WeightSource:
-    """HF weights into the actor, and the record of where each slice went."""
-    hf = HfFolder(path)
-    actor.load_hf(hf)
-    actor.weights_loaded()
-    return WeightSource(record_copies(actor.load_hf, hf.specs, actor.parameters()), actor.parameters, hf.specs)
-
-
 @contextmanager
 def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run]:
     """Build everything, on every rank; what needs no other process comes first, so that user errors end the run early."""
@@ -125,15 +115,15 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
     prompts = load_prompts(config.data, tokenizer)
     eval_prompts = load_prompts(config.eval.data, tokenizer) if config.eval else None
     actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, num_updates, config.seed, DEVICE)
-    source = load_initial_weights(actor, config.model.path)
+    weights = load_initial_weights(actor, config.model.path)
     if config.algorithm.uses_reference:
         actor.keep_reference()  # the initial weights, also when the run resumes
     mesh = actor.mesh
-    control = wait_for_service(run_dir, service_url, config.rollout.start_timeout_s)
+    control = ServiceControl(service_url or read_service_url(run_dir, config.rollout.start_timeout_s))
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
-        rollouts = RolloutSource(config, mesh, control, rewards, tokenizer)
-        exchange = Exchange(config, mesh, source, control, run_dir)
+        rollouts = RolloutSource(config, mesh, control, rewards, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+        exchange = Exchange(config, mesh, weights, control, run_dir)
         run = Run(config, run_dir, actor, prompts, eval_prompts, rollouts, exchange, TrainState())
         resume(run)
         if mesh.is_main:

@@ -5,24 +5,21 @@ from pathlib import Path
 from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.step import likelihood_step
+from megagrpo.actor_weights import export_hf, load_initial_weights
 from megagrpo.config import ExperimentConfig
 from megagrpo.console import StepConsole
 from megagrpo.data.batch import build_batch
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.metrics import StepLog
-from megagrpo.setup import load_initial_weights
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
-from megagrpo.weights.plan import export_hf
 
 
 def sft(config: ExperimentConfig) -> None:
     """Train from `sft.model` for `sft.num_steps` steps and write the result to `model.path`, on every rank together."""
     options = config.sft
-    if options is None:
-        raise ValueError("the experiment has no sft section")
     actor = MegatronActor(options.model, config.actor, options.optimizer, options.num_steps, config.seed, DEVICE)
     mesh = actor.mesh
-    source = load_initial_weights(actor, options.model)
+    weights = load_initial_weights(actor, options.model)
     tokenizer = load_tokenizer(config.model.model_copy(update={"path": options.model}))
     prompts = load_prompts(options.data, tokenizer)
     folder = Path(config.output_dir) / "sft"
@@ -37,7 +34,7 @@ def sft(config: ExperimentConfig) -> None:
                     console.update(step + 1, values)
     if mesh.is_main:
         log.close()
-    export_hf(config.model.path, source, mesh, like=options.model, dtype=config.actor.dtype)
+    export_hf(config.model.path, weights, mesh, like=options.model, dtype=config.actor.dtype)
 
 
 def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:

@@ -1,7 +1,5 @@
 """The loop. Everything that it calls is set up in setup.py."""
 
-from dataclasses import asdict, replace
-
 from megagrpo.actor.step import update, with_logprobs
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.data.batch import build_batch, shuffle_rewards
@@ -39,5 +37,5 @@ def train(run: Run) -> None:
             values |= evaluate(run)
         with timer.phase("checkpoint"):
             run.checkpoint()
-        timer.record(metrics, batch.lengths.sum() if mesh.is_leader else 0)
+        timer.record(metrics, batch.lengths.sum())
         run.log(values | metrics.reduced(mesh.reduce), groups)

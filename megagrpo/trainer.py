@@ -43,16 +43,16 @@ def export_main(config: ExperimentConfig, folder: str | None, output: str) -> in
         from megagrpo.actor import DEVICE
         from megagrpo.actor.megatron_actor import MegatronActor
         from megagrpo.actor.saving import load_actor
-        from megagrpo.setup import load_initial_weights, run_identity
-        from megagrpo.weights.plan import export_hf
+        from megagrpo.actor_weights import export_hf, load_initial_weights
+        from megagrpo.setup import run_identity
 
         source_folder = Path(folder) if folder else checkpoint.latest(Path(config.output_dir) / "checkpoints")
         if source_folder is None:
             raise ValueError(f"{config.output_dir}/checkpoints holds no finished checkpoint; name one with --checkpoint")
         actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, 1, config.seed, DEVICE)
-        source = load_initial_weights(actor, config.model.path)
+        weights = load_initial_weights(actor, config.model.path)
         checkpoint.load(source_folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
-        export_hf(output, source, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
+        export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
 
     return _guarded(config, body)
 

@@ -1,6 +1,6 @@
 """What flows through the loop: Prompt -> RolloutGroup(Sample) -> Batch -> MicroBatch -> metrics.
 
-Position t of every [N, S] tensor is about tokens[:, t]; `targets` in data/batch.py is the one place that shifts.
+Position t of every [N, S] tensor is about tokens[:, t]; `targets` in microbatch.py is the one place that shifts.
 """
 
 from dataclasses import dataclass, field, fields, replace

@@ -96,7 +96,10 @@ def check_layout(arch: Architecture, actor: ActorConfig) -> None:
     divides("actor.world_size", actor.world_size, "tp*pp*cp", p.tp * p.pp * p.cp)
     divides("num_attention_heads", arch.num_heads, "tp", p.tp)
     divides("num_key_value_heads", arch.num_kv_heads, "tp", p.tp)
-    divides("intermediate_size", arch.expert_ffn_size if arch.is_moe else arch.ffn_size, "etp" if arch.is_moe else "tp", p.etp if arch.is_moe else p.tp)
+    if arch.is_moe:
+        divides("moe_intermediate_size", arch.expert_ffn_size, "etp", p.etp)
+    else:
+        divides("intermediate_size", arch.ffn_size, "tp", p.tp)
     divides("num_hidden_layers", arch.num_layers, "pp*vpp", p.pp * p.vpp)
     if arch.is_moe:
         divides("num_experts", arch.num_experts, "ep", p.ep)
@@ -114,23 +117,6 @@ def transformer_config(arch: Architecture, actor: ActorConfig):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     p, dtype = actor.parallel, getattr(torch, actor.dtype)
-    moe = {}
-    if arch.is_moe:
-        moe = dict(
-            num_moe_experts=arch.num_experts,
-            moe_router_topk=arch.experts_per_token,
-            moe_ffn_hidden_size=arch.expert_ffn_size,
-            moe_grouped_gemm=False,
-            moe_router_load_balancing_type="aux_loss" if actor.moe_aux_loss_coef else "none",
-            moe_aux_loss_coeff=actor.moe_aux_loss_coef,
-            moe_router_pre_softmax=not arch.norm_topk_prob,
-            moe_router_dtype="fp32" if dtype != torch.float32 else None,
-        )
-    recompute = {}
-    if actor.recompute == "full":
-        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    elif actor.recompute == "selective":
-        recompute = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -167,6 +153,26 @@ def transformer_config(arch: Architecture, actor: ActorConfig):
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
-        **moe,
-        **recompute,
-    )  # fmt: skip
+        **(_moe_options(arch, actor) if arch.is_moe else {}),
+        **_RECOMPUTE[actor.recompute],
+    )
+
+
+_RECOMPUTE = {
+    "none": {},
+    "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+}
+
+
+def _moe_options(arch: Architecture, actor: ActorConfig) -> dict:
+    return dict(
+        num_moe_experts=arch.num_experts,
+        moe_router_topk=arch.experts_per_token,
+        moe_ffn_hidden_size=arch.expert_ffn_size,
+        moe_grouped_gemm=False,
+        moe_router_load_balancing_type="aux_loss" if actor.moe_aux_loss_coef else "none",
+        moe_aux_loss_coeff=actor.moe_aux_loss_coef,
+        moe_router_pre_softmax=not arch.norm_topk_prob,
+        moe_router_dtype="fp32" if actor.dtype != "float32" else None,
+    )

@@ -36,11 +36,8 @@ def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
     else:
         torch.set_num_threads(actor.threads)
     if not dist.is_initialized():
-        if "RANK" not in environment.names():  # one process without torchrun
-            store = dist.HashStore()
-            options = dict(store=store, rank=0, world_size=1)
-        else:
-            options = {}
+        alone = dict(store=dist.HashStore(), rank=0, world_size=1)
+        options = {} if environment.under_torchrun() else alone
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=actor.deadline_s), **options)
     p = actor.parallel
@@ -70,7 +67,9 @@ def learning_rate(optimizer: OptimizerConfig, update: int, num_updates: int) -> 
 class MegatronActor:
     """All ranks build one together. Weights are uninitialised until `load_hf` or a checkpoint has been read."""
 
-    def __init__(self, model_path: str | Path, actor: ActorConfig, optimizer: OptimizerConfig, num_updates: int, seed: int, device: torch.device):
+    def __init__(
+        self, model_path: str | Path, actor: ActorConfig, optimizer: OptimizerConfig, num_updates: int, seed: int, device: torch.device
+    ):
         self.arch = read_architecture(model_path)
         check_layout(self.arch, actor)
         self.config = actor

@@ -144,11 +144,12 @@ def _load_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Te
         attention.q_layernorm.weight.copy_(hf[prefix + "self_attn.q_norm.weight"])
         attention.k_layernorm.weight.copy_(hf[prefix + "self_attn.k_norm.weight"])
     if not arch.is_moe:
-        _load_mlp(layer.mlp, hf, prefix + "mlp.", mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
+        rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+        _load_mlp(layer.mlp, hf, prefix + "mlp.", rank, size)
         return
     layer.mlp.router.weight.copy_(hf[prefix + "mlp.gate.weight"])
+    rank, size = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
     for index, expert in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
-        rank, size = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
         _load_mlp(expert, hf, f"{prefix}mlp.experts.{index}.", rank, size)
 
 
@@ -158,7 +159,8 @@ def _load_qkv(parameter: Tensor, arch: Architecture, hf: Mapping[str, Tensor], p
     local = groups // mpu.get_tensor_model_parallel_world_size()
     tail = parameter.shape[1:]  # (hidden,) for the weight, () for the bias
     target = parameter.view(local, queries + 2, dim, *tail)
-    for name, place, heads in (("q", slice(0, queries), queries), ("k", slice(queries, queries + 1), 1), ("v", slice(queries + 1, None), 1)):
+    places = {"q": (slice(0, queries), queries), "k": (slice(queries, queries + 1), 1), "v": (slice(queries + 1, None), 1)}
+    for name, (place, heads) in places.items():
         source = hf[f"{prefix}self_attn.{name}_proj.{kind}"].view(groups, heads, dim, *tail)
         target[:, place].copy_(_tp_rows(source))
 

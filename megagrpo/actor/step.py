@@ -20,7 +20,8 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.algo.logprob import chunked_logprobs
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.config_algorithm import AlgorithmConfig
-from megagrpo.data.batch import plan, targets, update_of_group
+from megagrpo.microbatch import plan, targets
+from megagrpo.schedule import update_of_group
 from megagrpo.types import Batch, MicroBatch
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -133,8 +134,8 @@ def _loss_inputs(batch: Batch, members: Tensor, local: Tensor, columns: Tensor, 
 
 def _run(actor: MegatronActor, batch: Batch, rows: Sequence[int], temperature: float, head: Head, forward_only: bool) -> list[dict]:
     """Megatron's schedule over the micro-batches of `rows`; `head` sees the sampled tokens' log-probabilities on the last stage."""
-    p, config = actor.config.parallel, actor.config
-    micros = plan(batch, rows, config.micro_batch_tokens, config.packing, p.tp, one_shape=p.pp > 1, mesh=actor.mesh)
+    config = actor.config
+    micros = plan(batch, rows, config.micro_batch_tokens, config.packing, config.parallel, actor.mesh)
     device = actor.mesh.device
     counts = {
         "padded": torch.tensor(float(sum(m.tokens.numel() for m in micros)), device=device),

@@ -1,14 +1,13 @@
-"""Groups to tensors: samples are balanced over data-parallel ranks by length, then padded; micro-batches are cut from that."""
+"""Groups to tensors: samples are balanced over data-parallel ranks by length, then padded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from megagrpo.data.schedule import balance, micro_batches, same_count
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, MicroBatch, RolloutGroup
+from megagrpo.schedule import balance, update_of_group
+from megagrpo.types import Batch, RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,6 @@ class _Row:
     valid: bool
     truncated: bool
     greedy_reward: float
-
-
-def update_of_group(group_id: int, num_groups: int, num_updates: int) -> int:
-    """Which optimiser update of the step a group belongs to: contiguous, equal parts."""
-    return group_id * num_updates // num_groups
 
 
 def build_batch(groups: Sequence[RolloutGroup], num_groups: int, num_updates: int, mesh: Mesh) -> Batch:
@@ -110,71 +104,3 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
         rewards=torch.tensor(rewards, dtype=torch.float64, device=device),
         valid=torch.tensor(valid, dtype=torch.bool, device=device),
     )
-
-
-def plan(batch: Batch, rows: Sequence[int], budget: int, packed: bool, multiple: int, one_shape: bool, mesh: Mesh) -> list[MicroBatch]:
-    """Cut `rows` of the batch into micro-batches: the same number on every data-parallel rank, lengths multiples of `multiple`.
-
-    `one_shape`: all micro-batches of all ranks have one shape, as pipeline parallelism needs. Collective over data-parallel ranks.
-    """
-    lengths = [int(batch.lengths[r]) for r in rows]
-    bins = [[rows[i] for i in b] for b in micro_batches(lengths, budget, packed)]
-    bins = same_count(bins, int(mesh.reduce(torch.tensor(len(bins)), "max")))
-
-    def shape(members: list[int]) -> tuple[int, int]:
-        sizes = [int(batch.lengths[r]) for r in members] or [0]
-        height, width = (1, sum(sizes)) if packed else (max(len(members), 1), max(sizes))
-        return height, max(-(-width // multiple), 1) * multiple
-
-    shapes = [shape(b) for b in bins]
-    if one_shape and shapes:
-        largest = mesh.reduce(torch.tensor([max(h for h, _ in shapes), max(w for _, w in shapes)]), "max")
-        shapes = [(int(largest[0]), int(largest[1]))] * len(bins)
-    make = _pack if packed else _pad
-    return [make(batch, members, *size) for members, size in zip(bins, shapes, strict=True)]
-
-
-def _pack(batch: Batch, members: list[int], _: int, width: int) -> MicroBatch:
-    """All members behind each other in one row; what is left is one dummy sequence of padding."""
-    pieces = [torch.arange(int(batch.lengths[r]), device=batch.tokens.device) for r in members]
-    rows = torch.cat([torch.full_like(p, r) for p, r in zip(pieces, members, strict=True)] or [batch.lengths[:0]])
-    columns = torch.cat(pieces or [batch.lengths[:0]])
-    tail = torch.arange(width - len(rows), device=rows.device)
-    bounds = [0, *[int(batch.lengths[r]) for r in members], *([len(tail)] if len(tail) else [])]
-    padding = torch.full_like(tail, -1)
-    return MicroBatch(
-        tokens=torch.cat([batch.tokens[rows, columns], torch.zeros_like(tail)])[None],
-        positions=torch.cat([columns, tail])[None],
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=rows.device).cumsum(0, dtype=torch.int32),
-        rows=torch.cat([rows, padding])[None],
-        columns=torch.cat([columns, padding])[None],
-        max_seqlen=max(bounds),
-    )
-
-
-def _pad(batch: Batch, members: list[int], height: int, width: int) -> MicroBatch:
-    """One member a row, padding at the right; empty rows below."""
-    columns = torch.arange(width, device=batch.tokens.device).expand(height, width)
-    index = torch.tensor(members + [-1] * (height - len(members)), dtype=torch.int64, device=columns.device)
-    lengths = torch.where(index >= 0, batch.lengths[index] if len(batch.lengths) else torch.zeros_like(index), 0)
-    real = columns < lengths[:, None]
-    rows = torch.where(real, index[:, None], -1)
-    tokens = torch.zeros_like(rows)
-    tokens[real] = batch.tokens[rows[real], columns[real]]
-    return MicroBatch(
-        tokens=tokens, positions=columns.contiguous(), cu_seqlens=None, rows=rows, columns=torch.where(real, columns, -1), max_seqlen=width
-    )
-
-
-def targets(micro: MicroBatch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions whose next token the policy sampled: the one place that shifts.
-
-    Returns flat positions [T] into the micro-batch (row-major), and the Batch row and column [T] of the token each predicts.
-    """
-    rows, columns = micro.rows.flatten(), micro.columns.flatten()
-    real = rows >= 0
-    next_column = (columns + 1).clamp(max=batch.tokens.shape[1] - 1)
-    has_next = real & (columns + 1 < batch.lengths[rows.clamp(min=0)]) if len(batch.lengths) else real
-    sampled = batch.loss_mask[rows.clamp(min=0), next_column] > 0 if len(batch.lengths) else real
-    flat = torch.nonzero(has_next & sampled).flatten()
-    return flat, rows[flat], columns[flat] + 1
