@@ -124,6 +124,7 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
         rollouts = RolloutSource(config, mesh, control, rewards, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
         exchange = Exchange(config, mesh, weights, control, run_dir)
+        stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
         run = Run(config, run_dir, actor, prompts, eval_prompts, rollouts, exchange, TrainState())
         resume(run)
         if mesh.is_main:
