@@ -146,7 +146,7 @@ def _cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, low: float, high
 
 
 def _sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> TokenLoss:
-    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     return TokenLoss(-torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages, {})
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.kl import kl_penalty
-from megagrpo.algo.statistics import Reduce, alone, exact_group_sums, group_statistics, moments
+from megagrpo.algo.statistics import DEGENERATE_RANGE, Reduce, alone, exact_group_sums, group_statistics, moments
 from megagrpo.config_algorithm import AlgorithmConfig, KlConfig, OverlongShaping, RewardShapingConfig
 
 
@@ -28,7 +28,7 @@ def normalise_rewards(
     """(r - mean) / (std + eps), mean and std each over the group, the batch or all batches so far; clipped to +-clip.
 
     "running" first adds this batch to `state` (merged exactly, Chan et al. 1979), then uses it. Where a scope has no spread
-    its std does not divide, so constant rewards stay finite; where mean and std have the same scope the result is exactly 0.
+    its std does not divide, so constant rewards stay finite; where the scope of the mean has none the result is exactly 0.
     """
     if options.mean != "none" or options.std != "none":
         location, scale, flat = _location_and_scale(rewards, group_ids, num_groups, valid, reduce, options, state)
@@ -42,24 +42,24 @@ def normalise_rewards(
 def _location_and_scale(
     rewards: Tensor, group_ids: Tensor, num_groups: int, valid: Tensor, reduce: Reduce, options: RewardShapingConfig, state: dict
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Per sample: what is subtracted, what it is divided by, and whether mean's scope is constant."""
+    """What is subtracted and divided by, broadcastable to [N], and [N] bool: whether mean's scope is constant."""
     scopes = {options.mean, options.std}
-    of_sample = {"none": (0.0, 1.0, True)}  # mean, std, degenerate
+    of_sample = {"none": (rewards.new_zeros(()), rewards.new_ones(()), torch.ones_like(valid))}  # mean, std, degenerate
     if "group" in scopes:
         stats = group_statistics(rewards, group_ids, num_groups, valid, reduce, options.std_ddof)
-        of_sample["group"] = tuple(x[group_ids] for x in (stats.mean, stats.std, stats.degenerate))
+        of_sample["group"] = (stats.mean[group_ids], stats.std[group_ids], stats.degenerate[group_ids])
     if scopes & {"batch", "running"}:
         stats = group_statistics(rewards, torch.zeros_like(group_ids), 1, valid, reduce, options.std_ddof)
         of_sample["batch"] = (stats.mean, stats.std, stats.degenerate)
         if "running" in scopes:
-            mean, std = _merge_running(state, int(stats.count), float(stats.mean), float(stats.std), options.std_ddof)
-            of_sample["running"] = (mean, std, std == 0.0)
-    like = torch.zeros_like(rewards)
-    location, _, flat = (torch.as_tensor(x, device=rewards.device) for x in of_sample[options.mean])
-    _, scale, degenerate = (torch.as_tensor(x, device=rewards.device) for x in of_sample[options.std])
+            merged = _merge_running(state, int(stats.count), float(stats.mean), float(stats.std), options.std_ddof)
+            mean, std = rewards.new_tensor(merged)  # a bare float would become float32
+            of_sample["running"] = (mean, std, std <= DEGENERATE_RANGE * mean.abs())
+    location, _, flat = of_sample[options.mean]
+    _, scale, degenerate = of_sample[options.std]
     scale = torch.where(degenerate, 1.0, scale + options.eps)
     flat = torch.zeros_like(flat) if options.mean == "none" else flat
-    return like + location, like + scale, flat.expand(rewards.shape)
+    return location, scale, flat.expand(rewards.shape)
 
 
 def _merge_running(state: dict, count: int, mean: float, std: float, ddof: int) -> tuple[float, float]:

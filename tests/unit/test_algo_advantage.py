@@ -1,0 +1,224 @@
+"""Every estimator: closed form, properties of a group, and the order of operations around it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagrpo.algo.advantage import with_advantages
+from megagrpo.algo.reward_shaping import exact_row_sums, normalise_rewards, with_current_kl_coef
+from megagrpo.algo.statistics import alone
+from megagrpo.config_algorithm import AlgorithmConfig, RewardShapingConfig
+from megagrpo.types import Batch
+
+EPS = 1e-6
+
+
+def batch_of(rewards: list[float], groups: list[int], mask: list[list[int]] | None = None, **more) -> Batch:
+    n = len(rewards)
+    loss_mask = torch.tensor(mask if mask is not None else [[1]] * n).float().reshape(n, -1)
+    width = loss_mask.shape[1]
+    given_ = {
+        "sample_ids": torch.arange(n),
+        "group_ids": torch.tensor(groups, dtype=torch.int64),
+        "num_groups": max(groups, default=-1) + 1,
+        "tokens": torch.zeros(n, width, dtype=torch.int64),
+        "lengths": torch.full((n,), width),
+        "prompt_lengths": torch.zeros(n, dtype=torch.int64),
+        "loss_mask": loss_mask,
+        "rollout_logprobs": torch.zeros(n, width),
+        "rewards": torch.tensor(rewards, dtype=torch.float64),
+        "valid": torch.ones(n, dtype=torch.bool),
+        "truncated": torch.zeros(n, dtype=torch.bool),
+    }
+    return Batch(**{**given_, **more})
+
+
+def solve(batch: Batch, state: dict | None = None, **options) -> tuple[torch.Tensor, dict]:
+    result, metrics = with_advantages(batch, AlgorithmConfig(**options), alone, {} if state is None else state, 100)
+    return result.advantages, metrics
+
+
+R, G = [1.0, 2.0, 6.0, 5.0, 5.0, 3.0], [0, 0, 0, 1, 1, 2]  # mean 3, std sqrt(7); constant; single
+STD = 7**0.5 + EPS
+CLOSED = {
+    "grpo": [-2 / STD, -1 / STD, 3 / STD, 0, 0, 0],
+    "dr_grpo": [-2, -1, 3, 0, 0, 0],
+    "grpo_passk": [0, 0, 4 / STD, 0, 0, 0],
+    "rloo": [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0],
+    "opo": [-2, -1, 3, 0, 0, 0],  # one token each: the plain mean
+    "gpg": [-4, -2, 6, 0, 0, 0],  # alpha = 6 responses / 3 of them in groups that differ
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_closed_form(name):
+    advantages, _ = solve(batch_of(R, G), advantage={"name": name})
+    assert advantages[:, 0].tolist() == pytest.approx(CLOSED[name], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo"])
+def test_single_sample_raw(name):
+    advantages, _ = solve(batch_of(R, G), advantage={"name": name, "single_sample": "raw"})
+    assert advantages[:, 0].tolist() == pytest.approx([*CLOSED[name][:5], 3.0], rel=1e-6)
+
+
+def test_population_std_and_gpg_of_verl():
+    advantages, _ = solve(batch_of(R, G), advantage={"name": "grpo", "std_ddof": 0})
+    assert advantages[0, 0].item() == pytest.approx(-2 / math.sqrt(14 / 3), rel=1e-5)
+    advantages, _ = solve(batch_of([0.0, 1.0, 1.0], [0, 0, 0]), advantage={"name": "gpg", "alpha": "nonzero_reward"})
+    assert advantages[:, 0].tolist() == pytest.approx([-1.0, 0.5, 0.5])  # 3 / 2 (r - 2/3)
+
+
+def test_pass_at_k_ties_and_invalid():
+    batch = batch_of([4.0, 4.0, 1.0, 3.0, 1.0, 0.0], [0, 0, 0, 1, 1, 1])
+    advantages, _ = solve(batch, advantage={"name": "grpo_passk", "normalise": False})
+    assert advantages[:, 0].tolist() == [0, 0, 0, 2, 0, 0]
+    batch = replace(batch, valid=torch.tensor([True, False, True, True, False, False]))
+    advantages, _ = solve(batch, advantage={"name": "grpo_passk", "normalise": False})
+    assert advantages[:, 0].tolist() == [3, 0, 0, 0, 0, 0]
+
+
+def test_opo_weighs_by_sampled_tokens():
+    advantages, _ = solve(batch_of([1.0, 5.0], [0, 0], [[1, 1, 1, 0], [0, 1, 0, 0]]), advantage={"name": "opo"})
+    assert advantages.tolist() == [[-1, -1, -1, 0], [0, 3, 0, 0]]  # baseline (3 * 1 + 1 * 5) / 4 = 2
+
+
+def test_remax_compares_with_the_greedy_response():
+    batch = batch_of([1.0, 0.0], [0, 0], greedy_rewards=torch.tensor([0.25, 0.25], dtype=torch.float64))
+    assert solve(batch, advantage={"name": "remax"})[0][:, 0].tolist() == [0.75, -0.25]
+
+
+def test_reinforce_plus_plus_carries_credit_across_tool_tokens():
+    """The masked middle is skipped undiscounted; two responses, returns whitened over the 5 sampled tokens."""
+    mask = [[1, 1, 0, 0, 1], [1, 0, 1, 0, 0]]
+    advantages, _ = solve(batch_of([8.0, -2.0], [0, 0], mask), advantage={"name": "reinforce_plus_plus", "gamma": 0.5})
+    returns = torch.tensor([2.0, 4.0, 8.0, -1.0, -2.0])
+    white = (returns - returns.mean()) / returns.std()
+    assert advantages[torch.tensor(mask) > 0].tolist() == pytest.approx(white.tolist(), rel=1e-5)
+    assert (advantages[torch.tensor(mask) == 0] == 0).all()
+
+
+def test_token_kl_in_the_reward_is_inside_the_statistics():
+    old = torch.tensor([[-1.0, -2.0], [-1.0, -1.0]])
+    ref = torch.tensor([[-1.5, -2.0], [-1.0, -2.0]])
+    batch = batch_of([1.0, 2.0], [0, 0], [[1, 1], [1, 0]], old_logprobs=old, ref_logprobs=ref)
+    kl = {"reward_coef": 0.1, "estimator": "k1"}
+    advantages, metrics = solve(batch, advantage={"name": "dr_grpo"}, kl=kl)
+    assert advantages[:, 0].tolist() == pytest.approx([-0.525, 0.525])  # rewards 1 - 0.1 * 0.5 and 2
+    assert metrics["kl/reference_before_update"] == pytest.approx(0.5 / 3) and metrics["kl/coef"] == 0.1
+    advantages, _ = solve(batch, advantage={"name": "reinforce_plus_plus"}, kl=kl)
+    returns = torch.tensor([0.95, 1.0, 2.0])
+    assert advantages[torch.tensor([[1, 1], [1, 0]]) > 0].tolist() == pytest.approx(((returns - returns.mean()) / returns.std()).tolist())
+
+
+def test_adaptive_kl_coefficient_is_used_then_changed():
+    one = torch.ones(2, 1)
+    batch = batch_of([0.0, 1.0], [0, 0], old_logprobs=-one, ref_logprobs=-2 * one)  # KL 1, five times the target
+    algorithm = AlgorithmConfig(kl={"reward_coef": 0.1, "estimator": "k1", "adaptive": {"target": 0.2, "horizon": 10.0}})
+    state: dict = {}
+    assert with_current_kl_coef(algorithm, state) is algorithm
+    with_advantages(batch, algorithm, alone, state, 100)
+    assert state["kl_coef"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))  # the error is clipped to 0.2
+    current = with_current_kl_coef(algorithm, state)
+    assert current.kl.reward_coef == state["kl_coef"] and current.kl.loss_coef == 0
+
+
+def test_overlong_and_clip_come_before_the_estimator_and_advantage_clip_last():
+    batch = batch_of([1.0, 1.0], [0, 0], [[1] * 8, [1] * 8], lengths=torch.tensor([8, 5]))
+    options = {"reward": {"overlong": {"buffer_tokens": 4, "factor": 2.0}, "clip": 0.5}, "advantage": {"name": "dr_grpo"}}
+    result, metrics = with_advantages(batch, AlgorithmConfig(**options), alone, {}, max_response_tokens=8)
+    assert metrics["reward/overlong_penalty"] == -1.25  # -2 at length 8, -0.5 at 5
+    assert result.advantages[:, 0].tolist() == [-0.5, 0.5]  # -1 -> -0.5 and 0.5 -> 0.5
+    result, _ = with_advantages(batch, AlgorithmConfig(**options, advantage_clip=0.1), alone, {}, max_response_tokens=8)
+    assert result.advantages[:, 0].tolist() == pytest.approx([-0.1, 0.1])
+
+
+def test_invalid_truncated_and_rejected_samples_leave_the_mask():
+    batch = batch_of(
+        [1.0, 0.0, 9.0, 2.0],
+        [0, 0, 0, 0],
+        valid=torch.tensor([True, True, False, True]),
+        truncated=torch.tensor([False, True, False, False]),
+        old_logprobs=torch.tensor([[-1.0], [-1.0], [-1.0], [-1.0]]),
+        rollout_logprobs=torch.tensor([[-1.0], [-1.0], [-1.0], [-4.0]]),
+    )
+    mismatch = {"reject": {"high": 2.0}, "weight": {"name": "icepop", "low": 0.5, "high": 5.0}}
+    algorithm = AlgorithmConfig(advantage={"name": "dr_grpo"}, mask_truncated=True, mismatch=mismatch)
+    result, metrics = with_advantages(batch, algorithm, alone, {}, 100)
+    assert result.loss_mask[:, 0].tolist() == [1, 0, 0, 0] and result.denominator_mask is None
+    assert result.advantages[:, 0].tolist() == [0, 0, 0, 0]  # 1 - mean(1, 0, 2): the invalid 9 does not count
+    assert result.policy_weights[:, 0].tolist() == [1, 0, 0, 0] and metrics["mismatch/rejected_fraction"] == 0.5
+    keep = {"reject": {"high": 2.0, "keep_denominator": True}}
+    result, _ = with_advantages(batch, AlgorithmConfig(mask_truncated=True, mismatch=keep), alone, {}, 100)
+    assert result.denominator_mask[:, 0].tolist() == [True, False, False, True]
+
+
+def test_groups_without_a_valid_response_are_dropped_and_counted():
+    batch = batch_of([1.0, 0.0, 3.0, 4.0], [0, 0, 1, 1], valid=torch.tensor([True, True, False, False]))
+    result, metrics = with_advantages(batch, AlgorithmConfig(), alone, {}, 100)
+    assert metrics["group/dropped"] == 1 and metrics["group/degenerate_fraction"] == 0 and metrics["reward/mean"] == 0.5
+    assert result.loss_mask[:, 0].tolist() == [1, 1, 0, 0] and result.advantages[2:].abs().sum() == 0
+
+
+def test_running_moments_are_those_of_all_batches():
+    state: dict = {}
+    parts = torch.randn(3, 10, dtype=torch.float64) * 5 + 100
+    options = RewardShapingConfig(mean="running", std="running")
+    zeros, valid = torch.zeros(10, dtype=torch.int64), torch.ones(10, dtype=torch.bool)
+    for i, part in enumerate(parts):
+        out = normalise_rewards(part, zeros, 1, valid, alone, options, state)
+        seen = parts[: i + 1].reshape(-1)
+        torch.testing.assert_close(out, (part - seen.mean()) / (seen.std() + EPS), rtol=1e-12, atol=1e-12)
+    assert state["reward_moments"][0] == 30
+
+
+@pytest.mark.parametrize("scope", ["group", "batch", "running"])
+def test_constant_rewards_normalise_to_zero(scope):
+    rewards, ids = torch.full((6,), 0.7, dtype=torch.float64), torch.arange(6) // 3
+    valid = torch.ones(6, dtype=torch.bool)
+    out = normalise_rewards(rewards, ids, 2, valid, alone, RewardShapingConfig(mean=scope, std=scope), {})
+    assert out.tolist() == [0.0] * 6
+
+
+def test_row_sums_do_not_depend_on_the_padding():
+    values = torch.randn(5, 7, dtype=torch.float64) * torch.logspace(-9, 9, 7).double()
+    padded = torch.cat((values, torch.zeros(5, 90, dtype=torch.float64)), 1)
+    assert exact_row_sums(values).view(torch.int64).tolist() == exact_row_sums(padded).view(torch.int64).tolist()
+    torch.testing.assert_close(exact_row_sums(values), values.sum(1))
+
+
+NAMES = ("grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg")
+REWARD = st.one_of(st.sampled_from([0.0, 1.0, 0.7, 1e-4, 1e30]), st.floats(-1e30, 1e30), st.floats(-2.0, 2.0))
+
+
+@given(
+    samples=st.lists(st.tuples(REWARD, st.integers(0, 2), st.booleans(), st.integers(0, 3)), min_size=1, max_size=14),
+    name=st.sampled_from(NAMES),
+    seed=st.integers(0, 99),
+)
+def test_properties(samples, name, seed):
+    """Finite whatever the rewards; groups sum to 0; invariant to permutation and to an added all-masked sequence."""
+    rewards, groups, valid, lengths = (list(x) for x in zip(*samples, strict=True))
+    mask = [[int(t < length) for t in range(3)] for length in lengths]
+    batch = batch_of(rewards, groups, mask, valid=torch.tensor(valid), num_groups=3)
+    advantages, _ = solve(batch, advantage={"name": name})
+    assert torch.isfinite(advantages).all() and (advantages[batch.loss_mask == 0] == 0).all()
+
+    order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed)).tolist()
+    moved = batch_of(*([x[i] for i in order] for x in (rewards, groups, mask)), valid=torch.tensor(valid)[order], num_groups=3)
+    assert torch.equal(solve(moved, advantage={"name": name})[0], advantages[order])
+
+    invalid = batch_of([*rewards, 5.0], [*groups, 0], [*mask, [1, 1, 1]], valid=torch.tensor([*valid, False]), num_groups=3)
+    more = solve(invalid, advantage={"name": name})[0]
+    assert torch.equal(more[:-1], advantages) and (more[-1] == 0).all()
+
+    if name in ("grpo", "dr_grpo", "rloo", "gpg"):
+        every_token = batch_of(rewards, groups, valid=torch.tensor(valid), num_groups=3)
+        scalar = solve(every_token, advantage={"name": name})[0][:, 0].double()
+        for g in range(3):
+            of_group = scalar[torch.tensor(groups) == g]
+            assert abs(float(of_group.sum())) <= 1e-6 * max(float(of_group.abs().max()) if len(of_group) else 0.0, 1e-30) * 14

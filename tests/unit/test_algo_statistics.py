@@ -1,0 +1,120 @@
+"""Exact statistics: right to the last bits against rational arithmetic, for any size of number."""
+
+import random
+import threading
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagrpo.algo.statistics import alone, exact_group_sums, group_statistics, moments
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False, width=64)
+MODERATE = st.floats(-1e6, 1e6)
+
+
+def tensors(values: list[float], groups: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.tensor(values, dtype=torch.float64), torch.tensor(groups), torch.ones(len(values), dtype=torch.bool)
+
+
+def as_ranks(world: int, work):
+    """Run work(rank, reduce) on `world` threads whose reduce is an all-reduce among them; results by rank."""
+    barrier, slots, results = threading.Barrier(world), [None] * world, [None] * world
+    ops = {"sum": lambda x: x.sum(0), "max": lambda x: x.amax(0), "min": lambda x: x.amin(0)}
+
+    def run(rank: int) -> None:
+        def reduce(tensor: torch.Tensor, op: str) -> torch.Tensor:
+            slots[rank] = tensor
+            barrier.wait(timeout=5)
+            total = ops[op](torch.stack([slots[(rank + i) % world] for i in range(world)]))  # another order on every rank
+            barrier.wait(timeout=5)
+            return total
+
+        results[rank] = work(rank, reduce)  # an exception here leaves None and a broken barrier
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@given(st.lists(MODERATE, min_size=1, max_size=30), st.integers(0, 1))
+def test_against_rational_arithmetic(values, ddof):
+    stats = group_statistics(*tensors(values, [0] * len(values))[:2], 1, torch.ones(len(values), dtype=torch.bool), alone, ddof)
+    exact = [Fraction(v) for v in values]
+    mean = sum(exact) / len(exact)
+    largest = max(abs(v) for v in exact)
+    assert abs(Fraction(float(stats.mean)) - mean) <= largest * Fraction(2) ** -80 + abs(mean) * Fraction(2) ** -51
+    if len(values) > ddof:
+        variance = sum((v - mean) ** 2 for v in exact) / (len(exact) - ddof)
+        bound = variance * Fraction(2) ** -49 + (largest * Fraction(2) ** -51) ** 2
+        assert abs(Fraction(float(stats.std)) ** 2 - variance) <= bound
+    assert (float(stats.min), float(stats.max), int(stats.count)) == (min(values), max(values), len(values))
+
+
+@given(st.lists(st.tuples(FINITE, st.integers(0, 3), st.booleans()), max_size=25), st.integers(0, 1))
+def test_never_nan(samples, ddof):
+    """Constant, huge, tiny, mixed, single and empty groups."""
+    values, groups, valid = ([list(x) for x in zip(*samples, strict=True)] if samples else ([], [], []))
+    values = torch.tensor(values, dtype=torch.float64)
+    stats = group_statistics(values, torch.tensor(groups, dtype=torch.int64), 4, torch.tensor(valid, dtype=torch.bool), alone, ddof)
+    for x in (stats.mean, stats.std, stats.min, stats.max):
+        assert not torch.isnan(x).any() and torch.isfinite(stats.mean).all()
+    assert (stats.degenerate | (stats.count > 1)).all() and (stats.mean[stats.count == 0] == 0).all()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(FINITE, st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=20), st.integers(0, 99))
+def test_same_bits_for_any_split(samples, seed):
+    values, groups, owners = (list(x) for x in zip(*samples, strict=True))
+
+    def bits(stats) -> list:
+        return [x.double().view(torch.int64).tolist() for x in (stats.count, stats.mean, stats.std, stats.min, stats.max)]
+
+    order = list(range(len(values)))
+
+    def work(rank: int, reduce):
+        mine = [i for i in order if owners[i] == rank]
+        random.Random(seed).shuffle(mine)
+        v = torch.tensor([values[i] for i in mine], dtype=torch.float64)
+        g = torch.tensor([groups[i] for i in mine], dtype=torch.int64)
+        return bits(group_statistics(v, g, 4, torch.ones(len(mine), dtype=torch.bool), reduce, 1))
+
+    v, g, valid = tensors(values, groups)
+    assert as_ranks(3, work) == [bits(group_statistics(v, g, 4, valid, alone, 1))] * 3
+
+
+def test_degenerate_is_about_the_range_and_not_the_std():
+    values = [0.7] * 6 + [0.1, 0.1 + 1e-9] + [1000.1] * 7 + [5.0]
+    groups = [0] * 6 + [1] * 2 + [2] * 7 + [3]
+    stats = group_statistics(*tensors(values, groups)[:2], 5, torch.ones(16, dtype=torch.bool), alone, 1)
+    assert stats.degenerate.tolist() == [True, False, True, True, True]  # group 4 is empty
+
+
+def test_invalid_values_are_left_out_even_nan():
+    values, groups, _ = tensors([1.0, float("nan"), 3.0, float("inf")], [0, 0, 0, 1])
+    stats = group_statistics(values, groups, 2, torch.tensor([True, False, True, False]), alone, 1)
+    assert stats.mean.tolist() == [2.0, 0.0] and stats.count.tolist() == [2, 0] and stats.std[0].item() == pytest.approx(2**0.5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_valid_value_that_is_not_finite_is_an_error(bad):
+    with pytest.raises(AssertionError, match="not finite"):
+        group_statistics(*tensors([1.0, bad], [0, 0])[:2], 1, torch.ones(2, dtype=torch.bool), alone, 1)
+
+
+def test_cancellation_is_exact():
+    values, groups, _ = tensors([1e16, 1.0, -1e16, 2.0**-30], [0] * 4)
+    total, count = exact_group_sums(values, groups, torch.tensor([1e16], dtype=torch.float64), alone)
+    assert float(total) == 1.0 + 2.0**-30 and int(count) == 4
+
+
+def test_moments_of_nothing_and_of_many():
+    assert moments(torch.zeros(0, dtype=torch.float64), alone).count == 0
+    values = torch.linspace(-1, 3, 100_001, dtype=torch.float64)
+    spread = moments(values.reshape(-1, 1), alone)
+    assert (spread.mean, spread.std, spread.min, spread.max) == pytest.approx((1.0, float(values.std()), -1.0, 3.0))
