@@ -294,3 +294,54 @@ class AlgorithmConfig(Section):
     @property
     def needs_greedy_response(self) -> bool:
         return self.advantage.name == "remax"
+
+    @property
+    def advice(self) -> list[str]:
+        """Combinations that run but are probably not meant."""
+        out = []
+        if self.loss.name == "gspo" and self.aggregation != "seq-mean-token-mean":
+            out.append(f"gspo is the paper's objective with aggregation seq-mean-token-mean only; here it is {self.aggregation}")
+        if self.advantage.name == "dr_grpo" and self.aggregation in ("seq-mean-token-mean", "token-mean"):
+            out.append(f"Dr. GRPO divides by a constant (seq-mean-token-sum-norm); {self.aggregation} divides by response lengths")
+        if self.kl.loss_coef and self.kl.estimator == "k1":
+            out.append("the gradient of k1 as a loss is 0 in expectation; use k2, k3 or k1+")
+        return out
+
+    @property
+    def formula(self) -> str:
+        """What this configuration computes, in one line of the papers' notation."""
+        reward = _REWARD_FORMULAS["kl" if self.kl.reward_coef else "plain"].format(beta=self.kl.reward_coef, k=self.kl.estimator)
+        terms = [_LOSS_FORMULAS[self.loss.name]]
+        if self.kl.loss_coef:
+            terms.append(f"{self.kl.loss_coef:g} KL_{self.kl.estimator}")
+        if self.entropy_coef:
+            terms.append(f"({-self.entropy_coef:g}) H")
+        advantage = _ADVANTAGE_FORMULAS[self.advantage.name]
+        return f"{_AGGREGATION_FORMULAS[self.aggregation]} [{' + '.join(terms)}], A = {advantage}, {reward}"
+
+
+_ADVANTAGE_FORMULAS = {
+    "grpo": "(r - mean) / (std + eps)",
+    "dr_grpo": "r - mean",
+    "grpo_passk": "r_best - r_second for the best response, else 0",
+    "rloo": "r - mean of the others",
+    "reinforce_plus_plus": "whiten(sum_k gamma^k R_(t+k))",
+    "reinforce_plus_plus_baseline": "whiten(r - mean)",
+    "remax": "r - r_greedy",
+    "opo": "r - sum T r / sum T",
+    "gpg": "alpha (r - mean)",
+}
+_LOSS_FORMULAS = {
+    "ppo_clip": "-min(rho A, clip(rho) A)",
+    "gspo": "-min(s A, clip(s) A), s = exp(mean log rho)",
+    "cispo": "-sg[clip(rho)] A log p",
+    "gpg": "-A log p",
+    "sapo": "-sigmoid(tau (rho - 1)) (4 / tau) A",
+}
+_AGGREGATION_FORMULAS = {
+    "token-mean": "1/N_tok sum_it",
+    "seq-mean-token-sum": "1/N_seq sum_it",
+    "seq-mean-token-mean": "1/N_seq sum_i 1/T_i sum_t",
+    "seq-mean-token-sum-norm": "1/(N_seq C) sum_it",
+}
+_REWARD_FORMULAS = {"plain": "r = reward", "kl": "r = reward - {beta:g} sum_t KL_{k}"}

@@ -1,0 +1,91 @@
+"""The algorithm section: combinations that cannot work are refused with the reason, presets are the papers' settings."""
+
+import pytest
+import yaml
+
+from megagrpo.config import ExperimentConfig
+from megagrpo.config_algorithm import AdvantageConfig, AlgorithmConfig, PolicyLossConfig
+from megagrpo.config_load import preset_folder
+
+REFUSED = [  # options, part of the reason
+    ({"advantage": {"name": "rloo", "eps": 1e-6}}, "eps"),  # leave-one-out divides by no std
+    ({"advantage": {"name": "grpo"}, "reward": {"mean": "group"}}, "twice"),
+    ({"advantage": {"name": "rloo"}, "reward": {"std": "group"}}, "twice"),
+    ({"advantage": {"name": "grpo_passk"}, "reward": {"mean": "group", "std": "group"}}, "twice"),
+    ({"advantage": {"name": "reinforce_plus_plus"}, "whiten_advantages": True}, "whitened already"),
+    ({"loss_scale_factor": 100.0}, "seq-mean-token-sum-norm"),
+    ({"kl": {"loss_coef": 0.1, "reward_coef": 0.1}}, "charged twice"),
+    ({"kl": {"reward_coef": 0.1, "estimator": "full"}}, "form for the loss"),
+    ({"kl": {"reward_coef": 0.1, "estimator": "k3+"}}, "form for the loss"),
+    ({"kl": {"loss_coef": 0.1, "importance": True}}, "none of them"),
+    ({"kl": {"loss_coef": 0.1, "estimator": "k1", "value_clamp": 10.0}}, "belongs to k3"),
+    ({"kl": {"adaptive": {"target": 0.1, "horizon": 1e4}}}, "starting coefficient"),
+    ({"mismatch": {"weight": {"name": "icepop", "low": 5.0, "high": 2.0}}}, "not below"),
+    ({"mismatch": {"reject": {"low": 1.5, "high": 2.0}}}, "rejects perfect agreement"),
+    ({"loss": {"name": "ppo_clip", "dual_clip": 1.0}}, "greater than 1"),
+    ({"loss": {"name": "ppo"}}, "ppo_clip"),
+    ({"advantage": {"name": "gae"}}, "grpo"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED)
+def test_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        AlgorithmConfig(**options)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+def test_group_of_one_is_refused_where_it_teaches_nothing(name):
+    algorithm = AlgorithmConfig(advantage={"name": name})
+    with pytest.raises(ValueError, match="group_size"):
+        algorithm.check_group_size(1)
+    algorithm.check_group_size(2)
+
+
+def test_group_of_one_is_allowed_where_it_teaches():
+    AlgorithmConfig(advantage={"name": "grpo", "single_sample": "raw"}).check_group_size(1)
+    AlgorithmConfig(advantage={"name": "reinforce_plus_plus"}).check_group_size(1)
+    AlgorithmConfig(advantage={"name": "remax"}).check_group_size(1)
+    with pytest.raises(ValueError, match="dynamic_sampling"):
+        AlgorithmConfig(advantage={"name": "remax"}, dynamic_sampling={}).check_group_size(1)
+
+
+def test_what_must_be_computed_before_the_advantages():
+    assert not AlgorithmConfig().needs_old_logprobs and not AlgorithmConfig().uses_reference
+    assert AlgorithmConfig(kl={"loss_coef": 0.1}).uses_reference and not AlgorithmConfig(kl={"loss_coef": 0.1}).needs_old_logprobs
+    for options in (
+        {"kl": {"reward_coef": 0.1}},
+        {"kl": {"loss_coef": 0.1, "adaptive": {"target": 0.1, "horizon": 1e4}}},
+        {"mismatch": {"weight": {"name": "tis"}}},
+        {"mismatch": {"reject": {"high": 2.0}}},
+    ):
+        assert AlgorithmConfig(**options).needs_old_logprobs
+    assert AlgorithmConfig(advantage={"name": "remax"}).needs_greedy_response
+
+
+def test_advice_and_formula():
+    gspo = AlgorithmConfig(loss={"name": "gspo"})
+    assert "seq-mean-token-mean" in gspo.advice[0]
+    assert AlgorithmConfig(kl={"loss_coef": 0.1, "estimator": "k1"}).advice
+    assert AlgorithmConfig().formula == "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
+    for advantage in AdvantageConfig.__args__:
+        for loss in PolicyLossConfig.__args__:
+            names = (advantage.model_fields["name"].default, loss.model_fields["name"].default)
+            assert AlgorithmConfig(advantage={"name": names[0]}, loss={"name": names[1]}).formula
+
+
+PRESETS = ("cispo", "dapo", "dr_grpo", "gspo", "grpo", "reinforce_pp", "remax", "rloo")
+
+
+def test_every_preset_is_listed():
+    assert {path.stem for path in preset_folder().glob("*.yaml")} == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset(name):
+    text = (preset_folder() / f"{name}.yaml").read_text()
+    data = yaml.safe_load(text)
+    assert set(data) <= set(ExperimentConfig.model_fields) and "arXiv" in text
+    algorithm = AlgorithmConfig(**data["algorithm"])
+    assert algorithm.advice == [] and algorithm.formula
+    algorithm.check_group_size(8)
