@@ -1,6 +1,8 @@
 """Micro-batches: rows of a Batch laid out for one forward pass, and which of its positions are trained on."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -11,61 +13,89 @@ from megagrpo.schedule import micro_batches, same_count
 from megagrpo.types import Batch, MicroBatch
 
 
-def plan(batch: Batch, rows: Sequence[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh) -> list[MicroBatch]:
+def plan(
+    batch: Batch, rows: Sequence[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh, cp_rank: int = 0
+) -> list[MicroBatch]:
     """Cut `rows` of the batch into micro-batches: the same number on every data-parallel rank. Collective over those ranks.
 
-    Lengths are multiples of tp (sequence parallelism cuts them). With pipeline stages all micro-batches of all ranks have one
-    shape, and with virtual ones their number is a multiple of pp: Megatron's schedule asks for both.
+    Under context parallelism a rank gets its zigzag part of every sequence, so sequences are padded to multiples of 2 cp;
+    whole micro-batches are multiples of tp beside, since sequence parallelism cuts them. With pipeline stages all micro-batches
+    of all ranks have one shape, and with virtual ones their number is a multiple of pp: Megatron's schedule asks for both.
     """
-    multiple = layout.tp
-    lengths = [int(batch.lengths[r]) for r in rows]
+    unit = 2 * layout.cp if layout.cp > 1 else 1
+    lengths = [_up(int(batch.lengths[r]), unit) for r in rows]
+    length_of = dict(zip(rows, lengths, strict=True))
     bins = [[rows[i] for i in b] for b in micro_batches(lengths, budget, packed)]
     count = int(mesh.reduce(torch.tensor(len(bins)), "max"))
-    bins = same_count(bins, -(-count // layout.pp) * layout.pp if layout.vpp > 1 else count)
+    bins = same_count(bins, _up(count, layout.pp) if layout.vpp > 1 else count)
 
     def shape(members: list[int]) -> tuple[int, int]:
-        sizes = [int(batch.lengths[r]) for r in members] or [0]
+        sizes = [length_of[r] for r in members] or [1]
         height, width = (1, sum(sizes)) if packed else (max(len(members), 1), max(sizes))
-        return height, max(-(-width // multiple), 1) * multiple
+        return height, _up(width, unit * layout.tp)
 
     shapes = [shape(b) for b in bins]
     if layout.pp > 1 and shapes:
         largest = mesh.reduce(torch.tensor([max(h for h, _ in shapes), max(w for _, w in shapes)]), "max")
         shapes = [(int(largest[0]), int(largest[1]))] * len(bins)
-    make = _pack if packed else _pad
-    return [make(batch, members, *size) for members, size in zip(bins, shapes, strict=True)]
+    whole = [
+        _pack(batch, members, [length_of[r] for r in members], width) if packed else _pad(batch, members, height, width)
+        for members, (height, width) in zip(bins, shapes, strict=True)
+    ]
+    return whole if layout.cp == 1 else [_context_part(micro, cp_rank, layout.cp) for micro in whole]
 
 
-def _pack(batch: Batch, members: list[int], _: int, width: int) -> MicroBatch:
-    """All members behind each other in one row; what is left is one dummy sequence of padding."""
-    pieces = [torch.arange(int(batch.lengths[r]), device=batch.tokens.device) for r in members]
-    rows = torch.cat([torch.full_like(p, r) for p, r in zip(pieces, members, strict=True)] or [batch.lengths[:0]])
-    columns = torch.cat(pieces or [batch.lengths[:0]])
-    tail = torch.arange(width - len(rows), device=rows.device)
-    bounds = [0, *[int(batch.lengths[r]) for r in members], *([len(tail)] if len(tail) else [])]
-    padding = torch.full_like(tail, -1)
-    return MicroBatch(
-        tokens=torch.cat([batch.tokens[rows, columns], torch.zeros_like(tail)])[None],
-        positions=torch.cat([columns, tail])[None],
-        cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=rows.device).cumsum(0, dtype=torch.int32),
-        rows=torch.cat([rows, padding])[None],
-        columns=torch.cat([columns, padding])[None],
-        max_seqlen=max(bounds),
-    )
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _pack(batch: Batch, members: list[int], lengths: list[int], width: int) -> MicroBatch:
+    """All members behind each other in one row, each padded to its entry of `lengths`; the rest is one dummy sequence."""
+    device = batch.tokens.device
+    bounds = [0, *lengths, *([width - sum(lengths)] if width > sum(lengths) else [])]
+    positions = torch.cat([torch.arange(n, device=device) for n in bounds[1:]])
+    sequence = torch.repeat_interleave(torch.tensor(bounds[1:], device=device))
+    owner = torch.tensor([*members, -1], device=device)[sequence.clamp(max=len(members))]
+    real = (owner >= 0) & (positions < batch.lengths[owner.clamp(min=0)]) if members else owner >= 0
+    return _micro_batch(batch, members, torch.where(real, owner, -1)[None], positions[None], bounds)
 
 
 def _pad(batch: Batch, members: list[int], height: int, width: int) -> MicroBatch:
     """One member a row, padding at the right; empty rows below."""
-    columns = torch.arange(width, device=batch.tokens.device).expand(height, width)
-    index = torch.tensor(members + [-1] * (height - len(members)), dtype=torch.int64, device=columns.device)
-    lengths = torch.where(index >= 0, batch.lengths[index] if len(batch.lengths) else torch.zeros_like(index), 0)
-    real = columns < lengths[:, None]
-    rows = torch.where(real, index[:, None], -1)
+    device = batch.tokens.device
+    positions = torch.arange(width, device=device).expand(height, width).contiguous()
+    owner = torch.tensor(members + [-1] * (height - len(members)), dtype=torch.int64, device=device)[:, None]
+    real = (owner >= 0) & (positions < batch.lengths[owner.clamp(min=0)]) if members else (owner >= 0).expand(height, width)
+    return _micro_batch(batch, members, torch.where(real, owner, -1), positions, None)
+
+
+def _micro_batch(batch: Batch, members: list[int], rows: Tensor, positions: Tensor, bounds: list[int] | None) -> MicroBatch:
+    real = rows >= 0
     tokens = torch.zeros_like(rows)
-    tokens[real] = batch.tokens[rows[real], columns[real]]
+    tokens[real] = batch.tokens[rows[real], positions[real]]
     return MicroBatch(
-        tokens=tokens, positions=columns.contiguous(), cu_seqlens=None, rows=rows, columns=torch.where(real, columns, -1), max_seqlen=width
+        tokens=tokens,
+        positions=positions,
+        cu_seqlens=None if bounds is None else torch.tensor(bounds, device=rows.device).cumsum(0).int(),
+        rows=rows,
+        columns=torch.where(real, positions, -1),
+        members=torch.tensor(sorted(members), dtype=torch.int64, device=rows.device),
+        max_seqlen=positions.shape[1] if bounds is None else max(bounds),
     )
+
+
+def _context_part(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBatch:
+    """This context-parallel rank's part: of 2 cp equal chunks of every sequence the cp_rank-th from either end (zigzag)."""
+    width = micro.tokens.shape[1]
+    bounds = [0, width] if micro.cu_seqlens is None else micro.cu_seqlens.tolist()
+    kept = []
+    for start, end in pairwise(bounds):
+        chunk = (end - start) // (2 * cp_size)
+        for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            kept.append(torch.arange(start + number * chunk, start + (number + 1) * chunk, device=micro.tokens.device))
+    index = torch.cat(kept)
+    parts = {name: getattr(micro, name)[:, index] for name in ("tokens", "positions", "rows", "columns")}
+    return replace(micro, **parts)
 
 
 def targets(micro: MicroBatch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

@@ -88,13 +88,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass sees: indices of a Batch, laid out [b, s] padded or as one packed row [1, s]."""
+    """What one forward pass sees: rows of a Batch, laid out [b, s] padded or as one packed row [1, s].
+
+    Under context parallelism [b, s / cp]: this rank's part; cu_seqlens, members and max_seqlen are of the whole.
+    """
 
     tokens: "Tensor"  # [b, s] int64
     positions: "Tensor"  # [b, s] int64
     cu_seqlens: "Tensor | None"  # [k + 1] int32 when packed, else None
     rows: "Tensor"  # [b, s] int64, the Batch row each position belongs to; -1 padding
     columns: "Tensor"  # [b, s] int64, the Batch column; -1 padding
+    members: "Tensor"  # [n] int64, ascending: the Batch rows in it
     max_seqlen: int = 0
 
 

@@ -1,34 +1,58 @@
-"""Causal attention for padded and packed batches, in the place of Megatron's core attention.
+"""Causal attention for padded, packed and context-parallel batches, in the place of Megatron's core attention.
 
-Megatron's own local attention refuses packed sequences; Transformer Engine's does not exist on a CPU. This one is torch's
-scaled_dot_product_attention on a CPU and torch's variable-length kernel on a GPU.
+Megatron's own local attention refuses packed sequences and context parallelism; Transformer Engine's does not exist on a CPU.
+This one is torch's scaled_dot_product_attention on a CPU and torch's variable-length kernel on a GPU. Under context parallelism
+a rank holds two chunks of every sequence (zigzag) and gathers the keys and values of all ranks.
 """
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's packed description plus where each token lies in a padded [sequence, position] grid."""
+    """Megatron's packed description plus where tokens lie in padded [sequence, place] grids of queries and of keys."""
 
-    sequence: Tensor | None = None  # [T] int64
-    position: Tensor | None = None  # [T] int64
+    query_at: tuple[Tensor, Tensor] | None = None  # sequence and place [T / cp] of this rank's tokens
+    key_at: tuple[Tensor, Tensor] | None = None  # sequence and position [T] of all ranks' tokens, rank after rank
+    query_position: Tensor | None = None  # [k, longest / cp] under context parallelism: positions in the whole sequences
 
     @staticmethod
     def make(cu_seqlens: Tensor, max_seqlen: int) -> "PackedSequences":
-        """cu_seqlens [k + 1] int32, from 0 to T; every position belongs to a sequence (a dummy tail is one too)."""
+        """cu_seqlens [k + 1] int32, from 0 to T; every token belongs to a sequence (a dummy tail is one too)."""
+        cp_size, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-        sequence = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        position = torch.arange(len(sequence), device=lengths.device) - cu_seqlens[:-1].long()[sequence]
+        local = lengths // cp_size
+        sequence = torch.repeat_interleave(local)
+        place = torch.arange(len(sequence), device=lengths.device) - (local.cumsum(0) - local)[sequence]
+        by_rank = [zigzag_position(place, local[sequence], rank, cp_size) for rank in range(cp_size)]
+        grid = torch.zeros(len(lengths), max_seqlen // cp_size, dtype=torch.int64, device=lengths.device)
         return PackedSequences(
-            qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=max_seqlen,
-            max_seqlen_kv=max_seqlen, sequence=sequence, position=position,
-        )  # fmt: skip
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            query_at=(sequence, place),
+            key_at=(sequence.repeat(cp_size), torch.cat(by_rank)),
+            query_position=grid.index_put((sequence, place), by_rank[cp_rank]) if cp_size > 1 else None,
+        )
+
+
+def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_size: int) -> Tensor:
+    """Position in the whole sequence of the place-th token that context rank `rank` holds of it.
+
+    Of 2 cp equal chunks it holds number `rank` and number 2 cp - 1 - rank, so that all ranks attend to as many keys.
+    """
+    chunk = local_length // 2 if cp_size > 1 else local_length
+    late = place >= chunk
+    return torch.where(late, (2 * cp_size - 1 - rank) * chunk + place - chunk, rank * chunk + place)
 
 
 class CausalAttention(torch.nn.Module):
@@ -37,34 +61,49 @@ class CausalAttention(torch.nn.Module):
     def __init__(self, config, layer_number, attn_mask_type, attention_type, cp_comm_type=None, softmax_scale=None, pg_collection=None):
         super().__init__()
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.cp_size = config.context_parallel_size
 
     def forward(self, query, key, value, attention_mask, /, *, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         """Padded: q [s, b, heads, d], k and v [s, b, groups, d] -> [s, b, heads d]. Packed: no b -> [T, heads d].
 
-        Padding is at the right, so the causal mask alone keeps it away from real tokens.
+        s and T are this context rank's. Padding is at the right, so the causal mask alone keeps it away from real tokens.
         """
+        if self.cp_size > 1:
+            key, value = (gather_from_sequence_parallel_region(t, group=mpu.get_context_parallel_group()) for t in (key, value))
         if packed_seq_params is None:
-            out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)))  # [b, heads, s, d]
-            return out.permute(2, 0, 1, 3).flatten(2)
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+            return self._padded(query, key, value)
+        if self.cp_size == 1 and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(query, key, value, packed_seq_params)
         return self._packed(query, key, value, packed_seq_params)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[b, heads, places, d]; `mask` [b, 1, queries, keys] True where a query sees a key, or None for a plain causal one."""
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:  # written out: the grouped form has no fused kernel on every device
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self.scale)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = None
+        if self.cp_size > 1:
+            place = torch.arange(len(query), device=query.device)
+            by_rank = [zigzag_position(place, len(query), rank, self.cp_size) for rank in range(self.cp_size)]
+            mask = (by_rank[mpu.get_context_parallel_rank()][:, None] >= torch.cat(by_rank))[None, None]
+        out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)), mask)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        shape = (len(packed.cu_seqlens_q) - 1, packed.max_seqlen_q)
-        where = (packed.sequence, packed.position)
+        sequences, longest = len(packed.cu_seqlens_q) - 1, packed.max_seqlen_q
 
-        def grid(flat: Tensor) -> Tensor:  # [T, heads, d] -> [k, heads, longest, d]
-            return flat.new_zeros(*shape, *flat.shape[1:]).index_put(where, flat).transpose(1, 2)
+        def grid(flat: Tensor, places: int, where: tuple[Tensor, Tensor]) -> Tensor:  # [T, heads, d] -> [k, heads, places, d]
+            return flat.new_zeros(sequences, places, *flat.shape[1:]).index_put(where, flat).transpose(1, 2)
 
-        out = self._attend(grid(query), grid(key), grid(value)).transpose(1, 2)
-        return out[where].flatten(1)
+        mask = None
+        if packed.query_position is not None:
+            mask = (packed.query_position[:, :, None] >= torch.arange(longest, device=query.device))[:, None]
+        keys, values = (grid(t, longest, packed.key_at) for t in (key, value))
+        out = self._attend(grid(query, longest // self.cp_size, packed.query_at), keys, values, mask).transpose(1, 2)
+        return out[packed.query_at].flatten(1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn

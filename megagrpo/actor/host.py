@@ -36,12 +36,14 @@ class _InOrder:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Sends `device="cuda"` to the CPU and lets tensor.type() keep its CUDA spelling, which gradient clipping asserts."""
+    """Sends `device="cuda"` to the CPU, pins no memory, and lets tensor.type() keep its CUDA spelling, which gradient clipping asserts."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to:
             args = tuple(CPU if isinstance(a, str) and a.startswith("cuda") else a for a in args)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:

@@ -53,6 +53,12 @@ def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
     return make_mesh(mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), device, actor.deadline_s)
 
 
+def leave_distributed() -> None:
+    """Undo start_distributed, so that this process may join a world of another layout (for tests and the certificate)."""
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
 def learning_rate(optimizer: OptimizerConfig, update: int, num_updates: int) -> float:
     """Linear warm-up, then constant, or linear or cosine decay to min_lr at the last of `num_updates` (update counts from 0)."""
     if update < optimizer.warmup_steps:

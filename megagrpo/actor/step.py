@@ -25,15 +25,15 @@ from megagrpo.schedule import update_of_group
 from megagrpo.types import Batch, MicroBatch
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-Head = Callable[[MicroBatch, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, dict]]
+Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict]]
 
 
 def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Tensor:
     """Log-probabilities [N, S] float32 of the sampled tokens under the live weights, on every rank of the replica; 0 elsewhere."""
     out = torch.zeros_like(batch.rollout_logprobs)
 
-    def head(micro, logprobs, entropy, rows, columns):
-        out[rows, columns] = logprobs
+    def head(members, logprobs, entropy):
+        out[members] = logprobs
         return logprobs.sum() * 0.0, {}
 
     with torch.no_grad():
@@ -64,8 +64,7 @@ def update(
     actor.expert_load.enabled = True
     for index in range(num_updates):
         rows = [r for r, g in enumerate(batch.group_ids.tolist()) if update_of_group(g, batch.num_groups, num_updates) == index]
-        counted = batch.loss_mask if batch.denominator_mask is None else batch.denominator_mask
-        denominators = count_denominators(counted[rows], actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens)
+        denominators = denominators_of(actor, batch, rows, algorithm, max_response_tokens)
         if denominators.num_tokens == 0:
             skipped += 1
             continue
@@ -82,15 +81,21 @@ def update(
     return metrics | _expert_metrics(actor)
 
 
+def denominators_of(
+    actor: MegatronActor, batch: Batch, rows: Sequence[int], algorithm: AlgorithmConfig, max_response_tokens: int
+) -> Denominators:
+    """What the loss of these rows' update is divided by, counted over all data-parallel ranks. Collective over them."""
+    counted = batch.loss_mask if batch.denominator_mask is None else batch.denominator_mask
+    return count_denominators(counted[rows], actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens)
+
+
 def backward(
     actor: MegatronActor, batch: Batch, rows: Sequence[int], algorithm: AlgorithmConfig, temperature: float, denominators: Denominators
 ) -> dict[str, float]:
     """Gradients of one update's loss, summed over all ranks into the main gradients; returns metric sums over all ranks."""
 
-    def head(micro, logprobs, entropy, grid_rows, columns):
-        members, local = torch.unique(grid_rows, return_inverse=True)
-        inputs = _loss_inputs(batch, members, local, columns, logprobs, entropy)
-        loss, sums = objective(inputs, algorithm, denominators)
+    def head(members, logprobs, entropy):
+        loss, sums = objective(_loss_inputs(batch, members, logprobs, entropy), algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
     actor.zero_grad()
@@ -102,7 +107,7 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
     """One supervised update: minus the mean log-probability of the tokens in the loss mask, over all ranks."""
     num_tokens = actor.mesh.reduce(batch.loss_mask.sum().double(), "sum")
 
-    def head(micro, logprobs, entropy, rows, columns):
+    def head(members, logprobs, entropy):
         loss = -logprobs.sum() / num_tokens.to(logprobs.dtype)
         return loss, {"loss/total": loss.detach()}
 
@@ -111,41 +116,43 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
     return {"loss/total": sums["loss/total"], **actor.optimizer_step()}
 
 
-def _loss_inputs(batch: Batch, members: Tensor, local: Tensor, columns: Tensor, logprobs: Tensor, entropy: Tensor) -> LossInputs:
-    """Token values [T] of a micro-batch to padded rows [n, S] of its n sequences."""
-    shape = (len(members), batch.tokens.shape[1])
+def _loss_inputs(batch: Batch, members: Tensor, logprobs: Tensor, entropy: Tensor) -> LossInputs:
+    def of_members(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[members]
 
-    def grid(values: Tensor) -> Tensor:
-        return values.new_zeros(shape).index_put((local, columns), values)
-
-    new = grid(logprobs)
     return LossInputs(
-        logprobs=new,
-        entropy=grid(entropy),
+        logprobs=logprobs,
+        entropy=entropy,
         loss_mask=batch.loss_mask[members],
         advantages=batch.advantages[members],
         # one update a step: the policy before the update is the one being differentiated, bit for bit
-        old_logprobs=batch.old_logprobs[members] if batch.old_logprobs is not None else new.detach(),
+        old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[members],
         rollout_logprobs=batch.rollout_logprobs[members],
-        ref_logprobs=batch.ref_logprobs[members] if batch.ref_logprobs is not None else None,
-        policy_weights=batch.policy_weights[members] if batch.policy_weights is not None else None,
+        ref_logprobs=of_members(batch.ref_logprobs),
+        policy_weights=of_members(batch.policy_weights),
     )
 
 
 def _run(actor: MegatronActor, batch: Batch, rows: Sequence[int], temperature: float, head: Head, forward_only: bool) -> list[dict]:
-    """Megatron's schedule over the micro-batches of `rows`; `head` sees the sampled tokens' log-probabilities on the last stage."""
-    config = actor.config
-    micros = plan(batch, rows, config.micro_batch_tokens, config.packing, config.parallel, actor.mesh)
-    device = actor.mesh.device
+    """Megatron's schedule over the micro-batches of `rows`; on the last stage `head` sees each one's sampled tokens.
+
+    head(members [n], logprobs [n, S], entropy [n, S]) -> (scalar loss, metric sums); 0 off the loss mask, gradients attached.
+    """
+    config, device = actor.config, actor.mesh.device
+    layout, cp_rank = config.parallel, mpu.get_context_parallel_rank()
+    micros = plan(batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank)
     counts = {
-        "padded": torch.tensor(float(sum(m.tokens.numel() for m in micros)), device=device),
-        "real": torch.tensor(float(sum(int((m.rows >= 0).sum()) for m in micros)), device=device),
+        "padded": torch.tensor(float(sum(m.tokens.numel() for m in micros) * layout.cp), device=device),
+        "real": batch.lengths[list(rows)].sum(),
     }
 
     def loss(micro: MicroBatch, chunk, hidden: Tensor):
         flat, grid_rows, columns = targets(micro, batch)
-        logprobs, entropy = _head(actor, chunk, hidden, flat, batch.tokens[grid_rows, columns], temperature)
-        value, sums = head(micro, logprobs, entropy, grid_rows, columns)
+        by_token = _head(actor, chunk, hidden, flat, batch.tokens[grid_rows, columns], temperature)
+        at = (torch.searchsorted(micro.members, grid_rows), columns)
+        shape = (len(micro.members), batch.tokens.shape[1])
+        logprobs, entropy = (_all_context_ranks(values.new_zeros(shape).index_put(at, values)) for values in by_token)
+        value, sums = head(micro.members, logprobs, entropy)
         return value, torch.tensor(0, dtype=torch.int, device=device), sums  # 0 tokens: Megatron divides by nothing
 
     def forward_step(iterator, model):
@@ -190,6 +197,15 @@ def _head(actor: MegatronActor, chunk, hidden: Tensor, flat: Tensor, tokens: Ten
         actor.arch.vocab_size,
         reduce,
     )
+
+
+def _all_context_ranks(grid: Tensor) -> Tensor:
+    """Values of all context-parallel ranks' tokens; only this rank's carry a gradient, and Megatron sums gradients over them."""
+    if mpu.get_context_parallel_world_size() == 1:
+        return grid
+    total = grid.detach().clone()
+    dist.all_reduce(total, group=mpu.get_context_parallel_group())
+    return grid + (total - grid.detach())
 
 
 def _from_last_stage(tensor: Tensor) -> Tensor:
