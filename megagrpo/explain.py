@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 from megagrpo.config import DataConfig, ExperimentConfig, ParallelConfig
+from megagrpo.data.prompts import read_rows
 from megagrpo.data.tiny_config import hf_config as tiny_hf_config
 from megagrpo.rewards.graders import load_grader
 
@@ -24,7 +25,7 @@ def explain(config: ExperimentConfig) -> str:
 
 def preflight(config: ExperimentConfig) -> list[str]:
     """Everything that can be known to fail before anything starts: missing files, and a model that the layout cannot cut."""
-    problems = _missing_files(config) + _grader_problems(config)
+    problems = _missing_files(config) + _broken_lines(config) + _grader_problems(config)
     hf = model_description(config)
     if hf is not None:
         problems += check_against_model(config, hf, _largest_token_id(Path(config.model.tokenizer or config.model.path)))
@@ -156,6 +157,17 @@ def _missing_files(config: ExperimentConfig) -> list[str]:
     problems = [f"{key}: {path} does not exist" for key, path in wanted.items() if not Path(path).exists() and not _is_made(config, path)]
     if Path(config.model.path).is_dir() and not (Path(config.model.path) / "config.json").is_file():
         problems.append(f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model folder")
+    return problems
+
+
+def _broken_lines(config: ExperimentConfig) -> list[str]:
+    problems = []
+    for data in (config.data, config.eval and config.eval.data, config.sft and config.sft.data):
+        if data is not None and Path(data.path).exists():
+            try:
+                read_rows(data)
+            except ValueError as exc:
+                problems.append(str(exc))
     return problems
 
 

@@ -37,7 +37,7 @@ def run(config: ExperimentConfig) -> int:
         with _signals_raise():
             service = _start(["serve", str(resolved)], logs / "service.log", children)
             trainers = _start(["train", str(resolved)], logs / "trainer.log", children, ranks=config.actor.world_size)
-            return _watch(trainers, service, run_dir)
+            return _watch(trainers, logs / "trainer.log", service)
     except _Ended as exc:
         print(f"megagrpo run: {exc}; stopping", file=sys.stderr)
         return 143
@@ -55,8 +55,8 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
     try:
         with _signals_raise():
             name, *rest = command
-            ranks = _start([name, str(resolved), *rest], run_dir / "logs" / f"{name}.log", children, ranks=config.actor.world_size)
-            return _watch(ranks, None, run_dir)
+            log = run_dir / "logs" / f"{name}.log"
+            return _watch(_start([name, str(resolved), *rest], log, children, ranks=config.actor.world_size), log)
     except _Ended as exc:
         print(f"megagrpo {command[0]}: {exc}; stopping", file=sys.stderr)
         return 143
@@ -87,29 +87,27 @@ def _start(command: list[str], log: Path, children: list[subprocess.Popen], rank
     return child
 
 
-def _watch(ranks: subprocess.Popen, service: subprocess.Popen | None, run_dir: Path) -> int:
-    """Wait for the ranks. When the service ends first, the ranks learn it from their own deadline or are ended here."""
+def _watch(ranks: subprocess.Popen, log: Path, service: subprocess.Popen | None = None) -> int:
+    """Wait for the ranks, which write to `log`. Returns 0, or 1 after printing why they or the service ended."""
     while ranks.poll() is None:
         if service is not None and service.poll() is not None:
-            return _explain(f"the rollout service ended with status {service.returncode}", run_dir, ["service.log"])
+            print(f"megagrpo: the rollout service ended with status {service.returncode}", file=sys.stderr)
+            return _show_end(log.with_name("service.log"))
         time.sleep(_POLL_S)
     if ranks.returncode == 0:
         return 0
-    return _explain(f"the trainers ended with status {ranks.returncode}", run_dir, ["trainer.log", "sft.log", "export.log"])
+    print(f"megagrpo: the trainers ended with status {ranks.returncode}", file=sys.stderr)
+    # The first to fail knows why; the others may only have seen it go.
+    reports = sorted(log.parent.glob("error_rank*.txt"), key=lambda report: report.stat().st_mtime_ns)
+    if not reports:
+        return _show_end(log)
+    print(f"{reports[0].read_text().rstrip()}\nwhole log: {log}", file=sys.stderr)
+    return 1
 
 
-def _explain(what: str, run_dir: Path, logs: list[str]) -> int:
-    """Print why: the rank's own message where there is one, else the end of the log. Returns 1."""
-    folder = run_dir / "logs"
-    reports = sorted(folder.glob("error_rank*.txt"))
-    print(f"megagrpo: {what}", file=sys.stderr)
-    if reports:
-        print(reports[0].read_text().rstrip(), file=sys.stderr)
-    for log in (folder / name for name in logs):
-        if log.exists():
-            if not reports:
-                print("\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:]), file=sys.stderr)
-            print(f"whole log: {log}", file=sys.stderr)
+def _show_end(log: Path) -> int:
+    """Print the last lines of a log and where it is. Returns 1."""
+    print("\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:]), f"\nwhole log: {log}", file=sys.stderr)
     return 1
 
 

@@ -89,7 +89,8 @@ class Mesh:
             try:
                 value = make()
             except Exception as exc:
-                error = f"rank {self.rank}, {what}: {type(exc).__name__}: {exc}\n{traceback.format_exc()}"
+                traceback.print_exc()  # for this rank's log; the others need the reason
+                error = f"rank {self.rank}, {what}: {type(exc).__name__}: {exc}"
         self.raise_any(error)
         if self.replica_group is None:
             return value

@@ -12,7 +12,7 @@ from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.actor_weights import load_initial_weights
 from megagrpo.config import ExperimentConfig
 from megagrpo.console import StepConsole
-from megagrpo.data.prompts import PromptSet, load_prompts, load_tokenizer
+from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
 from megagrpo.mesh import Mesh
 from megagrpo.metrics import StepLog
 from megagrpo.rewards.pool import RewardPool
@@ -86,11 +86,6 @@ class Run:
         checkpoint.save(folder, self.state, identity, self.config.checkpoint.keep, lambda f: save_actor(self.actor, f), self.mesh)
         self.saved_step = self.state.step
 
-    def load(self, folder: Path) -> None:
-        identity = run_identity(self.config, self.actor)
-        self.state = checkpoint.load(folder, identity, lambda f: load_actor(self.actor, f), self.mesh)
-        self.saved_step = self.state.step
-
     def log(self, values: dict[str, float], groups: Sequence[RolloutGroup] | None = None) -> None:
         """One entry of the run's record; every rank calls it, the main rank writes."""
         parts = self.mesh.gather_main(groups) if groups is not None and self.config.log.rollouts else []
@@ -118,6 +113,7 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
     weights = load_initial_weights(actor, config.model.path)
     if config.algorithm.uses_reference:
         actor.keep_reference()  # the initial weights, also when the run resumes
+    state = resume(config, run_dir, actor)
     mesh = actor.mesh
     control = ServiceControl(service_url or read_service_url(run_dir, config.rollout.start_timeout_s))
     with ExitStack() as stack:
@@ -125,19 +121,24 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
         rollouts = RolloutSource(config, mesh, control, rewards, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
         exchange = Exchange(config, mesh, weights, control, run_dir)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
-        run = Run(config, run_dir, actor, prompts, eval_prompts, rollouts, exchange, TrainState())
-        resume(run)
+        run = Run(config, run_dir, actor, prompts, eval_prompts, rollouts, exchange, state, saved_step=state.step)
         if mesh.is_main:
-            run.step_log = StepLog(run_dir, config.log, run.state.step)
+            run.step_log = StepLog(run_dir, config.log, state.step)
             stack.callback(run.step_log.close)
-            run.console = stack.enter_context(StepConsole(config.name, config.train.num_steps, run.state.step, config.log.console))
+            run.console = stack.enter_context(StepConsole(config.name, config.train.num_steps, state.step, config.log.console))
+            for data, found in ((config.data, prompts), (config.eval and config.eval.data, eval_prompts)):
+                if found is not None and (dropped := describe_dropped(data, found)):
+                    run.console.note(dropped)
+            if state.step:
+                run.console.note(f"continues after step {state.step}")
         yield run
 
 
-def resume(run: Run) -> None:
+def resume(config: ExperimentConfig, run_dir: Path, actor: MegatronActor) -> TrainState:
     """Continue from the run's own latest checkpoint, else from `checkpoint.load`, else from the initial weights."""
-    config = run.config.checkpoint
-    folder = checkpoint.latest(run.run_dir / "checkpoints") if config.resume == "auto" else None
-    folder = folder or (Path(config.load) if config.load else None)
-    if folder is not None:
-        run.load(folder)
+    options = config.checkpoint
+    folder = checkpoint.latest(run_dir / "checkpoints") if options.resume == "auto" else None
+    folder = folder or (Path(options.load) if options.load else None)
+    if folder is None:
+        return TrainState()
+    return checkpoint.load(folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)

@@ -9,7 +9,7 @@ from megagrpo.actor_weights import export_hf, load_initial_weights
 from megagrpo.config import ExperimentConfig
 from megagrpo.console import StepConsole
 from megagrpo.data.batch import build_batch
-from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
 from megagrpo.metrics import StepLog
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 
@@ -25,6 +25,8 @@ def sft(config: ExperimentConfig) -> None:
     folder = Path(config.output_dir) / "sft"
     log = StepLog(folder, config.log) if mesh.is_main else None
     with StepConsole(f"{config.name} sft", options.num_steps, enabled=config.log.console and mesh.is_main) as console:
+        if dropped := describe_dropped(options.data, prompts):
+            console.note(dropped)
         for step in range(options.num_steps):
             chosen = prompts.batch(step * options.batch_size, options.batch_size, config.seed)
             values = likelihood_step(actor, _supervised_batch(chosen, tokenizer, mesh))

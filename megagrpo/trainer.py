@@ -22,7 +22,7 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
         if is_main:
             print(write_report(config.output_dir), flush=True)
 
-    return _guarded(config, body)
+    return guarded(config, body)
 
 
 def sft_main(config: ExperimentConfig) -> int:
@@ -33,7 +33,7 @@ def sft_main(config: ExperimentConfig) -> int:
 
         sft(config)
 
-    return _guarded(config, body)
+    return guarded(config, body)
 
 
 def export_main(config: ExperimentConfig, folder: str | None, output: str) -> int:
@@ -54,11 +54,11 @@ def export_main(config: ExperimentConfig, folder: str | None, output: str) -> in
         checkpoint.load(source_folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
         export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
 
-    return _guarded(config, body)
+    return guarded(config, body)
 
 
-def _guarded(config: ExperimentConfig, body: Callable[[], None]) -> int:
-    """Exit status 0, or 1 with logs/error_rank<N>.txt: a user's error as its message, anything else as a traceback."""
+def guarded(config: ExperimentConfig, body: Callable[[], None]) -> int:
+    """Exit status 0, or 1 with the reason in logs/error_rank<N>.txt; the traceback goes to standard error, which is the log."""
     logs = Path(config.output_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     report = logs / f"error_rank{environment.get_int('RANK', 0)}.txt"
@@ -67,6 +67,14 @@ def _guarded(config: ExperimentConfig, body: Callable[[], None]) -> int:
         body()
         return 0
     except Exception as exc:
-        report.write_text(str(exc) if isinstance(exc, ValueError) else traceback.format_exc())
         traceback.print_exc()
+        report.write_text(_reason(exc))
         return 1
+
+
+def _reason(exc: Exception) -> str:
+    """What a user reads: our own errors say it themselves, anything else is named with the place that raised it."""
+    if isinstance(exc, (ValueError, RuntimeError)) and str(exc):
+        return str(exc)
+    place = traceback.extract_tb(exc.__traceback__)[-1]
+    return f"{type(exc).__name__}: {exc} ({place.filename}:{place.lineno} in {place.name})"

@@ -79,16 +79,8 @@ def load_prompts(data: DataConfig, tokenizer) -> PromptSet:
     Raises ValueError, with file and line, for a missing file, a broken line, a missing key, a value of the wrong type and
     an empty prompt, and when no prompt is short enough.
     """
-    path = Path(data.path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file (data.path)")
-    rows = []
-    for row_id, row in _rows(path):
-        if data.limit is not None and len(rows) == data.limit:
-            break
-        rows.append((row_id, row))
-    messages = [_field(row, data.prompt_key, where(path, i)) for i, row in rows]
-    texts = [_render(data, tokenizer, message, where(path, i)) for (i, _), message in zip(rows, messages, strict=True)]
+    path, rows = Path(data.path), read_rows(data)
+    texts = [_render(data, tokenizer, row[data.prompt_key], where(path, i)) for i, row in rows]
     token_ids = _tokenize(data, tokenizer, texts)
     prompts = []
     for (row_id, row), text, ids in zip(rows, texts, token_ids, strict=True):
@@ -96,16 +88,37 @@ def load_prompts(data: DataConfig, tokenizer) -> PromptSet:
             raise ValueError(f"{where(path, row_id)}: the prompt {text!r} has no tokens")
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             raise ValueError(f"{where(path, row_id)}: the tokenizer does not know every character of {text!r:.80}")
-        answer = _text(_field(row, data.answer_key, where(path, row_id)), data.answer_key, where(path, row_id))
-        grader = None
-        if data.grader_key is not None:
-            grader = _text(_field(row, data.grader_key, where(path, row_id)), data.grader_key, where(path, row_id))
-        prompts.append(Prompt(row_id, text, tuple(ids), answer, grader))
+        grader = None if data.grader_key is None else str(row[data.grader_key])
+        prompts.append(Prompt(row_id, text, tuple(ids), str(row[data.answer_key]), grader))
     kept = tuple(p for p in prompts if len(p.token_ids) <= data.max_prompt_tokens)
     if not kept:
         shortest = f"; the shortest has {min(len(p.token_ids) for p in prompts)} tokens" if prompts else " in the file"
         raise ValueError(f"{path}: no prompt of at most {data.max_prompt_tokens} tokens (data.max_prompt_tokens){shortest}")
     return PromptSet(kept, len(prompts) - len(kept), data.shuffle)
+
+
+def read_rows(data: DataConfig) -> list[tuple[int, dict]]:
+    """(line from 0, object) of each line in use. Raises ValueError for all that `load_prompts` can refuse without a tokenizer."""
+    path = Path(data.path)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file (data.path)")
+    rows = []
+    for i, row in _rows(path):
+        if data.limit is not None and len(rows) == data.limit:
+            break
+        _field(row, data.prompt_key, where(path, i))
+        for key in (data.answer_key, *([data.grader_key] if data.grader_key else [])):
+            _text(_field(row, key, where(path, i)), key, where(path, i))
+        rows.append((i, row))
+    return rows
+
+
+def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
+    """What a user should know about lines that were too long; "" when there are none."""
+    if not prompts.num_too_long:
+        return ""
+    total = prompts.num_too_long + len(prompts)
+    return f"{data.path}: {prompts.num_too_long} of {total} prompts dropped, longer than {data.max_prompt_tokens} tokens (max_prompt_tokens)"
 
 
 def where(path: Path, row: int) -> str:

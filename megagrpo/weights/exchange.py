@@ -136,8 +136,9 @@ class Exchange:
             if self._mesh.is_main:
                 try:
                     self._transport.send(version, buckets, lambda work: self._each(ids, work))
-                except Exception:
-                    error = f"rank 0, {self._config.weights.transport} weights to engines: {traceback.format_exc()}"
+                except Exception as exc:
+                    traceback.print_exc()
+                    error = f"rank 0, {self._config.weights.transport} weights to engines: {type(exc).__name__}: {exc}"
             for _ in buckets:  # the other ranks' part, and what a failure on rank 0 left: nobody may hang in a send
                 pass
             self._mesh.raise_any(error)
@@ -160,7 +161,8 @@ class Exchange:
             try:
                 value = make()
             except Exception as exc:
-                error = f"rank 0, {what}: {type(exc).__name__}: {exc}\n{traceback.format_exc()}"
+                traceback.print_exc()  # for this rank's log; the others need the reason
+                error = f"rank 0, {what}: {type(exc).__name__}: {exc}"
         self._mesh.raise_any(error)
         if self._mesh.world_size == 1:
             return value
@@ -247,7 +249,7 @@ class Exchange:
                 except Exception as exc:
                     errors.append(exc)
         if errors:
-            raise errors[0] if len(errors) == 1 else ExceptionGroup("several engines failed", errors)
+            raise RuntimeError("\n".join(map(str, errors))) from errors[0]
 
     def _given_up(self, info: EngineInfo) -> bool:
         return info.state == "dead" and info.restarts >= self._config.rollout.max_restarts
