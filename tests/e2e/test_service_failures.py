@@ -71,9 +71,11 @@ def test_nothing_is_left_when_the_service_is_killed(service, tmp_path):
     process = start_service(service.config, tmp_path)
     try:
         deadline = time.monotonic() + 120
-        while not any("launch_server" in p.cmdline() for p in (tree := below(process.pid))):
+        tree: dict[psutil.Process, list[str]] = {}
+        while not any("sglang.launch_server" in command for command in tree.values()):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
+            tree = below(process.pid)
     finally:
         process.kill()
         process.wait()
@@ -84,13 +86,12 @@ def test_nothing_is_left_when_the_service_is_killed(service, tmp_path):
         agent.kill()
 
 
-def below(pid: int) -> list[psutil.Process]:
-    """Everything that process started, whatever its session."""
-    found = []
+def below(pid: int) -> dict[psutil.Process, list[str]]:
+    """Everything that process started, whatever its session, with its command line."""
+    found = {}
     for process in psutil.Process(pid).children(recursive=True):
         try:
-            process.cmdline()
-            found.append(process)
+            found[process] = process.cmdline()
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
     return found

@@ -35,6 +35,7 @@ def test_cpu_engine():
     assert "--nnodes" not in found
     environment = engine_environment(config(), place(cuda=False))
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["OMP_NUM_THREADS"] == "4"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment
 
 
