@@ -40,6 +40,10 @@ def _parser() -> argparse.ArgumentParser:
     add("sft", _sft, "supervised warm-up with the same actor")
     add("prepare", _prepare, "make the tiny model and data that the experiment asks for")
     add("check", _check, "explain the experiment without starting anything")
+    certify = add("certify", _certify, "prove on a tiny model of this architecture that no layout changes loss or gradients")
+    certify.add_argument("--ranks", type=int, default=2, help="processes on this machine; more of them cover more layouts (default 2)")
+    certify.add_argument("--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit")
+    certify.add_argument("--plant", help=argparse.SUPPRESS)  # a fault that must be found, see certify/faults.py
     export = add("export", _export, "write a checkpoint as a Hugging Face model folder")
     export.add_argument("output", help="folder to create")
     export.add_argument("--checkpoint", help="checkpoint folder; default: the latest of the run")
@@ -98,6 +102,13 @@ def _check(args) -> int:
     config = _config(args)
     print(explain(config))
     return 1 if preflight(config) else 0
+
+
+def _certify(args) -> int:
+    from megagrpo.certify.command import certify, certify_main
+
+    config = _config(args)
+    return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts, args.plant)
 
 
 def _export(args) -> int:

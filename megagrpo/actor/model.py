@@ -12,6 +12,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -23,6 +24,9 @@ from torch import Tensor
 
 from megagrpo.actor.attention import CausalAttention
 from megagrpo.actor.hf_config import Architecture
+
+
+_SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
 
 class RmsNorm(torch.nn.RMSNorm):
@@ -96,6 +100,12 @@ def build_chunk(arch: Architecture, config: TransformerConfig, vp_stage: int | N
             # Megatron says "reduce over data-parallel ranks only" unless EP > 1, which leaves expert gradients of
             # TP + sequence parallel at EP 1 unreduced over TP: silently wrong. Expert groups are right for every layout.
             parameter.allreduce = False
+    for module in chunk.modules():
+        if type(module) in _SHARDED_DIM and module.weight is not None:
+            # Megatron sets this mark only where it initialises a weight itself. Without it the gradient norm counts every
+            # weight as a replica and misses the shards of all tensor-parallel ranks but the first: clipped too little.
+            module.weight.tensor_model_parallel, module.weight.partition_dim = True, _SHARDED_DIM[type(module)]
+            module.weight.partition_stride = 1
     return chunk
 
 

@@ -39,7 +39,7 @@ def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
     Returns the number of parameters. The folder is whole or absent. Raises ValueError for sizes that the family cannot have.
     """
     hf = hf_config(config)
-    tensors = _tensors(config, hf["vocab_size"], torch.Generator().manual_seed(seed))
+    tensors = random_tensors(config, hf["vocab_size"], torch.Generator().manual_seed(seed))
     with tempfile.TemporaryDirectory() as description:
         character_tokenizer(config.alphabet).save_pretrained(description)
         _write_json(Path(description) / "config.json", hf)
@@ -66,7 +66,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def _tensors(config: TinyModelConfig, vocab_size: int, generator: torch.Generator) -> dict[str, Tensor]:
+def random_tensors(config: TinyModelConfig, vocab_size: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Names and shapes as on disk. Matrices are normal with standard deviation 1/sqrt(columns): the 0.02 that suits wide
     models starts a narrow one so small that it takes many steps to learn anything."""
     hidden, dim = config.hidden_size, config.head_dim

@@ -1,0 +1,96 @@
+"""What the certificate runs: layouts x {padded, packed} x {small, large token budget} x {no recompute, full}, and what it does not."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from megagrpo.config import ActorConfig, ParallelConfig
+
+SMALL_BUDGET, LARGE_BUDGET = 48, 4096  # tokens of a micro-batch: one to three samples, or all of them
+
+# name -> sizes; ranks that tp, pp and ep leave over are data parallel
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "1 rank": (1, {}),
+    "DP2": (2, {}),
+    "TP2+SP": (2, {"tp": 2}),
+    "PP2": (2, {"pp": 2}),
+    "PP2xVPP2": (2, {"pp": 2, "vpp": 2}),
+    "CP2": (2, {"cp": 2}),
+    "EP2": (2, {"ep": 2}),
+    "TP2xEP2": (2, {"tp": 2, "ep": 2}),
+    "TP2xPP2": (4, {"tp": 2, "pp": 2}),
+    "TP2xDP2": (4, {"tp": 2}),
+    "TP2xCP2": (4, {"tp": 2, "cp": 2}),
+    "EP2xPP2": (4, {"ep": 2, "pp": 2}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of the same batch. With the distributed optimizer only loss and updated weights can be compared."""
+
+    layout: str
+    ranks: int
+    parallel: dict[str, int] = field(default_factory=dict)
+    packing: bool = False
+    budget: int = LARGE_BUDGET
+    recompute: str = "none"
+    distributed: bool = False
+    fault: str | None = None  # planted, see faults.py
+
+    @property
+    def variant(self) -> str:
+        """How the case differs from others of its layout, as the report prints it."""
+        parts = ["packed" if self.packing else "padded", f"{self.budget} tokens"]
+        parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        return ", ".join(parts + (["distributed optimizer"] if self.distributed else []))
+
+
+REFERENCE = Case("1 rank", 1)
+
+
+def layouts_of(actor: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
+    """The standing layouts and, under its own name, the experiment's."""
+    own = {name: size for name, size in actor.parallel.model_dump().items() if size > 1}
+    known = [entry for entry in LAYOUTS.values() if entry == (actor.world_size, own)]
+    return LAYOUTS if known else LAYOUTS | {"the experiment's": (actor.world_size, own)}
+
+
+def grid(
+    layouts: dict[str, tuple[int, dict[str, int]]], ranks: int, is_moe: bool, only: Sequence[str] | None, fault: str | None
+) -> tuple[list[Case], dict[str, str]]:
+    """The cases to run, the reference first, and for every layout that is left out the reason.
+
+    Raises ValueError for a name in `only` that is no layout.
+    """
+    unknown = sorted(set(only or ()) - layouts.keys())
+    if unknown:
+        raise ValueError(f"no layout is called {unknown[0]!r}; there are: {', '.join(layouts)}")
+    cases, left_out = [], {}
+    for name, (needed, parallel) in layouts.items():
+        reason = _reason_against(needed, parallel, ranks, is_moe)
+        if reason is None and only is not None and name not in only and name != REFERENCE.layout:
+            reason = "not asked for"
+        if reason is not None:
+            left_out[name] = reason
+            continue
+        planted = fault if name != REFERENCE.layout else None
+        for recompute, packing, budget in product(("none", "full"), (False, True), (LARGE_BUDGET, SMALL_BUDGET)):
+            cases.append(Case(name, needed, parallel, packing, budget, recompute, fault=planted))
+        if needed > _replica(parallel):
+            cases.append(Case(name, needed, parallel, packing=True, distributed=True, fault=planted))
+    assert cases[0] == REFERENCE
+    return cases, left_out
+
+
+def _replica(parallel: dict[str, int]) -> int:
+    p = ParallelConfig(**parallel)
+    return p.tp * p.pp * p.cp
+
+
+def _reason_against(needed: int, parallel: dict[str, int], ranks: int, is_moe: bool) -> str | None:
+    if parallel.get("ep", 1) > 1 and not is_moe:
+        return "the model has no experts"
+    if needed > ranks:
+        return f"needs {needed} ranks, {ranks} were given"
+    return None

@@ -1,0 +1,64 @@
+"""`megagrpo certify`: one launch per world size, the one-rank reference first, then the report."""
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megagrpo.certify.cases import Case, grid, layouts_of
+from megagrpo.certify.report import write_report
+from megagrpo.certify.subject import make_model
+from megagrpo.config import ActorConfig, ExperimentConfig, ModelConfig
+from megagrpo.launcher import train_ranks
+from megagrpo.trainer import guarded
+
+
+def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = None, fault: str | None = None) -> int:
+    """Write the certificate into `<output_dir>/certify`; returns 0 when every case is within the bounds, else 1.
+
+    only: layout names; default all that `ranks` can hold. ValueError for what cannot be run as asked.
+    """
+    folder = Path(config.output_dir) / "certify"
+    shutil.rmtree(folder, ignore_errors=True)
+    layouts = layouts_of(config.actor)
+    tiny = make_model(folder / "model", config, config.actor.parallel, config.seed)
+    family = tiny["model_type"]
+    cases, left_out = grid(layouts, ranks, is_moe="num_experts_per_tok" in tiny, only=only, fault=fault)
+    results = []
+    for world in sorted({case.ranks for case in cases}):
+        found = _run_world(config, folder, world, [case for case in cases if case.ranks == world])
+        if found is None:
+            return 1
+        results += found
+    text, passed = write_report(folder, config.name, family, results, left_out)
+    print(text, end="")
+    if not passed:
+        print(f"megagrpo certify: above the bound; every figure is in {folder / 'report.json'}", file=sys.stderr)
+    return 0 if passed else 1
+
+
+def certify_main(config: ExperimentConfig) -> int:
+    """One rank of a world that `certify` started."""
+
+    def body() -> None:
+        from megagrpo.certify.measure import certify_ranks
+
+        certify_ranks(config)
+
+    return guarded(config, body)
+
+
+def _run_world(config: ExperimentConfig, folder: Path, world: int, cases: list[Case]) -> list[dict] | None:
+    """The results of the cases of one world size; None when its ranks failed, which the launcher has explained."""
+    mine = folder / f"ranks{world}"
+    mine.mkdir(parents=True)
+    (mine / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
+    changes = {
+        "output_dir": str(mine),
+        "model": ModelConfig(path=str(folder / "model")),
+        "actor": ActorConfig(world_size=world, deadline_s=min(config.actor.deadline_s, 300.0)),
+    }
+    status = train_ranks(config.model_copy(update=changes), ["certify"])
+    return json.loads((mine / "results.json").read_text()) if status == 0 else None

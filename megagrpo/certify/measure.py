@@ -1,0 +1,138 @@
+"""One rank's part of the certificate: the same batch under one case after another, compared with the one-rank reference."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrpo import environment
+from megagrpo.actor import DEVICE
+from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
+from megagrpo.actor.step import backward, denominators_of, token_logprobs
+from megagrpo.actor_weights import ActorWeights, load_initial_weights
+from megagrpo.certify.cases import REFERENCE, Case
+from megagrpo.certify.faults import planted
+from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, longest, make_batch, make_groups
+from megagrpo.config import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.mesh import Mesh
+from megagrpo.weights.plan import gather_buckets, gather_copies, make_gather_plan
+
+# A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
+OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)
+_CHUNK_TOKENS = 32
+
+
+@contextmanager
+def joined(store: Path, actor: ActorConfig, optimizer: OptimizerConfig, model: str, num_updates: int = 10) -> Iterator[MegatronActor]:
+    """Inside, this process is a rank of a fresh world with this layout. `store`: a path that no world has used yet."""
+    world, rank = environment.get_int("WORLD_SIZE", 1), environment.get_int("RANK", 0)
+    backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+    try:
+        yield MegatronActor(model, actor, optimizer, num_updates, 0, DEVICE)
+    finally:
+        leave_distributed()
+
+
+def whole(weights: ActorWeights, values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+    """Values by parameter (weights or gradients) as whole HF tensors on the main rank, {} elsewhere. Collective."""
+    plan = make_gather_plan(gather_copies(weights.copies, mesh), weights.hf_specs, torch.float32, 1 << 30)
+    return {name: tensor.clone() for bucket in gather_buckets(plan, values, mesh) for name, tensor in bucket.items()}
+
+
+def ratios(weights: ActorWeights, values: Mapping[str, Tensor], reference: Mapping[str, Tensor], mesh: Mesh) -> dict[str, float]:
+    """max|v - r| / max|r| by HF tensor, the largest of all ranks: replicas are compared too. The same on every rank; collective."""
+    found: dict[str, float] = {}
+    for copy in weights.copies:
+        whole_tensor = reference[copy.hf]
+        part = whole_tensor[tuple(slice(a, a + n) for a, n in zip(copy.start, copy.size, strict=True))]
+        largest = float(whole_tensor.abs().max())
+        error = float((copy.view(values).cpu() - part).abs().max())
+        ratio = error / largest if largest else (0.0 if error == 0 else float("inf"))
+        found[copy.hf] = max(found.get(copy.hf, 0.0), ratio if ratio == ratio else float("inf"))  # NaN compares with nothing
+    everyone: list = [found] * mesh.world_size
+    if mesh.world_size > 1:
+        dist.all_gather_object(everyone, found)
+    return {name: max(part.get(name, 0.0) for part in everyone) for name in reference}
+
+
+def certify_ranks(config: ExperimentConfig) -> None:
+    """Run the cases of `<output_dir>/cases.json` and write results.json beside it. One of the cases' ranks; collective."""
+    folder = Path(config.output_dir)
+    cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
+    results = []
+    for number, case in enumerate(cases):
+        results.append({"case": asdict(case), "variant": case.variant, **measure(config, case, folder.parent, folder / f"store{number}")})
+        if environment.get_int("RANK", 0) == 0:
+            print(f"certify: {case.ranks} ranks, {number + 1} of {len(cases)}: {case.layout}, {case.variant}", flush=True)
+    if environment.get_int("RANK", 0) == 0:
+        partial = folder / "results.json.partial"
+        partial.write_text(json.dumps(results))
+        os.replace(partial, folder / "results.json")
+
+
+def measure(config: ExperimentConfig, case: Case, folder: Path, store: Path) -> dict:
+    """One case: loss, gradient norm, and differences to `folder`/reference.pt, which the reference case itself writes."""
+    actor_config = ActorConfig(
+        world_size=case.ranks,
+        parallel=ParallelConfig(**case.parallel),
+        packing=case.packing,
+        micro_batch_tokens=case.budget,
+        recompute=case.recompute,
+        logprob_chunk_tokens=_CHUNK_TOKENS,
+        deadline_s=config.actor.deadline_s,
+    )
+    optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed})
+    groups = make_groups(config, config.seed)
+    with planted(case.fault) as plant, joined(store, actor_config, optimizer, config.model.path) as actor:
+        weights = load_initial_weights(actor, config.model.path)
+        plant(actor)
+        if case == REFERENCE:
+            num_samples = sum(len(group.samples) for group in groups)
+            batch = make_batch(config, groups, torch.zeros(num_samples, MAX_PROMPT + MAX_RESPONSE), actor.mesh)
+            base = torch.zeros(num_samples, MAX_PROMPT + MAX_RESPONSE)
+            base[:, : batch.tokens.shape[1]] = token_logprobs(actor, batch, config.sampling.temperature).cpu()
+            return _reference(config, actor, weights, groups, base, folder / "reference.pt")
+        reference = torch.load(folder / "reference.pt")
+        return _compare(config, actor, weights, groups, reference, readable_gradients=not case.distributed)
+
+
+def _backward(config: ExperimentConfig, actor: MegatronActor, groups: list, base: Tensor) -> float:
+    batch = make_batch(config, groups, base, actor.mesh)
+    rows = range(len(batch.tokens))
+    denominators = denominators_of(actor, batch, rows, config.algorithm, longest(config))
+    return backward(actor, batch, rows, config.algorithm, config.sampling.temperature, denominators)["loss/total"]
+
+
+def _reference(config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list, base: Tensor, file: Path) -> dict:
+    loss = _backward(config, actor, groups, base)
+    gradients = whole(weights, actor.gradients(), actor.mesh)
+    norm = actor.optimizer_step()["optim/grad_norm"]
+    moved = whole(weights, actor.parameters(), actor.mesh)
+    torch.save({"base": base, "loss": loss, "norm": norm, "gradients": gradients, "weights": moved}, file)
+    none = dict.fromkeys(gradients, 0.0)
+    return {"loss": loss, "loss_error": 0.0, "grad_norm": norm, "norm_error": 0.0, "gradients": none, "weights": 0.0}
+
+
+def _compare(
+    config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list, reference: dict, readable_gradients: bool
+) -> dict:
+    """The distributed optimizer leaves each rank its shard of the summed gradient: then the updated weights speak for them."""
+    loss = _backward(config, actor, groups, reference["base"])
+    gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh) if readable_gradients else {}
+    norm = actor.optimizer_step()["optim/grad_norm"]
+    moved = ratios(weights, actor.parameters(), reference["weights"], actor.mesh)
+    return {
+        "loss": loss,
+        "loss_error": abs(loss - reference["loss"]),
+        "grad_norm": norm,
+        "norm_error": abs(norm / reference["norm"] - 1),
+        "gradients": gradients,
+        "weights": max(moved.values()),
+    }

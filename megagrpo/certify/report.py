@@ -1,0 +1,60 @@
+"""The certificate's verdict: report.json with every figure, report.md for people."""
+
+import json
+import math
+from pathlib import Path
+
+from megagrpo import __version__
+
+LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-5, 1e-6
+
+
+def failures(result: dict) -> list[str]:
+    """What of one case is above its bound, with the figure. NaN is above every bound."""
+    found = []
+    if not result["loss_error"] <= LOSS_BOUND:
+        found.append(f"loss off by {result['loss_error']:.2g}")
+    if not result["norm_error"] <= NORM_BOUND:
+        found.append(f"gradient norm off by {result['norm_error']:.2g} of it")
+    name, worst = worst_gradient(result)
+    if not worst <= GRADIENT_BOUND:
+        wrong = sum(not value <= GRADIENT_BOUND for value in result["gradients"].values())
+        found.append(f"gradient of {wrong} parameters, worst {name}: {worst:.2g} of its largest")
+    if not result["weights"] <= WEIGHT_BOUND:
+        found.append(f"updated weights off by {result['weights']:.2g}")
+    return found
+
+
+def worst_gradient(result: dict) -> tuple[str, float]:
+    """The parameter with the largest max|g - g1| / max|g1|, and that; ("", 0) where gradients cannot be read."""
+    return max(result["gradients"].items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1], default=("", 0.0))
+
+
+def write_report(folder: Path, name: str, family: str, results: list[dict], left_out: dict[str, str]) -> tuple[str, bool]:
+    """Write both files; returns the table and whether every case is within the bounds."""
+    passed = all(not failures(result) for result in results)
+    lines = [
+        f"# Certificate of {name} ({family}): {'passed' if passed else 'FAILED'}",
+        "",
+        f"Same batch, same weights, float32, against one rank (padded, one micro-batch). Bounds: loss {LOSS_BOUND:g}, per parameter",
+        f"max|g - g1| / max|g1| {GRADIENT_BOUND:g}, gradient norm {NORM_BOUND:g} of it, weights after one update {WEIGHT_BOUND:g}",
+        "of the largest.",
+        "",
+        "| layout | variant | loss | loss error | gradient norm | worst gradient | weights | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        case, wrong = result["case"], failures(result)
+        gradient = f"{worst_gradient(result)[1]:.1e}" if result["gradients"] else "(sharded)"
+        lines.append(
+            f"| {case['layout']} | {result['variant']} | {result['loss']:.7f} | {result['loss_error']:.1e} | {result['grad_norm']:.6f} "
+            f"| {gradient} | {result['weights']:.1e} | {'; '.join(wrong) or 'ok'} |"
+        )
+    lines += ["", *(f"Not run: {layout}: {reason}." for layout, reason in left_out.items())]
+    text = "\n".join(lines) + "\n"
+    bounds = {"loss": LOSS_BOUND, "norm": NORM_BOUND, "gradient": GRADIENT_BOUND, "weights": WEIGHT_BOUND}
+    record = {"experiment": name, "family": family, "version": __version__, "passed": passed, "bounds": bounds}
+    record |= {"cases": [result | {"failures": failures(result)} for result in results], "not_run": left_out}
+    (folder / "report.json").write_text(json.dumps(record, indent=1))
+    (folder / "report.md").write_text(text)
+    return text, passed

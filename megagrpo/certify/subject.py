@@ -1,0 +1,121 @@
+"""What the certificate measures on: a tiny model of the experiment's own architecture, and one step's made-up samples."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megagrpo.algo.advantage import with_advantages
+from megagrpo.config import ExperimentConfig, ParallelConfig, TinyModelConfig
+from megagrpo.data.batch import build_batch
+from megagrpo.data.tiny import random_tensors
+from megagrpo.data.tiny_config import hf_config
+from megagrpo.hf_files import write_hf_folder
+from megagrpo.mesh import Mesh
+from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
+
+VOCAB = 131  # no tensor-parallel size divides it: padded vocabularies are part of every certificate
+NUM_GROUPS, MAX_PROMPT, MAX_RESPONSE = 5, 10, 24
+_SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"}
+_SIZES |= {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings", "dtype"}
+_SIZES |= {"torch_dtype", "layer_types", "max_window_layers", "bos_token_id", "eos_token_id", "pad_token_id", "mlp_only_layers"}
+
+
+def make_model(folder: Path, config: ExperimentConfig, parallel: ParallelConfig, seed: int) -> dict:
+    """Write an HF folder with the experiment's family and options at tiny sizes that `parallel` can cut; returns its config.json.
+
+    All tensors are random, norms and biases too: a mistake that leaves one of them out must show. ValueError when the experiment's
+    model is neither there nor in its prepare section.
+    """
+    real = _real_config(config)
+    family = real["model_type"]
+    kv_heads = max(2, parallel.tp)
+    grouped = real["num_attention_heads"] != real.get("num_key_value_heads", real["num_attention_heads"])
+    sizes = TinyModelConfig(
+        path=str(folder),
+        family=family,
+        hidden_size=16 * kv_heads * (1 + grouped),
+        num_layers=max(4, parallel.pp * parallel.vpp),
+        num_heads=kv_heads * (1 + grouped),
+        num_kv_heads=kv_heads,
+        head_dim=16,
+        ffn_size=32 * parallel.tp,
+        num_experts=max(8, 2 * parallel.ep),
+        experts_per_token=min(real.get("num_experts_per_tok", 2), 4),
+        expert_ffn_size=32 * parallel.etp,
+        tie_embeddings=bool(real.get("tie_word_embeddings", False)),
+    )
+    options = {key: value for key, value in real.items() if key not in _SIZES}
+    tiny = hf_config(sizes) | options | {"vocab_size": VOCAB, "num_hidden_layers": sizes.num_layers}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = random_tensors(sizes, VOCAB, generator)
+    tensors = {name: t if t.dim() > 1 else t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
+    description = folder.with_name(folder.name + "_description")
+    description.mkdir(parents=True, exist_ok=True)
+    (description / "config.json").write_text(json.dumps(tiny, indent=2))
+    write_hf_folder(folder, iter([tensors]), like=description, dtype=torch.float32)
+    return tiny
+
+
+def _real_config(config: ExperimentConfig) -> dict:
+    path = Path(config.model.path) / "config.json"
+    if path.is_file():
+        return json.loads(path.read_text())
+    if config.prepare is not None and config.prepare.model is not None:
+        return hf_config(config.prepare.model)
+    raise ValueError(f"{path} does not exist: the certificate needs to know the experiment's architecture")
+
+
+def make_groups(config: ExperimentConfig, seed: int) -> list[RolloutGroup]:
+    """A step's groups: lengths 1 to MAX_RESPONSE, a group of equal rewards, a failed grader, a truncated response, a masked hole."""
+    generator = torch.Generator().manual_seed(seed)
+    size = min(max(config.train.group_size, 2), 4)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, VOCAB, (count,), generator=generator).tolist())
+
+    groups = []
+    for g in range(NUM_GROUPS):
+        samples, outcomes = [], []
+        for index in range(size):
+            length = MAX_RESPONSE if (g, index) == (1, 0) else number(1, MAX_RESPONSE)
+            hole = tuple(int(not 2 <= t < 4) for t in range(length)) if g == 2 else None
+            finish = "length" if length == MAX_RESPONSE else "stop"
+            samples.append(Sample(index, tokens(length), (0.0,) * length, finish, 0, "", hole))
+            reward = 1.0 if g == 0 else number(0, 4) / 4
+            outcomes.append(Outcome("error", detail="planted") if (g, index) == (3, 1) else Outcome("score", reward))
+        greedy = (Sample(0, (1,), (0.0,), "stop", 0, ""), Outcome("score", 0.5)) if config.algorithm.needs_greedy_response else (None, None)
+        groups.append(RolloutGroup(g, Prompt(g, "", tokens(number(2, MAX_PROMPT)), ""), tuple(samples), tuple(outcomes), *greedy))
+    return groups
+
+
+def make_batch(config: ExperimentConfig, groups: list[RolloutGroup], base: Tensor, mesh: Mesh) -> Batch:
+    """This rank's share of the samples, with advantages. Collective.
+
+    base: [samples, S] log-probabilities of the one-rank model, zero before it is known. Those of the rollout, of the old policy and
+    of the reference are noise around it, far enough for clips to act.
+    """
+    batch = build_batch(groups[mesh.dp_rank :: mesh.dp_size], NUM_GROUPS, 1, mesh)
+    generator = torch.Generator().manual_seed(7)
+    width = batch.tokens.shape[1]
+
+    def near(values: Tensor, spread: float) -> Tensor:
+        return values + spread * torch.randn(values.shape, generator=generator)
+
+    everyone = [old := near(base, 0.15), near(old, 0.02), near(base, 0.3)]
+    old, rollout, reference = (t[batch.sample_ids.cpu(), :width].to(mesh.device) * batch.loss_mask for t in everyone)
+    batch = replace(batch, old_logprobs=old, rollout_logprobs=rollout)
+    if config.algorithm.uses_reference:
+        batch = replace(batch, ref_logprobs=reference)
+    return with_advantages(batch, config.algorithm, mesh.reduce, {}, longest(config))[0]
+
+
+def longest(config: ExperimentConfig) -> int:
+    """The maximum response length that the algorithm is told."""
+    overlong = config.algorithm.reward.overlong
+    return max(MAX_RESPONSE, overlong.buffer_tokens if overlong else 0)
