@@ -192,6 +192,7 @@ class SftConfig(Section):
     data: DataConfig
     model: str  # HF folder to start from
     num_steps: PositiveInt = 100
+    stop_at_loss: PositiveFloat | None = None  # end as soon as the running mean of the loss is below
     batch_size: PositiveInt = 64
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
 
@@ -261,4 +262,5 @@ class ExperimentConfig(Section):
                 f"train.num_updates_per_step {train.num_updates_per_step}"
             )
         self.algorithm.check_group_size(train.group_size)
+        self.algorithm.check_response_tokens(self.sampling.max_response_tokens)
         return self

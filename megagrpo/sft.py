@@ -13,6 +13,8 @@ from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
 from megagrpo.metrics import StepLog
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 
+_DECAY = 0.95  # of the running mean of the loss: about the last 20 steps
+
 
 def sft(config: ExperimentConfig) -> None:
     """Train from `sft.model` for `sft.num_steps` steps and write the result to `model.path`, on every rank together."""
@@ -24,16 +26,22 @@ def sft(config: ExperimentConfig) -> None:
     prompts = load_prompts(options.data, tokenizer)
     folder = Path(config.output_dir) / "sft"
     log = StepLog(folder, config.log) if mesh.is_main else None
+    running = None
     with StepConsole(f"{config.name} sft", options.num_steps, enabled=config.log.console and mesh.is_main) as console:
         if dropped := describe_dropped(options.data, prompts):
             console.note(dropped)
         for step in range(options.num_steps):
             chosen = prompts.batch(step * options.batch_size, options.batch_size, config.seed)
             values = likelihood_step(actor, _supervised_batch(chosen, tokenizer, mesh))
+            loss = values["loss/total"]  # all-reduced: every rank stops at the same step
+            running = loss if running is None else _DECAY * running + (1 - _DECAY) * loss
+            done = step + 1 == options.num_steps or (options.stop_at_loss is not None and running < options.stop_at_loss)
             if mesh.is_main:
-                log.write(step + 1, values)
-                if (step + 1) % 10 == 0 or step + 1 == options.num_steps:
-                    console.update(step + 1, values)
+                log.write(step + 1, values | {"loss/running": running})
+                if (step + 1) % 10 == 0 or done:
+                    console.update(step + 1, {"loss/total": running})
+            if done:
+                break
     if mesh.is_main:
         log.close()
     export_hf(config.model.path, weights, mesh, like=options.model, dtype=config.actor.dtype)
