@@ -4,6 +4,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from run_megagrpo import Finished, megagrpo, write_experiment
 from running_service import START_S, RunningService, start_service, wait_for_url
 from tiny_model import make_tiny_model
 
@@ -43,3 +44,23 @@ def service(tiny_model, tmp_path_factory):
             assert not (run_dir / "service.json").exists()
         finally:
             stop_tree(process.pid)
+
+
+@pytest.fixture(scope="session")
+def experiments(tmp_path_factory) -> Path:
+    """A folder with the tiny model and data that `megagrpo prepare` makes; experiments of run_megagrpo.py lie beside them."""
+    folder = tmp_path_factory.mktemp("runs")
+    assert megagrpo("prepare", write_experiment(folder / "prepared")).status == 0
+    return folder
+
+
+LONG_RUN = {"train": {"num_steps": 10}, "rollout": {"deterministic": True}, "checkpoint": {"every": 1, "keep": 20}}
+
+
+@pytest.fixture(scope="session")
+def long_run(experiments) -> tuple[Path, Finished]:
+    """(run folder, what the user saw) of ten undisturbed steps, weights through `broadcast`, with evaluations in between."""
+    folder = experiments / "long"
+    held_out = {"data": {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8}, "every": 5, "num_samples": 2}
+    config = write_experiment(folder, **LONG_RUN, eval=held_out | {"temperature": 1.0}, log={"tensorboard": True})
+    return folder, megagrpo("run", config, timeout_s=560)

@@ -30,18 +30,17 @@ class RunningService:
     process: subprocess.Popen
     control: ServiceControl
 
-    def wait_for(self, state: str, timeout_s: float = START_S) -> EngineInfo:
-        """The only engine, when it is in `state`."""
-        deadline = time.monotonic() + timeout_s
-        while (engine := self.control.engines()[0]).state != state:
+    def wait_alive(self) -> EngineInfo:
+        """The only engine, when it answers."""
+        deadline = time.monotonic() + START_S
+        while not (engine := self.control.engines()[0]).alive:
             assert time.monotonic() < deadline, f"still {engine}"
             time.sleep(0.1)
         return engine
 
     def set_version(self, version: int) -> None:
         """What the exchange does after an update; here the weights stay those of the folder."""
-        engine = self.control.engines()[0]
-        assert engine.alive, engine
+        engine = self.wait_alive()
         httpx.post(f"{engine.url}/update_weight_version", json={"new_version": str(version)}, timeout=60).raise_for_status()
         assert self.control.mark_ready(engine.id, engine.incarnation, version)
 

@@ -3,12 +3,14 @@
 import asyncio
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from tiny_model import EOS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megagrpo.config import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.rollout.client import (
     GenerationClient,
@@ -44,21 +46,25 @@ def ready(service):
 
 
 class LengthGrader:
-    """A grader that answers from another thread's future, as the pool does: the score is the length of the text."""
+    """The score is the length of the text; `on_submit` is told of every response that arrives."""
+
+    def __init__(self, on_submit=lambda: None):
+        self.on_submit = on_submit
 
     def submit(self, prompt: Prompt, text: str) -> Future:
+        self.on_submit()
         future: Future = Future()
         future.set_result(Outcome("score", float(len(text))))
         return future
 
 
-def make_source(service, **algorithm) -> RolloutSource:
+def make_source(service, grader=None, max_tokens=24, **algorithm) -> RolloutSource:
     tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
-    config = service.config.model_copy(update={"train": service.config.train.model_copy(update={"group_size": 3})})
-    if algorithm:
-        config = type(config).model_validate(config.model_dump() | {"algorithm": algorithm})
+    values = service.config.model_dump() | {"algorithm": algorithm, "train": {"group_size": 3}}
+    config = ExperimentConfig.model_validate(values | {"sampling": {"max_response_tokens": max_tokens}})
     mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
-    return RolloutSource(config, mesh, service.control, LengthGrader(), lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    return RolloutSource(config, mesh, service.control, grader or LengthGrader(), decode)
 
 
 def test_logprobs_equal_transformers(ready):

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import threading
 import time
 
 import psutil
 from running_service import start_service
-from test_service import PROMPTS, SAMPLED, generate, make_source
+from test_service import PROMPTS, SAMPLED, LengthGrader, generate, make_source
 
 from megagrpo.processes import stop_tree
 from megagrpo.types import Prompt
@@ -17,17 +16,22 @@ def test_engine_killed_during_a_rollout(service):
     """It is started again, gets its weights through `refresh`, and every sample of the step arrives, as without the kill."""
     service.set_version(1)
     prompts = [Prompt(i, "", PROMPTS[i % 4], "") for i in range(8)]
-    source, refreshed = make_source(service), []
+    refreshed, arrived = [], []
 
     def refresh(engine_ids):
         refreshed.append(engine_ids)
         service.set_version(1)
 
-    undisturbed = source.next(5, prompts, 1, refresh)
-    assert refreshed == []
+    undisturbed = make_source(service, max_tokens=150).next(5, prompts, 1, refresh)
+    assert refreshed == [] and len({len(s.token_ids) for g in undisturbed for s in g.samples}) > 1
     victim = service.control.engines()[0]
-    threading.Timer(0.4, os.kill, (victim.pid, signal.SIGKILL)).start()
-    groups = source.next(5, prompts, 1, refresh)
+
+    def kill_at_the_first_arrival():  # the longer responses are still being sampled
+        if not arrived:
+            os.kill(victim.pid, signal.SIGKILL)
+        arrived.append(1)
+
+    groups = make_source(service, LengthGrader(kill_at_the_first_arrival), max_tokens=150).next(5, prompts, 1, refresh)
     assert refreshed == [[victim.id]]
     assert groups == undisturbed
     back = service.control.engines()[0]
@@ -48,7 +52,6 @@ def test_scheduler_killed(service):
     while service.control.engines()[0].incarnation == before.incarnation:
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    service.wait_for("stale")
     service.set_version(1)
     assert generate(service, [(PROMPTS[0], SAMPLED, 0)], version=1)
 
