@@ -281,6 +281,15 @@ class AlgorithmConfig(Section):
         if self.dynamic_sampling:
             raise ValueError("dynamic_sampling keeps groups whose responses differ; train.group_size must be at least 2")
 
+    def check_response_tokens(self, max_response_tokens: int) -> None:
+        """Raise ValueError where an option does not fit the longest response."""
+        overlong = self.reward.overlong
+        if overlong is not None and overlong.buffer_tokens > max_response_tokens:
+            raise ValueError(
+                f"algorithm.reward.overlong.buffer_tokens {overlong.buffer_tokens} is more than sampling.max_response_tokens "
+                f"{max_response_tokens}: every response would be punished; DAPO's buffer is a fifth of the longest response"
+            )
+
     @property
     def uses_reference(self) -> bool:
         return self.kl.loss_coef > 0 or self.kl.reward_coef > 0

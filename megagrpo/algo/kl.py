@@ -1,6 +1,6 @@
 """Divergence of the policy from its reference, token by token, from log-probabilities of the sampled tokens.
 
-x = logp - ref_logp. http://joschu.net/blog/kl-approx.html; the "+" forms: arXiv 2510.01555.
+x = logp - ref_logp. http://joschu.net/blog/kl-approx.html; on their gradients: arXiv 2512.21852.
 """
 
 import torch

@@ -17,6 +17,7 @@ Reduce = Callable[[Tensor, str], Tensor]
 LIMB_BITS = 30
 NUM_LIMBS = 3
 MAX_TERMS = 2**32  # |limb| <= 2^30, so an int64 sum of this many cannot overflow
+LARGEST = 2.0**1022  # a reward beyond it is no number
 DEGENERATE_RANGE = 1e-12  # of the group's largest magnitude
 
 
@@ -53,28 +54,32 @@ def group_statistics(
 ) -> GroupStatistics:
     """Exact statistics of groups that may straddle ranks; three all-reduces, each of O(num_groups) numbers.
 
-    values [N] float64, finite where valid; group_ids [N] int64 in 0..num_groups-1; valid [N] bool.
+    values [N] float64, finite (below 2^1022) where valid; group_ids [N] int64 in 0..num_groups-1; valid [N] bool.
     """
-    values, group_ids = values[valid].double(), group_ids[valid]
+    if not bool(valid.all()):
+        values, group_ids = values[valid], group_ids[valid]
+    values = values.double()
     low, high = group_range(values, group_ids, num_groups, reduce)
+    # Relative to the group's magnitude from here on: squares can neither overflow nor vanish.
     magnitude = torch.maximum(high.abs(), low.abs())
-    # From here on relative to the group's magnitude, in [-1, 1]: squares can neither overflow nor vanish.
-    exponent = torch.frexp(magnitude).exponent.long()
-    values = _times_power_of_two(values, -exponent[group_ids])
-    low_scaled, high_scaled, bound = (_times_power_of_two(x, -exponent) for x in (low, high, magnitude))
-    sums, count = exact_group_sums(values, group_ids, bound, reduce)
+    up, down = _powers_of_two(magnitude)
+    values = values * down.index_select(0, group_ids)
+    count = torch.bincount(group_ids, minlength=num_groups)
+    sums, count = _sums_of_scaled(values, group_ids, num_groups, reduce, along=count)
+    assert bool((count < MAX_TERMS).all()), "too many values for the head-room of the integer sums"
     mean = sums / count.clamp(min=1)
-    # Rounding is monotone, so the largest squared deviation is at one of the ends and needs no all-reduce.
-    largest = torch.maximum((high_scaled - mean).square(), (low_scaled - mean).square())
-    squares, _ = exact_group_sums((values - mean[group_ids]).square(), group_ids, largest, reduce)
+    # Rounding is monotone, so the largest deviation is at one of the ends and needs no all-reduce.
+    spread_up, spread_down = _powers_of_two(torch.maximum(high * down - mean, mean - low * down))
+    deviations = (values - mean.index_select(0, group_ids)) * spread_down.index_select(0, group_ids)
+    squares, _ = _sums_of_scaled(deviations.square(), group_ids, num_groups, reduce)
     std = (squares / (count - std_ddof).clamp(min=1)).sqrt()
     return GroupStatistics(
         count=count,
-        mean=_times_power_of_two(mean, exponent),
-        std=torch.where(count > std_ddof, _times_power_of_two(std, exponent), 0.0),
+        mean=mean * up,
+        std=std * spread_up * up,
         min=low,
         max=high,
-        degenerate=high_scaled - low_scaled <= DEGENERATE_RANGE * bound,
+        degenerate=high - low <= DEGENERATE_RANGE * magnitude,
     )
 
 
@@ -93,34 +98,40 @@ def group_range(values: Tensor, group_ids: Tensor, num_groups: int, reduce: Redu
     ends[0].scatter_reduce_(0, group_ids, -values, "amax")
     ends[1].scatter_reduce_(0, group_ids, values, "amax")
     ends = reduce(ends, "max")
-    assert bool((ends < torch.inf).all()), "a valid value is not finite"  # NaN fails the comparison too
-    empty = ends[1] == lowest
-    return -ends[0].masked_fill(empty, 0.0), ends[1].masked_fill(empty, 0.0)
+    assert bool((ends < LARGEST).all()), "a valid value is not finite"  # NaN fails the comparison too
+    ends = ends.masked_fill(ends == lowest, 0.0)
+    return 0.0 - ends[0], ends[1] + 0.0  # never -0.0, whose place among zeros depends on the order
 
 
-def exact_group_sums(values: Tensor, group_ids: Tensor, bound: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor]:
-    """Sum (float64 [G]) and count (int64 [G]) of each group over all ranks; one all-reduce.
+def exact_group_sums(
+    values: Tensor, group_ids: Tensor, bound: Tensor, reduce: Reduce, along: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum (float64 [G]) of each group over all ranks, and `along` (int64 [G]) summed in the same all-reduce.
 
     values [n] float64; bound [G]: at least max|value| of the group over ALL ranks, the same on every rank.
     """
-    num_groups = len(bound)
-    exponent = torch.frexp(bound).exponent.long()
-    rest = _times_power_of_two(values, (LIMB_BITS - exponent)[group_ids])
+    up, down = _powers_of_two(bound)
+    sums, along = _sums_of_scaled(values * down.index_select(0, group_ids), group_ids, len(bound), reduce, along)
+    return sums * up, along
+
+
+def _sums_of_scaled(
+    values: Tensor, group_ids: Tensor, num_groups: int, reduce: Reduce, along: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Exact sums of values in [-1, 1]; bits below 2^-90 are dropped."""
     totals = torch.zeros(NUM_LIMBS + 1, num_groups, dtype=torch.int64, device=values.device)
-    for limb in range(NUM_LIMBS):
-        whole = rest.trunc()
-        _add_by_group(totals[limb], group_ids, whole.long())
-        rest = (rest - whole) * 2.0**LIMB_BITS  # both exact: a float minus its own leading bits
-    _add_by_group(totals[NUM_LIMBS], group_ids, torch.ones_like(group_ids))
+    rest = values
+    for limb in totals[:NUM_LIMBS]:
+        rest = rest * 2.0**LIMB_BITS
+        whole = rest.round()
+        rest -= whole  # exact: a float minus its own leading bits
+        _add_by_group(limb, group_ids, whole.long())
+    if along is not None:
+        totals[NUM_LIMBS] = along
     totals = reduce(totals, "sum")
-    count = totals[NUM_LIMBS]
-    assert bool((count < MAX_TERMS).all()), "too many values for the head-room of the integer sums"
-    # Carry, so that the lower limbs are plain digits again and their conversion to float64 is exact.
-    for limb in (2, 1):
-        totals[limb - 1] += totals[limb] >> LIMB_BITS
-        totals[limb] &= 2**LIMB_BITS - 1
-    total = (totals[2].double() * 2.0**-LIMB_BITS + totals[1].double()) * 2.0**-LIMB_BITS + totals[0].double()
-    return _times_power_of_two(total, exponent - LIMB_BITS), count
+    high, middle, low = totals[:NUM_LIMBS].double()
+    # The integers are the same everywhere, so these roundings are too.
+    return ((low * 2.0**-LIMB_BITS + middle) * 2.0**-LIMB_BITS + high) * 2.0**-LIMB_BITS, totals[NUM_LIMBS]
 
 
 def _add_by_group(totals: Tensor, group_ids: Tensor, values: Tensor) -> None:
@@ -130,11 +141,10 @@ def _add_by_group(totals: Tensor, group_ids: Tensor, values: Tensor) -> None:
         totals.scatter_add_(0, group_ids, values)
 
 
-def _times_power_of_two(values: Tensor, exponent: Tensor) -> Tensor:
-    """values * 2^exponent for exponents in +-2000, exact unless the result is subnormal; in two steps, as 2^1100 is no double."""
-    half = exponent >> 1
-    return values * _power_of_two(half) * _power_of_two(exponent - half)
+def _powers_of_two(bound: Tensor) -> tuple[Tensor, Tensor]:
+    """(2^e, 2^-e) with bound <= 2^e, made from their bits, as pow() may be off in the last place.
 
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    return ((exponent + 1023) << 52).view(torch.float64)  # the bits themselves: pow() may be off by one in the last place
+    e is at least -1000, so that both are normal numbers; 90 bits below that are under the smallest double anyway.
+    """
+    exponent = torch.frexp(bound).exponent.long().clamp_(min=-1000)
+    return ((exponent + 1023) << 52).view(torch.float64), ((1023 - exponent) << 52).view(torch.float64)

@@ -23,7 +23,8 @@ def load(name: str) -> tuple[dict, ...]:
 
 def cases(name: str, statuses=("reference",), where=lambda case: True):
     """Parametrisation over the cases of a file; at least one skipped entry where the folder is absent."""
-    chosen = [pytest.param(case, id=f"{case['source'].split('@')[0]}-{case['case']}") for case in load(name) if case["status"] in statuses and where(case)]
+    found = [case for case in load(name) if case["status"] in statuses and where(case)]
+    chosen = [pytest.param(case, id=f"{case['source'].split('@')[0]}-{case['case']}") for case in found]
     return chosen or [pytest.param(None, id="absent", marks=needs_golden)]
 
 

@@ -89,7 +89,8 @@ def test_slime(case):
         value, _ = problem.objective({"name": "gspo", **options}, "seq-mean-token-mean")
         problem.check(value, outputs["loss_seq_mean_token_mean"], outputs["grad_log_prob"])
     elif "cispo" in case["source"]:
-        problem.check(problem.objective({"name": "cispo", **options}, "token-mean")[0], outputs["loss_token_mean"], outputs["grad_log_prob"])
+        value, _ = problem.objective({"name": "cispo", **options}, "token-mean")
+        problem.check(value, outputs["loss_token_mean"], outputs["grad_log_prob"])
     else:
         dual = params["eps_clip_c"]
         loss = {"name": "ppo_clip", **options, "dual_clip": None if dual is None else float(dual)}
@@ -125,13 +126,16 @@ def test_roll(case):
 def test_roll_topr_is_two_of_our_losses(case):
     """Right answers are imitated (-log p A), wrong ones weighted by min(ratio, 1)."""
     problem = Problem(case)
-    positive = torch.tensor([score > 0 for score in eval_list(case["notes"])])[:, None]
-    losses = [token_loss(problem.logp, problem.old, problem.advantages, problem.mask, o).value for o in (GpgLoss(), CispoLoss(clip_ratio_high=0.0))]
-    value = aggregate(torch.where(positive, *losses), problem.mask, problem.aggregation, problem.denominators)
+    positive = torch.tensor([score > 0 for score in scores_of(case["notes"])])[:, None]
+    right, wrong = (
+        token_loss(problem.logp, problem.old, problem.advantages, problem.mask, options).value
+        for options in (GpgLoss(), CispoLoss(clip_ratio_high=0.0))
+    )
+    value = aggregate(torch.where(positive, right, wrong), problem.mask, problem.aggregation, problem.denominators)
     problem.check(value, case["outputs"]["loss"], case["outputs"]["grad_log_prob"])
 
 
-def eval_list(notes: str) -> list[float]:
+def scores_of(notes: str) -> list[float]:
     return [float(x) for x in notes.split("scores=[")[1].split("]")[0].split(",")]
 
 
