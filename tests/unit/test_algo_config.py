@@ -50,6 +50,13 @@ def test_group_of_one_is_allowed_where_it_teaches():
         AlgorithmConfig(advantage={"name": "remax"}, dynamic_sampling={}).check_group_size(1)
 
 
+def test_overlong_buffer_must_fit():
+    algorithm = AlgorithmConfig(reward={"overlong": {"buffer_tokens": 100}})
+    algorithm.check_response_tokens(100)
+    with pytest.raises(ValueError, match="every response would be punished"):
+        algorithm.check_response_tokens(99)
+
+
 def test_what_must_be_computed_before_the_advantages():
     assert not AlgorithmConfig().needs_old_logprobs and not AlgorithmConfig().uses_reference
     assert AlgorithmConfig(kl={"loss_coef": 0.1}).uses_reference and not AlgorithmConfig(kl={"loss_coef": 0.1}).needs_old_logprobs

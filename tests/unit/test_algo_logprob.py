@@ -1,0 +1,109 @@
+"""Chunked log-probabilities, entropy and full KL against plain autograd over whole logits."""
+
+import pytest
+import torch
+
+from megagrpo.algo import logprob
+from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
+
+TOKENS, HIDDEN, VOCAB, PADDED = 21, 8, 29, 32
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randn(PADDED, HIDDEN, requires_grad=True)
+    targets = torch.randint(0, VOCAB, (TOKENS,))
+    targets[[2, 7]] = -1
+    return hidden, weight, targets
+
+
+def plain(hidden, weight, targets, temperature):
+    logp = ((hidden @ weight[:VOCAB].T) / temperature).log_softmax(-1)
+    used = (targets >= 0).float()
+    return logp.gather(1, targets.clamp(min=0)[:, None]).squeeze(1) * used, -(logp.exp() * logp).sum(1) * used
+
+
+def gradients(value, *inputs):
+    return torch.autograd.grad(value, inputs)
+
+
+@pytest.mark.parametrize("tile", [5, 8192])
+@pytest.mark.parametrize("chunk", [1, 4, 1000])
+@pytest.mark.parametrize(("a", "b"), [(1.0, 0.0), (0.0, 1.0), (1.0, -0.3)])
+def test_values_and_gradients(problem, monkeypatch, tile, chunk, a, b):
+    monkeypatch.setattr(logprob, "TILE_COLUMNS", tile)
+    hidden, weight, targets = problem
+    logprobs, entropy = chunked_logprobs(hidden, weight, targets, 0.7, chunk, 0, VOCAB)
+    right_logprobs, right_entropy = plain(hidden, weight, targets, 0.7)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(logprobs, right_logprobs, **close)
+    torch.testing.assert_close(entropy, right_entropy, **close)
+    coefficients = torch.randn(TOKENS)
+    mine = gradients((a * logprobs + b * entropy) @ coefficients, hidden, weight)
+    right = gradients((a * right_logprobs + b * right_entropy) @ coefficients, hidden, weight)
+    torch.testing.assert_close(mine[0], right[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mine[1], right[1], rtol=1e-4, atol=1e-5)
+    assert (mine[1][VOCAB:] == 0).all() and (mine[0][targets < 0] == 0).all()
+
+
+def test_only_the_logprob_may_be_used(problem):
+    hidden, weight, targets = problem
+    logprobs, _ = chunked_logprobs(hidden, weight, targets, 1.0, 4, 0, VOCAB)
+    right, _ = plain(hidden, weight, targets, 1.0)
+    torch.testing.assert_close(gradients(logprobs.sum(), hidden)[0], gradients(right.sum(), hidden)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_no_tokens_keep_the_graph(problem):
+    hidden, weight, targets = problem
+    logprobs, entropy = chunked_logprobs(hidden[:0], weight, targets[:0], 1.0, 4, 0, VOCAB)
+    grad_hidden, grad_weight = gradients(logprobs.sum() + entropy.sum(), hidden, weight)
+    assert logprobs.shape == (0,) and (grad_hidden == 0).all() and (grad_weight == 0).all()
+
+
+def test_bfloat16_weights_are_multiplied_in_float32(problem):
+    """N7: bfloat16 logits move log-probabilities by 1e-2; here only the inputs are rounded."""
+    hidden, weight, targets = (x.detach() for x in problem)
+    half_hidden, half_weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
+    logprobs, entropy = chunked_logprobs(half_hidden, half_weight, targets, 1.0, 4, 0, VOCAB)
+    right, right_entropy = plain(half_hidden.detach().float(), half_weight.detach().float(), targets, 1.0)
+    torch.testing.assert_close(logprobs, right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, right_entropy, rtol=1e-5, atol=1e-5)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert half_hidden.grad.dtype == half_weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_flat_and_peaked_distributions_stay_finite(problem, scale):
+    hidden, weight, targets = problem
+    logprobs, entropy = chunked_logprobs(hidden * scale, weight, targets, 1.0, 4, 0, VOCAB)
+    grads = gradients(logprobs.sum() + entropy.sum(), hidden, weight)
+    assert all(torch.isfinite(x).all() for x in (logprobs, entropy, *grads)) and (entropy >= -1e-4).all()
+
+
+@pytest.mark.parametrize("tile", [5, 8192])
+def test_full_kl(problem, monkeypatch, tile):
+    monkeypatch.setattr(logprob, "TILE_COLUMNS", tile)
+    hidden, weight, _ = problem
+    ref_hidden, ref_weight = torch.randn(TOKENS, 5), torch.randn(PADDED, 5)  # the reference may be of another width
+    mine = chunked_full_kl(hidden, weight, ref_hidden, ref_weight, 0.7, 4, 0, VOCAB)
+    logp, logq = (((h @ w[:VOCAB].T) / 0.7).log_softmax(-1) for h, w in ((hidden, weight), (ref_hidden, ref_weight)))
+    right = (logp.exp() * (logp - logq)).sum(1)
+    torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+    coefficients = torch.randn(TOKENS)
+    for a, b in zip(gradients(mine @ coefficients, hidden, weight), gradients(right @ coefficients, hidden, weight), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    itself = chunked_full_kl(hidden, weight, hidden.detach(), weight.detach(), 0.7, 4, 0, VOCAB)
+    assert itself.abs().max() < 1e-5 and gradients(itself.sum(), hidden)[0].abs().max() < 1e-5
+
+
+def test_largest_block_is_one_tile(problem, monkeypatch):
+    """[tokens, vocabulary] is never held."""
+    monkeypatch.setattr(logprob, "TILE_COLUMNS", 6)
+    sizes = []
+    matmul = logprob._matmul
+    monkeypatch.setattr(logprob, "_matmul", lambda left, right, out: (sizes.append(out.numel()), matmul(left, right, out)))
+    hidden, weight, targets = problem
+    logprobs, entropy = chunked_logprobs(hidden, weight, targets, 1.0, 4, 0, VOCAB)
+    (logprobs.sum() + entropy.sum()).backward()
+    assert max(sizes) == 24
