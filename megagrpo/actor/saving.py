@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megagrpo.actor.megatron_actor import MegatronActor
 
@@ -19,6 +21,7 @@ def save_actor(actor: MegatronActor, folder: Path) -> None:
 
 def load_actor(actor: MegatronActor, folder: Path) -> None:
     """Collective. Read a state written by `save_actor`; ValueError when the files do not fit the model."""
+    _allocate_optimizer_state(actor)
     wanted = _sharded_state(actor, is_loading=True)
     try:
         state = dist_checkpointing.load(wanted, str(folder))
@@ -26,12 +29,37 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
         raise ValueError(f"checkpoint {folder} does not fit this model and layout: {type(exc).__name__}: {exc}") from exc
     for index, chunk in enumerate(actor.chunks):
         chunk.load_state_dict(state[f"model{index}"])
-    actor.optimizer.load_state_dict(state["optimizer"])
+    parts = actor.optimizer.chained_optimizers
+    for index, part in enumerate(parts):  # Megatron leaves out the index where there is one part only
+        _load_optimizer(part, state["optimizer"] if len(parts) == 1 else state["optimizer"][index])
     actor.updates_done = state["updates_done"]
     rng = state["rng"]
     if rng is not None:
         torch.set_rng_state(rng["torch"])
         tensor_parallel.get_cuda_rng_tracker().set_states(rng["tensor_parallel"])
+
+
+def _allocate_optimizer_state(actor: MegatronActor) -> None:
+    """Adam's moments exist after a first step only, and the distributed optimiser cannot describe what it lacks.
+
+    Megatron's own step over zero gradients makes them; what it does to the weights is overwritten by the checkpoint's.
+    """
+    for part in actor.optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
+            part._init_optimizer_states_with_dummy_values()
+
+
+def _load_optimizer(part: MegatronOptimizer, state: dict) -> None:
+    if not isinstance(part, DistributedOptimizer):
+        part.load_state_dict(state)
+        return
+    part.load_state_dict({key: value for key, value in state.items() if key != "param_state"})
+    # torch's Adam counts steps per parameter, Transformer Engine's does not. Megatron's reader of moments fails on the count, and
+    # what it has just loaded is one tensor that all parameters share, which would then count every parameter's step.
+    steps = {parameter: values.pop("step") for parameter, values in part.optimizer.state.items() if "step" in values}
+    part.load_parameter_state_from_fully_reshardable(state["param_state"])
+    for parameter, step in steps.items():
+        part.optimizer.state[parameter]["step"] = step.clone()
 
 
 def _sharded_state(actor: MegatronActor, is_loading: bool) -> dict:

@@ -249,7 +249,7 @@ class Exchange:
                 except Exception as exc:
                     errors.append(exc)
         if errors:
-            raise RuntimeError("\n".join(map(str, errors))) from errors[0]
+            raise errors[0] if len(errors) == 1 else RuntimeError("\n".join(map(repr, errors)))
 
     def _given_up(self, info: EngineInfo) -> bool:
         return info.state == "dead" and info.restarts >= self._config.rollout.max_restarts
