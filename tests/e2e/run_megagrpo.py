@@ -1,0 +1,234 @@
+"""The command line as a user sees it: an experiment of its own, a finished command, or one that is still running."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import yaml
+
+from megagrpo.environment import child_environment
+from megagrpo.processes import is_live, process_tree, stop_tree
+
+_TORCHVISION_HOOK = str(Path(__file__).parents[2] / "megagrpo" / "rollout" / "cpu")  # see its sitecustomize
+
+GRADERS = '''
+import time
+
+def low_digits(text, answer):
+    """Something that a random model gets in part: the share of small digits."""
+    return sum(c in "01234" for c in text) / max(len(text), 1)
+
+def raises(text, answer):
+    raise KeyError("no such column")
+
+def hangs(text, answer):
+    time.sleep(3600)
+
+def nan(text, answer):
+    return float("nan")
+
+def sometimes_bad(text, answer):
+    """Raises, hangs or returns a score, by the response: what is not a score must not become one."""
+    kind = sum(map(ord, text)) % 8
+    if kind == 0:
+        raise KeyError("no such column")
+    if kind == 1:
+        time.sleep(3600)
+    return 5.0
+'''
+
+
+def experiment(folder: Path, **sections) -> dict:
+    """A tiny Qwen3-MoE, two trainer ranks, 8 prompts x 4 samples; sections are merged over it, key by key."""
+    base = {
+        "name": folder.name,
+        "output_dir": str(folder),
+        "prepare": {
+            "model": {
+                "path": str(folder.parent / "model"),
+                "hidden_size": 64,
+                "num_layers": 2,
+                "head_dim": 16,
+                "ffn_size": 96,
+                "num_experts": 4,
+                "expert_ffn_size": 48,
+            },
+            "dataset": {"kind": "arithmetic", "folder": str(folder.parent / "data"), "num_sft": 64, "num_train": 400, "num_eval": 16},
+        },
+        "model": {"path": str(folder.parent / "model")},
+        "data": {"path": str(folder.parent / "data" / "train.jsonl"), "max_prompt_tokens": 8},
+        "sampling": {"max_response_tokens": 8},
+        "reward": {"grader": "graders_of_tests:low_digits", "workers": 1},
+        "train": {"num_steps": 2, "num_prompts_per_step": 8, "group_size": 4},
+        "actor": {"world_size": 2, "parallel": {"ep": 2}, "optimizer": {"lr": 1e-3}, "deadline_s": 600},
+        "rollout": {"start_timeout_s": 240, "step_timeout_s": 240, "max_running_requests": 64},
+        "weights": {"timeout_s": 300},
+        "log": {"tensorboard": False},
+    }
+    return _merged(base, sections)
+
+
+def _merged(below: dict, above: dict) -> dict:
+    out = dict(below)
+    for key, value in above.items():
+        out[key] = _merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
+    return out
+
+
+def write_experiment(folder: Path, **sections) -> Path:
+    """The experiment's YAML beside its run folder, which is not made."""
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(experiment(folder, **sections)))
+    return path
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that ended: what its user saw."""
+
+    status: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def message(self) -> list[str]:
+        """The lines of standard error."""
+        return self.stderr.splitlines()
+
+
+def megagrpo(*arguments: str | Path, timeout_s: float = 300.0) -> Finished:
+    """Run `megagrpo ARGUMENTS` to its end, and check that it leaves no process behind."""
+    return Job(*arguments).finish(timeout_s)
+
+
+class Job:
+    """`megagrpo ARGUMENTS` running; also a context manager that ends it and everything that it started."""
+
+    def __init__(self, *arguments: str | Path, env: dict[str, str] | None = None):
+        folder = Path(str(arguments[1])).parent if len(arguments) > 1 else Path.cwd()
+        graders = folder / "graders_of_tests.py"
+        if not graders.exists():
+            graders.write_text(GRADERS)
+        self._start, self._tree = time.monotonic(), {}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megagrpo.cli", *map(str, arguments)],
+            env=child_environment(env, [str(folder)]),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        for process in self.tree():
+            if is_live(process):
+                stop_tree(process.pid, 0.0)
+        self.process.communicate()
+
+    def tree(self) -> list[psutil.Process]:
+        """Every process seen so far below this command."""
+        for process in process_tree(self.process.pid):
+            self._tree[process.pid] = process
+        return list(self._tree.values())
+
+    def finish(self, timeout_s: float = 300.0) -> Finished:
+        with self:
+            try:
+                stdout, stderr = self._communicate(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"no end after {timeout_s} s") from None
+            seconds = time.monotonic() - self._start
+            left = self.left_behind()
+        assert not left, f"left behind: {left}"
+        return Finished(self.process.returncode, stdout, stderr, seconds)
+
+    def _communicate(self, timeout_s: float) -> tuple[str, str]:
+        """Wait, and look meanwhile at what it starts."""
+        while True:
+            try:
+                return self.process.communicate(timeout=0.5)
+            except subprocess.TimeoutExpired:
+                self.tree()
+                if time.monotonic() - self._start > timeout_s:
+                    raise
+
+    def left_behind(self, within_s: float = 20.0) -> list[str]:
+        """Processes of this command that still run after it has ended."""
+        deadline = time.monotonic() + within_s
+        while (left := [p for p in self._tree.values() if is_live(p)]) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return [f"{p.pid} {' '.join(p.cmdline())[:120]}" for p in left]
+
+    def wait_for(self, ready, what: str, timeout_s: float = 240.0):
+        """The first true value of ready(); the command must still be running until then."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := ready()):
+            self.tree()
+            assert self.process.poll() is None, f"ended before {what}: {self.process.communicate()}"
+            assert time.monotonic() < deadline, f"no {what} in {timeout_s} s"
+            time.sleep(0.02)
+        return value
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+
+def engine(run_dir: Path) -> dict | None:
+    """The first engine as the service of this run describes it; None while there is no service."""
+    try:
+        url = json.loads((run_dir / "service.json").read_text())["url"]
+        return httpx.get(f"{url}/status", timeout=5, trust_env=False).json()["engines"][0]
+    except (OSError, httpx.HTTPError):
+        return None
+
+
+def metrics(run_dir: Path) -> dict[int, dict]:
+    """metrics.jsonl by step."""
+    entries: dict[int, dict] = {}
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        entries.setdefault(entry["step"], {}).update(entry)
+    return entries
+
+
+def rollouts(run_dir: Path) -> dict[int, list[dict]]:
+    """rollouts/step_N.jsonl by step."""
+    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    return {int(re.sub(r"\D", "", file.stem)): [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+def transformers_accepts(folder: Path, prompt: str = "12+3=") -> dict:
+    """Load an exported folder with Hugging Face transformers alone, in a process of its own; returns what it found."""
+    program = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+ids = AutoTokenizer.from_pretrained(sys.argv[1])(sys.argv[2], return_tensors="pt")["input_ids"]
+print(json.dumps({
+    "wrong": [k for key in ("missing_keys", "unexpected_keys", "mismatched_keys") for k in info[key]],
+    "finite": bool(model(ids).logits.isfinite().all()),
+}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder), prompt],
+        env=child_environment(None, [_TORCHVISION_HOOK]),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,132 @@
+"""`megagrpo run` as a user runs it, with real trainers and a real engine: what it measures, writes, and repeats bit by bit."""
+
+import json
+import shutil
+import signal
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import LONG_RUN
+from run_megagrpo import Job, engine, megagrpo, metrics, rollouts, transformers_accepts, write_experiment
+
+from megagrpo.hf_files import HfFolder
+
+NUM_STEPS, NUM_PROMPTS, GROUP_SIZE = 10, 8, 4
+MEASURED = {  # of every step
+    "reward/mean", "reward/std", "reward/error_fraction", "reward/timeout_fraction", "group/reward_std", "group/degenerate_fraction",
+    "advantage/mean", "advantage/std", "loss/total", "loss/policy", "policy/entropy", "policy/clip_fraction_low",
+    "policy/clip_fraction_high", "policy/ratio", "optim/grad_norm", "optim/lr", "response/length_mean", "response/length_max",
+    "response/truncated_fraction", "mismatch/logprob_abs_mean", "mismatch/kl", "moe/load_imbalance", "batch/padding_waste",
+    "perf/tokens_per_s", "publish/total", "publish/gather", "publish/transfer", "publish/verify", "time/rollout_s", "time/update_s",
+    "time/publish_s", "time/evaluate_s", "time/checkpoint_s", "time/step_s", "time/framework_fraction",
+}  # fmt: skip
+REPEATED = ("loss/total", "loss/policy", "reward/mean", "reward/std", "optim/grad_norm", "policy/entropy", "mismatch/logprob_abs_mean")
+
+
+def test_ten_steps_are_measured_and_agree_with_the_engine(long_run):
+    folder, done = long_run
+    assert done.status == 0 and done.stderr.strip() == "", done.stderr
+    entries = metrics(folder)
+    assert sorted(entries) == list(range(NUM_STEPS + 1))
+    assert all("eval/accuracy" in entries[step] and "eval/pass_at_k" in entries[step] for step in (0, 5, 10))
+    for step in range(1, NUM_STEPS + 1):
+        missing = {name for name in MEASURED if entries[step].get(name) is None}
+        assert not missing, f"step {step}: {missing}"
+        assert entries[step]["mismatch/logprob_abs_mean"] <= 1e-5
+        assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
+    for name in ("time/framework_fraction", "publish/total", "time/rollout_s", "time/update_s", "time/step_s"):
+        print(f"{name}: median {statistics.median(entries[step][name] for step in range(1, NUM_STEPS + 1)):.3f}")
+    print(f"whole run {done.seconds:.0f} s, of which steps {sum(entries[s]['time/step_s'] for s in range(1, NUM_STEPS + 1)):.0f} s")
+
+
+def test_every_sample_is_there_with_its_weights_and_its_reward(long_run):
+    steps = rollouts(long_run[0])
+    assert sorted(steps) == list(range(1, NUM_STEPS + 1))
+    for step, groups in steps.items():
+        assert [group["group_id"] for group in groups] == list(range(NUM_PROMPTS))
+        for group in groups:
+            assert len(group["samples"]) == GROUP_SIZE
+            for sample in group["samples"]:
+                assert sample["weight_version"] == step - 1, "the weights before this step's update"
+                share = sum(c in "01234" for c in sample["text"]) / max(len(sample["text"]), 1)
+                assert sample["outcome"]["status"] == "score" and sample["reward"] == share
+        mean = statistics.fmean(sample["reward"] for group in groups for sample in group["samples"])
+        assert metrics(long_run[0])[step]["reward/mean"] == pytest.approx(mean, rel=1e-12)
+
+
+def test_the_run_leaves_a_summary_a_curve_and_a_model(long_run, tmp_path):
+    folder, done = long_run
+    summary = (folder / "summary.md").read_text()
+    assert summary in done.stdout and "mean abs(trainer - rollout) log-prob" in summary
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG") and list((folder / "tensorboard").iterdir())
+    assert not (folder / "service.json").exists() and not list((folder / "checkpoints").glob("*.partial"))
+    assert len(list((folder / "checkpoints").glob("step_*"))) == NUM_STEPS
+    exported = megagrpo("export", folder.with_suffix(".yaml"), tmp_path / "exported")
+    assert exported.status == 0, exported.stderr
+    assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
+    before, after = HfFolder(folder.parent / "model"), HfFolder(tmp_path / "exported")
+    assert before.specs == after.specs
+    assert all(not torch.equal(before[name], after[name]) for name in before.specs), "a weight that no step has moved"
+
+
+def test_killed_and_run_again_it_is_the_same_run(long_run, tmp_path):
+    """The launcher dies without a chance to clean up; `megagrpo run` again goes on from the last checkpoint. Everything equals the
+    run that nobody disturbed, whose weights took the other way to the engine."""
+    folder = long_run[0].parent / "resumed"
+    sections = LONG_RUN | {"weights": {"transport": "disk"}, "eval": None}
+    config = write_experiment(folder, **sections)
+    with Job("run", config, "--set", "train.num_steps=500") as job:
+        job.wait_for(lambda: (folder / "checkpoints" / "step_000005").exists(), "step 5", 500)
+        assert engine(folder) is not None
+        job.tree()
+        job.signal(signal.SIGKILL)
+        job.process.wait()
+        assert not (left := job.left_behind(60)), left
+    reached = max(int(p.name.removeprefix("step_")) for p in (folder / "checkpoints").glob("step_*") if p.suffix != ".partial")
+    if reached >= NUM_STEPS:  # a slow observer: go back to the middle, as a user would who deletes later checkpoints
+        for path in (folder / "checkpoints").glob("step_*"):
+            if int(path.name.removeprefix("step_")[:6]) > 5:
+                shutil.rmtree(path)
+        reached = 5
+    done = megagrpo("run", config, timeout_s=500)
+    assert done.status == 0, done.stderr
+    assert f"continues after step {reached}" in done.stdout and f" {reached + 1}/{NUM_STEPS}  " in done.stdout
+    assert_same_run(folder, long_run[0], NUM_STEPS)
+    assert weights(folder, tmp_path / "resumed") == weights(long_run[0], tmp_path / "long")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("parallel", [{"tp": 2, "ep": 1}, {"pp": 2, "ep": 1}], ids=["tp2", "pp2"])
+def test_three_steps_and_three_more_equal_six(experiments, tmp_path, parallel):
+    name = "-".join(f"{key}{value}" for key, value in parallel.items())
+    sections = {"actor": {"parallel": parallel}, "rollout": {"deterministic": True}}
+    whole = write_experiment(experiments / f"six-{name}", **sections, train={"num_steps": 6})
+    assert megagrpo("run", whole, timeout_s=500).status == 0
+    parts = write_experiment(experiments / f"three-{name}", **sections, train={"num_steps": 3})
+    assert megagrpo("run", parts, timeout_s=500).status == 0
+    assert megagrpo("run", parts, "--set", "train.num_steps=6", timeout_s=500).status == 0
+    assert_same_run(parts.with_suffix(""), whole.with_suffix(""), 6)
+    assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(whole.with_suffix("")).items() if step)
+    assert weights(parts.with_suffix(""), tmp_path / "parts") == weights(whole.with_suffix(""), tmp_path / "whole")
+
+
+def assert_same_run(folder: Path, reference: Path, num_steps: int) -> None:
+    """Losses, rewards and responses of the first `num_steps` steps, bit by bit."""
+    ours, theirs = metrics(folder), metrics(reference)
+    assert sorted(ours)[-1] == num_steps
+    for step in range(1, num_steps + 1):
+        assert {n: ours[step][n] for n in REPEATED} == {n: theirs[step][n] for n in REPEATED}, f"step {step}"
+    ours, theirs = rollouts(folder), rollouts(reference)
+    assert {s: ours[s] for s in range(1, num_steps + 1)} == {s: theirs[s] for s in range(1, num_steps + 1)}
+
+
+def weights(folder: Path, target: Path) -> dict[str, bytes]:
+    """The bytes of the exported last checkpoint, by tensor."""
+    done = megagrpo("export", folder.with_suffix(".yaml"), target)
+    assert done.status == 0, done.stderr
+    hf = HfFolder(target)
+    assert json.loads((target / "config.json").read_text())["model_type"] == "qwen3_moe"
+    return {name: hf[name].numpy().tobytes() for name in hf.specs}
