@@ -261,6 +261,11 @@ class ExperimentConfig(Section):
                 f"train.num_prompts_per_step {train.num_prompts_per_step} is not a multiple of "
                 f"train.num_updates_per_step {train.num_updates_per_step}"
             )
+        if self.weights.timeout_s >= self.actor.deadline_s:
+            raise ValueError(
+                f"weights.timeout_s {self.weights.timeout_s:g} must be below actor.deadline_s {self.actor.deadline_s:g}: "
+                "while rank 0 updates engines, the other ranks wait for it in a collective"
+            )
         self.algorithm.check_group_size(train.group_size)
         self.algorithm.check_response_tokens(self.sampling.max_response_tokens)
         return self

@@ -57,11 +57,6 @@ class Exchange:
     """Collective over all trainer ranks: construction, publish, verify, close."""
 
     def __init__(self, config: ExperimentConfig, mesh: Mesh, source: Source, control: Control, run_dir: Path):
-        if mesh.world_size > 1 and config.weights.timeout_s >= config.actor.deadline_s:
-            raise ValueError(
-                f"weights.timeout_s {config.weights.timeout_s} must be below actor.deadline_s {config.actor.deadline_s}: "
-                "while rank 0 updates engines, the other ranks wait for it in a collective"
-            )
         self._config, self._mesh, self._source, self._control = config, mesh, source, control
         self._dtype = getattr(torch, config.rollout.dtype)
         everyone = gather_copies(source.copies, mesh)
