@@ -21,28 +21,20 @@ _TORCHVISION_HOOK = str(Path(__file__).parents[2] / "megagrpo" / "rollout" / "cp
 
 GRADERS = '''
 import time
+from pathlib import Path
 
 def low_digits(text, answer):
     """Something that a random model gets in part: the share of small digits."""
     return sum(c in "01234" for c in text) / max(len(text), 1)
 
-def raises(text, answer):
-    raise KeyError("no such column")
-
-def hangs(text, answer):
-    time.sleep(3600)
-
-def nan(text, answer):
-    return float("nan")
-
 def sometimes_bad(text, answer):
-    """Raises, hangs or returns a score, by the response: what is not a score must not become one."""
+    """Raises, hangs, returns NaN or a score, by the response; raises whatever the response when a file says so."""
     kind = sum(map(ord, text)) % 8
-    if kind == 0:
+    if kind == 0 or Path(__file__).with_name("all_bad").exists():
         raise KeyError("no such column")
     if kind == 1:
         time.sleep(3600)
-    return 5.0
+    return float("nan") if kind == 2 else 5.0
 '''
 
 
@@ -173,14 +165,16 @@ class Job:
             time.sleep(0.2)
         return [f"{p.pid} {' '.join(p.cmdline())[:120]}" for p in left]
 
-    def wait_for(self, ready, what: str, timeout_s: float = 240.0):
+    def wait_for(self, ready, what: str, timeout_s: float = 240.0, poll_s: float = 0.02):
         """The first true value of ready(); the command must still be running until then."""
-        deadline = time.monotonic() + timeout_s
+        deadline, looked = time.monotonic() + timeout_s, 0.0
         while not (value := ready()):
-            self.tree()
+            if time.monotonic() > looked + 0.5:
+                self.tree()
+                looked = time.monotonic()
             assert self.process.poll() is None, f"ended before {what}: {self.process.communicate()}"
             assert time.monotonic() < deadline, f"no {what} in {timeout_s} s"
-            time.sleep(0.02)
+            time.sleep(poll_s)
         return value
 
     def signal(self, number: signal.Signals) -> None:

@@ -1,0 +1,153 @@
+"""What a user did wrong is said in one message, with a non-zero exit, before anything is written."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import LONG_RUN
+from run_megagrpo import GRADERS, Finished, experiment, megagrpo, write_experiment
+
+from megagrpo.environment import child_environment
+
+
+def refused(config: Path, *overrides: str) -> str:
+    """What `megagrpo run` says when it refuses an experiment at once."""
+    sets = [word for override in overrides for word in ("--set", override)]
+    done = megagrpo("run", config, *sets, timeout_s=60)
+    assert done.status == 2 and done.stdout == "", done
+    assert "Traceback" not in done.stderr and done.stderr.startswith("megagrpo run: ")
+    assert not config.with_suffix("").exists(), "the run folder was made"
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.num_step=3", "train.num_step = 3: unknown key; did you mean 'num_steps'?"),
+        ("trian.num_steps=3", "unknown key; did you mean 'train'?"),
+        ("train.group_size=four", "train.group_size = 'four': should be a valid integer"),
+        ("actor.world_size=3", "world_size 3 is not a multiple of etp x ep x pp = 2; 4 would be"),
+        ("actor.parallel={tp: 4, ep: 1}", "world_size 2 is not a multiple of tp x pp x cp = 4; 4 would be"),
+        ("actor={world_size: 8, parallel: {tp: 8}}", "actor.parallel.tp = 8 does not divide the model's num_attention_heads = 4"),
+        ("actor={world_size: 3, parallel: {pp: 3}}", "actor.parallel.pp x vpp = 3 does not divide the model's num_hidden_layers = 2"),
+        ("actor={world_size: 3, parallel: {ep: 3}}", "actor.parallel.ep = 3 does not divide the model's num_experts = 4"),
+        ("rollout.tp=3", "rollout.tp = 3 does not divide the model's num_attention_heads = 4"),
+        ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl does not exist"),
+        ("model.path=nowhere", "model.path: nowhere does not exist"),
+        ("sampling.max_response_tokens=4000", "4008 tokens, but the model has 2048 positions"),
+        ("reward.grader=exat", "reward.grader 'exat' is unknown; did you mean 'exact'?"),
+        ("reward.grader=graders_of_tests:low_digit", "has no function low_digit; did you mean 'low_digits'?"),
+        ("reward.args={strict: true}", "reward.args do not fit grader"),
+        ("train.num_updates_per_step=3", "train.num_prompts_per_step 8 is not a multiple of train.num_updates_per_step 3"),
+        ("weights.timeout_s=700", "weights.timeout_s 700 must be below actor.deadline_s 600: while rank 0"),
+    ],
+)
+def test_an_impossible_experiment(experiments, override, said):
+    assert said in refused(write_experiment(experiments / "refused"), override)
+
+
+def test_every_problem_at_once(experiments):
+    said = refused(write_experiment(experiments / "refused"), "data.path=a.jsonl", "actor={world_size: 8, parallel: {tp: 8}}")
+    assert "a.jsonl" in said and "num_attention_heads" in said and "num_key_value_heads" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "1+2=", "answer"', "lines.jsonl:2: broken JSON, column"),
+        ('["1+2=", "3"]', "lines.jsonl:2: should be an object"),
+        ('{"prompt": "1+2=", "anwser": "3"}', "lines.jsonl:2: no key 'answer'; keys found: 'prompt', 'anwser'"),
+    ],
+)
+def test_a_broken_line_is_named_by_file_and_line(experiments, tmp_path, line, said):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
+    assert said in refused(write_experiment(experiments / "refused"), f"data.path={path}")
+    evaluation = f"eval={{data: {{path: {path}}}}}"
+    assert said in refused(write_experiment(experiments / "refused"), evaluation)
+
+
+def test_a_tokenizer_of_another_model(experiments, tmp_path):
+    shutil.copytree(experiments / "model", tmp_path / "model")
+    tokenizer = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 40, "content": "<extra>"})
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    said = refused(write_experiment(experiments / "refused"), f"model.tokenizer={tmp_path / 'model'}")
+    assert "model.tokenizer has token id 40, but the model only 32 embeddings (vocab_size)" in said
+
+
+def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
+    """torchrun of `megagrpo train` as on a cluster, with a service that is not there; and what each rank reports."""
+    (config.parent / "graders_of_tests.py").write_text(GRADERS)
+    sets = [word for override in overrides for word in ("--set", override)]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megagrpo.cli", "train", str(config)]
+    done = subprocess.run(
+        [sys.executable, *command, "--service", "http://127.0.0.1:9", *sets],
+        env=child_environment(None, [str(config.parent)]),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    reports = sorted((config.with_suffix("") / "logs").glob("error_rank*.txt"))
+    return Finished(done.returncode, done.stdout, done.stderr, 0.0), [report.read_text() for report in reports]
+
+
+def test_a_service_that_is_not_there(experiments):
+    """Prompts that are too long are reported on the way: counted, with the limit."""
+    config = write_experiment(experiments / "unreachable", data={"max_prompt_tokens": 5})
+    done, reports = trainers_alone(config)
+    assert done.status != 0
+    assert len(reports) == 2 and reports[0] == reports[1], "every rank knows why"
+    assert "no rollout service answers at http://127.0.0.1:9" in reports[0] and "is `megagrpo serve` running" in reports[0]
+    assert reports[0].count("\n") == 0
+    lines = (experiments / "data" / "train.jsonl").read_text().splitlines()
+    too_long = sum(len(json.loads(line)["prompt"]) > 5 for line in lines)
+    assert 0 < too_long < len(lines)
+    assert f"{too_long} of {len(lines)} prompts dropped, longer than 5 tokens (max_prompt_tokens)" in done.stdout
+
+
+def forget_the_manifest(folder: Path) -> str:
+    (folder / "manifest.json").unlink()
+    return f"checkpoint {folder} has no manifest.json: it is not a checkpoint, or its save was interrupted"
+
+
+def flip_a_byte(folder: Path) -> str:
+    path = max((folder / "actor").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return f"checkpoint file {path} is corrupt: its CRC-32 differs from the manifest"
+
+
+def cut_a_file(folder: Path) -> str:
+    path = max((folder / "actor").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: size // 2])
+    return f"checkpoint file {path} has {size // 2} bytes, its manifest says {size}"
+
+
+@pytest.mark.parametrize("damage", [forget_the_manifest, flip_a_byte, cut_a_file])
+def test_a_damaged_checkpoint_is_not_resumed(long_run, damage):
+    """Refused before the service is needed, and the record of the run that made it stays as it was."""
+    folder = long_run[0].parent / damage.__name__
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    shutil.copytree(long_run[0] / "checkpoints" / "step_000010", folder / "checkpoints" / "step_000010")
+    said = damage(folder / "checkpoints" / "step_000010")
+    done, reports = trainers_alone(write_experiment(folder, **LONG_RUN))
+    assert done.status != 0 and reports == [said, said]
+    assert (folder / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_a_checkpoint_of_another_model(long_run):
+    folder = long_run[0].parent / "wider"
+    changed = experiment(folder)["prepare"]["model"] | {"path": str(folder.parent / "wider-model"), "num_layers": 4}
+    sections = {"prepare": {"model": changed}, "model": {"path": changed["path"]}}
+    config = write_experiment(folder, **sections, checkpoint={"load": str(long_run[0] / "checkpoints" / "step_000010")})
+    assert megagrpo("prepare", config).status == 0
+    done, reports = trainers_alone(config)
+    assert done.status != 0 and "is of another model: model: checkpoint" in reports[0] and "'num_layers': 4" in reports[0]
+    assert not (folder / "metrics.jsonl").exists()
