@@ -1,0 +1,32 @@
+"""What every bench writes beside its figures: commit, date, machine; and the JSON and the table in bench/results."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def provenance() -> dict:
+    """Commit (with a mark when the tree differs from it), date, and the machine in words."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", *args], cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = " + changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
+    return {"commit": git("rev-parse", "--short", "HEAD") + changed, "date": datetime.now(UTC).date().isoformat(), "machine": machine}
+
+
+def write_results(name: str, data: dict, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """bench/results/NAME.json with all of `data`, and NAME.md with the table; prints the table."""
+    table = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)]
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    origin = f"commit {data['commit']}, {data['date']}, {data['machine']}"
+    (RESULTS / f"{name}.md").write_text("\n".join([*table, "", origin, ""]))
+    print("\n".join(table))

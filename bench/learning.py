@@ -1,0 +1,96 @@
+"""Does the main job learn? Warm-up and GRPO for several seeds, and a control with shuffled rewards; all are reported.
+
+    python bench/learning.py quickstart gsm8k_calc --seeds 0 1 2
+
+Every run is the shipped experiment with another seed (data, model, warm-up and GRPO alike) in a folder of its own. The control
+starts from the first seed's warm-up and permutes the rewards over the samples of each step. Writes bench/results/learning_NAME.*
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common import provenance, write_results
+
+from megagrpo.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("experiments", nargs="+", help="names of files in configs/, without .yaml")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every command")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "learning")
+    args = parser.parse_args()
+    for name in args.experiments:
+        rows = [_seed(name, seed, args.folder, args.overrides) for seed in args.seeds]
+        rows.append(_control(name, args.seeds[0], args.folder, args.overrides))
+        folder = args.folder / f"{name}-{args.seeds[0]}"
+        shutil.copyfile(folder / "curve.png", ROOT / "bench" / "results" / f"learning_{name}.png")
+        header = ("run", "accuracy before", "accuracy after", "rise", "warm-up steps", "worst mismatch", "minutes")
+        write_results(f"learning_{name}", {**provenance(), "overrides": args.overrides, "rows": rows}, header, [_line(r) for r in rows])
+
+
+def _seed(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
+    folder, config = root / f"{name}-{seed}", root / f"{name}-{seed}.yaml"
+    shutil.rmtree(folder, ignore_errors=True)
+    _write_config(name, config, {f"runs/{name}": str(folder)})
+    started = time.time()
+    for command in ("prepare", "sft", "run"):
+        _megagrpo(command, config, [f"seed={seed}", *overrides])
+    return _measure(f"seed {seed}", folder, time.time() - started)
+
+
+def _control(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
+    folder, config = root / f"{name}-shuffled", root / f"{name}-shuffled.yaml"
+    shutil.rmtree(folder, ignore_errors=True)
+    _write_config(name, config, {f"output_dir: runs/{name}": f"output_dir: {folder}", f"runs/{name}": str(root / f"{name}-{seed}")})
+    started = time.time()
+    _megagrpo("run", config, [f"seed={seed}", "reward.shuffle=true", *overrides])
+    return _measure(f"seed {seed}, rewards shuffled", folder, time.time() - started)
+
+
+def _write_config(name: str, target: Path, replace: dict[str, str]) -> None:
+    text = (ROOT / "configs" / f"{name}.yaml").read_text()
+    for old, new in replace.items():
+        text = text.replace(old, new)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+
+
+def _megagrpo(command: str, config: Path, overrides: list[str]) -> None:
+    settings = [part for override in overrides for part in ("--set", override)]
+    print(f"== megagrpo {command} {config.name} {' '.join(overrides)}", flush=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings], check=True, cwd=ROOT)
+
+
+def _measure(label: str, folder: Path, seconds: float) -> dict:
+    entries = read_metrics(folder)
+    accuracy = [(e["step"], e["eval/accuracy"]) for e in entries if "eval/accuracy" in e]
+    warm_up = folder / "sft"
+    return {
+        "run": label,
+        "accuracy": accuracy,
+        "before": accuracy[0][1],
+        "after": accuracy[-1][1],
+        "warm_up_steps": read_metrics(warm_up)[-1]["step"] if warm_up.is_dir() else None,
+        "mismatch_max": max(e["mismatch/logprob_abs_mean"] for e in entries if "mismatch/logprob_abs_mean" in e),
+        "framework_fraction": [e["time/framework_fraction"] for e in entries if "time/framework_fraction" in e],
+        "seconds": seconds,
+    }
+
+
+def _line(row: dict) -> tuple[str, ...]:
+    rise = row["after"] - row["before"]
+    steps = "same start" if row["warm_up_steps"] is None else str(row["warm_up_steps"])
+    before, after = f"{row['before']:.3f}", f"{row['after']:.3f}"
+    return row["run"], before, after, f"{rise:+.3f}", steps, f"{row['mismatch_max']:.1e}", f"{row['seconds'] / 60:.1f}"
+
+
+if __name__ == "__main__":
+    main()
