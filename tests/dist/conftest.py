@@ -1,0 +1,14 @@
+"""Shared by the actor's tests: random Hugging Face models with transformers' logits and gradients, made once a session."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.workers.launch import run_hf_reference
+
+
+@pytest.fixture(scope="session")
+def hf_models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hf_models")
+    run_hf_reference(folder)
+    return folder

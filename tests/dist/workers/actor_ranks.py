@@ -1,0 +1,231 @@
+"""One rank of the actor's tests: runs the jobs of jobs.json, every job in a world of its own layout. usage: actor_ranks.py FOLDER"""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from megagrpo import checkpoint
+from megagrpo.actor import step
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.saving import load_actor, save_actor
+from megagrpo.actor_weights import ActorWeights, export_hf, load_initial_weights
+from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.config import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config_algorithm import AlgorithmConfig
+from megagrpo.hf_files import HfFolder
+from megagrpo.types import Batch, TrainState
+from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
+
+# A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
+OPTIMIZER = dict(lr=1e-3, adam_eps=1e-4, clip_grad=0.5, weight_decay=0.01)
+PLAIN = AlgorithmConfig.model_validate({"loss": {"name": "gpg"}, "aggregation": "token-mean"})  # what hf_reference.py computes
+RICH = AlgorithmConfig.model_validate(
+    {"kl": {"loss_coef": 0.1}, "entropy_coef": 0.01, "aggregation": "seq-mean-token-mean", "loss": {"name": "ppo_clip"}}
+)
+
+
+def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
+    """This rank's share of the first `keep` samples; `shift` makes other tokens, for updates that differ."""
+    s = samples()
+    mine = torch.tensor([i for i in range(keep) if i % mesh.dp_size == mesh.dp_rank], dtype=torch.int64)
+    near = (0.2 * s["noise"] - 6.0) * s["mask"]
+    inside = torch.arange(s["tokens"].shape[1]) < s["lengths"][:, None]
+    return Batch(
+        sample_ids=mine,
+        group_ids=mine,
+        num_groups=NUM_SAMPLES,
+        tokens=((s["tokens"] + shift) % VOCAB * inside)[mine],
+        lengths=s["lengths"][mine],
+        prompt_lengths=s["prompts"][mine],
+        loss_mask=s["mask"][mine],
+        rollout_logprobs=near[mine],
+        rewards=torch.zeros(len(mine), dtype=torch.float64),
+        valid=torch.ones(len(mine), dtype=torch.bool),
+        truncated=torch.zeros(len(mine), dtype=torch.bool),
+        advantages=s["advantages"][mine],
+        old_logprobs=near[mine],
+        ref_logprobs=near[mine] * 1.02,
+    )
+
+
+def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig) -> float:
+    rows = range(len(batch.tokens))
+    return step.backward(actor, batch, rows, algorithm, 1.0, step.denominators_of(actor, batch, rows, algorithm, 32))["loss/total"]
+
+
+@contextmanager
+def recorded_logits() -> Iterator[list[tuple]]:
+    """Inside, every call of the head on the last stage leaves (rows, columns, logits [T, vocabulary]) of its positions."""
+    seen, last, targets, head = [], [], step.targets, step._head
+
+    def noting_targets(micro, batch):
+        last[:] = targets(micro, batch)
+        return tuple(last)
+
+    def noting_head(actor, chunk, hidden, flat, tokens, temperature):
+        states = step.gather_from_sequence_parallel_region(hidden) if actor.config.parallel.tp > 1 else hidden
+        local = states.transpose(0, 1).flatten(0, 1)[flat] @ chunk.output_weight().T
+        shards = [torch.empty_like(local) for _ in range(actor.config.parallel.tp)]
+        dist.all_gather(shards, local.contiguous(), group=mpu.get_tensor_model_parallel_group())
+        seen.append((last[1], last[2], torch.cat(shards, 1)[:, :VOCAB]))
+        return head(actor, chunk, hidden, flat, tokens, temperature)
+
+    step.targets, step._head = noting_targets, noting_head
+    try:
+        yield seen
+    finally:
+        step.targets, step._head = targets, head
+
+
+def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """Against transformers: logits of every position that predicts a token, log-probabilities, gradients. HF export, bit by bit."""
+    truth = torch.load(f"{job['model']}.pt")
+    batch = batch_of(actor.mesh)
+    everything = (torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]).float()
+    everything[:, 0] = 0.0
+    whole_rows = Batch(**{**vars(batch), "loss_mask": everything})
+    with recorded_logits() as seen, torch.no_grad():
+        logprobs = step.token_logprobs(actor, whole_rows, 1.0)
+    error, positions = 0.0, 0
+    for rows, columns, logits in seen:
+        expected = truth["logits"][batch.sample_ids[rows], columns - 1]
+        error = max(error, float((logits - expected).abs().max())) if len(rows) else error
+        positions += len(rows)
+    expected = truth["logits"][batch.sample_ids].log_softmax(-1)[:, :-1].gather(2, batch.tokens[:, 1:, None]).squeeze(2)
+    logprob_error = float(((logprobs[:, 1:] - expected) * everything[:, 1:]).abs().max())
+    loss = gradient(actor, batch, PLAIN)
+    hf_gradients = HfFolder(job["model"] + ".gradients")
+    result = {
+        "logits": error,
+        "positions": positions,
+        "logprobs": logprob_error,
+        "loss": abs(loss - truth["loss"]),
+        "gradients": ratios(weights, actor.gradients(), hf_gradients, actor.mesh),
+    }
+    export_hf(folder / "exported", weights, actor.mesh, like=job["model"], dtype="float32")
+    if actor.mesh.is_main:
+        written, source = HfFolder(folder / "exported"), HfFolder(job["model"])
+        same = all(torch.equal(written[name].view(torch.int32), source[name].view(torch.int32)) for name in source)
+        result["export"] = same and written.keys() == source.keys()
+    return result
+
+
+def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """The rich loss against one rank: loss, gradients, gradient norm, weights after one update. The reference job writes the file."""
+    calls = count_attention_calls(actor)
+    loss = gradient(actor, batch_of(actor.mesh, keep=job.get("keep", NUM_SAMPLES)), RICH)
+    values = None if job.get("distributed") else actor.gradients()
+    if job.get("write"):
+        state = {"loss": loss, "gradients": whole(weights, values, actor.mesh), **actor.optimizer_step()}
+        torch.save({**state, "weights": whole(weights, actor.parameters(), actor.mesh)}, job["reference"])
+        return {}
+    reference = torch.load(job["reference"])
+    gradients = ratios(weights, values, reference["gradients"], actor.mesh) if values is not None else {}
+    norm = actor.optimizer_step()["optim/grad_norm"]
+    return {
+        "loss": abs(loss - reference["loss"]),
+        "gradients": gradients,
+        "norm": abs(norm / reference["optim/grad_norm"] - 1),
+        "weights": difference(whole(weights, actor.parameters(), actor.mesh), reference["weights"]),
+        "attention_calls": len(calls),
+    }
+
+
+def count_attention_calls(actor: MegatronActor) -> list:
+    """Grows by one whenever a core attention computes, in the forward or again in the backward."""
+    calls: list = []
+    for chunk in actor.chunks:
+        for layer in chunk.decoder.layers:
+            layer.self_attention.core_attention.register_forward_hook(lambda *_: calls.append(1))
+    return calls
+
+
+def difference(found: dict, expected: dict) -> float:
+    """Largest absolute difference; on ranks other than the main one `found` is empty and this 0."""
+    return max((float((found[name] - expected[name]).abs().max()) for name in found), default=0.0)
+
+
+def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """[load] -> `warm` updates -> [save] -> two more updates, whose losses, gradients and weights are kept in job["then"]."""
+    if "load" in job:
+        state = checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
+        assert state.data_cursor == 17
+    for number in range(job.get("warm", 0)):
+        gradient(actor, batch_of(actor.mesh, shift=number), RICH)
+        actor.optimizer_step()
+    saved = None
+    if "save" in job:
+        state = TrainState(step=job.get("step", 1), data_cursor=17)
+        saved = checkpoint.save(Path(job["save"]), state, identity(job), 2, lambda f: save_actor(actor, f), actor.mesh)
+    after = {"updates_done": actor.updates_done}
+    for number in (10, 11):
+        after[f"loss{number}"] = gradient(actor, batch_of(actor.mesh, shift=number), RICH)
+        if not job.get("distributed"):
+            after[f"gradients{number}"] = whole(weights, actor.gradients(), actor.mesh)
+        after[f"norm{number}"] = actor.optimizer_step()["optim/grad_norm"]
+        after[f"weights{number}"] = whole(weights, actor.parameters(), actor.mesh)
+    if actor.mesh.is_main:
+        torch.save(after, job["then"])
+    return {"saved": str(saved)}
+
+
+def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """Loading or saving must fail with one message on every rank and leave weights as they are."""
+    before = {name: p.detach().clone() for name, p in actor.parameters().items()}
+    message = ""
+    try:
+        if "save" in job:
+            state = TrainState(step=job["step"])
+            checkpoint.save(Path(job["save"]), state, identity(job), 2, lambda f: save_actor(actor, f), actor.mesh)
+        else:
+            checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
+    except (ValueError, RuntimeError) as exc:
+        message = str(exc)
+    messages: list = [None] * actor.mesh.world_size
+    dist.all_gather_object(messages, message)
+    return {"messages": messages, "untouched": all(torch.equal(p, before[name]) for name, p in actor.parameters().items())}
+
+
+def identity(job: dict) -> dict:
+    return job.get("identity", {"model": Path(job["model"]).name})
+
+
+JOBS = {"forward": forward_job, "layout": layout_job, "checkpoint": checkpoint_job, "refusal": refusal_job}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    results = []
+    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+        actor_config = ActorConfig(
+            world_size=int(os.environ["WORLD_SIZE"]),
+            parallel=ParallelConfig(**job.get("parallel", {})),
+            packing=job.get("packing", True),
+            micro_batch_tokens=job.get("budget", 64),
+            recompute=job.get("recompute", "none"),
+            logprob_chunk_tokens=32,
+            deadline_s=120.0,
+        )
+        optimizer = OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False))
+        print("job", number, job, flush=True)
+        with joined(folder / f"store{number}", actor_config, optimizer, job["model"]) as actor:
+            weights = load_initial_weights(actor, job["model"])
+            results.append(JOBS[job["do"]](actor, weights, job, folder))
+            everyone: list = [None] * actor.mesh.world_size
+            dist.all_gather_object(everyone, {k: v for k, v in results[-1].items() if isinstance(v, float)})
+            results[-1] |= {name: max(part[name] for part in everyone) for name in everyone[0]}
+    if os.environ["RANK"] == "0":
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,66 @@
+"""Random Hugging Face models and what transformers computes with them: logits and gradients, the truth for the actor's tests.
+
+A process of its own, because transformers' models and the trainer's shims do not share one. usage: hf_reference.py FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
+
+_SIZES = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+    initializer_range=0.15,
+    tie_word_embeddings=False,
+)
+_MOE = dict(head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_theta": 5e5,
+}  # fmt: skip
+CONFIGS = {
+    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=32),
+    "qwen3_tied": lambda: Qwen3Config(**(_SIZES | {"tie_word_embeddings": True}), head_dim=32),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**_SIZES, **_MOE, norm_topk_prob=True),
+    "qwen3_moe_raw": lambda: Qwen3MoeConfig(**_SIZES, **_MOE, norm_topk_prob=False),
+    "qwen2": lambda: Qwen2Config(**_SIZES),
+    "llama": lambda: LlamaConfig(**_SIZES, rope_parameters=_LLAMA3),
+}
+
+
+def main(folder: Path) -> None:
+    batch = samples()
+    for name, make in CONFIGS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(make(), attn_implementation="eager").float().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # norms of one and biases of zero would hide a mistake
+                    parameter += 0.2 * torch.randn_like(parameter)
+        model.save_pretrained(folder / name)
+        logits = torch.zeros(NUM_SAMPLES, WIDTH, VOCAB)
+        loss = torch.zeros(())
+        for i, length in enumerate(LENGTHS):
+            tokens = batch["tokens"][i, :length]
+            row = model(tokens[None]).logits[0]
+            logits[i, :length] = row.detach()
+            chosen = row.log_softmax(-1)[torch.arange(length - 1), tokens[1:]]
+            loss = loss - (chosen * batch["advantages"][i, 1:length]).sum() / batch["mask"].sum()
+        loss.backward()
+        torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")
+        for parameter in model.parameters():  # written by the model's own saver, gradients get the checkpoint's names and shapes
+            parameter.data = parameter.grad
+        model.save_pretrained(folder / f"{name}.gradients")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
