@@ -2,6 +2,7 @@
 
 from megagrpo.actor.step import update, with_logprobs
 from megagrpo.algo.advantage import with_advantages
+from megagrpo.algo.reward_shaping import with_current_kl_coef
 from megagrpo.data.batch import build_batch, shuffle_rewards
 from megagrpo.evaluation import evaluate
 from megagrpo.metrics import Metrics, StepTimer
@@ -12,7 +13,7 @@ from megagrpo.setup import Run
 def train(run: Run) -> None:
     """GRPO from `run.state` to the last step. The published weights have version `state.step`; every rank runs this."""
     config, actor, mesh, state = run.config, run.actor, run.mesh, run.state
-    algorithm, num_updates = config.algorithm, config.train.num_updates_per_step
+    num_updates = config.train.num_updates_per_step
     temperature, max_tokens = config.sampling.temperature, config.sampling.max_response_tokens
     run.publish()  # returns only when every engine has proved that it holds these very weights
     run.log(evaluate(run))
@@ -24,6 +25,7 @@ def train(run: Run) -> None:
         batch = build_batch(groups, config.train.num_prompts_per_step, num_updates, mesh)  # samples balanced over ranks
         if config.reward.shuffle:  # the control experiment: rewards that say nothing
             batch = shuffle_rewards(batch, config.seed, step, mesh)
+        algorithm = with_current_kl_coef(config.algorithm, state.algo_state)
         with timer.phase("logprobs"):
             old = num_updates > 1 or algorithm.needs_old_logprobs
             batch = with_logprobs(actor, batch, temperature, old, algorithm.uses_reference)
