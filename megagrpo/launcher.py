@@ -29,6 +29,9 @@ def run(config: ExperimentConfig) -> int:
     problems = preflight(config)
     if problems:
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
+    unmade = [path for path in _inputs(config) if not Path(path).exists()]
+    if unmade:  # preflight lets pass what this experiment itself makes
+        raise ValueError(f"not there yet: {', '.join(unmade)}; first `megagrpo prepare`" + (", then `megagrpo sft`" if config.sft else ""))
     run_dir = Path(config.output_dir)
     resolved = _write_resolved(config, run_dir)
     logs = run_dir / "logs"
@@ -64,6 +67,10 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
         for child in children:
             stop_tree(child.pid)
             child.wait()
+
+
+def _inputs(config: ExperimentConfig) -> list[str]:
+    return [config.model.path, config.data.path, *([config.eval.data.path] if config.eval else [])]
 
 
 def _write_resolved(config: ExperimentConfig, run_dir: Path) -> Path:

@@ -49,6 +49,11 @@ def test_an_impossible_experiment(experiments, override, said):
     assert said in refused(write_experiment(experiments / "refused"), override)
 
 
+def test_what_prepare_has_not_made_yet(tmp_path):
+    said = refused(write_experiment(tmp_path / "refused"))
+    assert f"not there yet: {tmp_path / 'model'}, {tmp_path / 'data' / 'train.jsonl'}; first `megagrpo prepare`\n" in said
+
+
 def test_every_problem_at_once(experiments):
     said = refused(write_experiment(experiments / "refused"), "data.path=a.jsonl", "actor={world_size: 8, parallel: {tp: 8}}")
     assert "a.jsonl" in said and "num_attention_heads" in said and "num_key_value_heads" in said
