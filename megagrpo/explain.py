@@ -214,6 +214,8 @@ def _model(config: ExperimentConfig, hf: dict | None) -> list[str]:
     return [
         f"model      {config.model.path}: {hf['model_type']}, {_count(dense + expert)} parameters{active}{there}",
         f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, {algorithm.aggregation}; {reference}",
+        f"  loss     {algorithm.formula}",
+        *(f"  ADVICE   {text}" for text in algorithm.advice),
     ]
 
 

@@ -118,7 +118,8 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
     if not prompts.num_too_long:
         return ""
     total = prompts.num_too_long + len(prompts)
-    return f"{data.path}: {prompts.num_too_long} of {total} prompts dropped, longer than {data.max_prompt_tokens} tokens (max_prompt_tokens)"
+    limit = f"{data.max_prompt_tokens} tokens (max_prompt_tokens)"
+    return f"{data.path}: {prompts.num_too_long} of {total} prompts dropped, longer than {limit}"
 
 
 def where(path: Path, row: int) -> str:
