@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from megagrpo import __version__
 from megagrpo.mesh import Mesh
 from megagrpo.types import TrainState
@@ -93,7 +95,7 @@ def load(folder: Path, identity: dict, load_actor: Callable[[Path], None], mesh:
             error = str(exc)
     mesh.raise_any(error)
     load_actor(folder / "actor")
-    return TrainState(**json.loads((folder / "state.json").read_text())["train"])
+    return TypeAdapter(TrainState).validate_python(json.loads((folder / "state.json").read_text())["train"])
 
 
 def check(folder: Path, identity: dict) -> None:

@@ -238,7 +238,7 @@ class MismatchConfig(Section):
 class DynamicSampling(Section):
     """DAPO: keep only groups that differ in the metric, ask for more until the batch is full. arXiv 2503.14476."""
 
-    metric: Literal["reward", "shaped_reward"] = "reward"
+    metric: Literal["reward", "shaped_reward"] = "reward"  # shaped_reward: after overlong shaping
     max_num_gen_batches: PositiveInt = 10
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megagrpo import checkpoint
@@ -14,10 +14,11 @@ from megagrpo.config import ExperimentConfig
 from megagrpo.console import StepConsole
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
 from megagrpo.mesh import Mesh
-from megagrpo.metrics import StepLog
+from megagrpo.metrics import Metrics, StepLog
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.client import ServiceControl, read_service_url
 from megagrpo.rollout.source import RolloutSource
+from megagrpo.selection import deal_surplus, gather_surplus, next_groups
 from megagrpo.types import RolloutGroup, TrainState
 from megagrpo.weights.exchange import Exchange
 
@@ -47,9 +48,8 @@ class Run:
         seconds = self.exchange.publish(self.state.step)
         return {f"publish/{name}": value for name, value in seconds.items()}
 
-    def next_groups(self, step: int) -> list[RolloutGroup]:
-        prompts = self.prompts.batch(self.state.data_cursor, self.config.train.num_prompts_per_step, self.config.seed)
-        return self.rollouts.next(step, prompts, self.state.step, self._refresh)
+    def next_groups(self, metrics: Metrics) -> list[RolloutGroup]:
+        return next_groups(self.rollouts, self.prompts, self.state, self.config, self.mesh, self._refresh, metrics)
 
     def evaluation_groups(self) -> list[RolloutGroup]:
         config, sampling = self.config.eval, self.config.sampling
@@ -69,7 +69,6 @@ class Run:
     def finish_step(self, groups: Sequence[RolloutGroup]) -> None:
         train = self.config.train
         self.state.step += 1
-        self.state.data_cursor += train.num_prompts_per_step
         self.state.consumed_samples += train.num_prompts_per_step * train.group_size
 
     def checkpoint(self) -> None:
@@ -83,7 +82,8 @@ class Run:
             return
         folder = self.run_dir / "checkpoints"
         identity = run_identity(self.config, self.actor)
-        checkpoint.save(folder, self.state, identity, self.config.checkpoint.keep, lambda f: save_actor(self.actor, f), self.mesh)
+        state = replace(self.state, surplus=gather_surplus(self.state.surplus, self.mesh))
+        checkpoint.save(folder, state, identity, self.config.checkpoint.keep, lambda f: save_actor(self.actor, f), self.mesh)
         self.saved_step = self.state.step
 
     def log(self, values: dict[str, float], groups: Sequence[RolloutGroup] | None = None) -> None:
@@ -141,4 +141,6 @@ def resume(config: ExperimentConfig, run_dir: Path, actor: MegatronActor) -> Tra
     folder = folder or (Path(options.load) if options.load else None)
     if folder is None:
         return TrainState()
-    return checkpoint.load(folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
+    state = checkpoint.load(folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
+    state.surplus = deal_surplus(state.surplus, actor.mesh)
+    return state

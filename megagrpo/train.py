@@ -20,7 +20,7 @@ def train(run: Run) -> None:
     for step in range(state.step, config.train.num_steps):
         timer, metrics = StepTimer(), Metrics()
         with timer.phase("rollout"):
-            groups = run.next_groups(step)  # this rank's share: sampled, scored
+            groups = run.next_groups(metrics)  # this rank's share: sampled, scored
         rollout_metrics(metrics, groups, mesh, config.train)
         batch = build_batch(groups, config.train.num_prompts_per_step, num_updates, mesh)  # samples balanced over ranks
         if config.reward.shuffle:  # the control experiment: rewards that say nothing

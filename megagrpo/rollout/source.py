@@ -58,19 +58,21 @@ class RolloutSource:
         self._retry = RetryPolicy.of(config)
         self._last_answer = time.monotonic()
 
-    def next(self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh) -> list[RolloutGroup]:
-        """This rank's share of the groups of one step; `prompts` is the whole step's, the same on every rank.
+    def next(self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int = 0) -> list[RolloutGroup]:
+        """This rank's share of the groups of one step; `prompts` is the same on every rank.
 
-        A group's id is its prompt's place in the step. `refresh(engine_ids)` is called on all ranks together whenever engines
-        hold other weights than `version`: it publishes to them and marks them ready. Raises LeaderError on every rank.
+        A group's id is its prompt's place in `prompts`. `attempt` counts the calls of a step: a prompt that comes again in it
+        gets other responses. `refresh(engine_ids)` is called on all ranks together whenever engines hold other weights than
+        `version`: it publishes to them and marks them ready. Raises LeaderError on every rank.
         """
         params = SamplingParams.of(self._config.sampling)
-        groups = self._collect(_Job("train", step, version, params, self._config.train.group_size), prompts, refresh)
+        again = f" batch {attempt}" if attempt else ""
+        groups = self._collect(_Job(f"train{again}", step, version, params, self._config.train.group_size), prompts, refresh)
         if not self._config.algorithm.needs_greedy_response:
             return groups
         # After the others and not among them: one greedy request (a top-k of 1) moves SGLang's whole batch to another sampling
         # routine, which draws other tokens from the same seeds.
-        greedy = self._collect(_Job("greedy", step, version, params.greedy(), 1), prompts, refresh)
+        greedy = self._collect(_Job(f"greedy{again}", step, version, params.greedy(), 1), prompts, refresh)
         return [replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0]) for g, b in zip(groups, greedy, strict=True)]
 
     def evaluate(

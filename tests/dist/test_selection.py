@@ -1,0 +1,159 @@
+"""Dynamic sampling over gloo ranks: the same groups for every data-parallel size, none lost, also across a resume."""
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megagrpo import checkpoint
+from megagrpo.config import ExperimentConfig
+from megagrpo.data.prompts import PromptSet
+from megagrpo.mesh import Mesh, make_mesh
+from megagrpo.metrics import Metrics
+from megagrpo.selection import deal_surplus, gather_surplus, next_groups
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
+
+WANTED, NUM_STEPS, NUM_PROMPTS = 4, 4, 9
+DROPPED = "dynamic_sampling/dropped"
+PROMPTS = PromptSet(tuple(Prompt(i, str(i), (1, i), "") for i in range(NUM_PROMPTS)), 0, shuffle=True)
+
+
+class Source:
+    """Two responses to each prompt, split over ranks as the real source does; two prompts of three teach something."""
+
+    def __init__(self, mesh: Mesh, always_alike: bool = False):
+        self.mesh, self.always_alike = mesh, always_alike
+        self.asked: list[tuple[int, int, list[int]]] = []
+
+    def next(self, step: int, prompts: Sequence[Prompt], version: int, refresh, attempt: int) -> list[RolloutGroup]:
+        assert step == version
+        self.asked.append((step, attempt, [prompt.id for prompt in prompts]))
+        first, last = (len(prompts) * place // self.mesh.dp_size for place in (self.mesh.dp_rank, self.mesh.dp_rank + 1))
+        return [self.group(i, prompts[i], version) for i in range(first, last)]
+
+    def group(self, group_id: int, prompt: Prompt, version: int) -> RolloutGroup:
+        alike = self.always_alike or prompt.id % 3 == 0
+        other = Outcome("score", 0.1) if alike else Outcome("timeout") if prompt.id == 1 else Outcome("score", 1.0)
+        outcomes = (Outcome("score", 0.1), other)
+        samples = tuple(Sample(i, (5, 6 + i), (-0.1, -1 / 3), "stop", version, "a") for i in range(2))
+        return RolloutGroup(group_id, prompt, samples, outcomes)
+
+
+def experiment(**options) -> ExperimentConfig:
+    data = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
+    data |= {"train": {"num_prompts_per_step": WANTED, "group_size": 2}, "algorithm": {"dynamic_sampling": options}}
+    return ExperimentConfig.model_validate(data)
+
+
+def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
+    """Steps of the loop without training, continued from the folder's checkpoint; one more checkpoint after each."""
+    state = TrainState()
+    if found := checkpoint.latest(folder):
+        state = checkpoint.load(found, {}, lambda _: None, mesh)
+        state.surplus = deal_surplus(state.surplus, mesh)
+    source, steps = Source(mesh), []
+    while state.step < num_steps:
+        metrics = Metrics()
+        chosen = next_groups(source, PROMPTS, state, experiment(), mesh, None, metrics)
+        state.step += 1
+        checkpoint.save(folder, TrainState(**{**vars(state), "surplus": gather_surplus(state.surplus, mesh)}), {}, 9, lambda _: None, mesh)
+        parts = [group for part in mesh.gather_dp(chosen) for group in part]
+        surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
+        steps.append({"chosen": parts, "surplus": surplus, "cursor": state.data_cursor, "metrics": metrics.reduced(mesh.reduce)})
+    return steps
+
+
+def rank_main(rank: int, world: int, folder: Path, num_steps: int) -> None:
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    steps = run_steps(folder, make_mesh(rank, world, torch.device("cpu"), 60.0), num_steps)
+    if rank == 0:
+        torch.save(steps, folder / "steps.pt")
+    dist.destroy_process_group()
+
+
+def alone() -> Mesh:
+    return make_mesh(0, 1, torch.device("cpu"), 60.0)
+
+
+def by_id(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    return sorted(groups, key=lambda group: group.group_id)
+
+
+def test_batches_are_full_and_nothing_is_lost(tmp_path):
+    steps = run_steps(tmp_path, alone(), NUM_STEPS)
+    order, taken, carried = iter(PROMPTS.batch(0, 1000, 0)), 0, 0
+    for step in steps:
+        assert [g.group_id for g in step["chosen"]] == list(range(WANTED))
+        # the informative prompts in the order of the data, none left out and none twice
+        expected = [next(prompt for prompt in order if prompt.id % 3 and prompt.id != 1).id for _ in range(WANTED)]
+        assert [g.prompt.id for g in step["chosen"]] == expected
+        numbers = {name.split("/")[1]: value for name, value in step["metrics"].items()}
+        assert numbers["generated"] == step["cursor"] - taken == WANTED * numbers["num_gen_batches"]
+        assert numbers["carried"] == carried and numbers["surplus"] == len(step["surplus"])
+        assert numbers["generated"] + carried == WANTED + numbers["dropped"] + numbers["surplus"]
+        taken, carried = step["cursor"], len(step["surplus"])
+    assert any(step["surplus"] for step in steps) and sum(step["metrics"][DROPPED] for step in steps) > 0
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_selection_does_not_depend_on_the_layout(tmp_path, world):
+    """Two steps by one rank, the rest by `world` from its checkpoint: the same groups as one rank without a break."""
+    whole = run_steps(tmp_path / "whole", alone(), NUM_STEPS)
+    assert whole[1]["surplus"], "the break would prove nothing about the surplus"
+    run_steps(tmp_path / "parts", alone(), 2)
+    mp.spawn(rank_main, args=(world, tmp_path / "parts", NUM_STEPS), nprocs=world)
+    resumed = torch.load(tmp_path / "parts" / "steps.pt", weights_only=False)
+    for one, many in zip(whole[2:], resumed, strict=True):
+        assert many["chosen"] != [] and by_id(many["chosen"]) == one["chosen"] and by_id(many["surplus"]) == one["surplus"]
+        assert many["cursor"] == one["cursor"] and many["metrics"] == one["metrics"]
+
+
+def test_surplus_comes_back_from_a_checkpoint_as_it_was(tmp_path):
+    steps = run_steps(tmp_path, alone(), 2)
+    state = checkpoint.load(checkpoint.latest(tmp_path), {}, lambda _: None, alone())
+    assert state.surplus == steps[-1]["surplus"] and isinstance(state.surplus[0].samples[0], Sample)
+    assert json.loads((checkpoint.latest(tmp_path) / "state.json").read_text())["train"]["surplus"]
+
+
+def test_too_few_groups_is_an_error_that_says_what_to_do():
+    source, state = Source(alone(), always_alike=True), TrainState()
+    with pytest.raises(RuntimeError, match=r"3 batches of 4 prompts .*max_num_gen_batches.* 0 of 4 groups .* 12 of 12 groups were dropped"):
+        next_groups(source, PROMPTS, state, experiment(max_num_gen_batches=3), alone(), None, Metrics())
+    assert [attempt for _, attempt, _ in source.asked] == [0, 1, 2] and state.data_cursor == 12
+
+
+def test_shaped_rewards_can_tell_groups_apart():
+    """Rewards alike, lengths not: overlong shaping makes the difference."""
+    config = experiment(metric="shaped_reward")
+    options = {"reward": {"overlong": {"buffer_tokens": 4}}, "dynamic_sampling": config.algorithm.dynamic_sampling}
+    config = config.model_copy(
+        update={
+            "algorithm": type(config.algorithm)(**options),
+            "sampling": config.sampling.model_copy(update={"max_response_tokens": 5}),
+        }
+    )
+
+    class Lengths(Source):
+        def group(self, group_id, prompt, version):
+            samples = tuple(Sample(i, (5,) * (2 + prompt.id % 2 * i), (-0.1,) * 5, "stop", version, "") for i in range(2))
+            return RolloutGroup(group_id, prompt, samples, (Outcome("score", 1.0),) * 2)
+
+    chosen = next_groups(Lengths(alone()), PROMPTS, TrainState(), config, alone(), None, Metrics())
+    assert [g.prompt.id % 2 for g in chosen] == [1] * WANTED
+
+
+def test_without_dynamic_sampling_the_step_is_the_next_prompts():
+    config = experiment()
+    config = config.model_copy(update={"algorithm": type(config.algorithm)()})
+    source, state, metrics = Source(alone()), TrainState(), Metrics()
+    for step in range(2):
+        state.step = step
+        groups = next_groups(source, PROMPTS, state, config, alone(), None, metrics)
+        assert [g.prompt for g in groups] == PROMPTS.batch(step * WANTED, WANTED, 0) and state.data_cursor == (step + 1) * WANTED
+    assert metrics.reduced(alone().reduce) == {} and [attempt for _, attempt, _ in source.asked] == [0, 0]
