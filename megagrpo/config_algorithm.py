@@ -164,6 +164,8 @@ class KlConfig(Section):
             raise ValueError(f'importance corrects the gradient of the "+" estimators; "{self.estimator}" is none of them')
         if self.value_clamp is not None and not self.estimator.startswith("k3"):
             raise ValueError(f'value_clamp belongs to k3; estimator is "{self.estimator}"')
+        if self.adaptive and self.estimator == "full":
+            raise ValueError('adaptive measures the KL on the sampled tokens, which estimator "full" does not; use k1, abs, k2 or k3')
         if self.adaptive and not (self.loss_coef or self.reward_coef):
             raise ValueError("adaptive needs a starting coefficient: set loss_coef or reward_coef")
         return self

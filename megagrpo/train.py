@@ -28,7 +28,7 @@ def train(run: Run) -> None:
         algorithm = with_current_kl_coef(config.algorithm, state.algo_state)
         with timer.phase("logprobs"):
             old = num_updates > 1 or algorithm.needs_old_logprobs
-            batch = with_logprobs(actor, batch, temperature, old, algorithm.uses_reference)
+            batch = with_logprobs(actor, batch, temperature, old, algorithm.kl.estimator if algorithm.uses_reference else None)
         batch, values = with_advantages(batch, algorithm, mesh.reduce, state.algo_state, max_tokens)  # the all-reduce
         with timer.phase("update"):
             values |= update(actor, batch, algorithm, temperature, max_tokens, num_updates)

@@ -60,6 +60,15 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True)
+class ReferenceStates:
+    """What the exact KL needs of the reference model: last hidden states of this rank's trained positions. Empty before the last stage."""
+
+    hidden: "Tensor"  # [T, H]
+    index: "Tensor"  # [N, S] int64, the row of `hidden` that predicts tokens[:, t]; -1 where there is none on this rank
+    output_weight: "Tensor | None"  # [V / tp, H]
+
+
+@dataclass(frozen=True)
 class Batch:
     """This data-parallel rank's samples of one step, right-padded. N samples, S = longest prompt + response here."""
 
@@ -78,6 +87,7 @@ class Batch:
     advantages: "Tensor | None" = None  # [N, S] float32
     old_logprobs: "Tensor | None" = None  # [N, S] float32, the actor before the first update of the step
     ref_logprobs: "Tensor | None" = None  # [N, S] float32
+    reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
     policy_weights: "Tensor | None" = None  # [N, S] float32, correction of the trainer/rollout mismatch
     denominator_mask: "Tensor | None" = None  # [N, S] bool, what N_tok and N_seq count; None: loss_mask
 

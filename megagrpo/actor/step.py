@@ -17,15 +17,16 @@ from torch import Tensor
 
 from megagrpo.actor.attention import PackedSequences
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.algo.logprob import chunked_logprobs
+from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.config_algorithm import AlgorithmConfig
 from megagrpo.microbatch import plan, targets
 from megagrpo.schedule import update_of_group
-from megagrpo.types import Batch, MicroBatch
+from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict]]
+Loss = tuple[Tensor, dict[str, Tensor]]  # scalar, metric sums
+Head = Callable[..., Loss]  # see _over_tokens
 
 
 def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Tensor:
@@ -37,17 +38,41 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
         return logprobs.sum() * 0.0, {}
 
     with torch.no_grad():
-        _run(actor, batch, range(len(batch.tokens)), temperature, head, forward_only=True)
+        _run(actor, batch, range(len(batch.tokens)), _over_tokens(actor, batch, temperature, head), forward_only=True)
     return _from_last_stage(out)
 
 
-def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: bool, reference: bool) -> Batch:
-    """The batch with old_logprobs and ref_logprobs as asked; the reference is swapped in for its forward."""
+def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
+    """Last hidden states under the live weights, which are the reference's when it is swapped in, and the output weight's copy."""
+    index = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=actor.mesh.device)
+    parts, weights = [], []
+
+    def keep(micro: MicroBatch, chunk, hidden: Tensor) -> Loss:
+        flat, rows, columns = targets(micro, batch)
+        index[rows, columns] = sum(map(len, parts)) + torch.arange(len(flat), device=index.device)
+        parts.append(_gathered(actor, hidden)[flat].clone())
+        weights[:] = [chunk.output_weight()]
+        return hidden.sum() * 0.0, {}
+
+    with torch.no_grad():
+        _run(actor, batch, range(len(batch.tokens)), keep, forward_only=True)
+        if not parts:  # an earlier pipeline stage
+            return ReferenceStates(torch.empty(0, actor.arch.hidden_size, device=index.device), index, None)
+        return ReferenceStates(torch.cat(parts), index, weights[0].detach().clone())
+
+
+def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: bool, reference: str | None) -> Batch:
+    """The batch with old_logprobs if asked, and what the KL estimator named by `reference` needs of the reference model.
+
+    The reference is swapped in for its forward.
+    """
     if old:
         batch = replace(batch, old_logprobs=token_logprobs(actor, batch, temperature))
-    if reference:
+    if reference is not None:
         assert actor.reference is not None, "keep_reference() was not called"
         with actor.reference.swapped_in():
+            if reference == "full":
+                return replace(batch, reference=hidden_states(actor, batch))
             batch = replace(batch, ref_logprobs=token_logprobs(actor, batch, temperature))
     return batch
 
@@ -94,12 +119,12 @@ def backward(
 ) -> dict[str, float]:
     """Gradients of one update's loss, summed over all ranks into the main gradients; returns metric sums over all ranks."""
 
-    def head(members, logprobs, entropy):
-        loss, sums = objective(_loss_inputs(batch, members, logprobs, entropy), algorithm, denominators)
+    def head(members, logprobs, entropy, full_kl=None):
+        loss, sums = objective(_loss_inputs(batch, members, logprobs, entropy, full_kl), algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
     actor.zero_grad()
-    collected = _run(actor, batch, rows, temperature, head, forward_only=False)
+    collected = _run(actor, batch, rows, _over_tokens(actor, batch, temperature, head), forward_only=False)
     return _sum_over_ranks(actor, collected)
 
 
@@ -112,11 +137,11 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
         return loss, {"loss/total": loss.detach()}
 
     actor.zero_grad()
-    sums = _sum_over_ranks(actor, _run(actor, batch, range(len(batch.tokens)), 1.0, head, forward_only=False))
+    sums = _sum_over_ranks(actor, _run(actor, batch, range(len(batch.tokens)), _over_tokens(actor, batch, 1.0, head), forward_only=False))
     return {"loss/total": sums["loss/total"], **actor.optimizer_step()}
 
 
-def _loss_inputs(batch: Batch, members: Tensor, logprobs: Tensor, entropy: Tensor) -> LossInputs:
+def _loss_inputs(batch: Batch, members: Tensor, logprobs: Tensor, entropy: Tensor, full_kl: Tensor | None) -> LossInputs:
     def of_members(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[members]
 
@@ -129,15 +154,34 @@ def _loss_inputs(batch: Batch, members: Tensor, logprobs: Tensor, entropy: Tenso
         old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[members],
         rollout_logprobs=batch.rollout_logprobs[members],
         ref_logprobs=of_members(batch.ref_logprobs),
+        full_kl=full_kl,
         policy_weights=of_members(batch.policy_weights),
     )
 
 
-def _run(actor: MegatronActor, batch: Batch, rows: Sequence[int], temperature: float, head: Head, forward_only: bool) -> list[dict]:
-    """Megatron's schedule over the micro-batches of `rows`; on the last stage `head` sees each one's sampled tokens.
+def _over_tokens(actor: MegatronActor, batch: Batch, temperature: float, head: Head) -> Callable[[MicroBatch, object, Tensor], Loss]:
+    """For `_run`: what turns hidden states into the values of sampled tokens and gives them to `head`.
 
-    head(members [n], logprobs [n, S], entropy [n, S]) -> (scalar loss, metric sums); 0 off the loss mask, gradients attached.
+    head(members [n], logprobs [n, S], entropy [n, S], and full_kl [n, S] if batch.reference is there) -> (loss, metric sums); values
+    are 0 off the loss mask, gradients attached.
     """
+
+    def loss(micro: MicroBatch, chunk, hidden: Tensor) -> Loss:
+        flat, grid_rows, columns = targets(micro, batch)
+        by_token = _head(actor, chunk, hidden, flat, batch.tokens[grid_rows, columns], temperature)
+        if batch.reference is not None:
+            by_token = (*by_token, _full_kl(actor, chunk, hidden, flat, batch.reference, (grid_rows, columns), temperature))
+        at = (torch.searchsorted(micro.members, grid_rows), columns)
+        shape = (len(micro.members), batch.tokens.shape[1])
+        return head(micro.members, *(_all_context_ranks(values.new_zeros(shape).index_put(at, values)) for values in by_token))
+
+    return loss
+
+
+def _run(
+    actor: MegatronActor, batch: Batch, rows: Sequence[int], on_last_stage: Callable[[MicroBatch, object, Tensor], Loss], forward_only: bool
+) -> list[dict]:
+    """Megatron's schedule over the micro-batches of `rows`; the last stage calls on_last_stage(micro, chunk, hidden [s / tp, b, h])."""
     config, device = actor.config, actor.mesh.device
     layout, cp_rank = config.parallel, mpu.get_context_parallel_rank()
     micros = plan(batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank)
@@ -147,12 +191,7 @@ def _run(actor: MegatronActor, batch: Batch, rows: Sequence[int], temperature: f
     }
 
     def loss(micro: MicroBatch, chunk, hidden: Tensor):
-        flat, grid_rows, columns = targets(micro, batch)
-        by_token = _head(actor, chunk, hidden, flat, batch.tokens[grid_rows, columns], temperature)
-        at = (torch.searchsorted(micro.members, grid_rows), columns)
-        shape = (len(micro.members), batch.tokens.shape[1])
-        logprobs, entropy = (_all_context_ranks(values.new_zeros(shape).index_put(at, values)) for values in by_token)
-        value, sums = head(micro.members, logprobs, entropy)
+        value, sums = on_last_stage(micro, chunk, hidden)
         return value, torch.tensor(0, dtype=torch.int, device=device), sums  # 0 tokens: Megatron divides by nothing
 
     def forward_step(iterator, model):
@@ -176,27 +215,39 @@ def _run(actor: MegatronActor, batch: Batch, rows: Sequence[int], temperature: f
 
 def _head(actor: MegatronActor, chunk, hidden: Tensor, flat: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Hidden states [s / tp, b, h] to log-probability and entropy [T] of `tokens` at the flat positions of [b, s]."""
-    reduce = None
+    weight = chunk.output_weight()
+    return chunked_logprobs(_gathered(actor, hidden)[flat], weight, tokens, temperature, *_vocabulary(actor, weight))
+
+
+def _full_kl(
+    actor: MegatronActor, chunk, hidden: Tensor, flat: Tensor, reference: ReferenceStates, at: tuple[Tensor, Tensor], temperature: float
+) -> Tensor:
+    """Exact KL [T] to the reference at the flat positions, which predict the tokens at the Batch's rows and columns `at`."""
+    index, weight = reference.index[at], chunk.output_weight()
+    assert bool((index >= 0).all()), "the reference did not see a position on the rank that trains on it"
+    states = (_gathered(actor, hidden)[flat], weight, reference.hidden[index], reference.output_weight)
+    return chunked_full_kl(*states, temperature, *_vocabulary(actor, weight))
+
+
+def _gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:
+    """Hidden states [s / tp, b, h] as [b s, h] on every tensor-parallel rank."""
     if actor.config.parallel.tp > 1:
         # the gradient of this gather is a reduce-scatter: it sums the vocabulary shards' partial gradients
         hidden = gather_from_sequence_parallel_region(hidden)
+    return hidden.transpose(0, 1).flatten(0, 1)
+
+
+def _vocabulary(actor: MegatronActor, weight: Tensor) -> tuple:
+    """chunk_tokens, vocab_start, vocab_size and reduce of this rank's shard `weight`, for the chunked functions."""
+    reduce = None
+    if actor.config.parallel.tp > 1:
         group = mpu.get_tensor_model_parallel_group()
 
         def reduce(tensor: Tensor, op: str) -> Tensor:
             dist.all_reduce(tensor, op=_TP_OPS[op], group=group)
             return tensor
 
-    weight = chunk.output_weight()
-    return chunked_logprobs(
-        hidden.transpose(0, 1).flatten(0, 1)[flat],
-        weight,
-        tokens,
-        temperature,
-        actor.config.logprob_chunk_tokens,
-        mpu.get_tensor_model_parallel_rank() * weight.shape[0],
-        actor.arch.vocab_size,
-        reduce,
-    )
+    return actor.config.logprob_chunk_tokens, mpu.get_tensor_model_parallel_rank() * weight.shape[0], actor.arch.vocab_size, reduce
 
 
 def _all_context_ranks(grid: Tensor) -> Tensor:

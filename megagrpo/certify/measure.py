@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from megagrpo import environment
 from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
-from megagrpo.actor.step import backward, denominators_of, token_logprobs
+from megagrpo.actor.step import backward, denominators_of, hidden_states, token_logprobs
 from megagrpo.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.certify.cases import REFERENCE, Case
 from megagrpo.certify.faults import planted
@@ -105,6 +105,10 @@ def measure(config: ExperimentConfig, case: Case, folder: Path, store: Path) -> 
 
 def _backward(config: ExperimentConfig, actor: MegatronActor, groups: list, base: Tensor) -> float:
     batch = make_batch(config, groups, base, actor.mesh)
+    if config.algorithm.uses_reference and config.algorithm.kl.estimator == "full":
+        states = hidden_states(actor, batch)  # a reference that differs from the model, the same in every layout
+        weight = states.output_weight
+        batch = replace(batch, reference=replace(states, output_weight=None if weight is None else 1.1 * weight))
     rows = range(len(batch.tokens))
     denominators = denominators_of(actor, batch, rows, config.algorithm, longest(config))
     return backward(actor, batch, rows, config.algorithm, config.sampling.temperature, denominators)["loss/total"]

@@ -20,6 +20,7 @@ REFUSED = [  # options, part of the reason
     ({"kl": {"loss_coef": 0.1, "importance": True}}, "none of them"),
     ({"kl": {"loss_coef": 0.1, "estimator": "k1", "value_clamp": 10.0}}, "belongs to k3"),
     ({"kl": {"adaptive": {"target": 0.1, "horizon": 1e4}}}, "starting coefficient"),
+    ({"kl": {"loss_coef": 0.1, "estimator": "full", "adaptive": {"target": 0.1, "horizon": 1e4}}}, "sampled tokens"),
     ({"mismatch": {"weight": {"name": "icepop", "low": 5.0, "high": 2.0}}}, "not below"),
     ({"mismatch": {"reject": {"low": 1.5, "high": 2.0}}}, "rejects perfect agreement"),
     ({"loss": {"name": "ppo_clip", "dual_clip": 1.0}}, "greater than 1"),

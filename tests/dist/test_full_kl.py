@@ -1,0 +1,103 @@
+"""The exact KL to the reference in the actor: values and gradients against dense logits and finite differences, one rank.
+
+Layouts: `megagrpo certify CONFIG --set algorithm.kl.estimator=full`.
+"""
+
+import pytest
+import torch
+
+from megagrpo.actor.step import backward, denominators_of, hidden_states, update, with_logprobs
+from megagrpo.actor_weights import load_initial_weights
+from megagrpo.certify.measure import joined
+from megagrpo.config import ActorConfig, OptimizerConfig, TinyModelConfig
+from megagrpo.config_algorithm import AlgorithmConfig
+from megagrpo.data.batch import build_batch
+from megagrpo.data.tiny import make_tiny_model
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+
+FULL = AlgorithmConfig.model_validate({"kl": {"loss_coef": 1.0, "estimator": "full"}})
+TEMPERATURE = 0.7
+
+
+@pytest.fixture
+def actor(tmp_path):
+    """A tiny model whose weights have moved away from the reference."""
+    small = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "num_experts": 4, "expert_ffn_size": 16}
+    make_tiny_model(TinyModelConfig(path=str(tmp_path / "model"), **small), 0)
+    options = ActorConfig(logprob_chunk_tokens=7, micro_batch_tokens=24)
+    with joined(tmp_path / "store", options, OptimizerConfig(lr=1e-2, distributed=False), str(tmp_path / "model")) as actor:
+        load_initial_weights(actor, str(tmp_path / "model"))
+        actor.keep_reference()
+        move(actor, direction(actor, 1), 0.05)
+        yield actor
+
+
+def direction(actor, seed: int) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(p.shape, generator=generator) * p.detach().abs().mean() for name, p in actor.parameters().items()}
+
+
+def move(actor, by: dict, amount: float) -> None:
+    with torch.no_grad():
+        for name, parameter in actor.parameters().items():
+            parameter += amount * by[name]
+
+
+def batch_of(actor):
+    """Six responses, the second of each group with a hole; advantages 0, so that the loss is the KL."""
+    generator = torch.Generator().manual_seed(3)
+    groups = []
+    for g in range(3):
+        responses = [tuple(torch.randint(3, 20, (n,), generator=generator).tolist()) for n in (2 + g, 9)]
+        masks = [None, (1, 1, 1, 0, 0, 0, 1, 1, 1)]
+        samples = [Sample(i, ids, (-1.0,) * len(ids), "stop", 0, "", masks[i]) for i, ids in enumerate(responses)]
+        groups.append(RolloutGroup(g, Prompt(g, "", (1, 5, 6), ""), tuple(samples), (Outcome("score"),) * 2))
+    batch = build_batch(groups, 3, 1, actor.mesh)
+    return type(batch)(**{**vars(batch), "advantages": torch.zeros_like(batch.loss_mask)})
+
+
+def exact_loss(actor, batch) -> float:
+    rows = range(len(batch.tokens))
+    return backward(actor, batch, rows, FULL, TEMPERATURE, denominators_of(actor, batch, rows, FULL, 9))["loss/total"]
+
+
+def test_value_and_gradient_of_the_output_weight(actor):
+    batch = with_logprobs(actor, batch_of(actor), TEMPERATURE, old=True, reference="full")
+    assert batch.ref_logprobs is None and batch.old_logprobs is not None
+    live, reference = hidden_states(actor, batch), batch.reference
+    weight = live.output_weight.clone().requires_grad_()
+    places = batch.loss_mask > 0
+    ours, theirs = live.hidden[live.index[places]], reference.hidden[reference.index[places]]
+    assert int(places.sum()) == len(ours) == len(live.hidden) == 2 + 3 + 4 + 3 * 6
+    assert not torch.allclose(ours, theirs, atol=1e-2)
+    vocabulary = actor.arch.vocab_size
+    p = (ours @ weight.T / TEMPERATURE)[:, :vocabulary].log_softmax(1)
+    q = (theirs @ reference.output_weight.T / TEMPERATURE)[:, :vocabulary].log_softmax(1)
+    expected = (p.exp() * (p - q)).sum(1).mean()
+    expected.backward()
+    assert float(expected.detach()) > 1e-3
+    assert exact_loss(actor, batch) == pytest.approx(float(expected.detach()), rel=1e-4)
+    torch.testing.assert_close(actor.gradients()["0.output_layer.weight"], weight.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_gradient_of_all_weights(actor):
+    """Along a direction, against finite differences: the gradient passes through the whole model."""
+    batch = with_logprobs(actor, batch_of(actor), TEMPERATURE, old=False, reference="full")
+    exact_loss(actor, batch)
+    away = {name: (p.detach() - actor.reference._weights[name]).sign() * p.detach().abs().mean() for name, p in actor.parameters().items()}
+    slope = sum(float((actor.gradients()[name] * away[name]).sum()) for name in away)
+    eps = 3e-3
+    move(actor, away, eps)
+    above = exact_loss(actor, batch)
+    move(actor, away, -2 * eps)
+    below = exact_loss(actor, batch)
+    assert slope == pytest.approx((above - below) / (2 * eps), rel=0.02)
+
+
+def test_updates_pull_the_model_back_to_the_reference(actor):
+    """Several updates of a step use the same reference states, row subsets and all."""
+    found = []
+    for _ in range(8):
+        batch = with_logprobs(actor, batch_of(actor), TEMPERATURE, old=True, reference="full")
+        found.append(update(actor, batch, FULL, TEMPERATURE, 9, num_updates=3)["policy/kl_reference"])
+    assert found[-1] < 0.7 * found[0]
