@@ -6,77 +6,102 @@ import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megagrpo.actor.megatron_actor import MegatronActor
 
 # every parameter's optimiser state in the parameter's own shape: resumes under any other layout
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_MESSAGE_CHARACTERS = 300
 
 
 def save_actor(actor: MegatronActor, folder: Path) -> None:
-    """Collective. Write the actor's state into an existing empty folder."""
-    dist_checkpointing.save(_sharded_state(actor, is_loading=False), str(folder), content_metadata=_METADATA)
+    """Collective. Write the actor's state into an existing empty folder. OSError on every rank when a file cannot be written."""
+    try:
+        dist_checkpointing.save(_sharded_state(actor, actor.updates_done, is_loading=False), str(folder), content_metadata=_METADATA)
+    except CheckpointException as exc:  # no Exception: it would pass every handler but a bare one
+        raise OSError(_first_failure(exc)) from exc
 
 
 def load_actor(actor: MegatronActor, folder: Path) -> None:
     """Collective. Read a state written by `save_actor`; ValueError when the files do not fit the model."""
-    _allocate_optimizer_state(actor)
-    wanted = _sharded_state(actor, is_loading=True)
     try:
+        common = dist_checkpointing.load_common_state_dict(str(folder))
+        updates_done = common["updates_done"]
+        if updates_done:
+            _allocate_optimizer_state(actor)
+        wanted = _sharded_state(actor, updates_done, is_loading=True)
+        if common["layout"] != wanted["layout"]:
+            del wanted["rng"]
         state = dist_checkpointing.load(wanted, str(folder))
+    except CheckpointException as exc:
+        raise ValueError(f"checkpoint {folder} does not fit this model and layout: {_first_failure(exc)}") from exc
     except (dist_checkpointing.core.CheckpointingException, OSError, RuntimeError, KeyError) as exc:
         raise ValueError(f"checkpoint {folder} does not fit this model and layout: {type(exc).__name__}: {exc}") from exc
     for index, chunk in enumerate(actor.chunks):
         chunk.load_state_dict(state[f"model{index}"])
-    parts = actor.optimizer.chained_optimizers
-    for index, part in enumerate(parts):  # Megatron leaves out the index where there is one part only
-        _load_optimizer(part, state["optimizer"] if len(parts) == 1 else state["optimizer"][index])
-    actor.updates_done = state["updates_done"]
-    rng = state["rng"]
-    if rng is not None:
+    if updates_done:
+        _load_optimizer_state(actor, state["optimizer"])
+    else:
+        actor.weights_loaded()
+    actor.updates_done = updates_done
+    if "rng" in state:
+        rng = state["rng"]
         torch.set_rng_state(rng["torch"])
         tensor_parallel.get_cuda_rng_tracker().set_states(rng["tensor_parallel"])
 
 
+def _parts(actor: MegatronActor) -> list:
+    """The optimisers of dense and expert parameters, where there are both."""
+    return getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+
+
 def _allocate_optimizer_state(actor: MegatronActor) -> None:
-    """Adam's moments exist after a first step only, and the distributed optimiser cannot describe what it lacks.
-
-    Megatron's own step over zero gradients makes them; what it does to the weights is overwritten by the checkpoint's.
-    """
-    for part in actor.optimizer.chained_optimizers:
+    """Megatron asserts that a distributed optimizer has state before it describes the state that it wants loaded."""
+    for part in _parts(actor):
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
-            part._init_optimizer_states_with_dummy_values()
+            part._init_optimizer_states_with_dummy_values()  # steps with zero gradients; everything it writes is loaded next
 
 
-def _load_optimizer(part: MegatronOptimizer, state: dict) -> None:
-    if not isinstance(part, DistributedOptimizer):
-        part.load_state_dict(state)
+def _load_optimizer_state(actor: MegatronActor, state: dict) -> None:
+    """Megatron's loading, around its two slips with torch's Adam (Apex's keeps no step count beside a parameter).
+
+    Reading reshardable parameter state it looks for a step count that is saved elsewhere; and the count that it restores is one
+    tensor shared by all parameters, which torch then increases once for each of them.
+    """
+    parts = _parts(actor)
+    if not isinstance(parts[0], DistributedOptimizer):
+        actor.optimizer.load_state_dict(state)
         return
-    part.load_state_dict({key: value for key, value in state.items() if key != "param_state"})
-    # torch's Adam counts steps per parameter, Transformer Engine's does not. Megatron's reader of moments fails on the count, and
-    # what it has just loaded is one tensor that all parameters share, which would then count every parameter's step.
-    steps = {parameter: values.pop("step") for parameter, values in part.optimizer.state.items() if "step" in values}
-    part.load_parameter_state_from_fully_reshardable(state["param_state"])
-    for parameter, step in steps.items():
-        part.optimizer.state[parameter]["step"] = step.clone()
+    for part, own in zip(parts, [state] if len(parts) == 1 else [state[i] for i in range(len(parts))], strict=True):
+        part.load_state_dict({key: value for key, value in own.items() if key != "param_state"})
+        inner = part.optimizer.state
+        steps = {parameter: values.pop("step") for parameter, values in inner.items() if "step" in values}
+        part.load_parameter_state_from_fully_reshardable(own["param_state"])
+        for parameter, step in steps.items():
+            inner[parameter]["step"] = step.clone()
 
 
-def _sharded_state(actor: MegatronActor, is_loading: bool) -> dict:
+def _first_failure(exc: CheckpointException) -> str:
+    rank, (cause, _) = min(exc.failures.items())
+    return f"rank {rank}: {type(cause).__name__}: {str(cause)[:_MESSAGE_CHARACTERS]}"
+
+
+def _sharded_state(actor: MegatronActor, updates_done: int, is_loading: bool) -> dict:
     model = {f"model{i}": chunk.sharded_state_dict(prefix="") for i, chunk in enumerate(actor.chunks)}
     # one flat view for the optimiser, which looks parameters up across chunks
     merged = {f"{part}.{name}": value for part, tensors in model.items() for name, value in tensors.items()}
-    state = {
-        **model,
-        "optimizer": actor.optimizer.sharded_state_dict(merged, is_loading=is_loading, metadata=_METADATA),
-        "updates_done": actor.updates_done,
-        "rng": _rng_state(actor),
-    }
+    layout = {"ranks": actor.mesh.world_size, **actor.config.parallel.model_dump()}
+    state = {**model, "updates_done": updates_done, "layout": layout, "rng": _rng_state(actor)}
+    if updates_done:  # before the first update the optimiser has no state, and Megatron would ask for one when loading
+        state["optimizer"] = actor.optimizer.sharded_state_dict(merged, is_loading=is_loading, metadata=_METADATA)
     return state
 
 
 def _rng_state(actor: MegatronActor) -> ShardedObject:
-    """RNG states belong to a rank, not to a tensor: restored only where the same layout asks for them."""
+    """RNG states belong to a rank, not to a tensor: restored under the same layout only."""
     states = {"torch": torch.get_rng_state(), "tensor_parallel": tensor_parallel.get_cuda_rng_tracker().get_states()}
     mesh = actor.mesh
     return ShardedObject("rng", states, (mesh.world_size,), (mesh.rank,), replica_id=0)

@@ -1,0 +1,86 @@
+"""Checkpoints of the actor: the same layout resumes bit for bit, another layout with the same next step; damage is refused.
+
+Ranks save, another world loads, saves again, and the first world loads that. Launch by launch: 2 ranks, 1 rank, 2 ranks.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist.workers.launch import run_ranks
+
+LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-6
+CASES = {
+    "DP2": {"model": "qwen3"},
+    "DP2 distributed optimizer": {"model": "qwen3", "distributed": True},
+    "TP2": {"model": "qwen3", "parallel": {"tp": 2}},
+    "TP2 distributed optimizer": {"model": "qwen3", "parallel": {"tp": 2}, "distributed": True},
+    "PP2 tied": {"model": "qwen3_tied", "parallel": {"pp": 2}},
+    "PP2xVPP2": {"model": "qwen3", "parallel": {"pp": 2, "vpp": 2}},
+    "CP2 distributed optimizer": {"model": "qwen3", "parallel": {"cp": 2}, "distributed": True},
+    "EP2": {"model": "qwen3_moe", "parallel": {"ep": 2}},
+    "EP2 distributed optimizer": {"model": "qwen3_moe", "parallel": {"ep": 2}, "distributed": True},
+    "TP2xEP2": {"model": "qwen3_moe", "parallel": {"tp": 2, "ep": 2}},
+}
+BEFORE_THE_FIRST_STEP = ("DP2 distributed optimizer", "TP2", "EP2 distributed optimizer")  # the optimiser has no state yet
+RUNS = [(name, 2) for name in CASES] + [(name, 0) for name in BEFORE_THE_FIRST_STEP]  # and updates before the save
+pytestmark = pytest.mark.timeout(900)  # one fixture runs three launches for all tests
+
+
+def key(name: str, warm: int) -> str:
+    return f"{name.replace(' ', '_')}.after{warm}"
+
+
+@pytest.fixture(scope="module")
+def saved(hf_models: Path, tmp_path_factory) -> Path:
+    """Every case saved by two ranks, resumed by two ranks, by one rank, which saves again, and by two ranks from that."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    launches: list[list[dict]] = [[], [], []]
+    for name, warm in RUNS:
+        case = CASES[name]
+        base = {**case, "model": str(hf_models / case["model"]), "do": "checkpoint"}
+        alone = {option: value for option, value in base.items() if option != "parallel"}
+        place = folder / key(name, warm)
+        from_two, from_one = str(place / "two" / "step_000001"), str(place / "one" / "step_000001")
+        launches[0].append({**base, "warm": warm, "save": str(place / "two"), "then": f"{place}.straight.pt"})
+        launches[0].append({**base, "load": from_two, "then": f"{place}.same.pt"})
+        launches[1].append({**alone, "load": from_two, "save": str(place / "one"), "then": f"{place}.other.pt"})
+        launches[2].append({**base, "load": from_one, "then": f"{place}.back.pt"})
+    for number, (world, jobs) in enumerate(zip((2, 1, 2), launches, strict=True)):
+        run_ranks(world, folder / f"launch{number}", jobs)
+    return folder
+
+
+@pytest.mark.parametrize("name, warm", RUNS)
+def test_same_layout_is_bit_identical(saved: Path, name: str, warm: int):
+    straight, resumed = (torch.load(saved / f"{key(name, warm)}.{kind}.pt") for kind in ("straight", "same"))
+    for what, value in straight.items():
+        if isinstance(value, dict):
+            assert value and all(torch.equal(tensor, resumed[what][tensor_name]) for tensor_name, tensor in value.items()), what
+        else:
+            assert value == resumed[what], what
+
+
+@pytest.mark.parametrize("name, warm", RUNS)
+def test_other_layout_takes_the_same_next_steps(saved: Path, name: str, warm: int):
+    straight = torch.load(saved / f"{key(name, warm)}.straight.pt")
+    for kind in ("other", "back"):
+        resumed = torch.load(saved / f"{key(name, warm)}.{kind}.pt")
+        assert resumed["updates_done"] == straight["updates_done"] == warm
+        for number in (10, 11):
+            assert abs(resumed[f"loss{number}"] - straight[f"loss{number}"]) <= LOSS_BOUND
+            assert abs(resumed[f"norm{number}"] / straight[f"norm{number}"] - 1) <= GRADIENT_BOUND
+            for parameter, expected in straight.get(f"gradients{number}", {}).items():
+                error = (resumed[f"gradients{number}"][parameter] - expected).abs().max()
+                assert error <= GRADIENT_BOUND * expected.abs().max(), (kind, parameter, float(error))
+            for parameter, expected in straight[f"weights{number}"].items():
+                error = (resumed[f"weights{number}"][parameter] - expected).abs().max()
+                assert error <= WEIGHT_BOUND, (kind, parameter, float(error))
+
+
+def test_the_two_updates_move_the_weights(saved: Path):
+    """Else the comparisons above would compare nothing."""
+    after = torch.load(saved / f"{key('EP2', 2)}.straight.pt")
+    moved = {name: float((after["weights11"][name] - tensor).abs().max()) for name, tensor in after["weights10"].items()}
+    assert min(moved.values()) > 100 * WEIGHT_BOUND
