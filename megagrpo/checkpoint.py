@@ -62,7 +62,8 @@ def save(root: Path, state: TrainState, identity: dict, keep: int, save_actor: C
     try:
         save_actor(partial / "actor")
     except Exception as exc:  # any rank: the others must not wait for it in the next collective
-        error = f"checkpoint {target}: rank {mesh.rank} could not write: {type(exc).__name__}: {exc}"
+        free_mib = shutil.disk_usage(root).free >> 20  # torch's writer does not say that the disk is full
+        error = f"checkpoint {target}: rank {mesh.rank} could not write, {free_mib} MiB are free there: {type(exc).__name__}: {exc}"
     try:
         mesh.raise_any(error)
     except RuntimeError:
