@@ -36,6 +36,14 @@ class DataConfig(Section):
     limit: PositiveInt | None = None  # first lines only
 
 
+class ToolConfig(Section):
+    """The model calls a tool inside its response: what the tool says is put in, masked, and the response goes on."""
+
+    function: str  # calculator | "package.module:function", called with the response so far; None ends the response
+    call_end: str  # the one token at which the model stops and the tool is asked
+    max_turns: Annotated[int, Field(ge=2)] = 4  # of the model; max_response_tokens counts the tool's tokens too
+
+
 class SamplingConfig(Section):
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -43,6 +51,7 @@ class SamplingConfig(Section):
     max_response_tokens: PositiveInt = 512
     stop_token_ids: list[int] = []  # beside the model's own end of sequence
     stop: list[str] = []
+    tool: ToolConfig | None = None
     allow_truncated_distribution: bool = False  # top_p < 1 or top_k > 0: log-probs are not renormalised
 
     @model_validator(mode="after")
@@ -225,8 +234,15 @@ class DatasetConfig(Section):
     num_train: PositiveInt = 4000
     num_eval: PositiveInt = 256
     max_operand: PositiveInt = 99  # arithmetic
+    calculator: bool = False  # arithmetic: warm-up answers that call the tool, "<37+48>85=85"
     max_expression: PositiveInt = 16  # gsm8k_calc: characters; longer ones are left out
     max_answer: PositiveInt = 6  # gsm8k_calc: characters
+
+    @model_validator(mode="after")
+    def _calculator(self):
+        if self.calculator and self.kind != "arithmetic":
+            raise ValueError(f"calculator belongs to kind arithmetic; kind is {self.kind}")
+        return self
 
 
 class PrepareConfig(Section):

@@ -174,8 +174,11 @@ class KlConfig(Section):
 class OverlongShaping(Section):
     """DAPO's soft length penalty: 0 up to max_response_tokens - buffer_tokens, then linear down to -factor. arXiv 2503.14476."""
 
-    buffer_tokens: Annotated[int, Field(ge=0)]  # 0: off
+    buffer_tokens: Annotated[int, Field(ge=0)] | None = None  # default: a fifth of max_response_tokens, as in the paper; 0: off
     factor: NonNegative = 1.0
+
+    def buffer(self, max_response_tokens: int) -> int:
+        return max_response_tokens // 5 if self.buffer_tokens is None else self.buffer_tokens
 
 
 class RewardShapingConfig(Section):
@@ -286,7 +289,7 @@ class AlgorithmConfig(Section):
     def check_response_tokens(self, max_response_tokens: int) -> None:
         """Raise ValueError where an option does not fit the longest response."""
         overlong = self.reward.overlong
-        if overlong is not None and overlong.buffer_tokens > max_response_tokens:
+        if overlong is not None and overlong.buffer(max_response_tokens) > max_response_tokens:
             raise ValueError(
                 f"algorithm.reward.overlong.buffer_tokens {overlong.buffer_tokens} is more than sampling.max_response_tokens "
                 f"{max_response_tokens}: every response would be punished; DAPO's buffer is a fifth of the longest response"

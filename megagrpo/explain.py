@@ -8,6 +8,7 @@ from megagrpo.config import DataConfig, ExperimentConfig, ParallelConfig
 from megagrpo.data.prompts import read_rows
 from megagrpo.data.tiny_config import hf_config as tiny_hf_config
 from megagrpo.rewards.graders import load_grader
+from megagrpo.rollout.tools import load_tool
 
 _FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _MAX_RANK_ROWS = 32
@@ -25,7 +26,7 @@ def explain(config: ExperimentConfig) -> str:
 
 def preflight(config: ExperimentConfig) -> list[str]:
     """Everything that can be known to fail before anything starts: missing files, and a model that the layout cannot cut."""
-    problems = _missing_files(config) + _broken_lines(config) + _grader_problems(config)
+    problems = _missing_files(config) + _broken_lines(config) + _function_problems(config)
     hf = model_description(config)
     if hf is not None:
         problems += check_against_model(config, hf, _largest_token_id(Path(config.model.tokenizer or config.model.path)))
@@ -171,12 +172,18 @@ def _broken_lines(config: ExperimentConfig) -> list[str]:
     return problems
 
 
-def _grader_problems(config: ExperimentConfig) -> list[str]:
+def _function_problems(config: ExperimentConfig) -> list[str]:
+    problems = []
     try:
         load_grader(config.reward.grader, config.reward.args)
     except ValueError as exc:
-        return [str(exc)]
-    return []
+        problems.append(str(exc))
+    try:
+        if config.sampling.tool is not None:
+            load_tool(config.sampling.tool.function)
+    except ValueError as exc:
+        problems.append(str(exc))
+    return problems
 
 
 def _is_made(config: ExperimentConfig, path: str) -> bool:
@@ -261,7 +268,7 @@ def _step(config: ExperimentConfig) -> list[str]:
 
 
 def _rollout(config: ExperimentConfig) -> list[str]:
-    r, train = config.rollout, config.train
+    r, train, tool = config.rollout, config.train, config.sampling.tool
     at_once = r.num_engines * r.max_running_requests
     samples = train.num_prompts_per_step * train.group_size
     nodes = f" on {r.nodes_per_engine} nodes" if r.nodes_per_engine > 1 else ""
@@ -271,6 +278,7 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         f"  {at_once} samples at once, so a step's {samples} come in {math.ceil(samples / at_once)} waves at best",
         f"  reward     {config.reward.grader} in {config.reward.workers} processes a leader, {config.reward.timeout_s:g} s a response"
         + (", SHUFFLED over the samples (control experiment)" if config.reward.shuffle else ""),
+        *([f"  tool       {tool.function}, asked at {tool.call_end!r}, at most {tool.max_turns} turns a response"] if tool else []),
         f"  weights    {config.weights.transport} to every engine after each step, verified by digest",
     ]
     for i in range(min(r.num_engines, _MAX_RANK_ROWS) if r.num_engines > 1 or r.tp > 1 else 0):

@@ -19,6 +19,9 @@ def rollout_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh
     metrics.add_mean("response/length_mean", sum(lengths), len(samples))
     metrics.add_max("response/length_max", max(lengths, default=0))
     metrics.add_mean("response/truncated_fraction", sum(s.finish_reason == "length" for s in samples), len(samples))
+    masks = [sample.loss_mask for sample in samples if sample.loss_mask is not None]  # of responses that may call a tool
+    metrics.add_mean("response/tool_token_fraction", sum(mask.count(0) for mask in masks), sum(map(len, masks)))
+    metrics.add_mean("response/tool_use_fraction", sum(0 in mask for mask in masks), len(masks))
     errors = [o for o in outcomes if o.status == "error"]
     timeouts = [o for o in outcomes if o.status == "timeout"]
     metrics.add_mean("reward/error_fraction", len(errors), len(samples))

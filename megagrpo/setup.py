@@ -18,6 +18,7 @@ from megagrpo.metrics import Metrics, StepLog
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.client import ServiceControl, read_service_url
 from megagrpo.rollout.source import RolloutSource
+from megagrpo.rollout.tools import make_tool
 from megagrpo.selection import deal_surplus, gather_surplus, next_groups
 from megagrpo.types import RolloutGroup, TrainState
 from megagrpo.weights.exchange import Exchange
@@ -109,6 +110,7 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.data, tokenizer)
     eval_prompts = load_prompts(config.eval.data, tokenizer) if config.eval else None
+    tool = make_tool(config.sampling.tool, tokenizer) if config.sampling.tool else None
     actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, num_updates, config.seed, DEVICE)
     weights = load_initial_weights(actor, config.model.path)
     if config.algorithm.uses_reference:
@@ -118,7 +120,7 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
     control = ServiceControl(service_url or read_service_url(run_dir, config.rollout.start_timeout_s))
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
-        rollouts = RolloutSource(config, mesh, control, rewards, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+        rollouts = RolloutSource(config, mesh, control, rewards, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), tool)
         exchange = Exchange(config, mesh, weights, control, run_dir)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
         run = Run(config, run_dir, actor, prompts, eval_prompts, rollouts, exchange, state, saved_step=state.step)

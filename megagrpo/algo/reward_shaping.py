@@ -16,10 +16,11 @@ def overlong_penalty(response_lengths: Tensor, max_response_tokens: int, options
     response_lengths: int64, all response tokens, tool output included.
     """
     lengths = response_lengths.double()
-    if options is None or options.buffer_tokens == 0:
+    buffer = options.buffer(max_response_tokens) if options is not None else 0
+    if buffer == 0:
         return torch.zeros_like(lengths)
-    excess = lengths - (max_response_tokens - options.buffer_tokens)
-    return -(excess / options.buffer_tokens).clamp(0.0, 1.0) * options.factor
+    excess = lengths - (max_response_tokens - buffer)
+    return -(excess / buffer).clamp(0.0, 1.0) * options.factor
 
 
 def normalise_rewards(

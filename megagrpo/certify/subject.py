@@ -118,4 +118,4 @@ def make_batch(config: ExperimentConfig, groups: list[RolloutGroup], base: Tenso
 def longest(config: ExperimentConfig) -> int:
     """The maximum response length that the algorithm is told."""
     overlong = config.algorithm.reward.overlong
-    return max(MAX_RESPONSE, overlong.buffer_tokens if overlong else 0)
+    return max(MAX_RESPONSE, overlong.buffer(MAX_RESPONSE) if overlong else 0)

@@ -3,20 +3,18 @@
 No expression is in two of the three files, and the same seed always writes the same bytes.
 """
 
-import ast
 import json
 import random
 import re
 from collections import Counter
 from collections.abc import Set
-from fractions import Fraction
 from pathlib import Path
 
+from megagrpo.arithmetic import exact_value
 from megagrpo.config import DatasetConfig
 from megagrpo.metrics import write_json_lines
 
 _MAX_FACTOR = 12  # second factor of a product: the table that schools teach
-_MAX_PLACES = 12  # after the decimal point, in exact_value
 _MAX_TRIES = 100  # per expression of the warm-up; about 2 are needed
 _NUMBER = re.compile(r"\d*\.?\d+")
 _ANNOTATION = re.compile(r"<<([^<>]*)>>")
@@ -55,10 +53,15 @@ def _arithmetic(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
     rows = [_problem(index, side, factors) for index in random.Random(f"arithmetic {seed}").sample(range(total), wanted)]
     files = {
         "eval": rows[: config.num_eval],
-        "sft": rows[config.num_eval : config.num_eval + config.num_sft],
+        "sft": [_called(row) if config.calculator else row for row in rows[config.num_eval : config.num_eval + config.num_sft]],
         "train": rows[config.num_eval + config.num_sft :],
     }
     return files, {"different problems": total}
+
+
+def _called(row: Row) -> Row:
+    """The problem with an answer that asks the calculator and repeats what it says."""
+    return row | {"answer": f"<{row['prompt'].removesuffix('=')}>{row['answer']}={row['answer']}"}
 
 
 def _problem(index: int, side: int, factors: int) -> Row:
@@ -143,42 +146,6 @@ def _expressions(path: Path, config: DatasetConfig, reasons: Counter[str]) -> di
             else:
                 found[expression] = answer
     return found
-
-
-def exact_value(expression: str) -> str | None:
-    """The value of + - * / ( ) over decimal numbers as the shortest decimal text; None if unreadable or not a finite decimal."""
-    try:
-        value = _evaluate(ast.parse(expression, mode="eval").body, expression)
-    except (SyntaxError, ZeroDivisionError, ValueError):
-        return None
-    places = 0
-    while value.denominator > 1 and places <= _MAX_PLACES:  # a finite decimal becomes whole after enough tens
-        value, places = value * 10, places + 1
-    if value.denominator > 1:
-        return None
-    digits = f"{abs(value.numerator):0{places + 1}d}"
-    text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
-    return f"-{text}" if value < 0 else text
-
-
-def _evaluate(node: ast.expr, source: str) -> Fraction:
-    match node:
-        case ast.BinOp(left, op, right):
-            a, b = _evaluate(left, source), _evaluate(right, source)
-            match op:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.Div():
-                    return a / b
-        case ast.UnaryOp(ast.USub(), operand):
-            return -_evaluate(operand, source)
-        case ast.Constant(int() | float()):
-            return Fraction(ast.get_source_segment(source, node))  # from the text: 0.1 is one tenth
-    raise ValueError(f"{ast.dump(node)} is not arithmetic")
 
 
 def _shuffled_rows(expressions: dict[str, str], seed: int) -> list[Row]:

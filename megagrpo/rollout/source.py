@@ -7,7 +7,7 @@ current weights, publishing is collective, and so every rank must be there to ta
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -21,12 +21,14 @@ from megagrpo.rollout.client import (
     EngineInfo,
     GenerationClient,
     GenerationFailed,
+    Response,
     RetryPolicy,
     SamplingParams,
     ServiceControl,
     ServiceUnreachable,
     sample_seed,
 )
+from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 Refresh = Callable[[list[str]], None]
@@ -52,9 +54,11 @@ class RolloutSource:
         control: ServiceControl,
         grader: Grader | None,
         decode: Callable[[Sequence[int]], str],
+        tool: Tool | None = None,
     ):
         assert grader is not None or not mesh.is_leader, "a leader grades"
         self._config, self._mesh, self._control, self._grader, self._decode = config, mesh, control, grader, decode
+        self._tool = tool
         self._retry = RetryPolicy.of(config)
         self._last_answer = time.monotonic()
 
@@ -173,10 +177,18 @@ class RolloutSource:
         return RolloutGroup(group_id, prompt, samples, outcomes)
 
     async def _sample(self, client: GenerationClient, job: "_Job", prompt: Prompt, index: int) -> tuple[Sample, Outcome]:
-        seed = sample_seed(self._config.seed, job.purpose, job.step, prompt.id, index)
-        response = await client.generate(prompt.token_ids, job.params, seed, job.version)
+        def turn(number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> Awaitable[Response]:
+            purpose = f"{job.purpose} turn {number}" if number else job.purpose
+            seed = sample_seed(self._config.seed, purpose, job.step, prompt.id, index)
+            params = replace(job.params, max_tokens=job.params.max_tokens - len(so_far), stop_token_ids=job.params.stop_token_ids + stops)
+            return client.generate(prompt.token_ids + so_far, params, seed, job.version)
+
+        if self._tool is None:
+            response, loss_mask = await turn(0, (), ()), None
+        else:
+            response, loss_mask = await respond_with_tool(turn, self._tool, self._decode, job.params.max_tokens)
         text = self._decode(response.token_ids)
-        sample = Sample(index, response.token_ids, response.logprobs, response.finish_reason, job.version, text)
+        sample = Sample(index, response.token_ids, response.logprobs, response.finish_reason, job.version, text, loss_mask)
         return sample, await asyncio.wrap_future(self._grader.submit(prompt, text))
 
 

@@ -58,6 +58,12 @@ def test_overlong_buffer_must_fit():
         algorithm.check_response_tokens(99)
 
 
+def test_overlong_buffer_is_a_fifth_of_the_longest_response_by_default():
+    algorithm = AlgorithmConfig(reward={"overlong": {}})
+    assert [algorithm.reward.overlong.buffer(longest) for longest in (20480, 8, 4)] == [4096, 1, 0]
+    algorithm.check_response_tokens(4)
+
+
 def test_what_must_be_computed_before_the_advantages():
     assert not AlgorithmConfig().needs_old_logprobs and not AlgorithmConfig().uses_reference
     assert AlgorithmConfig(kl={"loss_coef": 0.1}).uses_reference and not AlgorithmConfig(kl={"loss_coef": 0.1}).needs_old_logprobs

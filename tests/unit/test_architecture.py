@@ -17,7 +17,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 
 LAYERS = (
     {"types", "config_base", "config_algorithm", "config", "config_load", "environment", "processes"},
     {"algo"},
-    {"mesh", "metrics", "hf_files", "schedule"},
+    {"mesh", "metrics", "hf_files", "schedule", "arithmetic"},
     {"microbatch"},
     {"data", "rewards", "rollout", "weights", "actor"},
     {"checkpoint", "outcomes", "actor_weights", "selection", "setup", "evaluation", "console", "report", "doctor", "explain"},

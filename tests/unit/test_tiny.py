@@ -11,9 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megagrpo.arithmetic import exact_value
 from megagrpo.config import DatasetConfig, TinyModelConfig
-from megagrpo.data.datasets import exact_value, make_dataset
+from megagrpo.data.datasets import make_dataset
 from megagrpo.data.tiny import character_tokenizer, make_tiny_model
+from megagrpo.rollout.tools import calculator
 
 GSM8K = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"
 SMALL = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "head_dim": 16, "ffn_size": 96, "num_experts": 4, "expert_ffn_size": 48}
@@ -132,6 +134,20 @@ def test_arithmetic_uses_every_problem_once(tmp_path):
     config = DatasetConfig(kind="arithmetic", folder=str(tmp_path), num_sft=100, num_train=100, num_eval=100, max_operand=9)
     make_dataset(config, seed=0)
     check_files(read(config.folder), {"eval": 100, "sft": 100, "train": 100})
+
+
+def test_arithmetic_with_a_calculator(tmp_path):
+    """The warm-up shows the call, with what the tool will say; problems and right answers stay as they are."""
+    config = DatasetConfig(kind="arithmetic", folder=str(tmp_path / "a"), num_sft=50, num_train=20, num_eval=10, max_operand=999)
+    make_dataset(config, seed=0)
+    make_dataset(config.model_copy(update={"folder": str(tmp_path / "b"), "calculator": True}), seed=0)
+    plain, called = read(tmp_path / "a"), read(tmp_path / "b")
+    assert called["train"] == plain["train"] and called["eval"] == plain["eval"]
+    for before, after in zip(plain["sft"], called["sft"], strict=True):
+        call, said, repeated = re.fullmatch(r"(<[^<>]*>)(-?\d+)=(-?\d+)", after["answer"]).groups()
+        assert call == f"<{before['prompt'][:-1]}>" and calculator(call) == said == repeated == before["answer"]
+    with pytest.raises(ValueError, match="calculator belongs to kind arithmetic"):
+        DatasetConfig(kind="gsm8k_calc", folder="f", calculator=True)
 
 
 def gsm8k_line(*annotations):

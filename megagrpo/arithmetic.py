@@ -1,0 +1,42 @@
+"""Exact values of arithmetic expressions: what the tiny tasks call the right answer, and what the calculator tool says."""
+
+import ast
+from fractions import Fraction
+
+_MAX_PLACES = 12  # after the decimal point
+
+
+def exact_value(expression: str) -> str | None:
+    """The value of + - * / ( ) over decimal numbers as the shortest decimal text; None if unreadable or not a finite decimal."""
+    try:
+        value = _evaluate(ast.parse(expression, mode="eval").body, expression)
+    except (SyntaxError, ZeroDivisionError, ValueError):
+        return None
+    places = 0
+    while value.denominator > 1 and places <= _MAX_PLACES:  # a finite decimal becomes whole after enough tens
+        value, places = value * 10, places + 1
+    if value.denominator > 1:
+        return None
+    digits = f"{abs(value.numerator):0{places + 1}d}"
+    text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
+    return f"-{text}" if value < 0 else text
+
+
+def _evaluate(node: ast.expr, source: str) -> Fraction:
+    match node:
+        case ast.BinOp(left, op, right):
+            a, b = _evaluate(left, source), _evaluate(right, source)
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return a / b
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_evaluate(operand, source)
+        case ast.Constant(int() | float()):
+            return Fraction(ast.get_source_segment(source, node))  # from the text: 0.1 is one tenth
+    raise ValueError(f"{ast.dump(node)} is not arithmetic")

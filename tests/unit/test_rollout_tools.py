@@ -1,0 +1,159 @@
+"""Responses of several turns: what is sent, what is masked, what the mathematics makes of it, over a real HTTP server."""
+
+import asyncio
+from concurrent.futures import Future
+
+import pytest
+import torch
+from fake_service import FakeService, running
+
+from megagrpo.algo.advantage import with_advantages
+from megagrpo.config import ExperimentConfig, ToolConfig
+from megagrpo.config_algorithm import AlgorithmConfig
+from megagrpo.data.batch import build_batch
+from megagrpo.data.tiny import character_tokenizer
+from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.rollout.client import Response, ServiceControl, sample_seed
+from megagrpo.rollout.source import RolloutSource
+from megagrpo.rollout.tools import Tool, calculator, load_tool, make_tool, respond_with_tool
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+
+TOKENIZER = character_tokenizer("0123456789+-*/=.()<># ")
+EOS = TOKENIZER.eos_token_id
+PROMPT = Prompt(30, "48/2+1=", tuple(TOKENIZER("48/2+1=")["input_ids"]), "25")
+CALCULATOR = {"function": "calculator", "call_end": ">"}
+MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
+
+
+class Grader:
+    def __init__(self):
+        self.texts: list[str] = []
+
+    def submit(self, prompt: Prompt, text: str) -> Future:
+        self.texts.append(text)
+        future: Future = Future()
+        future.set_result(Outcome("score", 1.0))
+        return future
+
+
+def ids(text: str, end: bool = False) -> list[int]:
+    return TOKENIZER(text)["input_ids"] + ([EOS] if end else [])
+
+
+def says(text: str, end: bool = False, reason: str = "stop") -> dict:
+    """A turn of the fake engine."""
+    return {"output_token_logprobs": [[-0.25, token, None] for token in ids(text, end)], "finish_reason": {"type": reason}}
+
+
+def respond(*turns: dict, max_tokens: int = 32, **tool) -> tuple[Sample, list[dict], str]:
+    """(the sample, the requests that were sent, the text that was graded)"""
+    config = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}, "train": {"group_size": 1}}
+    config |= {"algorithm": {"advantage": {"name": "reinforce_plus_plus"}}, "rollout": {"request_timeout_s": 5.0, "step_timeout_s": 5.0}}
+    config |= {"sampling": {"max_response_tokens": max_tokens, "stop_token_ids": [EOS], "tool": CALCULATOR | tool}}
+    config = ExperimentConfig.model_validate(config)
+    with running(FakeService(version=3, script=list(turns))) as service:
+        grader, made = Grader(), make_tool(config.sampling.tool, TOKENIZER)
+        decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
+        source = RolloutSource(config, MESH, ServiceControl(service.url), grader, decode, made)
+        [group] = source.next(7, [PROMPT], 3, refresh=None)
+        assert not service.script, "turns that were never asked for"
+        return group.samples[0], service.requests, grader.texts[0]
+
+
+def test_two_calls_and_an_answer():
+    sample, requests, graded = respond(says("<48/2>"), says("<24+1>"), says("=25", end=True))
+    parts = [(ids("<48/2>"), 1), (ids("24"), 0), (ids("<24+1>"), 1), (ids("25"), 0), (ids("=25", end=True), 1)]
+    assert list(sample.token_ids) == [token for part, _ in parts for token in part]
+    assert list(sample.loss_mask) == [m for part, m in parts for _ in part]
+    assert list(sample.logprobs) == [-0.25 * m for m in sample.loss_mask]
+    assert (sample.finish_reason, sample.text, graded) == ("stop", "<48/2>24<24+1>25=25", "<48/2>24<24+1>25=25")
+    # every turn continues the very ids of the turns before it, within what is left of the limit
+    sent = [request["input_ids"][len(PROMPT.token_ids) :] for request in requests]
+    assert sent == [[], ids("<48/2>24"), ids("<48/2>24<24+1>25")]
+    sampling = [request["sampling_params"] for request in requests]
+    assert [s["max_new_tokens"] for s in sampling] == [32, 32 - len(sent[1]), 32 - len(sent[2])]
+    assert all(s["stop_token_ids"] == [EOS, *ids(">")] for s in sampling)
+    assert len({s["sampling_seed"] for s in sampling}) == 3
+    assert sampling[0]["sampling_seed"] == sample_seed(0, "train", 7, PROMPT.id, 0)
+
+
+@pytest.mark.parametrize(
+    ("turns", "options", "text", "reason"),
+    [
+        ([says("=25", end=True)], {}, "=25", "stop"),  # no call at all
+        ([says("<48/2>"), says("24", reason="length")], {"max_tokens": 10}, "<48/2>2424", "length"),
+        ([says("<4(2>")], {}, "<4(2>", "stop"),  # nothing that can be answered
+        ([says("<1/3>")], {}, "<1/3>", "stop"),  # no finite decimal
+        ([says("<48/2>")], {"max_tokens": 8}, "<48/2>", "length"),  # 24 would fit, a word after it would not
+        ([says("<48/2>"), says("<1+1>")], {"max_turns": 2}, "<48/2>24<1+1>", "length"),
+    ],
+    ids=["no call", "cut in a later turn", "unreadable call", "no value", "no room for the result", "too many turns"],
+)
+def test_how_a_response_ends(turns, options, text, reason):
+    sample, _, _ = respond(*turns, **options)
+    assert (sample.text, sample.finish_reason) == (text, reason)
+    assert len(sample.loss_mask) == len(sample.logprobs) == len(sample.token_ids)
+
+
+def test_a_tool_that_fails_ends_the_step_with_its_reason():
+    encode = make_tool(ToolConfig(**CALCULATOR), TOKENIZER).encode
+    for function in (lambda text: 1 / 0, lambda text: "é"):
+        tool = Tool(function, encode, *ids(">"), max_turns=4)
+
+        async def turn(number, so_far, stops):
+            return Response(tuple(ids("<1>")), (0.0,) * 3, "stop")
+
+        with pytest.raises((ZeroDivisionError, ValueError), match="division by zero|does not know every character of 'é'"):
+            asyncio.run(respond_with_tool(turn, tool, TOKENIZER.decode, 20))
+    with pytest.raises(LeaderError, match="KeyError"):
+        respond(says("<1>"), function="test_rollout_tools:broken")
+
+
+def broken(text: str) -> str:
+    raise KeyError("on purpose")
+
+
+def test_tools_that_cannot_be_used_are_refused():
+    for name, said in (("calculater", "did you mean 'calculator'"), ("no.such:f", "PYTHONPATH"), ("json:nothing", "no function nothing")):
+        with pytest.raises(ValueError, match=said):
+            load_tool(name)
+    with pytest.raises(ValueError, match="'>>' is 2 tokens"):
+        make_tool(ToolConfig(function="calculator", call_end=">>"), TOKENIZER)
+    with pytest.raises(ValueError, match="does not know every character"):
+        make_tool(ToolConfig(function="calculator", call_end="]"), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("<48/2>", "24"), ("<1+1>2<(3-5)*.5>", "-1"), ("48/2>", None), ("<48/2> ", None), ("<<1>>", None), ("<9**9>", None), ("<>", None)],
+)
+def test_calculator(text, said):
+    assert calculator(text) == said
+
+
+def test_masked_tokens_reach_neither_the_statistics_nor_the_loss_and_credit_passes_them():
+    """Three responses with tool output, against the same ones with the output cut out: the same advantages on the same tokens."""
+    texts = [("<1+1>", "2", "=2"), ("<2+3>", "5", "=5"), ("<9*9>", "81", "=1")]
+    algorithms = {
+        "returns": AlgorithmConfig(advantage={"name": "reinforce_plus_plus"}),
+        "lengths": AlgorithmConfig(advantage={"name": "opo"}),
+        "whitened": AlgorithmConfig(advantage={"name": "reinforce_plus_plus_baseline"}),
+    }
+    for name, algorithm in algorithms.items():
+        sampled = []
+        for with_output in (True, False):
+            samples = []
+            for i, (call, result, answer) in enumerate(texts):
+                parts = [(ids(call), 1), (ids(result) if with_output else [], 0), (ids(answer, end=True), 1)]
+                tokens = tuple(token for part, _ in parts for token in part)
+                mask = tuple(m for part, m in parts for _ in part)
+                samples.append(Sample(i, tokens, tuple(-0.5 * m for m in mask), "stop", 0, "", mask))
+            outcomes = (Outcome("score", 1.0), Outcome("score", 1.0), Outcome("score", 0.0))
+            batch = build_batch([RolloutGroup(0, PROMPT, tuple(samples), outcomes)], 1, 1, MESH)
+            batch, _ = with_advantages(batch, algorithm, MESH.reduce, {}, 32)
+            places = batch.loss_mask > 0
+            assert float(batch.advantages[~places].abs().max()) == 0.0 and float(batch.rollout_logprobs[~places].abs().max()) == 0.0
+            sampled.append(batch.advantages[places])
+            first = batch.advantages[:, len(PROMPT.token_ids)]
+            assert (first != 0).all(), f"{name}: the reward at the end does not reach the tokens before the tool's"
+        torch.testing.assert_close(*sampled, rtol=0, atol=0)
