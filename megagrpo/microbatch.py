@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megagrpo.config import ParallelConfig
 from megagrpo.mesh import Mesh
-from megagrpo.schedule import micro_batches, same_count
+from megagrpo.schedule import cheapest, cuts, fewest, load, longest
 from megagrpo.types import Batch, MicroBatch
 
 
@@ -24,10 +24,10 @@ def plan(
     """
     unit = 2 * layout.cp if layout.cp > 1 else 1
     lengths = [_up(int(batch.lengths[r]), unit) for r in rows]
+    if layout.pp > 1 and not packed:  # one shape: a row is as wide as the longest of all, and the budget is counted in such rows
+        lengths = [int(mesh.reduce(torch.tensor(max(lengths, default=1)), "max"))] * len(rows)
     length_of = dict(zip(rows, lengths, strict=True))
-    bins = [[rows[i] for i in b] for b in micro_batches(lengths, budget, packed)]
-    count = int(mesh.reduce(torch.tensor(len(bins)), "max"))
-    bins = same_count(bins, _up(count, layout.pp) if layout.vpp > 1 else count)
+    bins = [[rows[i] for i in b] for b in _aligned(lengths, budget, packed, layout, mesh)]
 
     def shape(members: list[int]) -> tuple[int, int]:
         sizes = [length_of[r] for r in members] or [1]
@@ -35,7 +35,7 @@ def plan(
         return height, _up(width, unit * layout.tp)
 
     shapes = [shape(b) for b in bins]
-    if layout.pp > 1 and shapes:
+    if layout.pp > 1:
         largest = mesh.reduce(torch.tensor([max(h for h, _ in shapes), max(w for _, w in shapes)]), "max")
         shapes = [(int(largest[0]), int(largest[1]))] * len(bins)
     whole = [
@@ -43,6 +43,19 @@ def plan(
         for members, (height, width) in zip(bins, shapes, strict=True)
     ]
     return whole if layout.cp == 1 else [_context_part(micro, cp_rank, layout.cp) for micro in whole]
+
+
+def _aligned(lengths: list[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh) -> list[list[int]]:
+    """This rank's samples in as many micro-batches as every other rank has, the k-th of all ranks alike in size. Collective."""
+
+    def largest(values: list[int]) -> list[int]:
+        return mesh.reduce(torch.tensor(values), "max").tolist()
+
+    count = max(largest([len(fewest(lengths, budget, packed))])[0], 1)
+    count = _up(count, layout.pp) if layout.vpp > 1 else count
+    ways = cuts(lengths, budget, packed, count, largest(longest(lengths, count)))
+    slowest = largest([load(b, lengths, packed) for way in ways for b in way])
+    return ways[cheapest([slowest[i : i + count] for i in range(0, len(slowest), count)], one_shape=layout.pp > 1)]
 
 
 def _up(number: int, multiple: int) -> int:

@@ -22,7 +22,8 @@ def train(run: Run) -> None:
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored
         rollout_metrics(metrics, groups, mesh, config.train)
-        batch = build_batch(groups, config.train.num_prompts_per_step, num_updates, mesh)  # samples balanced over ranks
+        # samples balanced over ranks by cost
+        batch = build_batch(groups, config.train.num_prompts_per_step, num_updates, mesh, actor.arch.attention_length)
         if config.reward.shuffle:  # the control experiment: rewards that say nothing
             batch = shuffle_rewards(batch, config.seed, step, mesh)
         algorithm = with_current_kl_coef(config.algorithm, state.algo_state)

@@ -42,6 +42,16 @@ class Architecture:
     def is_moe(self) -> bool:
         return self.num_experts > 0
 
+    @property
+    def attention_length(self) -> int:
+        """Sequence length at which causal attention's products (queries with keys, weights with values) cost as much as all others."""
+        heads = self.num_heads * self.head_dim
+        projections = 2 * self.hidden_size * (heads + self.num_kv_heads * self.head_dim)
+        feed_forward = 3 * self.hidden_size * (self.experts_per_token * self.expert_ffn_size if self.is_moe else self.ffn_size)
+        # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on average
+        per_layer = projections + feed_forward + self.hidden_size * self.vocab_size // self.num_layers
+        return max(per_layer // heads, 1)
+
 
 def read_architecture(folder: str | Path) -> Architecture:
     """Read config.json of an HF folder. ValueError when the file is missing or the family is not one of FAMILIES."""

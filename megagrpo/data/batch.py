@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megagrpo.mesh import Mesh
-from megagrpo.schedule import balance, update_of_group
+from megagrpo.schedule import balance, sample_cost, update_of_group
 from megagrpo.types import Batch, RolloutGroup
 
 
@@ -26,10 +26,12 @@ class _Row:
     greedy_reward: float
 
 
-def build_batch(groups: Sequence[RolloutGroup], num_groups: int, num_updates: int, mesh: Mesh) -> Batch:
+def build_batch(
+    groups: Sequence[RolloutGroup], num_groups: int, num_updates: int, mesh: Mesh, attention_length: int | None = None
+) -> Batch:
     """Collective over data-parallel ranks: every rank brings the groups it sampled and leaves with its share of the samples.
 
-    Samples of each optimiser update are balanced separately, so that every update is. Rows are ordered by sample id.
+    Samples of each optimiser update are balanced separately, by `sample_cost`, so that every update is. Rows are ordered by sample id.
     """
     group_size = max((len(g.samples) for g in groups), default=0)
     group_size = max(mesh.gather_dp(group_size))
@@ -38,7 +40,7 @@ def build_batch(groups: Sequence[RolloutGroup], num_groups: int, num_updates: in
     owner: dict[int, int] = {}
     for update in range(num_updates):
         members = [s for s in sizes if update_of_group(s[1], num_groups, num_updates) == update]
-        for rank, part in enumerate(balance([length for _, _, length in members], mesh.dp_size)):
+        for rank, part in enumerate(balance([sample_cost(length, attention_length) for _, _, length in members], mesh.dp_size)):
             owner.update((members[i][0], rank) for i in part)
     outgoing = [[row for row in mine if owner[row.sample_id] == rank] for rank in range(mesh.dp_size)]
     received = [row for part in mesh.exchange_dp(outgoing) for row in part]
