@@ -28,12 +28,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "learning")
     args = parser.parse_args()
     for name in args.experiments:
-        rows = [_seed(name, seed, args.folder, args.overrides) for seed in args.seeds]
-        rows.append(_control(name, args.seeds[0], args.folder, args.overrides))
-        folder = args.folder / f"{name}-{args.seeds[0]}"
-        shutil.copyfile(folder / "curve.png", ROOT / "bench" / "results" / f"learning_{name}.png")
-        header = ("run", "accuracy before", "accuracy after", "rise", "warm-up steps", "worst mismatch", "minutes")
-        write_results(f"learning_{name}", {**provenance(), "overrides": args.overrides, "rows": rows}, header, [_line(r) for r in rows])
+        runs = [(_seed, seed) for seed in args.seeds] + [(_control, args.seeds[0])]
+        rows = []
+        for run, seed in runs:
+            rows.append(run(name, seed, args.folder, args.overrides))
+            _write(name, args, rows)  # after each, since they take long
+
+
+def _write(name: str, args: argparse.Namespace, rows: list[dict]) -> None:
+    shutil.copyfile(args.folder / f"{name}-{args.seeds[0]}" / "curve.png", ROOT / "bench" / "results" / f"learning_{name}.png")
+    header = ("run", "accuracy before", "accuracy after", "rise", "warm-up steps", "worst mismatch", "minutes")
+    write_results(f"learning_{name}", {**provenance(), "overrides": args.overrides, "rows": rows}, header, [_line(r) for r in rows])
 
 
 def _seed(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
