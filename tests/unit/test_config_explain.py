@@ -1,6 +1,7 @@
 """What `megagrpo check` says: the layout against Megatron's own ranks, the sizes, and every clash with the model."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ParallelConfig, TinyModelConfig
-from megagrpo.config_load import load_config
+from megagrpo.config_load import load_config, preset_folder
 from megagrpo.data.tiny import make_tiny_model
 from megagrpo.data.tiny_config import hf_config
 from megagrpo.explain import check_against_model, explain, parameter_counts, preflight, rank_coordinates
@@ -113,10 +114,20 @@ def test_explain_says_what_a_step_is(tmp_path, monkeypatch):
 def test_check_starts_nothing_and_loads_no_torch(tmp_path):
     code = f"""
 import json, sys
-from megagrpo.config_load import load_config
+from megagrpo.config_load import load_config, preset_folder
 from megagrpo.explain import explain
 explain(load_config({str(QUICKSTART)!r}))
 print(json.dumps(sorted({{"torch", "transformers", "megatron", "ray", "sglang"}} & set(sys.modules))))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
     assert json.loads(done.stdout) == []
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in preset_folder().glob("*.yaml")))
+def test_every_preset_fits_the_quickstart(tmp_path, preset):
+    """As bench/presets.py runs it: the experiment's own algorithm section makes room for the preset."""
+    text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", QUICKSTART.read_text())
+    (tmp_path / "e.yaml").write_text(text)
+    config = load_config(tmp_path / "e.yaml")
+    assert found == 1 and preflight(config) == [] and config.algorithm.advice == []
+    assert config.algorithm.formula in explain(config)

@@ -1,0 +1,88 @@
+"""Does every preset train? The quickstart task with each of configs/presets, all from the same warm-up.
+
+    python bench/presets.py [--presets grpo dapo] [--steps 30] [--set rollout.max_running_requests=128]
+
+The quickstart experiment's own algorithm section is left out and the preset named instead; everything else is as shipped. The
+warm-up is made once, in FOLDER/start, and used again while it lies there. Writes bench/results/presets.{json,md}.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common import provenance, write_results
+
+from megagrpo.config_load import load_config, preset_folder
+from megagrpo.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+PRESETS = sorted(path.stem for path in preset_folder().glob("*.yaml"))
+HEADER = ("preset", "accuracy before", "accuracy after", "rise", "dropped groups", "worst mismatch", "minutes", "objective")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="NAME", help=f"of {', '.join(PRESETS)}")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every run")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "presets")
+    args = parser.parse_args()
+    start = args.folder.resolve() / "start"
+    if not (start / "model" / "config.json").is_file():
+        for command in ("prepare", "sft"):
+            _megagrpo(command, _experiment(start, start, "grpo"), [])
+    rows = []
+    for name in args.presets:
+        folder = start.with_name(name)
+        shutil.rmtree(folder, ignore_errors=True)
+        rows.append(_measure(name, folder, _experiment(folder, start, name), [f"train.num_steps={args.steps}", *args.overrides]))
+        write_results("presets", {**provenance(), "overrides": args.overrides, "rows": rows}, HEADER, [_line(row) for row in rows])
+
+
+def _experiment(folder: Path, start: Path, preset: str) -> Path:
+    """The quickstart experiment under a preset, as a YAML beside its run folder; model and data are those of `start`."""
+    text = (ROOT / "configs" / "quickstart.yaml").read_text()
+    text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", text)
+    assert found == 1, "quickstart.yaml has one algorithm section"
+    text = text.replace("output_dir: runs/quickstart", f"output_dir: {folder}").replace("runs/quickstart", str(start))
+    config = folder.with_suffix(".yaml")
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text(text)
+    return config
+
+
+def _megagrpo(command: str, config: Path, overrides: list[str]) -> None:
+    settings = [part for override in overrides for part in ("--set", override)]
+    print(f"== megagrpo {command} {config.name} {' '.join(overrides)}", flush=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings], check=True, cwd=ROOT)
+
+
+def _measure(name: str, folder: Path, config: Path, overrides: list[str]) -> dict:
+    started = time.time()
+    _megagrpo("run", config, overrides)
+    entries = read_metrics(folder)
+    accuracy = [(e["step"], e["eval/accuracy"]) for e in entries if "eval/accuracy" in e]
+    return {
+        "preset": name,
+        "objective": load_config(config, overrides).algorithm.formula,
+        "accuracy": accuracy,
+        "before": accuracy[0][1],
+        "after": accuracy[-1][1],
+        "mismatch_max": max(e["mismatch/logprob_abs_mean"] for e in entries if "mismatch/logprob_abs_mean" in e),
+        "dropped_groups": sum(e.get("dynamic_sampling/dropped", 0.0) for e in entries),
+        "seconds": time.time() - started,
+    }
+
+
+def _line(row: dict) -> tuple[str, ...]:
+    figures = f"{row['before']:.3f}", f"{row['after']:.3f}", f"{row['after'] - row['before']:+.3f}", f"{row['dropped_groups']:.0f}"
+    objective = row["objective"].replace("|", "\\|")
+    return row["preset"], *figures, f"{row['mismatch_max']:.1e}", f"{row['seconds'] / 60:.1f}", objective
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Responses of several turns from a real engine, and the loop with everything that asks for more than one batch of samples."""
+
+import pytest
+import torch
+from running_service import RunningService
+from run_megagrpo import megagrpo, metrics, rollouts, write_experiment
+from test_service import PROMPTS, LengthGrader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megagrpo.config import ExperimentConfig
+from megagrpo.mesh import make_mesh
+from megagrpo.rollout.source import RolloutSource
+from megagrpo.rollout.tools import Tool
+from megagrpo.types import Prompt, Sample
+
+MAX_TOKENS, RESULT, GROUP_SIZE = 24, (90, 91, 92), 3
+
+
+def sample(service: RunningService, tool: Tool | None) -> list[tuple[Prompt, Sample]]:
+    tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
+    values = service.config.model_dump() | {"train": {"group_size": GROUP_SIZE}, "sampling": {"max_response_tokens": MAX_TOKENS}}
+    config, mesh = ExperimentConfig.model_validate(values), make_mesh(0, 1, torch.device("cpu"), 60.0)
+    source = RolloutSource(config, mesh, service.control, LengthGrader(), tokenizer.decode, tool)
+    prompts = [Prompt(i, "", ids, "") for i, ids in enumerate(PROMPTS)]
+    return [(group.prompt, s) for group in source.next(0, prompts, 0, refresh=None) for s in group.samples]
+
+
+def test_turns_continue_the_tokens_that_were_sampled(service):
+    """The first turn is the response without a tool up to the call, and the engine's log-probabilities of all turns are those of
+    the whole sequence in transformers: what was put in was seen, and nothing was tokenised again."""
+    service.set_version(0)
+    plain = sample(service, None)
+    inner = [token for _, s in plain for token in s.token_ids[:-4]]
+    call_end = max(set(inner), key=inner.count)  # a random model closes no call of its own accord
+    with_tool = sample(service, Tool(lambda text: "result", lambda text: RESULT, call_end, max_turns=3))
+    model = AutoModelForCausalLM.from_pretrained(service.config.model.path, dtype=torch.float32).eval()
+    turns = []
+    for (prompt, before), (_, after) in zip(plain, with_tool, strict=True):
+        assert before.loss_mask is None and len(after.loss_mask) == len(after.token_ids) == len(after.logprobs) <= MAX_TOKENS
+        mask = torch.tensor(after.loss_mask)
+        cut = before.token_ids.index(call_end) + 1 if call_end in before.token_ids else len(before.token_ids)
+        assert after.token_ids[:cut] == before.token_ids[:cut] and after.logprobs[:cut] == pytest.approx(before.logprobs[:cut], abs=1e-5)
+        put_in = torch.tensor(after.token_ids)[mask == 0].tolist()
+        assert put_in == list(RESULT) * (len(put_in) // len(RESULT))
+        assert len(put_in) // len(RESULT) <= sum(t == call_end for t, m in zip(after.token_ids, after.loss_mask, strict=True) if m)
+        tokens = torch.tensor([prompt.token_ids + after.token_ids])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(prompt.token_ids) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).gather(1, tokens[0, len(prompt.token_ids) :, None]).squeeze(1) * mask
+        assert (expected - torch.tensor(after.logprobs)).abs().max().item() <= 1e-4
+        turns.append(1 + len(put_in) // len(RESULT))
+    assert max(turns) > 1, "no response had a second turn"
+    assert sample(service, Tool(lambda text: "result", lambda text: RESULT, call_end, max_turns=3)) == with_tool
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_dynamic_sampling_tools_and_exact_kl_together(experiments):
+    """Three steps, then two more from the checkpoint with its surplus, equal five: the surplus and its order survive."""
+    sections = {
+        "sampling": {"max_response_tokens": 10, "tool": {"function": "string:capwords", "call_end": ">", "max_turns": 3}},  # says it again
+        "train": {"num_steps": 5, "num_prompts_per_step": 8, "group_size": 2, "num_updates_per_step": 2},
+        "algorithm": {"dynamic_sampling": {}, "kl": {"loss_coef": 0.1, "estimator": "full"}},
+        "rollout": {"deterministic": True},
+        "checkpoint": {"every": 1, "keep": 9},
+    }
+    whole = write_experiment(experiments / "dynamic", **sections)
+    parts = write_experiment(experiments / "dynamic-parts", **sections)
+    assert (done := megagrpo("run", whole, timeout_s=400)).status == 0, done.stderr
+    for num_steps in (3, 5):
+        assert (done := megagrpo("run", parts, "--set", f"train.num_steps={num_steps}", timeout_s=400)).status == 0, done.stderr
+    entries, again = metrics(whole.with_suffix("")), metrics(parts.with_suffix(""))
+    for step in range(1, 6):
+        entry = entries[step]
+        generated, carried, dropped, surplus = (entry[f"dynamic_sampling/{n}"] for n in ("generated", "carried", "dropped", "surplus"))
+        assert generated + carried == 8 + dropped + surplus and carried == (entries[step - 1]["dynamic_sampling/surplus"] if step > 1 else 0)
+        names = [n for n in entry if n.startswith(("dynamic_sampling/", "loss/", "reward/", "response/", "policy/"))]
+        assert {n: again[step][n] for n in names} == {n: entry[n] for n in names}
+        assert all(len({s["reward"] for s in group["samples"]}) > 1 for group in rollouts(whole.with_suffix(""))[step])
+    assert sum(entry.get("dynamic_sampling/dropped", 0) for entry in entries.values()) > 0, "nothing was ever dropped"
+    assert sum(entry.get("response/tool_use_fraction", 0) for entry in entries.values()) > 0
+    assert entries[5]["policy/kl_reference"] > 1e-6
