@@ -85,6 +85,8 @@ def _load_optimizer_state(actor: MegatronActor, state: dict) -> None:
 
 
 def _first_failure(exc: CheckpointException) -> str:
+    if not exc.failures:  # they are told to the coordinator alone
+        return "another rank failed"
     rank, (cause, _) = min(exc.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {str(cause)[:_MESSAGE_CHARACTERS]}"
 
