@@ -18,6 +18,7 @@ from megagrpo import environment
 from megagrpo.actor.hf_config import check_layout, read_architecture, transformer_config
 from megagrpo.actor.model import build_chunk, load_hf
 from megagrpo.actor.reference import HostReference
+from megagrpo.actor.timing import ScheduleClock
 from megagrpo.config import ActorConfig, OptimizerConfig
 from megagrpo.mesh import Mesh, make_mesh
 
@@ -83,8 +84,9 @@ class MegatronActor:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.optimizer_config, self.num_updates = optimizer, num_updates
         self.transformer = transformer_config(self.arch, actor)
-        # The loss arrives divided by its global denominator, so Megatron's own token count is left out: plain sums.
-        self.transformer.finalize_model_grads_func = lambda model, num_tokens=None, **kw: finalize_model_grads(model, None, **kw)
+        self.clock = ScheduleClock(device)
+        self.transformer.timers = self.clock
+        self.transformer.finalize_model_grads_func = self._reduce_gradients
         stages = range(actor.parallel.vpp) if actor.parallel.vpp > 1 else [None]
         self.chunks = [build_chunk(self.arch, self.transformer, stage).to(device) for stage in stages]
         if self.transformer.bf16:
@@ -95,6 +97,11 @@ class MegatronActor:
         self.updates_done = 0
         self.reference: HostReference | None = None
         self.expert_load = _ExpertLoad(self.chunks, self.arch)
+
+    def _reduce_gradients(self, model: list, num_tokens: Tensor | None = None, **groups) -> None:
+        """Megatron's reduction over ranks. The loss is divided by its global denominator, so its token count is left out: plain sums."""
+        self.clock.gradients_done()
+        finalize_model_grads(model, None, **groups)
 
     def load_hf(self, hf: Mapping[str, Tensor]) -> None:
         """Copy this rank's slices of an HF model into the parameters (recordable: nothing but slices and copies)."""

@@ -87,6 +87,7 @@ def update(
     totals: dict[str, float] = {}
     tokens, skipped, optim = 0.0, 0, {}
     actor.expert_load.enabled = True
+    actor.clock.clear()
     for index in range(num_updates):
         rows = [r for r, g in enumerate(batch.group_ids.tolist()) if update_of_group(g, batch.num_groups, num_updates) == index]
         denominators = denominators_of(actor, batch, rows, algorithm, max_response_tokens)
@@ -103,7 +104,7 @@ def update(
     padded, real = totals.pop("padded", 1.0), totals.pop("real", 1.0)
     metrics = {name: value / max(tokens, 1.0) for name, value in totals.items()}
     metrics |= {"loss/total": loss, "batch/padding_waste": 1 - real / padded, "optim/skipped_updates": float(skipped), **optim}
-    return metrics | _expert_metrics(actor)
+    return metrics | actor.clock.take() | _expert_metrics(actor)
 
 
 def denominators_of(

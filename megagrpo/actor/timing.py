@@ -1,0 +1,96 @@
+"""Where a rank's time goes inside Megatron's schedule: computing, idle in the pipeline, waiting for the slowest rank.
+
+Megatron calls `config.timers(name)` around each forward and backward of a micro-batch. On a GPU the marks are CUDA events,
+read once a step after everything has run, so measuring waits for nothing.
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+_COMPUTE = ("forward-compute", "backward-compute")
+
+
+class ScheduleClock:
+    """Set as Megatron's `config.timers`; `gradients_done` is called at the end of a schedule, before gradients are reduced."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._one = torch.ones(1, device=device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was measured, forwards of log-probabilities for instance."""
+        self._spans: dict[str, list[tuple]] = {"compute": [], "schedule": [], "wait": []}
+        self._open: dict[str, float | torch.cuda.Event] = {}
+
+    def __call__(self, name: str, log_level: int = 0) -> "_Span":
+        return _Span(self, name)
+
+    def start(self, name: str) -> None:
+        self._open[name] = self._now()
+
+    def stop(self, name: str, kind: str) -> None:
+        self._spans[kind].append((self._open.pop(name), self._now()))
+
+    def gradients_done(self) -> None:
+        """Collective over all ranks, two tiny all-reduces: the stages of a pipeline meet, then everyone, as they would next anyway."""
+        if mpu.get_pipeline_model_parallel_world_size() > 1:
+            dist.all_reduce(self._one.clone(), group=mpu.get_pipeline_model_parallel_group())
+        self.stop("forward-backward", "schedule")
+        self.start("wait")
+        if dist.get_world_size() > 1:
+            dist.all_reduce(self._one.clone())
+        self.stop("wait", "wait")
+
+    def take(self) -> dict[str, float]:
+        """Metrics since `clear`, the same on every rank; collective over all ranks.
+
+        schedule/compute_s and schedule/wait_s: mean over ranks, schedule/wait_max_s: of the rank that waits longest.
+        schedule/pipeline_bubble: share of the schedule in which stages do not compute, with pipeline stages only.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        mine = torch.tensor([sum(map(_seconds, self._spans[kind])) for kind in ("compute", "schedule", "wait")], dtype=torch.float64)
+        self.clear()
+        everyone = self._all_ranks(mine.to(self._device))
+        compute, schedule, wait = everyone.mean(0).tolist()
+        metrics = {"schedule/compute_s": compute, "schedule/wait_s": wait, "schedule/wait_max_s": float(everyone[:, 2].max())}
+        if mpu.get_pipeline_model_parallel_world_size() > 1 and schedule > 0:
+            metrics["schedule/pipeline_bubble"] = max(1 - compute / schedule, 0.0)
+        return metrics
+
+    def _all_ranks(self, mine: Tensor) -> Tensor:
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mine)
+        return torch.stack(parts)
+
+    def _now(self) -> "float | torch.cuda.Event":
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class _Span:
+    """What Megatron starts and stops: a micro-batch's forward or backward, or the whole schedule; other names are left out."""
+
+    def __init__(self, clock: ScheduleClock, name: str):
+        self._clock, self._name = clock, name
+
+    def start(self, barrier: bool = False) -> None:  # Megatron may ask for a barrier, which would be felt
+        if self._name in (*_COMPUTE, "forward-backward"):
+            self._clock.start(self._name)
+
+    def stop(self, barrier: bool = False) -> None:
+        if self._name in _COMPUTE:
+            self._clock.stop(self._name, "compute")
+
+
+def _seconds(span: tuple) -> float:
+    start, end = span
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
