@@ -184,6 +184,8 @@ class OverlongShaping(Section):
 class RewardShapingConfig(Section):
     """What happens to the grader's reward before the advantage, in this order."""
 
+    scale: Positive = 1.0  # r -> scale r + shift, of greedy baselines too
+    shift: float = 0.0
     overlong: OverlongShaping | None = None
     mean: Scope = "none"  # subtracted
     std: Scope = "none"  # divided by; it is always about the mean of its own scope
@@ -243,7 +245,7 @@ class MismatchConfig(Section):
 class DynamicSampling(Section):
     """DAPO: keep only groups that differ in the metric, ask for more until the batch is full. arXiv 2503.14476."""
 
-    metric: Literal["reward", "shaped_reward"] = "reward"  # shaped_reward: after overlong shaping
+    metric: Literal["reward", "shaped_reward"] = "reward"  # shaped_reward: scaled, after overlong shaping
     max_num_gen_batches: PositiveInt = 10
 
 
@@ -266,6 +268,8 @@ class AlgorithmConfig(Section):
         name, reward = self.advantage.name, self.reward
         if "group" in (reward.mean, reward.std) and name in ("grpo", "rloo", "grpo_passk"):
             raise ValueError(f"reward.mean/std: group with advantage {name} normalises by the group twice; use batch, running or none")
+        if name == "remax" and (reward.mean, reward.std, reward.clip) != ("none", "none", None):
+            raise ValueError("reward.mean, std and clip change the rewards but not remax's greedy baseline; use whiten_advantages")
         if self.whiten_advantages and name.startswith("reinforce_plus_plus"):
             raise ValueError(f"advantage {name} is whitened already; remove whiten_advantages")
         if self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm":

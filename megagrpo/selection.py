@@ -69,6 +69,7 @@ def _select(held: Sequence[RolloutGroup], num_held: int, config: ExperimentConfi
     rows = [(group, *pair) for group in held for pair in zip(group.samples, group.outcomes, strict=True)]
     metric = torch.tensor([outcome.value if outcome.ok else 0.0 for *_, outcome in rows], dtype=torch.float64)
     if algorithm.dynamic_sampling.metric == "shaped_reward":
+        metric = metric * algorithm.reward.scale + algorithm.reward.shift
         lengths = torch.tensor([len(sample.token_ids) for _, sample, _ in rows], dtype=torch.int64)
         metric += overlong_penalty(lengths, config.sampling.max_response_tokens, algorithm.reward.overlong)
     ids = torch.tensor([group.group_id for group, *_ in rows], dtype=torch.int64)

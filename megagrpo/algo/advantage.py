@@ -1,7 +1,7 @@
 """From rewards to advantages: the whole order of operations, for every estimator.
 
-overlong shaping -> reward normalisation -> reward clip -> token-level KL in the reward -> estimator -> whitening -> mask ->
-advantage clip. Statistics are exact and global over data-parallel ranks, whatever the placement of the samples.
+scale and shift -> overlong shaping -> reward normalisation -> reward clip -> token-level KL in the reward -> estimator ->
+whitening -> mask -> advantage clip. Statistics are exact and global over data-parallel ranks, whatever the placement of the samples.
 """
 
 from dataclasses import replace
@@ -24,6 +24,7 @@ from megagrpo.config_algorithm import (
     ReinforcePlusPlusAdvantage,
     ReinforcePlusPlusBaselineAdvantage,
     RemaxAdvantage,
+    RewardShapingConfig,
     RlooAdvantage,
 )
 from megagrpo.types import Batch
@@ -66,8 +67,12 @@ def shaped_rewards(
     penalty = overlong_penalty(batch.lengths - batch.prompt_lengths, max_response_tokens, options.overlong)
     if options.overlong is not None:
         metrics["reward/overlong_penalty"] = moments(penalty[batch.valid], reduce).mean
-    rewards = (batch.rewards.double() + penalty).masked_fill(~batch.valid, 0.0)
+    rewards = (_scaled(batch.rewards, options) + penalty).masked_fill(~batch.valid, 0.0)
     return normalise_rewards(rewards, batch.group_ids, batch.num_groups, batch.valid, reduce, options, algo_state), metrics
+
+
+def _scaled(rewards: Tensor, options: RewardShapingConfig) -> Tensor:
+    return rewards.double() * options.scale + options.shift
 
 
 def _estimate(
@@ -91,7 +96,7 @@ def _estimate(
             return estimators.returns(rewards, penalty, sampled, options.gamma), stats
         case RemaxAdvantage():
             assert batch.greedy_rewards is not None, "remax needs greedy_rewards"
-            scalar = totals - batch.greedy_rewards.double()
+            scalar = totals - _scaled(batch.greedy_rewards, algorithm.reward)
         case OpoAdvantage():
             scalar = estimators.optimal_baseline(totals, ids, valid, sampled.sum(1), stats, reduce, options.single_sample)
         case GpgAdvantage():

@@ -73,7 +73,8 @@ def test_dynamic_sampling_tools_and_exact_kl_together(experiments):
     for step in range(1, 6):
         entry = entries[step]
         generated, carried, dropped, surplus = (entry[f"dynamic_sampling/{n}"] for n in ("generated", "carried", "dropped", "surplus"))
-        assert generated + carried == 8 + dropped + surplus and carried == (entries[step - 1]["dynamic_sampling/surplus"] if step > 1 else 0)
+        assert generated + carried == 8 + dropped + surplus
+        assert carried == (entries[step - 1]["dynamic_sampling/surplus"] if step > 1 else 0)
         names = [n for n in entry if n.startswith(("dynamic_sampling/", "loss/", "reward/", "response/", "policy/"))]
         assert {n: again[step][n] for n in names} == {n: entry[n] for n in names}
         assert all(len({s["reward"] for s in group["samples"]}) > 1 for group in rollouts(whole.with_suffix(""))[step])

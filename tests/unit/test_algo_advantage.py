@@ -137,6 +137,14 @@ def test_overlong_and_clip_come_before_the_estimator_and_advantage_clip_last():
     assert result.advantages[:, 0].tolist() == pytest.approx([-0.1, 0.1])
 
 
+def test_scale_and_shift_come_first_and_reach_the_greedy_baseline():
+    batch = batch_of([1.0, 3.0], [0, 0])
+    assert solve(batch, advantage={"name": "dr_grpo"}, reward={"scale": 2.0, "shift": 5.0})[0][:, 0].tolist() == [-2.0, 2.0]
+    assert solve(batch, advantage={"name": "dr_grpo"}, reward={"scale": 2.0, "shift": 5.0, "clip": 8.0})[0][:, 0].tolist() == [-0.5, 0.5]
+    batch = batch_of([1.0, 3.0], [0, 0], greedy_rewards=torch.tensor([2.0, 2.0], dtype=torch.float64))
+    assert solve(batch, advantage={"name": "remax"}, reward={"scale": 0.5, "shift": -1.0})[0][:, 0].tolist() == [-0.5, 0.5]
+
+
 def test_invalid_truncated_and_rejected_samples_leave_the_mask():
     batch = batch_of(
         [1.0, 0.0, 9.0, 2.0],

@@ -13,6 +13,8 @@ REFUSED = [  # options, part of the reason
     ({"advantage": {"name": "rloo"}, "reward": {"std": "group"}}, "twice"),
     ({"advantage": {"name": "grpo_passk"}, "reward": {"mean": "group", "std": "group"}}, "twice"),
     ({"advantage": {"name": "reinforce_plus_plus"}, "whiten_advantages": True}, "whitened already"),
+    ({"advantage": {"name": "remax"}, "reward": {"mean": "batch"}}, "greedy baseline"),
+    ({"advantage": {"name": "remax"}, "reward": {"clip": 1.0}}, "greedy baseline"),
     ({"loss_scale_factor": 100.0}, "seq-mean-token-sum-norm"),
     ({"kl": {"loss_coef": 0.1, "reward_coef": 0.1}}, "charged twice"),
     ({"kl": {"reward_coef": 0.1, "estimator": "full"}}, "form for the loss"),
