@@ -85,7 +85,8 @@ def problems_of(what: str, result: dict) -> list[str]:
     bounds = {"logits": LOGIT_BOUND, "logprobs": LOGIT_BOUND, "norm": GRADIENT_BOUND, "weights": WEIGHT_BOUND}
     bounds["loss"] = 1e-5 if forward else LOSS_BOUND
     found = [f"{name} off by {result[name]:.2g}" for name, bound in bounds.items() if name in result and not result[name] <= bound]
-    found += [f"gradient of {name} off by {value:.2g}" for name, value in result.get("gradients", {}).items() if not value <= GRADIENT_BOUND]
+    gradients = result.get("gradients", {}).items()
+    found += [f"gradient of {name} off by {value:.2g}" for name, value in gradients if not value <= GRADIENT_BOUND]
     if forward and not result["export"]:
         found.append("HF -> actor -> HF is not bit-equal")
     return found
