@@ -81,12 +81,32 @@ class ParallelConfig(Section):
     cp: PositiveInt = 1
     ep: PositiveInt = 1
     etp: PositiveInt = 1
+    first_stage_layers: PositiveInt | None = None  # of the pipeline; default: what is not given is cut evenly
+    last_stage_layers: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _sizes(self):
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline")
+        for name, layers in (("first_stage_layers", self.first_stage_layers), ("last_stage_layers", self.last_stage_layers)):
+            if layers is not None and self.pp == 1:
+                raise ValueError(f"{name} {layers} needs pp > 1: without a pipeline one stage has all layers")
         return self
+
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Layers of each pipeline stage. ValueError saying why `num_layers` cannot be cut like this."""
+        given = [n for n in (self.first_stage_layers, self.last_stage_layers) if n is not None]
+        middle, left = self.pp - len(given), num_layers - sum(given)
+        if (left > 0) != (middle > 0) or left < 0 or (middle and left % middle):
+            rest = f" less first_stage_layers and last_stage_layers, {sum(given)} together," if given else ""
+            raise ValueError(f"num_hidden_layers = {num_layers}{rest} cannot be cut into {middle} equal stages")
+        stages = [self.first_stage_layers] if self.first_stage_layers else []
+        stages += [left // middle] * middle if middle else []
+        stages += [self.last_stage_layers] if self.last_stage_layers else []
+        uneven = [n for n in stages if n % self.vpp]
+        if uneven:
+            raise ValueError(f"a stage of {uneven[0]} layers does not divide into vpp = {self.vpp} virtual stages")
+        return stages
 
 
 class OptimizerConfig(Section):

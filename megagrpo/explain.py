@@ -105,8 +105,10 @@ def _actor_problems(config: ExperimentConfig, hf: dict) -> list[str]:
     rules = [
         ("num_attention_heads", hf["num_attention_heads"], "tp", p.tp),
         ("num_key_value_heads", kv_heads, "tp", p.tp),
-        ("num_hidden_layers", hf["num_hidden_layers"], "pp x vpp", p.pp * p.vpp),
     ]
+    uneven = p.first_stage_layers or p.last_stage_layers
+    if not uneven:
+        rules.append(("num_hidden_layers", hf["num_hidden_layers"], "pp x vpp", p.pp * p.vpp))
     if experts:
         rules += [("num_experts", experts, "ep", p.ep), ("moe_intermediate_size", hf["moe_intermediate_size"], "etp", p.etp)]
     else:
@@ -116,6 +118,11 @@ def _actor_problems(config: ExperimentConfig, hf: dict) -> list[str]:
         for what, number, key, by in rules
         if number % by
     ]
+    if uneven:
+        try:
+            p.stage_layers(hf["num_hidden_layers"])
+        except ValueError as exc:
+            problems.append(f"actor.parallel: {exc}")
     if p.ep > 1 and not experts:
         problems.append(f"actor.parallel.ep = {p.ep}, but a {hf['model_type']} model has no experts; ep must be 1")
     return problems
@@ -234,6 +241,8 @@ def _layout(config: ExperimentConfig) -> list[str]:
         f"; experts: etp {p.etp} x ep {p.ep} x dp {edp} x pp {p.pp}"
         + ("; sequence parallel" if p.tp > 1 else "")
         + (f"; {p.vpp} virtual stages a rank" if p.vpp > 1 else "")
+        + (f"; {p.first_stage_layers} layers on the first stage" if p.first_stage_layers else "")
+        + (f"; {p.last_stage_layers} layers on the last stage" if p.last_stage_layers else "")
     ]
     names = ["dp", "pp", *(["cp"] if p.cp > 1 else []), "tp", *(["ep", "edp"] if p.ep > 1 else [])]
     lines.append("  " + "".join(f"{name:>6}" for name in ["rank", *names]))

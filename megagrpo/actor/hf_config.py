@@ -110,7 +110,10 @@ def check_layout(arch: Architecture, actor: ActorConfig) -> None:
         divides("moe_intermediate_size", arch.expert_ffn_size, "etp", p.etp)
     else:
         divides("intermediate_size", arch.ffn_size, "tp", p.tp)
-    divides("num_hidden_layers", arch.num_layers, "pp*vpp", p.pp * p.vpp)
+    try:
+        p.stage_layers(arch.num_layers)
+    except ValueError as exc:
+        problems.append(f"actor.parallel with pp {p.pp}: {exc}")
     if arch.is_moe:
         divides("num_experts", arch.num_experts, "ep", p.ep)
         divides("actor.world_size", actor.world_size, "ep*etp*pp", p.ep * p.etp * p.pp)
@@ -147,6 +150,8 @@ def transformer_config(arch: Architecture, actor: ActorConfig):
         sequence_parallel=p.tp > 1,
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.vpp if p.vpp > 1 else None,
+        num_layers_in_first_pipeline_stage=p.first_stage_layers,
+        num_layers_in_last_pipeline_stage=p.last_stage_layers,
         context_parallel_size=p.cp,
         expert_model_parallel_size=p.ep,
         expert_tensor_parallel_size=p.etp,

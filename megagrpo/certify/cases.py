@@ -50,8 +50,9 @@ REFERENCE = Case("1 rank", 1)
 
 
 def layouts_of(actor: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
-    """The standing layouts and, under its own name, the experiment's."""
-    own = {name: size for name, size in actor.parallel.model_dump().items() if size > 1}
+    """The standing layouts and, under its own name, the experiment's, with even stages: the tiny model has its own layers."""
+    sizes = actor.parallel.model_dump(exclude={"first_stage_layers", "last_stage_layers"})
+    own = {name: size for name, size in sizes.items() if size > 1}
     known = [entry for entry in LAYOUTS.values() if entry == (actor.world_size, own)]
     return LAYOUTS if known else LAYOUTS | {"the experiment's": (actor.world_size, own)}
 

@@ -1,0 +1,41 @@
+"""Pipeline stages of unequal size: what can be cut, and what is said about the rest."""
+
+import pytest
+
+from megagrpo.config import ParallelConfig
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "stages"),
+    [
+        (4, {}, [4]),
+        (4, {"pp": 2}, [2, 2]),
+        (5, {"pp": 2, "first_stage_layers": 3}, [3, 2]),
+        (5, {"pp": 2, "last_stage_layers": 3}, [2, 3]),
+        (5, {"pp": 2, "first_stage_layers": 2, "last_stage_layers": 3}, [2, 3]),
+        (94, {"pp": 8, "first_stage_layers": 11, "last_stage_layers": 11}, [11, *[12] * 6, 11]),
+        (10, {"pp": 3, "vpp": 2, "first_stage_layers": 2}, [2, 4, 4]),
+    ],
+)
+def test_layers_of_stages(num_layers, sizes, stages):
+    assert ParallelConfig(**sizes).stage_layers(num_layers) == stages
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "message"),
+    [
+        (5, {"pp": 2}, "num_hidden_layers = 5 cannot be cut into 2 equal stages"),
+        (5, {"pp": 2, "first_stage_layers": 5}, "num_hidden_layers = 5 less first_stage_layers and last_stage_layers, 5 together, cannot"),
+        (3, {"pp": 2, "first_stage_layers": 4}, "less first_stage_layers and last_stage_layers, 4 together, cannot be cut into 1 equal"),
+        (6, {"pp": 2, "first_stage_layers": 3, "last_stage_layers": 2}, "5 together, cannot be cut into 0 equal stages"),
+        (6, {"pp": 2, "vpp": 2, "first_stage_layers": 3}, "a stage of 3 layers does not divide into vpp = 2 virtual stages"),
+    ],
+)
+def test_what_cannot_be_cut_is_said(num_layers, sizes, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**sizes).stage_layers(num_layers)
+
+
+def test_one_stage_has_all_layers():
+    with pytest.raises(ValueError, match="first_stage_layers 3 needs pp > 1"):
+        ParallelConfig(first_stage_layers=3)
