@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megagrpo.certify.cases import Case, grid, layouts_of
 from megagrpo.certify.report import write_report
-from megagrpo.certify.subject import make_model
+from megagrpo.certify.subject import make_models
 from megagrpo.config import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.launcher import train_ranks
 from megagrpo.trainer import guarded
@@ -23,7 +23,7 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
     folder = Path(config.output_dir) / "certify"
     shutil.rmtree(folder, ignore_errors=True)
     layouts = layouts_of(config.actor)
-    tiny = make_model(folder / "model", config, config.actor.parallel, config.seed)
+    tiny = make_models(folder, config, config.actor.parallel, config.seed)
     family = tiny["model_type"]
     cases, left_out = grid(layouts, ranks, is_moe="num_experts_per_tok" in tiny, only=only, fault=fault)
     results = []
@@ -58,7 +58,7 @@ def _run_world(config: ExperimentConfig, folder: Path, world: int, cases: list[C
     changes = {
         "output_dir": str(mine),
         "model": ModelConfig(path=str(folder / "model")),
-        "actor": ActorConfig(world_size=world, deadline_s=min(config.actor.deadline_s, 300.0)),
+        "actor": ActorConfig(world_size=world, deadline_s=config.actor.deadline_s),
     }
     status = train_ranks(config.model_copy(update=changes), ["certify"])
     return json.loads((mine / "results.json").read_text()) if status == 0 else None

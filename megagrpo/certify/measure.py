@@ -14,13 +14,17 @@ from torch import Tensor
 from megagrpo import environment
 from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
-from megagrpo.actor.step import backward, denominators_of, hidden_states, token_logprobs
+from megagrpo.actor.step import backward, denominators_of, token_logprobs, with_logprobs
 from megagrpo.actor_weights import ActorWeights, load_initial_weights
+from megagrpo.algo.advantage import with_advantages
 from megagrpo.certify.cases import REFERENCE, Case
 from megagrpo.certify.faults import planted
-from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, longest, make_batch, make_groups
+from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, NUM_GROUPS, longest, make_groups, near
 from megagrpo.config import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.data.batch import build_batch
+from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import Mesh
+from megagrpo.types import Batch, RolloutGroup
 from megagrpo.weights.plan import gather_buckets, gather_copies, make_gather_plan
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
@@ -91,30 +95,43 @@ def measure(config: ExperimentConfig, case: Case, folder: Path, store: Path) -> 
     optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed})
     groups = make_groups(config, config.seed)
     with planted(case.fault) as plant, joined(store, actor_config, optimizer, config.model.path) as actor:
+        if config.algorithm.uses_reference:
+            actor.load_hf(HfFolder(folder / "reference"))
+            actor.keep_reference()
         weights = load_initial_weights(actor, config.model.path)
         plant(actor)
         if case == REFERENCE:
-            num_samples = sum(len(group.samples) for group in groups)
-            batch = make_batch(config, groups, torch.zeros(num_samples, MAX_PROMPT + MAX_RESPONSE), actor.mesh)
-            base = torch.zeros(num_samples, MAX_PROMPT + MAX_RESPONSE)
-            base[:, : batch.tokens.shape[1]] = token_logprobs(actor, batch, config.sampling.temperature).cpu()
-            return _reference(config, actor, weights, groups, base, folder / "reference.pt")
+            return _reference(config, actor, weights, groups, folder / "reference.pt")
         reference = torch.load(folder / "reference.pt")
         return _compare(config, actor, weights, groups, reference, readable_gradients=not case.distributed)
 
 
-def _backward(config: ExperimentConfig, actor: MegatronActor, groups: list, base: Tensor) -> float:
-    batch = make_batch(config, groups, base, actor.mesh)
-    if config.algorithm.uses_reference and config.algorithm.kl.estimator == "full":
-        states = hidden_states(actor, batch)  # a reference that differs from the model, the same in every layout
-        weight = states.output_weight
-        batch = replace(batch, reference=replace(states, output_weight=None if weight is None else 1.1 * weight))
+def _placed(actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
+    return build_batch(groups[actor.mesh.dp_rank :: actor.mesh.dp_size], NUM_GROUPS, 1, actor.mesh)
+
+
+def _backward(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup], base: Tensor) -> float:
+    """Gradients of the experiment's loss; returns the loss.
+
+    base: [samples, S] log-probabilities of the one-rank model. Those of the rollout and of the old policy are noise around it, far
+    enough for clips to act; the reference's are computed.
+    """
+    algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
+    batch = _placed(actor, groups)
+    everyone = [old := near(base, 0.15, seed=7), near(old, 0.02, seed=8)]
+    old, rollout = (t[batch.sample_ids.cpu(), : batch.tokens.shape[1]].to(mesh.device) * batch.loss_mask for t in everyone)
+    batch = replace(batch, old_logprobs=old, rollout_logprobs=rollout)
+    batch = with_logprobs(actor, batch, temperature, old=False, reference=algorithm.kl.estimator if algorithm.uses_reference else None)
+    batch = with_advantages(batch, algorithm, mesh.reduce, {}, longest(config))[0]
     rows = range(len(batch.tokens))
-    denominators = denominators_of(actor, batch, rows, config.algorithm, longest(config))
-    return backward(actor, batch, rows, config.algorithm, config.sampling.temperature, denominators)["loss/total"]
+    denominators = denominators_of(actor, batch, rows, algorithm, longest(config))
+    return backward(actor, batch, rows, algorithm, temperature, denominators)["loss/total"]
 
 
-def _reference(config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list, base: Tensor, file: Path) -> dict:
+def _reference(config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], file: Path) -> dict:
+    batch = _placed(actor, groups)
+    base = torch.zeros(len(batch.tokens), MAX_PROMPT + MAX_RESPONSE)
+    base[:, : batch.tokens.shape[1]] = token_logprobs(actor, batch, config.sampling.temperature).cpu()
     loss = _backward(config, actor, groups, base)
     gradients = whole(weights, actor.gradients(), actor.mesh)
     norm = actor.optimizer_step()["optim/grad_norm"]
@@ -125,16 +142,17 @@ def _reference(config: ExperimentConfig, actor: MegatronActor, weights: ActorWei
 
 
 def _compare(
-    config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list, reference: dict, readable_gradients: bool
+    config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], reference: dict, readable_gradients: bool
 ) -> dict:
     """The distributed optimizer leaves each rank its shard of the summed gradient: then the updated weights speak for them."""
     loss = _backward(config, actor, groups, reference["base"])
     gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh) if readable_gradients else {}
     norm = actor.optimizer_step()["optim/grad_norm"]
+    tokens = MAX_RESPONSE if config.algorithm.aggregation == "seq-mean-token-sum" else 1  # a sum of as many terms rounds more
     moved = ratios(weights, actor.parameters(), reference["weights"], actor.mesh)
     return {
         "loss": loss,
-        "loss_error": abs(loss - reference["loss"]),
+        "loss_error": abs(loss - reference["loss"]) / tokens,
         "grad_norm": norm,
         "norm_error": abs(norm / reference["norm"] - 1),
         "gradients": gradients,

@@ -1,20 +1,16 @@
 """What the certificate measures on: a tiny model of the experiment's own architecture, and one step's made-up samples."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megagrpo.algo.advantage import with_advantages
 from megagrpo.config import ExperimentConfig, ParallelConfig, TinyModelConfig
-from megagrpo.data.batch import build_batch
 from megagrpo.data.tiny import random_tensors
 from megagrpo.data.tiny_config import hf_config
 from megagrpo.hf_files import write_hf_folder
-from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 VOCAB = 131  # no tensor-parallel size divides it: padded vocabularies are part of every certificate
 NUM_GROUPS, MAX_PROMPT, MAX_RESPONSE = 5, 10, 24
@@ -23,10 +19,10 @@ _SIZES |= {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_inter
 _SIZES |= {"torch_dtype", "layer_types", "max_window_layers", "bos_token_id", "eos_token_id", "pad_token_id", "mlp_only_layers"}
 
 
-def make_model(folder: Path, config: ExperimentConfig, parallel: ParallelConfig, seed: int) -> dict:
-    """Write an HF folder with the experiment's family and options at tiny sizes that `parallel` can cut; returns its config.json.
+def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig, seed: int) -> dict:
+    """Write HF folders `model` and `reference` with the experiment's family and options at tiny sizes that `parallel` can cut.
 
-    All tensors are random, norms and biases too: a mistake that leaves one of them out must show. ValueError when the experiment's
+    Returns their config.json. The reference is the model with a little noise, as if some updates had been made. All tensors are random, norms and biases too: a mistake that leaves one of them out must show. ValueError when the experiment's
     model is neither there nor in its prepare section.
     """
     real = _real_config(config)
@@ -34,7 +30,7 @@ def make_model(folder: Path, config: ExperimentConfig, parallel: ParallelConfig,
     kv_heads = max(2, parallel.tp)
     grouped = real["num_attention_heads"] != real.get("num_key_value_heads", real["num_attention_heads"])
     sizes = TinyModelConfig(
-        path=str(folder),
+        path=str(folder / "model"),
         family=family,
         hidden_size=16 * kv_heads * (1 + grouped),
         num_layers=max(4, parallel.pp * parallel.vpp),
@@ -52,10 +48,12 @@ def make_model(folder: Path, config: ExperimentConfig, parallel: ParallelConfig,
     generator = torch.Generator().manual_seed(seed)
     tensors = random_tensors(sizes, VOCAB, generator)
     tensors = {name: t if t.dim() > 1 else t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
-    description = folder.with_name(folder.name + "_description")
+    reference = {name: near(t, 0.02 * float(t.std()), seed + number) for number, (name, t) in enumerate(tensors.items())}
+    description = folder / "description"
     description.mkdir(parents=True, exist_ok=True)
     (description / "config.json").write_text(json.dumps(tiny, indent=2))
-    write_hf_folder(folder, iter([tensors]), like=description, dtype=torch.float32)
+    for name, values in (("model", tensors), ("reference", reference)):
+        write_hf_folder(folder / name, iter([values]), like=description, dtype=torch.float32)
     return tiny
 
 
@@ -94,25 +92,8 @@ def make_groups(config: ExperimentConfig, seed: int) -> list[RolloutGroup]:
     return groups
 
 
-def make_batch(config: ExperimentConfig, groups: list[RolloutGroup], base: Tensor, mesh: Mesh) -> Batch:
-    """This rank's share of the samples, with advantages. Collective.
-
-    base: [samples, S] log-probabilities of the one-rank model, zero before it is known. Those of the rollout, of the old policy and
-    of the reference are noise around it, far enough for clips to act.
-    """
-    batch = build_batch(groups[mesh.dp_rank :: mesh.dp_size], NUM_GROUPS, 1, mesh)
-    generator = torch.Generator().manual_seed(7)
-    width = batch.tokens.shape[1]
-
-    def near(values: Tensor, spread: float) -> Tensor:
-        return values + spread * torch.randn(values.shape, generator=generator)
-
-    everyone = [old := near(base, 0.15), near(old, 0.02), near(base, 0.3)]
-    old, rollout, reference = (t[batch.sample_ids.cpu(), :width].to(mesh.device) * batch.loss_mask for t in everyone)
-    batch = replace(batch, old_logprobs=old, rollout_logprobs=rollout)
-    if config.algorithm.uses_reference:
-        batch = replace(batch, ref_logprobs=reference)
-    return with_advantages(batch, config.algorithm, mesh.reduce, {}, longest(config))[0]
+def near(values: Tensor, spread: float, seed: int) -> Tensor:
+    return values + spread * torch.randn(values.shape, generator=torch.Generator().manual_seed(seed))
 
 
 def longest(config: ExperimentConfig) -> int:

@@ -1,0 +1,140 @@
+"""The certificate passes what is right, for any algorithm section, and finds every planted fault."""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from megagrpo.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
+from megagrpo.certify.report import failures, write_report
+from megagrpo.certify.subject import make_models
+from megagrpo.cli import main
+from megagrpo.config import ActorConfig, ParallelConfig
+from megagrpo.config_load import load_config
+from tests.dist.workers.launch import run_ranks
+
+pytestmark = pytest.mark.timeout(900)
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+ALGORITHMS = {
+    "grpo, k3 in the loss, entropy": {"kl": {"loss_coef": 0.1}, "entropy_coef": 0.01, "aggregation": "seq-mean-token-mean"},
+    "dr_grpo, exact KL": {
+        "advantage": {"name": "dr_grpo"},
+        "aggregation": "seq-mean-token-sum-norm",
+        "kl": {"loss_coef": 0.1, "estimator": "full"},
+    },
+    "gspo, token TIS, rejection": {
+        "loss": {"name": "gspo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
+        "mismatch": {"weight": {"name": "tis"}, "reject": {"high": 1.02}},
+    },
+    "reinforce++, KL in the reward": {"advantage": {"name": "reinforce_plus_plus"}, "kl": {"reward_coef": 0.1, "estimator": "k1"}},
+    "remax, cispo": {"advantage": {"name": "remax"}, "loss": {"name": "cispo"}, "aggregation": "seq-mean-token-sum"},
+}
+FIRST = next(iter(ALGORITHMS))
+# fault -> a layout that it spoils
+SPOILED = {
+    "experts-not-reduced-over-tp": "TP2+SP",
+    "no-data-parallel-reduction": "DP2",
+    "mean-of-micro-batch-means": "DP2",
+    "label-of-local-neighbour": "CP2",
+    "router-differs-between-ranks": "EP2",
+}
+
+
+def case(layout: str, fault: str | None = None, **options) -> dict:
+    ranks, parallel = LAYOUTS[layout]
+    return asdict(Case(layout, ranks, parallel, packing=True, budget=SMALL_BUDGET, fault=fault, **options))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """For each algorithm a folder with the tiny model and what one rank computes."""
+    root = tmp_path_factory.mktemp("certify")
+    config = load_config(str(CONFIG), [])
+    places = {name: root / str(number) for number, name in enumerate(ALGORITHMS)}
+    make_models(places[FIRST], config, ParallelConfig(), 0)
+    for place in list(places.values())[1:]:
+        shutil.copytree(places[FIRST], place)
+    base = {"config": str(CONFIG), "case": asdict(REFERENCE)}
+    run_ranks(1, root / "one", [{**base, "folder": str(places[n]), "algorithm": a} for n, a in ALGORITHMS.items()], "certify_ranks.py")
+    return places
+
+
+def job(folders: dict[str, Path], name: str, what: dict) -> dict:
+    return {"config": str(CONFIG), "folder": str(folders[name]), "algorithm": ALGORITHMS[name], "case": what}
+
+
+def test_every_fault_is_found_and_nothing_else(folders: dict[str, Path]):
+    right = [case(layout) for layout in ("DP2", "TP2+SP", "CP2", "EP2")]
+    wrong = [case(layout, fault) for fault, layout in SPOILED.items()]
+    results = run_ranks(2, folders[FIRST] / "faults", [job(folders, FIRST, c) for c in right + wrong], "certify_ranks.py")
+    found = [failures(result) for result in results]
+    assert found[: len(right)] == [[]] * len(right)
+    for what, result, problems in zip(wrong, results[len(right) :], found[len(right) :], strict=True):
+        assert any("gradient of" in problem for problem in problems), (what["fault"], problems)
+        print(what["fault"], problems)
+    experts = results[len(right)]
+    assert experts["loss_error"] < 1e-6, "a loss that agrees proves nothing"
+    spoiled = {name for name, value in experts["gradients"].items() if value > 1e-5}
+    assert spoiled and all(".experts." in name for name in spoiled)
+
+
+def test_other_algorithms_are_certified_too(folders: dict[str, Path]):
+    names = [name for name in ALGORITHMS for _ in range(3)]
+    cases = [case("DP2"), case("TP2+SP"), case("PP2", recompute="full")] * len(ALGORITHMS)
+    results = run_ranks(2, folders[FIRST] / "algorithms", [job(folders, n, c) for n, c in zip(names, cases)], "certify_ranks.py")
+    for name, what, result in zip(names, cases, results, strict=True):
+        assert failures(result) == [], (name, what["layout"])
+        assert result["grad_norm"] > 1e-3 and len(result["gradients"]) > 20, "there was something to compare"
+
+
+def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path, capfd):
+    folder = tmp_path / "run"
+    arguments = ["--layouts", "DP2", "--plant", "no-data-parallel-reduction", "--set", f"output_dir={folder}"]
+    assert main(["certify", str(CONFIG), *arguments]) == 1
+    report = json.loads((folder / "certify" / "report.json").read_text())
+    assert not report["passed"] and report["not_run"]["TP2xPP2"] == "needs 4 ranks, 2 were given"
+    by_layout = {layout: [c["failures"] for c in report["cases"] if c["case"]["layout"] == layout] for layout in ("1 rank", "DP2")}
+    assert by_layout["1 rank"] == [[]] * 8 and len(by_layout["DP2"]) == 9 and all(by_layout["DP2"])
+    text = capfd.readouterr()
+    assert "FAILED" in text.out and (folder / "certify" / "report.md").read_text() in text.out
+    assert "above the bound" in text.err
+
+
+@pytest.mark.slow
+def test_the_whole_certificate_passes(tmp_path: Path):
+    folder = tmp_path / "run"
+    assert main(["certify", str(CONFIG), "--ranks", "4", "--set", f"output_dir={folder}"]) == 0
+    report = json.loads((folder / "certify" / "report.json").read_text())
+    assert report["passed"] and not report["not_run"]
+
+
+def test_the_grid_names_what_is_left_out():
+    cases, left_out = grid(LAYOUTS, 2, is_moe=False, only=None, fault=None)
+    assert cases[0] == REFERENCE and all(c not in cases[:i] for i, c in enumerate(cases))
+    assert left_out == {
+        "EP2": "the model has no experts",
+        "TP2xEP2": "the model has no experts",
+        "EP2xPP2": "the model has no experts",
+        "TP2xPP2": "needs 4 ranks, 2 were given",
+        "TP2xDP2": "needs 4 ranks, 2 were given",
+        "TP2xCP2": "needs 4 ranks, 2 were given",
+    }
+    assert {c.layout for c in cases} | left_out.keys() == LAYOUTS.keys()
+    with pytest.raises(ValueError, match="no layout is called 'TP3'"):
+        grid(LAYOUTS, 2, True, ["TP3"], None)
+
+
+def test_the_experiments_own_layout_is_in_the_grid():
+    own = layouts_of(ActorConfig(world_size=4, parallel=ParallelConfig(tp=2, ep=2)))
+    assert own["the experiment's"] == (4, {"tp": 2, "ep": 2})
+    assert layouts_of(ActorConfig(world_size=2, parallel=ParallelConfig(ep=2))) == LAYOUTS
+
+
+def test_not_a_number_is_above_every_bound(tmp_path: Path):
+    nan = float("nan")
+    result = {"case": case("DP2"), "variant": "x", "loss": nan, "loss_error": nan, "grad_norm": nan, "norm_error": nan, "weights": nan}
+    result["gradients"] = {"a": 0.0, "b": nan}
+    assert len(failures(result)) == 4
+    assert write_report(tmp_path, "name", "qwen3", [result], {})[1] is False

@@ -1,0 +1,30 @@
+"""One rank of the certificate's tests: jobs.json holds cases, each with its algorithm section. usage: certify_ranks.py FOLDER"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from megagrpo.certify.cases import Case
+from megagrpo.certify.measure import measure
+from megagrpo.config import ModelConfig
+from megagrpo.config_algorithm import AlgorithmConfig
+from megagrpo.config_load import load_config
+
+
+def main(folder: Path) -> None:
+    results = []
+    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+        place = Path(job["folder"])
+        changes = {"model": ModelConfig(path=str(place / "model")), "algorithm": AlgorithmConfig.model_validate(job["algorithm"])}
+        config = load_config(job["config"], []).model_copy(update=changes)
+        print("job", number, job, flush=True)
+        results.append(measure(config, Case(**job["case"]), place, folder / f"store{number}"))
+    if os.environ["RANK"] == "0":
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))
