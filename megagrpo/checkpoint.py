@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from threading import Thread
 
 from pydantic import TypeAdapter
 
@@ -23,6 +24,9 @@ from megagrpo.mesh import Mesh
 from megagrpo.types import TrainState
 
 _PARTIAL = ".partial"
+# Given the folder, returns how this rank's files are written (alone, in a thread; their paths) and the collective end of it;
+# or None when everything is there already.
+SaveActor = Callable[[Path], tuple[Callable[[], list[Path]], Callable[[], None]] | None]
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
@@ -35,52 +39,118 @@ def latest(root: Path) -> Path | None:
     return finished[-1] if finished else None
 
 
-def save(root: Path, state: TrainState, identity: dict, keep: int, save_actor: Callable[[Path], None], mesh: Mesh) -> Path:
+def save(root: Path, state: TrainState, identity: dict, keep: int, save_actor: SaveActor, mesh: Mesh) -> Path:
     """Collective. Write a checkpoint of `state`, then drop the oldest beyond `keep`. Returns its folder.
 
     A failure on any rank (disk full, say) raises LeaderError on every rank and leaves older checkpoints as they were.
     """
-    target = checkpoint_folder(root, state.step)
-    partial = target.with_name(target.name + _PARTIAL)
+    return begin(root, state, identity, keep, save_actor, mesh).finish()
 
-    def on_main(action: Callable[[], None], what: str) -> None:
+
+def begin(root: Path, state: TrainState, identity: dict, keep: int, save_actor: SaveActor, mesh: Mesh) -> "PendingSave":
+    """Collective. Start what `save` does; files are written by a thread of every rank until `PendingSave.finish`.
+
+    Training may go on meanwhile if save_actor took a copy. LeaderError as from `save`, for what fails before the writing.
+    """
+    pending = PendingSave(root, state, identity, keep, mesh)
+
+    def prepare() -> None:
+        shutil.rmtree(pending.partial, ignore_errors=True)
+        (pending.partial / "actor").mkdir(parents=True)
+
+    pending.on_main(prepare, "creating the folder")
+    parts, failure = None, None
+    try:
+        parts = save_actor(pending.partial / "actor")
+    except Exception as exc:  # any rank: the others must not wait for it in the next collective
+        failure = exc
+    pending.all_or_none(failure)
+    if parts is not None:
+        pending.write_in_background(*parts)
+    return pending
+
+
+class PendingSave:
+    """A save in progress, held by every rank. It becomes a checkpoint in `finish`, or leaves nothing behind."""
+
+    def __init__(self, root: Path, state: TrainState, identity: dict, keep: int, mesh: Mesh):
+        self.target = checkpoint_folder(root, state.step)
+        self.partial = self.target.with_name(self.target.name + _PARTIAL)
+        self._description = {"train": asdict(state), "identity": identity, "version": __version__}
+        self._keep, self._mesh = keep, mesh
+        self._thread: Thread | None = None
+        self._finish_actor: Callable[[], None] = lambda: None
+        self._failure: Exception | None = None
+        self._written: dict[str, tuple[int, int]] = {}  # this rank's files, for the manifest
+
+    def write_in_background(self, write: Callable[[], list[Path]], finish: Callable[[], None]) -> None:
+        def work() -> None:
+            try:
+                self._written = {self._name(path): _size_and_crc(path) for path in write()}
+            except Exception as exc:  # raised in `finish`, on every rank
+                self._failure = exc
+
+        self._finish_actor = finish
+        self._thread = Thread(target=work, name="checkpoint", daemon=True)  # a run that fails does not wait for it
+        self._thread.start()
+
+    def ready(self) -> bool:
+        """Whether all ranks have written their files, so that `finish` will not wait. Collective."""
+        return self._mesh.all_true(self._thread is None or not self._thread.is_alive())
+
+    def finish(self) -> Path:
+        """Wait for the files, then name the folder a checkpoint. Collective; LeaderError on every rank as from `save`."""
+        if self._thread is not None:
+            self._thread.join()
+        self.all_or_none(self._failure)
+        try:
+            self._finish_actor()
+        except Exception as exc:
+            self._failure = exc
+        self.all_or_none(self._failure)
+        written = {name: entry for part in self._mesh.gather_world(self._written) for name, entry in part.items()}
+
+        def publish() -> None:
+            _write_json(self.partial / "state.json", self._description)
+            rest = sorted(p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written)
+            _write_json(self.partial / "manifest.json", written | {self._name(path): _size_and_crc(path) for path in rest})
+            shutil.rmtree(self.target, ignore_errors=True)
+            os.replace(self.partial, self.target)
+            for old in sorted(p for p in self.target.parent.glob("step_*") if p.is_dir())[: -self._keep]:
+                shutil.rmtree(old, ignore_errors=True)
+
+        self.on_main(publish, "writing the manifest")
+        return self.target
+
+    def on_main(self, action: Callable[[], None], what: str) -> None:
+        """The main rank does it; LeaderError on every rank when it cannot."""
         error = ""
-        if mesh.is_main:
+        if self._mesh.is_main:
             try:
                 action()
             except OSError as exc:
-                shutil.rmtree(partial, ignore_errors=True)
-                error = f"checkpoint {target}: {what} failed: {exc}"
-        mesh.raise_any(error)
+                shutil.rmtree(self.partial, ignore_errors=True)
+                error = f"checkpoint {self.target}: {what} failed: {exc}"
+        self._mesh.raise_any(error)
 
-    def prepare() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        (partial / "actor").mkdir(parents=True)
+    def all_or_none(self, failure: Exception | None) -> None:
+        """Collective: if any rank failed, remove the folder and raise LeaderError on every rank."""
+        error = ""
+        if failure is not None:
+            free_mib = shutil.disk_usage(self.target.parent).free >> 20  # torch's writer does not say that the disk is full
+            error = (
+                f"checkpoint {self.target}: rank {self._mesh.rank} could not write, {free_mib} MiB are free there: "
+                f"{type(failure).__name__}: {failure}"
+            )
+        try:
+            self._mesh.raise_any(error)
+        except RuntimeError:
+            if self._mesh.is_main:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            raise
 
-    on_main(prepare, "creating the folder")
-    error = ""
-    try:
-        save_actor(partial / "actor")
-    except Exception as exc:  # any rank: the others must not wait for it in the next collective
-        free_mib = shutil.disk_usage(root).free >> 20  # torch's writer does not say that the disk is full
-        error = f"checkpoint {target}: rank {mesh.rank} could not write, {free_mib} MiB are free there: {type(exc).__name__}: {exc}"
-    try:
-        mesh.raise_any(error)
-    except RuntimeError:
-        if mesh.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-    def finish() -> None:
-        _write_json(partial / "state.json", {"train": asdict(state), "identity": identity, "version": __version__})
-        _write_json(partial / "manifest.json", _manifest(partial))
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(partial, target)
-        for old in sorted(p for p in root.glob("step_*") if p.is_dir())[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    on_main(finish, "writing the manifest")
-    return target
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self.partial))
 
 
 def load(folder: Path, identity: dict, load_actor: Callable[[Path], None], mesh: Mesh) -> TrainState:
@@ -122,9 +192,8 @@ def check(folder: Path, identity: dict) -> None:
         raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(different))
 
 
-def _manifest(folder: Path) -> dict[str, tuple[int, int]]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {str(p.relative_to(folder)): (p.stat().st_size, _crc(p)) for p in files}
+def _size_and_crc(path: Path) -> tuple[int, int]:
+    return path.stat().st_size, _crc(path)
 
 
 def _crc(path: Path) -> int:

@@ -205,6 +205,7 @@ class TrainConfig(Section):
 class CheckpointConfig(Section):
     every: NonNegativeInt = 0  # steps; 0: only at the end
     keep: PositiveInt = 2
+    asynchronous: bool = False  # copy to host memory, write while training goes on, finish after a later step
     resume: Literal["auto", "never"] = "auto"
     load: str | None = None  # another run's checkpoint folder to start from
 

@@ -324,7 +324,8 @@ def _schedule(config: ExperimentConfig) -> list[str]:
     else:
         how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
         lines = [f"evaluation {e.data.path}, {e.num_samples} samples a prompt, {how}: first, every {e.every} steps, last"]
-    lines.append(f"checkpoint {f'every {c.every} steps and' if c.every else 'only'} at the end, {c.keep} kept, resume {c.resume}")
+    when = f"every {c.every} steps and" if c.every else "only"
+    lines.append(f"checkpoint {when} at the end, {c.keep} kept, resume {c.resume}" + (", in the background" if c.asynchronous else ""))
     return lines
 
 

@@ -57,6 +57,17 @@ class Mesh:
             dist.all_gather_object(values, value, group=self.dp_group)
         return values
 
+    def gather_world(self, value: T) -> list[T]:
+        """The value of every rank, in rank order. Small Python objects only. Collective over the world."""
+        values: list = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def all_true(self, value: bool) -> bool:
+        """Whether every rank passes True. Collective over the world."""
+        return all(self.gather_world(value))
+
     def gather_main(self, value: T) -> list[T]:
         """On the main rank the value of every data-parallel rank, in rank order; elsewhere an empty list."""
         if self.dp_size == 1:
@@ -100,12 +111,7 @@ class Mesh:
 
     def raise_any(self, error: str) -> None:
         """Collective over the world: raise LeaderError everywhere if any rank passes a non-empty text."""
-        if self.world_size == 1:
-            errors = [error]
-        else:
-            errors = [None] * self.world_size
-            dist.all_gather_object(errors, error)
-        found = [text for text in errors if text]
+        found = [text for text in self.gather_world(error) if text]
         if found:
             raise LeaderError("\n".join(found))
 

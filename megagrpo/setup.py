@@ -37,6 +37,7 @@ class Run:
     exchange: Exchange
     state: TrainState
     saved_step: int = -1
+    pending_save: checkpoint.PendingSave | None = None  # being written while training goes on
     step_log: StepLog | None = None  # the main rank's
     console: StepConsole | None = None
 
@@ -73,19 +74,31 @@ class Run:
         self.state.consumed_samples += train.num_prompts_per_step * train.group_size
 
     def checkpoint(self) -> None:
-        """Save when the schedule asks for it, and after the last step."""
+        """Save when the schedule asks for it, and after the last step; finish a save in the background when it is written."""
         config, step = self.config.checkpoint, self.state.step
-        if (config.every and step % config.every == 0) or step == self.config.train.num_steps:
-            self.save()
+        if self.pending_save is not None and self.pending_save.ready():
+            self._finish_save()
+        last = step == self.config.train.num_steps
+        if (config.every and step % config.every == 0) or last:
+            self._begin_save()
+        if last or not config.asynchronous:
+            self._finish_save()
 
-    def save(self) -> None:
+    def _begin_save(self) -> None:
         if self.saved_step == self.state.step:
             return
-        folder = self.run_dir / "checkpoints"
-        identity = run_identity(self.config, self.actor)
+        self._finish_save()  # one at a time: it holds a copy of the whole state
+        config, identity = self.config.checkpoint, run_identity(self.config, self.actor)
         state = replace(self.state, surplus=gather_surplus(self.state.surplus, self.mesh))
-        checkpoint.save(folder, state, identity, self.config.checkpoint.keep, lambda f: save_actor(self.actor, f), self.mesh)
+        self.pending_save = checkpoint.begin(
+            self.run_dir / "checkpoints", state, identity, config.keep, lambda f: save_actor(self.actor, f, config.asynchronous), self.mesh
+        )
         self.saved_step = self.state.step
+
+    def _finish_save(self) -> None:
+        if self.pending_save is not None:
+            self.pending_save.finish()
+            self.pending_save = None
 
     def log(self, values: dict[str, float], groups: Sequence[RolloutGroup] | None = None) -> None:
         """One entry of the run's record; every rank calls it, the main rank writes."""

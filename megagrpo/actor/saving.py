@@ -1,28 +1,65 @@
 """The actor's part of a checkpoint: Megatron's dist_checkpointing of model and optimiser, plus the RNG states of every rank."""
 
+from collections.abc import Callable
 from pathlib import Path
+from queue import Queue, SimpleQueue
 
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from megagrpo.actor.megatron_actor import MegatronActor
 
 # every parameter's optimiser state in the parameter's own shape: resumes under any other layout
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _MESSAGE_CHARACTERS = 300
+# Between processes Megatron's writer hands over its results through a manager process; between threads a queue does.
+filesystem_async._results_queue = Queue()
 
 
-def save_actor(actor: MegatronActor, folder: Path) -> None:
-    """Collective. Write the actor's state into an existing empty folder. OSError on every rank when a file cannot be written."""
+def save_actor(actor: MegatronActor, folder: Path, snapshot: bool = False) -> tuple[Callable[[], list[Path]], Callable[[], None]]:
+    """Collective. Plan a checkpoint in an existing empty folder; returns how this rank writes its files, and the collective end.
+
+    The first may run in a thread, without any other rank, and returns the paths; the second comes when every rank's first is
+    done. With `snapshot` the state is copied to host memory now, so that training may go on meanwhile. OSError from either.
+    """
+    state = _sharded_state(actor, actor.updates_done, is_loading=False)
     try:
-        dist_checkpointing.save(_sharded_state(actor, actor.updates_done, is_loading=False), str(folder), content_metadata=_METADATA)
+        request = dist_checkpointing.save(state, str(folder), content_metadata=_METADATA, async_sharded_save=True)
     except CheckpointException as exc:  # no Exception: it would pass every handler but a bare one
         raise OSError(_first_failure(exc)) from exc
+    buckets = request.preload_fn() if request.preload_fn else []  # on the host; for a model on a CPU these are the live tensors
+    if snapshot and actor.mesh.device.type == "cpu":
+        buckets = [(path, name, (blobs, [(item, t.clone()) for item, t in tensors])) for path, name, (blobs, tensors) in buckets]
+
+    def finish() -> None:
+        try:
+            for collective in request.finalize_fns:
+                collective()
+        except CheckpointException as exc:
+            raise OSError(_first_failure(exc)) from exc
+
+    return lambda: _write(request, buckets), finish
+
+
+def _write(request: AsyncRequest, buckets: list) -> list[Path]:
+    """Megatron's own writer, in this thread. Megatron would fork processes, which deadlock where other threads compute."""
+    if not buckets:
+        return []
+    transforms, results = request.async_fn.args[0], {}
+    for index, bucket in enumerate(buckets):
+        outcome, turns = SimpleQueue(), Queue()
+        turns.put(index)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcome, turns, use_fsync=True)
+        _, results[index] = outcome.get()
+        if isinstance(results[index], Exception):
+            raise results[index]
+    request.async_fn_args[2].put(results)  # where `finish` looks for them
+    return [Path(path) for path, _, _ in buckets]
 
 
 def load_actor(actor: MegatronActor, folder: Path) -> None:
