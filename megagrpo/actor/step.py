@@ -138,8 +138,9 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
         return loss, {"loss/total": loss.detach()}
 
     actor.zero_grad()
+    actor.clock.clear()
     sums = _sum_over_ranks(actor, _run(actor, batch, range(len(batch.tokens)), _over_tokens(actor, batch, 1.0, head), forward_only=False))
-    return {"loss/total": sums["loss/total"], **actor.optimizer_step()}
+    return {"loss/total": sums["loss/total"], **actor.optimizer_step(), **actor.clock.take()}
 
 
 def _loss_inputs(batch: Batch, members: Tensor, logprobs: Tensor, entropy: Tensor, full_kl: Tensor | None) -> LossInputs:

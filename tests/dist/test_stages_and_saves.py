@@ -1,0 +1,89 @@
+"""Uneven pipeline stages, what a step's schedule cost, and checkpoints written in the background: two gloo ranks, float32."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megagrpo.config import TinyModelConfig
+from megagrpo.data.tiny import random_tensors
+from megagrpo.data.tiny_config import hf_config
+from megagrpo.hf_files import write_hf_folder
+from tests.dist.workers.launch import run_ranks
+from tests.dist.workers.samples import VOCAB
+
+UNEVEN = {
+    "3 + 2": {"pp": 2, "first_stage_layers": 3},
+    "1 + 4": {"pp": 2, "first_stage_layers": 1, "last_stage_layers": 4},
+    "2 + 3": {"pp": 2, "last_stage_layers": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def five_layers(tmp_path_factory) -> Path:
+    """A random Qwen3 of five layers; its norms are random too, so that a layer in the wrong place shows."""
+    folder = tmp_path_factory.mktemp("five") / "model"
+    sizes = TinyModelConfig(path=str(folder), family="qwen3", hidden_size=64, num_layers=5, head_dim=16, ffn_size=96, tie_embeddings=True)
+    like = folder.with_name("description")
+    like.mkdir()
+    (like / "config.json").write_text(json.dumps(hf_config(sizes) | {"vocab_size": VOCAB}))
+    generator = torch.Generator().manual_seed(0)
+    tensors = random_tensors(sizes, VOCAB, generator)
+    tensors = {name: t if t.dim() > 1 else t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
+    write_hf_folder(folder, iter([tensors]), like=like, dtype=torch.float32)
+    return folder
+
+
+def run(world: int, folder: Path, jobs: list[dict]) -> list[dict]:
+    return run_ranks(world, folder, jobs, script="stage_ranks.py")
+
+
+def test_uneven_stages_equal_one_rank(five_layers: Path, tmp_path: Path):
+    base = {"do": "equality", "model": str(five_layers), "reference": str(tmp_path / "reference.pt")}
+    assert run(1, tmp_path / "one", [{**base, "write": True, "budget": 4096}])[0]["positions"] > 50
+    cases = [(name, packing) for name in UNEVEN for packing in (True, False)]
+    jobs = [{**base, "parallel": UNEVEN[name], "packing": packing} for name, packing in cases]
+    for (name, packing), result in zip(cases, run(2, tmp_path / "two", jobs), strict=True):
+        first = int(name[0])
+        assert result["layers"] == [list(range(1, first + 1)), list(range(first + 1, 6))]
+        print(f"FIGURES | {name} | packing {packing} | { {k: result[k] for k in ('logits', 'loss', 'gradients')} }")
+        assert result["logits"] <= 1e-4 and result["loss"] <= 1e-6 and result["gradients"] <= 1e-5, (name, packing, result)
+
+
+def test_waiting_and_bubble_are_measured(five_layers: Path, tmp_path: Path):
+    base = {"do": "clock", "model": str(five_layers)}
+    pipeline = {**base, "parallel": UNEVEN["3 + 2"], "slow_s": [0.1, 0.1]}
+    jobs = [{**base, "slow_s": [0.0, 0.2]}, {**pipeline, "budget": 64}, {**pipeline, "budget": 200}, {**base, "slow_s": [0.0, 0.0]}]
+    apart, many, few, alike = run(2, tmp_path, jobs)
+    print("FIGURES |", apart, many, few, alike, sep="\n")
+    assert "schedule/pipeline_bubble" not in apart
+    assert apart["schedule/wait_max_s"] >= 0.3, "the second rank sleeps 0.2 s in each of at least two micro-batches"
+    assert apart["schedule/wait_s"] <= 0.75 * apart["schedule/wait_max_s"], "the slow rank itself does not wait"
+    assert alike["schedule/wait_max_s"] < apart["schedule/wait_max_s"] / 2
+    # p stages and m micro-batches of one length idle for (p - 1) / (m + p - 1): a quarter with 3, a half with 1
+    assert 0.15 <= many["schedule/pipeline_bubble"] <= 0.4
+    assert few["schedule/pipeline_bubble"] > many["schedule/pipeline_bubble"]
+
+
+def test_a_save_in_the_background_equals_one_at_once(five_layers: Path, tmp_path: Path):
+    layouts = {
+        "uneven": {"parallel": UNEVEN["3 + 2"]},
+        "dp": {},
+        "distributed optimizer": {"distributed": True},
+    }
+    base = {"do": "background", "model": str(five_layers)}
+    jobs = [{**base, "root": str(tmp_path / name.split()[0]), **options} for name, options in layouts.items()]
+    for name, result in zip(layouts, run(2, tmp_path / "ranks", jobs), strict=True):
+        assert result["unfinished"], f"{name}: a folder of that name before all ranks had written"
+        assert result["different"] == 0.0, name
+
+
+def test_a_failed_save_in_the_background_is_told_to_all_and_leaves_nothing(five_layers: Path, tmp_path: Path):
+    job = {"do": "failure", "model": str(five_layers), "root": str(tmp_path / "run"), "parallel": UNEVEN["3 + 2"]}
+    result = run(2, tmp_path / "ranks", [job])[0]
+    assert len(result["messages"]) == 2
+    for message in result["messages"]:
+        assert "step_000002: rank 1 could not write" in message and "File too large" in message, message
+    assert result["left"] == ["step_000001"], "the older checkpoint stays, no partial folder is left"
+    assert result["again"] == "step_000003"

@@ -1,0 +1,134 @@
+"""One rank of the tests of uneven stages, schedule times and saves in the background. usage: stage_ranks.py FOLDER"""
+
+import json
+import os
+import resource
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megagrpo import checkpoint
+from megagrpo.actor import step
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.saving import load_actor, save_actor
+from megagrpo.actor_weights import ActorWeights, load_initial_weights
+from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.config import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.types import TrainState
+from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, gradient, recorded_logits
+from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, WIDTH
+
+SMALL_FILE = 100_000  # bytes; a stage of the model has more
+
+
+def equality_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
+    """Logits of every trained position, loss and gradients; written by one rank, compared by two."""
+    grid = torch.zeros(NUM_SAMPLES, WIDTH, VOCAB)
+    batch = batch_of(actor.mesh)
+    with recorded_logits() as seen, torch.no_grad():
+        step.token_logprobs(actor, batch, 1.0)
+    for rows, columns, logits in seen:
+        grid[batch.sample_ids[rows], columns] = logits
+    loss = gradient(actor, batch, RICH)
+    if job.get("write"):
+        torch.save({"logits": grid, "loss": loss, "gradients": whole(weights, actor.gradients(), actor.mesh)}, job["reference"])
+        return {"positions": int((grid.abs().amax(-1) > 0).sum())}
+    reference = torch.load(job["reference"])
+    error = float((grid - reference["logits"]).abs().max()) if seen else 0.0
+    gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh)
+    layers = [layer.layer_number for chunk in actor.chunks for layer in chunk.decoder.layers]
+    return {"logits": error, "loss": abs(loss - reference["loss"]), "gradients": max(gradients.values()), "layers": layers}
+
+
+def clock_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
+    """The step's schedule metrics, with forwards of the given ranks made slow."""
+    slow = job["slow_s"][actor.mesh.rank]
+    actor.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(slow))
+    batch = batch_of(actor.mesh)
+    step.token_logprobs(actor, batch, 1.0)  # must not count
+    metrics = step.update(actor, batch, RICH, 1.0, 32, 1)
+    return {name: value for name, value in metrics.items() if name.startswith("schedule/")}
+
+
+def background_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
+    """Saved at once and in the background while two more updates run: both must resume to the same weights, bit by bit."""
+    batch, root = batch_of(actor.mesh), Path(job["root"])
+
+    def save(name: str, snapshot: bool) -> checkpoint.PendingSave:
+        return checkpoint.begin(root / name, TrainState(step=1), {}, 2, lambda f: save_actor(actor, f, snapshot), actor.mesh)
+
+    gradient(actor, batch, RICH)
+    actor.optimizer_step()
+    at_once = save("at_once", False).finish()
+    pending = save("background", True)
+    unfinished = not (root / "background" / "step_000001").exists()
+    for _ in range(2):
+        gradient(actor, batch, RICH)
+        actor.optimizer_step()
+    while not pending.ready():
+        time.sleep(0.05)
+    found = []
+    for folder in (at_once, pending.finish()):
+        checkpoint.load(folder, {}, lambda f: load_actor(actor, f), actor.mesh)
+        gradient(actor, batch, RICH)
+        actor.optimizer_step()
+        found.append({name: p.detach().clone() for name, p in actor.parameters().items()})
+    same = all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    return {"unfinished": unfinished, "different": 0.0 if same else 1.0}
+
+
+def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
+    """A save in the background that one rank cannot write: every rank hears of it when it is finished."""
+    gradient(actor, batch_of(actor.mesh), RICH)
+    actor.optimizer_step()
+    root, message = Path(job["root"]), ""
+    checkpoint.save(root, TrainState(step=1), {}, 2, lambda f: save_actor(actor, f), actor.mesh)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if actor.mesh.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, limits[1]))
+    pending = checkpoint.begin(root, TrainState(step=2), {}, 2, lambda f: save_actor(actor, f, True), actor.mesh)
+    try:
+        pending.finish()
+    except RuntimeError as exc:
+        message = str(exc)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    messages = actor.mesh.gather_world(message)
+    left = sorted(path.name for path in root.iterdir())
+    again = checkpoint.save(root, TrainState(step=3), {}, 2, lambda f: save_actor(actor, f), actor.mesh)
+    return {"messages": messages, "left": left, "again": again.name}
+
+
+JOBS = {"equality": equality_job, "clock": clock_job, "background": background_job, "failure": failure_job}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    results = []
+    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+        config = ActorConfig(
+            world_size=int(os.environ["WORLD_SIZE"]),
+            parallel=ParallelConfig(**job.get("parallel", {})),
+            packing=job.get("packing", True),
+            micro_batch_tokens=job.get("budget", 64),
+            logprob_chunk_tokens=32,
+            deadline_s=120.0,
+        )
+        print("job", number, job, flush=True)
+        optimizer = OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False))
+        with joined(folder / f"store{number}", config, optimizer, job["model"]) as actor:
+            result = JOBS[job["do"]](actor, load_initial_weights(actor, job["model"]), job)
+            everyone: list = [None] * actor.mesh.world_size
+            dist.all_gather_object(everyone, result)
+            largest = {name: max(part[name] for part in everyone) for name, value in result.items() if isinstance(value, float)}
+            results.append(everyone[0] | largest | {"layers": [part.get("layers") for part in everyone]})
+    if os.environ["RANK"] == "0":
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))
