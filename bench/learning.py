@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from common import provenance, write_results
@@ -25,14 +26,16 @@ def main() -> None:
     parser.add_argument("experiments", nargs="+", help="names of files in configs/, without .yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every command")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; minutes then mean little")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "learning")
     args = parser.parse_args()
     for name in args.experiments:
-        runs = [(_seed, seed) for seed in args.seeds] + [(_control, args.seeds[0])]
-        rows = []
-        for run, seed in runs:
-            rows.append(run(name, seed, args.folder, args.overrides))
-            _write(name, args, rows)  # after each, since they take long
+        with ThreadPoolExecutor(args.jobs) as pool:
+            runs = [pool.submit(_seed, name, seed, args.folder, args.overrides) for seed in args.seeds]
+            runs[0].result()  # the control needs its warm-up
+            runs.append(pool.submit(_control, name, args.seeds[0], args.folder, args.overrides))
+            for _ in as_completed(runs):  # they take long: every result is kept as soon as it is there
+                _write(name, args, [run.result() for run in runs if run.done()])
 
 
 def _write(name: str, args: argparse.Namespace, rows: list[dict]) -> None:
