@@ -69,6 +69,10 @@ def read_architecture(folder: str | Path) -> Architecture:
     moe = family == "qwen3_moe"
     if moe and (hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1):
         raise ValueError(f"{path}: layers without experts between MoE layers are not supported")
+    if family != "qwen2" and hf.get("attention_bias") or hf.get("mlp_bias"):
+        raise ValueError(f"{path}: attention_bias and mlp_bias put biases on projections that are not loaded; they must be false")
+    if hf.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{path}: hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
     if hf.get("use_sliding_window"):
         raise ValueError(f"{path}: sliding-window attention is not supported")
     return Architecture(
@@ -85,7 +89,7 @@ def read_architecture(folder: str | Path) -> Architecture:
         rope_theta=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
         rope_scaling=scaling,
         tied=bool(hf.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2" or bool(hf.get("attention_bias", False)),
+        qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe"),
         num_experts=(hf.get("num_experts") or hf["num_local_experts"]) if moe else 0,  # transformers 5 renamed it
         experts_per_token=hf["num_experts_per_tok"] if moe else 0,

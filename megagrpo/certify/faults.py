@@ -63,9 +63,9 @@ def _mean_of_micro_batch_means() -> Iterator[Plant]:
     objective, plan = step.objective, step.plan
     count = 1
 
-    def counting_plan(batch, rows, budget, packed, layout, mesh):
+    def counting_plan(batch, rows, budget, packed, layout, mesh, *rest):
         nonlocal count
-        micros = plan(batch, rows, budget, packed, layout, mesh)
+        micros = plan(batch, rows, budget, packed, layout, mesh, *rest)
         count = len(micros) * mesh.dp_size
         return micros
 

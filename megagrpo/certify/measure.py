@@ -142,7 +142,12 @@ def _reference(config: ExperimentConfig, actor: MegatronActor, weights: ActorWei
 
 
 def _compare(
-    config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], reference: dict, readable_gradients: bool
+    config: ExperimentConfig,
+    actor: MegatronActor,
+    weights: ActorWeights,
+    groups: list[RolloutGroup],
+    reference: dict,
+    readable_gradients: bool,
 ) -> dict:
     """The distributed optimizer leaves each rank its shard of the summed gradient: then the updated weights speak for them."""
     loss = _backward(config, actor, groups, reference["base"])

@@ -1,6 +1,7 @@
 """What the certificate measures on: a tiny model of the experiment's own architecture, and one step's made-up samples."""
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -14,15 +15,16 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 VOCAB = 131  # no tensor-parallel size divides it: padded vocabularies are part of every certificate
 NUM_GROUPS, MAX_PROMPT, MAX_RESPONSE = 5, 10, 24
-_SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"}
+_SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"}
 _SIZES |= {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings", "dtype"}
-_SIZES |= {"torch_dtype", "layer_types", "max_window_layers", "bos_token_id", "eos_token_id", "pad_token_id", "mlp_only_layers"}
+_SIZES |= {"vocab_size", "torch_dtype", "layer_types", "max_window_layers", "bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig, seed: int) -> dict:
     """Write HF folders `model` and `reference` with the experiment's family and options at tiny sizes that `parallel` can cut.
 
-    Returns their config.json. The reference is the model with a little noise, as if some updates had been made. All tensors are random, norms and biases too: a mistake that leaves one of them out must show. ValueError when the experiment's
+    Returns their config.json. The reference is the model with a little noise, as if some updates had been made. All tensors are
+    random, norms and biases too: a mistake that leaves one of them out must show. ValueError when the experiment's
     model is neither there nor in its prepare section.
     """
     real = _real_config(config)
@@ -33,7 +35,7 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
         path=str(folder / "model"),
         family=family,
         hidden_size=16 * kv_heads * (1 + grouped),
-        num_layers=max(4, parallel.pp * parallel.vpp),
+        num_layers=math.lcm(4, parallel.pp * parallel.vpp),
         num_heads=kv_heads * (1 + grouped),
         num_kv_heads=kv_heads,
         head_dim=16,

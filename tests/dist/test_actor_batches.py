@@ -1,0 +1,81 @@
+"""Samples over three data-parallel ranks: each trained on exactly once, whoever sampled it; micro-batches agree in number and shape."""
+
+import random
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megagrpo.config import ParallelConfig
+from megagrpo.data.batch import build_batch, shuffle_rewards
+from megagrpo.mesh import make_mesh
+from megagrpo.microbatch import plan
+from megagrpo.schedule import update_of_group
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+
+WORLD, ROUNDS = 3, 40
+
+
+def some_groups(chance: random.Random) -> list[RolloutGroup]:
+    groups, size = [], chance.randint(1, 5)
+    for g in range(chance.randint(1, 9)):
+        prompt = Prompt(g, "", tuple(chance.randrange(100) for _ in range(chance.randint(1, 8))), "")
+        lengths = [chance.randint(0, 30) for _ in range(size)]
+        samples = tuple(
+            Sample(i, tuple(chance.randrange(100) for _ in range(n)), tuple(-chance.random() for _ in range(n)), "stop", 0, "")
+            for i, n in enumerate(lengths)
+        )
+        groups.append(RolloutGroup(g, prompt, samples, tuple(Outcome("score", chance.random()) for _ in lengths)))
+    return groups
+
+
+def run_rank(rank: int, folder, results) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    mesh = make_mesh(rank, WORLD, torch.device("cpu"), deadline_s=60)
+    found = []
+    for number in range(ROUNDS):
+        chance = random.Random(number)
+        groups = some_groups(chance)
+        num_updates = chance.choice([n for n in (1, 2, 3) if n <= len(groups)])
+        kept = []
+        for _ in range(2):  # two placements of the same groups, one of which may leave a rank without any
+            places = [chance.randrange(WORLD) for _ in groups]
+            mine = [group for group, place in zip(groups, places, strict=True) if place == rank]
+            chance.shuffle(groups)
+            batch = build_batch(mine, len(groups), num_updates, mesh)
+            shuffled = shuffle_rewards(batch, 1, number, mesh)
+            kept.append((batch, shuffled.rewards.tolist()))
+        (batch, rewards), (again, rewards_again) = kept
+        same = torch.equal(batch.tokens, again.tokens) and torch.equal(batch.sample_ids, again.sample_ids) and rewards == rewards_again
+        packed, layout = chance.random() < 0.5, ParallelConfig(pp=chance.choice([1, 2]))
+        shapes = []
+        for update in range(num_updates):
+            rows = [r for r, g in enumerate(batch.group_ids.tolist()) if update_of_group(g, batch.num_groups, num_updates) == update]
+            micros = plan(batch, rows, chance.randint(20, 80), packed, layout, mesh)
+            assert sorted(r for m in micros for r in m.members.tolist()) == rows
+            shapes.append([tuple(m.tokens.shape) for m in micros])
+        tokens = [row[:n].tolist() for row, n in zip(batch.tokens, batch.lengths.tolist(), strict=True)]
+        result = {"ids": batch.sample_ids.tolist(), "tokens": tokens, "same": same, "shapes": shapes, "pp": layout.pp, "rewards": rewards}
+        found.append(result)
+    results[rank] = found
+    dist.destroy_process_group()
+
+
+def test_every_sample_once_and_micro_batches_agree(tmp_path):
+    with mp.Manager() as manager:
+        shared = manager.dict()
+        mp.spawn(run_rank, args=(tmp_path, shared), nprocs=WORLD)
+        by_rank = [shared[rank] for rank in range(WORLD)]
+    for number in range(ROUNDS):
+        groups = some_groups(random.Random(number))
+        parts = [found[number] for found in by_rank]
+        size = len(groups[0].samples)
+        expected = {g.group_id * size + s.index: [*g.prompt.token_ids, *s.token_ids] for g in groups for s in g.samples}
+        trained = {i: tokens for part in parts for i, tokens in zip(part["ids"], part["tokens"], strict=True)}
+        assert trained == expected and sum(len(part["ids"]) for part in parts) == len(expected)
+        assert all(part["same"] for part in parts), "the plan depends on the samples, not on who brought them"
+        rewards = sorted(outcome.value for group in groups for outcome in group.outcomes)
+        assert sorted(r for part in parts for r in part["rewards"]) == rewards
+        for update in zip(*(part["shapes"] for part in parts), strict=True):
+            assert len({len(shapes) for shapes in update}) == 1, "every rank runs the same number of micro-batches"
+            assert parts[0]["pp"] == 1 or len({shape for shapes in update for shape in shapes}) == 1, "pipeline stages exchange one shape"
