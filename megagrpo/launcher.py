@@ -11,6 +11,7 @@ from megagrpo.config import ExperimentConfig
 from megagrpo.config_load import dump_config
 from megagrpo.explain import preflight
 from megagrpo.processes import spawn, stop_tree
+from megagrpo.rollout.client import SERVICE_FILE
 
 _POLL_S = 0.2
 _SERVICE_GRACE_S = 30.0  # engines, Ray and the router end in order
@@ -34,6 +35,7 @@ def run(config: ExperimentConfig) -> int:
         raise ValueError(f"not there yet: {', '.join(unmade)}; first `megagrpo prepare`" + (", then `megagrpo sft`" if config.sft else ""))
     run_dir = Path(config.output_dir)
     resolved = _write_resolved(config, run_dir)
+    (run_dir / SERVICE_FILE).unlink(missing_ok=True)  # a killed run's URL would mislead the trainers
     logs = run_dir / "logs"
     children: list[subprocess.Popen] = []
     try:
@@ -88,7 +90,8 @@ def _start(command: list[str], log: Path, children: list[subprocess.Popen], rank
             stale.unlink()
         python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     log.parent.mkdir(parents=True, exist_ok=True)
-    env = environment.child_environment({"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1")})
+    quiet = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"), "PYTHONWARNINGS": "ignore"}
+    env = environment.child_environment(quiet)
     child = spawn([*python, "-m", "megagrpo.cli", *command], env, log, signal.SIGTERM, share_stdout=ranks is not None)
     children.append(child)
     return child
