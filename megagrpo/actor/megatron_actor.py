@@ -84,13 +84,17 @@ class MegatronActor:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.optimizer_config, self.num_updates = optimizer, num_updates
         self.transformer = transformer_config(self.arch, actor)
-        self.clock = ScheduleClock(device)
-        self.transformer.timers = self.clock
-        self.transformer.finalize_model_grads_func = self._reduce_gradients
         stages = range(actor.parallel.vpp) if actor.parallel.vpp > 1 else [None]
         self.chunks = [build_chunk(self.arch, self.transformer, stage).to(device) for stage in stages]
+        self.clock = ScheduleClock(device)
+        self.transformer.timers = self.clock
+        # after the building: Megatron's experts copy the configuration, and with this method the whole actor
+        self.transformer.finalize_model_grads_func = self._reduce_gradients
         if self.transformer.bf16:
             self.chunks = [chunk.bfloat16() for chunk in self.chunks]
+        # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be copied
+        self.clock = ScheduleClock(device)
+        self.transformer.timers, self.transformer.finalize_model_grads_func = self.clock, self._reduce_gradients
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=optimizer.distributed, grad_reduce_in_fp32=True)
         self.model = [DistributedDataParallel(self.transformer, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self.chunks)]
         self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, actor), self.model)
