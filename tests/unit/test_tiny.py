@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
 from megagrpo.arithmetic import exact_value
 from megagrpo.config import DatasetConfig, TinyModelConfig
 from megagrpo.data.datasets import make_dataset
@@ -19,18 +20,6 @@ from megagrpo.rollout.tools import calculator
 
 GSM8K = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"
 SMALL = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "head_dim": 16, "ffn_size": 96, "num_experts": 4, "expert_ffn_size": 48}
-
-
-@pytest.fixture(scope="module")
-def torchvision_operators():
-    """transformers imports torchvision, whose CUDA wheel cannot load its operators on a CPU and fails where they are undefined."""
-    if torch.cuda.is_available():
-        yield
-        return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    yield
 
 
 def load_in_transformers(folder):
@@ -43,7 +32,7 @@ def load_in_transformers(folder):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
-def test_a_tiny_model_is_a_checkpoint_of_its_family(tmp_path, torchvision_operators, family, tied):
+def test_a_tiny_model_is_a_checkpoint_of_its_family(tmp_path, family, tied):
     config = TinyModelConfig(path=str(tmp_path / "model"), family=family, tie_embeddings=tied, **SMALL)
     size = make_tiny_model(config, seed=1)
     model, tokenizer = load_in_transformers(config.path)
