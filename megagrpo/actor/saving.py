@@ -57,9 +57,16 @@ def _write(request: AsyncRequest, buckets: list) -> list[Path]:
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcome, turns, use_fsync=True)
         _, results[index] = outcome.get()
         if isinstance(results[index], Exception):
-            raise results[index]
+            raise _root(results[index])
     request.async_fn_args[2].put(results)  # where `finish` looks for them
     return [Path(path) for path, _, _ in buckets]
+
+
+def _root(exc: BaseException) -> BaseException:
+    """What happened first: a full disk, not what torch's archive says about it while it is closed."""
+    while exc.__context__ is not None:
+        exc = exc.__context__
+    return exc
 
 
 def load_actor(actor: MegatronActor, folder: Path) -> None:
