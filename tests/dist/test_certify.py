@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +12,6 @@ import pytest
 from megagrpo.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
 from megagrpo.certify.report import failures, write_report
 from megagrpo.certify.subject import make_models
-from megagrpo.cli import main
 from megagrpo.config import ActorConfig, ParallelConfig
 from megagrpo.config_load import load_config
 from tests.dist.workers.launch import run_ranks
@@ -89,23 +90,28 @@ def test_other_algorithms_are_certified_too(folders: dict[str, Path]):
         assert result["grad_norm"] > 1e-3 and len(result["gradients"]) > 20, "there was something to compare"
 
 
-def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path, capfd):
+def certify(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "megagrpo.cli", "certify", str(CONFIG), *arguments]
+    return subprocess.run(command, cwd=CONFIG.parents[1], capture_output=True, text=True)
+
+
+def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path):
     folder = tmp_path / "run"
-    arguments = ["--layouts", "DP2", "--plant", "no-data-parallel-reduction", "--set", f"output_dir={folder}"]
-    assert main(["certify", str(CONFIG), *arguments]) == 1
+    done = certify("--layouts", "DP2", "--plant", "no-data-parallel-reduction", "--set", f"output_dir={folder}")
+    assert done.returncode == 1, done.stderr
     report = json.loads((folder / "certify" / "report.json").read_text())
     assert not report["passed"] and report["not_run"]["TP2xPP2"] == "needs 4 ranks, 2 were given"
     by_layout = {layout: [c["failures"] for c in report["cases"] if c["case"]["layout"] == layout] for layout in ("1 rank", "DP2")}
     assert by_layout["1 rank"] == [[]] * 8 and len(by_layout["DP2"]) == 9 and all(by_layout["DP2"])
-    text = capfd.readouterr()
-    assert "FAILED" in text.out and (folder / "certify" / "report.md").read_text() in text.out
-    assert "above the bound" in text.err
+    assert "FAILED" in done.stdout and (folder / "certify" / "report.md").read_text() in done.stdout
+    assert "above the bound" in done.stderr
 
 
 @pytest.mark.slow
 def test_the_whole_certificate_passes(tmp_path: Path):
     folder = tmp_path / "run"
-    assert main(["certify", str(CONFIG), "--ranks", "4", "--set", f"output_dir={folder}"]) == 0
+    done = certify("--ranks", "4", "--set", f"output_dir={folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((folder / "certify" / "report.json").read_text())
     assert report["passed"] and not report["not_run"]
 
