@@ -2,12 +2,15 @@
 
     python bench/head.py [--tokens 2048] [--vocab 151936] [--hidden 1024] [--device cpu|cuda] [--dtype float32|bfloat16] [--out FILE]
 
-Each side runs in its own process, in turns; times are the best of the rounds. Memory is the peak beyond inputs, outputs and
+Each side runs in its own process, in turns; times are the best of the rounds, by the clock and of all cores together, which other
+programs disturb less. --out writes FILE.json and FILE.md. Memory is the peak beyond inputs, outputs and
 gradients: on a CPU of the process (its largest resident size), on a GPU of torch's allocator.
 """
 
 import argparse
+import datetime
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -43,7 +46,7 @@ def measure(side: str, args) -> dict:
     small = torch.randn(8, 8, device=device)
     (small @ small).sum().item()  # the libraries' own workspaces are not counted
     before = torch.cuda.memory_allocated() if device == "cuda" else resident_bytes()
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     if side == "chunked":
         logprobs, entropy = chunked_logprobs(hidden, weight, targets, 1.0, args.chunk)
     else:
@@ -51,11 +54,11 @@ def measure(side: str, args) -> dict:
     (logprobs @ coefficients[0] + entropy @ coefficients[1]).backward()
     if device == "cuda":
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     kept = sum(t.numel() * t.element_size() for t in (logprobs, entropy, hidden.grad, weight.grad))
     torch.save([t.detach().float().cpu() for t in (logprobs, entropy, hidden.grad, weight.grad)], f"{args.folder}/{side}.pt")
-    return {"seconds": seconds, "extra_bytes": peak - before - kept}
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "extra_bytes": peak - before - kept}
 
 
 def main() -> None:
@@ -79,10 +82,15 @@ def main() -> None:
             results[side].append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     two_matrices = 2 * 4 * args.tokens * args.vocab
     row = {"tokens": args.tokens, "vocab": args.vocab, "hidden": args.hidden, "device": args.device, "dtype": args.dtype}
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    row["commit"] = subprocess.run(commit, cwd=Path(__file__).parent, check=True, capture_output=True, text=True).stdout.strip()
+    row |= {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), "threads": args.threads}
     for side in SIDES:
         row[f"{side}_s"] = round(min(r["seconds"] for r in results[side]), 3)
+        row[f"{side}_cpu_s"] = round(min(r["cpu_seconds"] for r in results[side]), 3)
         row[f"{side}_extra_mib"] = round(max(r["extra_bytes"] for r in results[side]) / 2**20, 1)
     row["time_ratio"] = round(row["chunked_s"] / row["plain_s"], 3)
+    row["cpu_time_ratio"] = round(row["chunked_cpu_s"] / row["plain_cpu_s"], 3)
     row["memory_over_two_matrices"] = round(row["chunked_extra_mib"] * 2**20 / two_matrices, 4)
     mine, theirs = (torch.load(f"{args.folder}/{side}.pt") for side in SIDES)
     names = ("logprobs", "entropy", "grad_hidden", "grad_weight")
@@ -90,7 +98,10 @@ def main() -> None:
         row[f"{name}_difference"] = float((a - b).abs().max() / b.abs().max())
     print(json.dumps(row, indent=1))
     if args.out:
-        args.out.write_text(json.dumps(row, indent=1) + "\n")
+        args.out.with_suffix(".json").write_text(json.dumps(row, indent=1) + "\n")
+        lines = [f"| {name} | {value} |" for name, value in row.items()]
+        title = "# Log-probabilities and entropy with backward: chunked against materialised logits"
+        args.out.with_suffix(".md").write_text("\n".join([title, "", "| | |", "|---|---|", *lines]) + "\n")
 
 
 if __name__ == "__main__":
