@@ -33,9 +33,11 @@ def checkpoint_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
-def latest(root: Path) -> Path | None:
-    """The finished checkpoint of the highest step, or None. Partial folders (an interrupted save) do not count."""
+def latest(root: Path, at_most: int | None = None) -> Path | None:
+    """The finished checkpoint of the highest step (up to `at_most`), or None. Partial folders (an interrupted save) do not count."""
     finished = sorted(p for p in root.glob("step_*") if p.is_dir() and not p.name.endswith(_PARTIAL))
+    if at_most is not None:
+        finished = [p for p in finished if p <= checkpoint_folder(root, at_most)]
     return finished[-1] if finished else None
 
 

@@ -47,6 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     export = add("export", _export, "write a checkpoint as a Hugging Face model folder")
     export.add_argument("output", help="folder to create")
     export.add_argument("--checkpoint", help="checkpoint folder; default: the latest of the run")
+    replay = add("replay", _replay, "update once more on a dumped batch: of a step that was not finite, or of log.dump_steps")
+    replay.add_argument("dump", help="folder dumps/step_N of a run")
     add("report", _report, "summary table and learning curve of a run folder", config=False).add_argument("run_dir")
     add("status", _status, "state of the rollout service of a run", config=False).add_argument("run_dir")
     add("doctor", _doctor, "versions, what is missing or clashes, and the remedy", config=False)
@@ -120,6 +122,17 @@ def _export(args) -> int:
     from megagrpo.launcher import train_ranks
 
     return train_ranks(config, ["export", args.output, *(["--checkpoint", args.checkpoint] if args.checkpoint else [])])
+
+
+def _replay(args) -> int:
+    config = _config(args)
+    if under_torchrun():
+        from megagrpo.trainer import replay_main
+
+        return replay_main(config, args.dump)
+    from megagrpo.launcher import train_ranks
+
+    return train_ranks(config, ["replay", args.dump])
 
 
 def _report(args) -> int:

@@ -134,6 +134,7 @@ class ActorConfig(Section):
     moe_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     threads: PositiveInt = 1  # intra-op threads a rank on a CPU
     deadline_s: PositiveFloat = 1800.0  # every collective
+    max_restarts: NonNegativeInt = 3  # of all ranks together, over the run, when one was lost
 
     @property
     def dp(self) -> int:
@@ -199,6 +200,7 @@ class TrainConfig(Section):
     num_prompts_per_step: PositiveInt = 64
     group_size: PositiveInt = 8
     num_updates_per_step: PositiveInt = 1  # optimiser updates; the step's groups are split between them
+    non_finite: Literal["halt", "skip"] = "halt"  # an update whose loss or gradient is NaN or infinite; its batch is dumped
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = 0.5  # of reward errors and timeouts in a step; above it the run stops
 
 
@@ -213,6 +215,7 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     tensorboard: bool = True
     console: bool = True
+    dump_steps: list[PositiveInt] = []  # whose batch is kept for `megagrpo replay`
     rollouts: bool = True  # every prompt, response and reward as JSON lines
 
 

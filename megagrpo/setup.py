@@ -7,20 +7,22 @@ from pathlib import Path
 
 from megagrpo import checkpoint
 from megagrpo.actor import DEVICE
-from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.actor_weights import load_initial_weights
 from megagrpo.config import ExperimentConfig
+from megagrpo.config_algorithm import AlgorithmConfig
 from megagrpo.console import StepConsole
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
 from megagrpo.mesh import Mesh
 from megagrpo.metrics import Metrics, StepLog
+from megagrpo.replay import dump_folder, write_dump
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.client import ServiceControl, read_service_url
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
 from megagrpo.selection import deal_surplus, gather_surplus, next_groups
-from megagrpo.types import RolloutGroup, TrainState
+from megagrpo.types import Batch, RolloutGroup, TrainState
 from megagrpo.weights.exchange import Exchange
 
 
@@ -67,6 +69,24 @@ class Run:
     def _refresh(self, engines: Sequence[str]) -> None:
         """An engine came back with other weights: give it the present ones. Called on every rank together."""
         self.exchange.publish(self.state.step, only=list(engines))
+
+    def inspect_update(self, batch: Batch, algorithm: AlgorithmConfig, values: dict[str, float]) -> None:
+        """Keep the step's batch when log.dump_steps asks for it or an update was not finite. Collective.
+
+        Raises NonFiniteUpdate on every rank unless train.non_finite is skip.
+        """
+        step, bad = self.state.step + 1, values["optim/non_finite_updates"]
+        if not bad and step not in self.config.log.dump_steps:
+            return
+        folder = dump_folder(self.run_dir, step)
+        write_dump(folder, batch, algorithm, self.state.step, values, self.mesh)
+        if not bad:
+            return
+        text = f"step {step}: loss or gradient of {bad:.0f} update(s) is not finite, these were not taken; the batch is in {folder}"
+        if self.config.train.non_finite == "halt":
+            raise NonFiniteUpdate(f"{text} (`megagrpo replay`). train.non_finite: skip would go on")
+        if self.console is not None:
+            self.console.note(text)
 
     def finish_step(self, groups: Sequence[RolloutGroup]) -> None:
         train = self.config.train

@@ -33,6 +33,7 @@ def train(run: Run) -> None:
         batch, values = with_advantages(batch, algorithm, mesh.reduce, state.algo_state, max_tokens)  # the all-reduce
         with timer.phase("update"):
             values |= update(actor, batch, algorithm, temperature, max_tokens, num_updates)
+        run.inspect_update(batch, algorithm, values)  # an update that was not finite: dumped; halt or go on
         run.finish_step(groups)
         with timer.phase("publish"):
             values |= run.publish()

@@ -1,4 +1,4 @@
-"""The bodies of the processes that torchrun starts: train, sft, export. A failure becomes one message for the launcher."""
+"""The bodies of the processes that torchrun starts: train, sft, export, replay. A failure becomes one message for the launcher."""
 
 import traceback
 from collections.abc import Callable
@@ -53,6 +53,37 @@ def export_main(config: ExperimentConfig, folder: str | None, output: str) -> in
         weights = load_initial_weights(actor, config.model.path)
         checkpoint.load(source_folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
         export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
+
+    return guarded(config, body)
+
+
+def replay_main(config: ExperimentConfig, folder: str) -> int:
+    """`megagrpo replay`: the update of a dumped step on the newest weights at or before it, beside what was measured then."""
+
+    def body() -> None:
+        from megagrpo.actor import DEVICE
+        from megagrpo.actor.megatron_actor import MegatronActor
+        from megagrpo.actor.saving import load_actor
+        from megagrpo.actor.step import update, with_logprobs
+        from megagrpo.actor_weights import load_initial_weights
+        from megagrpo.replay import compare, read_dump
+        from megagrpo.setup import run_identity
+
+        dump, num_updates, temperature = read_dump(Path(folder)), config.train.num_updates_per_step, config.sampling.temperature
+        total = config.train.num_steps * num_updates
+        actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, total, config.seed, DEVICE)
+        load_initial_weights(actor, config.model.path)
+        if dump.algorithm.uses_reference:
+            actor.keep_reference()
+        version, source = 0, checkpoint.latest(Path(config.output_dir) / "checkpoints", dump.weight_version)
+        if source is not None:
+            version = checkpoint.load(source, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh).step
+        batch = dump.batch(actor.mesh)
+        if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":  # the reference's states are not dumped
+            batch = with_logprobs(actor, batch, temperature, False, "full")
+        values = update(actor, batch, dump.algorithm, temperature, config.sampling.max_response_tokens, num_updates)
+        if actor.mesh.is_main:
+            print(compare(dump, values, version, source or config.model.path), flush=True)
 
     return guarded(config, body)
 

@@ -23,8 +23,8 @@ from megagrpo.config import ActorConfig, OptimizerConfig
 from megagrpo.mesh import Mesh, make_mesh
 
 
-class NonFiniteGradient(RuntimeError):
-    """The gradient norm of an update is NaN or infinite; the weights were not touched."""
+class NonFiniteUpdate(RuntimeError):
+    """The loss or the gradient norm of an update is NaN or infinite; the weights were not touched."""
 
 
 def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
@@ -132,12 +132,16 @@ class MegatronActor:
         """This rank's accumulated float32 gradients, by parameter name (for tests and the certificate)."""
         return {name: p.main_grad for name, p in self.parameters().items()}
 
-    def optimizer_step(self) -> dict[str, float]:
-        """Clip by the global norm and step. Raises NonFiniteGradient on every rank, before any weight is touched."""
+    def optimizer_step(self, loss: float = 0.0) -> dict[str, float]:
+        """Clip by the global norm and step. `loss` is the update's, for its being finite alone.
+
+        Raises NonFiniteUpdate on every rank, before any weight is touched.
+        """
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            raise NonFiniteGradient(f"gradient norm is {norm} at update {self.updates_done}; no weight was changed")
+        # one decision for all ranks: a rank that steps while another does not would leave the weights of no version
+        if not self.mesh.all_true(math.isfinite(loss) and math.isfinite(norm)):
+            raise NonFiniteUpdate(f"update {self.updates_done}: loss {loss}, gradient norm {norm}; no weight was changed")
         lr = learning_rate(self.optimizer_config, self.updates_done, self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megagrpo.actor.attention import PackedSequences
-from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.config_algorithm import AlgorithmConfig
@@ -82,10 +82,10 @@ def update(
 ) -> dict[str, float]:
     """Train on the batch in `num_updates` optimiser updates; returns the step's metrics, the same on every rank.
 
-    Raises megatron_actor.NonFiniteGradient on every rank before any weight of that update is touched.
+    An update whose loss or gradient is not finite touches no weight; optim/non_finite_updates counts it.
     """
     totals: dict[str, float] = {}
-    tokens, skipped, optim = 0.0, 0, {}
+    tokens, skipped, non_finite, optim = 0.0, 0, 0, {}
     actor.expert_load.enabled = True
     actor.clock.clear()
     for index in range(num_updates):
@@ -95,15 +95,21 @@ def update(
             skipped += 1
             continue
         sums = backward(actor, batch, rows, algorithm, temperature, denominators)
-        optim = actor.optimizer_step()
+        try:
+            optim = actor.optimizer_step(sums["loss/total"])
+        except NonFiniteUpdate as exc:
+            print(exc, flush=True)
+            non_finite += 1
+            continue
         tokens += float(denominators.num_tokens)
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value
     actor.expert_load.enabled = False
-    loss = totals.pop("loss/total", 0.0) / max(num_updates - skipped, 1)
+    loss = totals.pop("loss/total", 0.0) / max(num_updates - skipped - non_finite, 1)
     padded, real = totals.pop("padded", 1.0), totals.pop("real", 1.0)
     metrics = {name: value / max(tokens, 1.0) for name, value in totals.items()}
     metrics |= {"loss/total": loss, "batch/padding_waste": 1 - real / padded, "optim/skipped_updates": float(skipped), **optim}
+    metrics["optim/non_finite_updates"] = float(non_finite)
     return metrics | actor.clock.take() | _expert_metrics(actor)
 
 
@@ -140,7 +146,7 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
     actor.zero_grad()
     actor.clock.clear()
     sums = _sum_over_ranks(actor, _run(actor, batch, range(len(batch.tokens)), _over_tokens(actor, batch, 1.0, head), forward_only=False))
-    return {"loss/total": sums["loss/total"], **actor.optimizer_step(), **actor.clock.take()}
+    return {"loss/total": sums["loss/total"], **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
 
 def _loss_inputs(batch: Batch, members: Tensor, logprobs: Tensor, entropy: Tensor, full_kl: Tensor | None) -> LossInputs:

@@ -62,5 +62,5 @@ def long_run(experiments) -> tuple[Path, Finished]:
     """(run folder, what the user saw) of ten undisturbed steps, weights through `broadcast`, with evaluations in between."""
     folder = experiments / "long"
     held_out = {"data": {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8}, "every": 5, "num_samples": 2}
-    config = write_experiment(folder, **LONG_RUN, eval=held_out | {"temperature": 1.0}, log={"tensorboard": True})
+    config = write_experiment(folder, **LONG_RUN, eval=held_out | {"temperature": 1.0}, log={"tensorboard": True, "dump_steps": [4]})
     return folder, megagrpo("run", config, timeout_s=560)

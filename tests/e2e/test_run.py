@@ -71,6 +71,17 @@ def test_the_run_leaves_a_summary_a_curve_and_a_model(long_run, tmp_path):
     assert all(not torch.equal(before[name], after[name]) for name in before.specs), "a weight that no step has moved"
 
 
+def test_a_dumped_step_is_replayed_from_the_checkpoint_before_it(long_run):
+    folder = long_run[0]
+    done = megagrpo("replay", folder.with_suffix(".yaml"), folder / "dumps" / "step_000004")
+    assert done.status == 0, done.stderr
+    first, _, *lines = done.stdout.splitlines()
+    assert first == f"weights of version 3 ({folder / 'checkpoints' / 'step_000003'})"
+    then, now = ({line.split()[0]: line.split()[column] for line in lines} for column in (1, 2))
+    for name in ("loss/total", "optim/grad_norm", "optim/lr", "policy/entropy"):
+        assert then[name] == now[name] == repr(metrics(folder)[4][name]), name
+
+
 def test_killed_and_run_again_it_is_the_same_run(long_run, tmp_path):
     """The launcher dies without a chance to clean up; `megagrpo run` again goes on from the last checkpoint. Everything equals the
     run that nobody disturbed, whose weights took the other way to the engine."""

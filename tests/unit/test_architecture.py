@@ -20,7 +20,7 @@ LAYERS = (
     {"mesh", "metrics", "hf_files", "schedule", "arithmetic"},
     {"microbatch"},
     {"data", "rewards", "rollout", "weights", "actor"},
-    {"checkpoint", "outcomes", "actor_weights", "selection", "setup", "evaluation", "console", "report", "doctor", "explain"},
+    {"checkpoint", "replay", "outcomes", "actor_weights", "selection", "setup", "evaluation", "console", "report", "doctor", "explain"},
     {"train", "sft"},
     {"trainer", "export"},
     {"launcher"},

@@ -1,0 +1,79 @@
+"""A step's batch on disk, and what `megagrpo replay` makes of it: kept when an update was not finite, or when asked.
+
+    run/dumps/step_000012/   named like the step's entry in metrics.jsonl: an update of weights 11
+        dp_0.pt ...          the tensors of one data-parallel rank's Batch, advantages included
+        step.json            weight version, algorithm with its present KL coefficient, metrics; written last
+"""
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from megagrpo.config_algorithm import AlgorithmConfig
+from megagrpo.mesh import Mesh
+from megagrpo.types import Batch
+
+_LEFT_OUT = "reference"  # hidden states of a whole model, of one layout; a replay computes them again
+
+
+def dump_folder(run_dir: Path, step: int) -> Path:
+    return run_dir / "dumps" / f"step_{step:06d}"
+
+
+def write_dump(folder: Path, batch: Batch, algorithm: AlgorithmConfig, weight_version: int, values: dict[str, float], mesh: Mesh) -> None:
+    """Collective. Keep a batch that is about to be, or was, trained on; LeaderError on every rank when it cannot be written."""
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        on_host = batch.to("cpu")
+        parts = {field.name: getattr(on_host, field.name) for field in fields(Batch) if field.name != _LEFT_OUT}
+        torch.save(parts, folder / f"dp_{mesh.dp_rank}.pt")
+
+    mesh.from_leader(write, f"dump into {folder}")
+
+    def describe() -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        description = {"weight_version": weight_version, "dp": mesh.dp_size, "values": finite}
+        description["algorithm"] = algorithm.model_dump(mode="json")
+        (folder / "step.json").write_text(json.dumps(description, indent=1))
+
+    mesh.from_leader(lambda: describe() if mesh.is_main else None, f"dump into {folder}")
+
+
+@dataclass(frozen=True)
+class Dump:
+    folder: Path
+    weight_version: int  # that the step sampled from and updated
+    dp: int
+    algorithm: AlgorithmConfig
+    values: dict[str, float | None]  # what was measured then
+
+    def batch(self, mesh: Mesh) -> Batch:
+        """This rank's. ValueError when the data-parallel size is another one."""
+        if mesh.dp_size != self.dp:
+            raise ValueError(f"{self.folder} is of {self.dp} data-parallel ranks, this layout has {mesh.dp_size}")
+        parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", map_location=mesh.device, weights_only=True)
+        return Batch(**parts)
+
+
+def read_dump(folder: Path) -> Dump:
+    """ValueError when the folder is no finished dump."""
+    try:
+        description = json.loads((folder / "step.json").read_text())
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"{folder} is not a finished dump of a step: {exc}") from exc
+    algorithm = AlgorithmConfig.model_validate(description.pop("algorithm"))
+    return Dump(folder, algorithm=algorithm, **description)
+
+
+def compare(dump: Dump, values: dict[str, float], version: int, source: str | Path) -> str:
+    """Then and now, side by side, with the weights that were used."""
+    other = "" if version == dump.weight_version else f"; the step itself was made from version {dump.weight_version}: figures differ"
+    lines = [f"weights of version {version} ({source}){other}", f"{'':32}{'then':>24}{'now':>24}"]
+    for name, value in sorted(values.items()):
+        then = dump.values.get(name)
+        lines.append(f"{name:32}{'-' if then is None else repr(then):>24}{value!r:>24}")
+    return "\n".join(lines)

@@ -1,0 +1,119 @@
+"""One rank of the tests of updates that are not finite. usage: non_finite_ranks.py FOLDER"""
+
+import json
+import os
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megagrpo.actor import step
+from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
+from megagrpo.actor_weights import load_initial_weights
+from megagrpo.certify.measure import joined
+from megagrpo.config import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.replay import compare, read_dump
+from megagrpo.schedule import update_of_group
+from megagrpo.setup import Run
+from megagrpo.types import Batch, TrainState
+from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of
+
+NUM_UPDATES, BAD_SAMPLE, WEIGHT_VERSION = 2, 1, 4
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    results = [job_of(job, folder, number) for number, job in enumerate(json.loads((folder / "jobs.json").read_text()))]
+    if os.environ["RANK"] == "0":
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+def job_of(job: dict, folder: Path, number: int) -> dict:
+    """One bad sample on one data-parallel rank, in the first of two updates."""
+    options = dict(parallel=ParallelConfig(**job["parallel"]), micro_batch_tokens=64, logprob_chunk_tokens=32, deadline_s=120.0)
+    config = ActorConfig(world_size=int(os.environ["WORLD_SIZE"]), **options)
+    optimizer = OptimizerConfig(**OPTIMIZER, distributed=job["distributed"])
+    print("job", number, job, flush=True)
+    with joined(folder / f"store{number}", config, optimizer, job["model"]) as actor:
+        load_initial_weights(actor, job["model"])
+        initial = weights(actor)
+        batch = batch_of(actor.mesh)
+        values = step.update(actor, with_infinity(batch), RICH, 1.0, 32, NUM_UPDATES)
+        with_bad = weights(actor)
+        skipped = inspect(actor, job, "skip", with_infinity(batch), values)
+        halted = inspect(actor, job, "halt", with_infinity(batch), values)
+        quiet = inspect(actor, job, "halt", batch, {"optim/non_finite_updates": 0.0})
+
+        reload(actor, initial)
+        dump = read_dump(Path(job["run"]) / "dumps" / f"step_{WEIGHT_VERSION + 1:06d}")
+        again = step.update(actor, dump.batch(actor.mesh), dump.algorithm, 1.0, 32, NUM_UPDATES)
+        replayed = weights(actor)
+
+        reload(actor, initial)
+        good = step.update(actor, without_first_update(batch), RICH, 1.0, 32, NUM_UPDATES)
+        without_bad = weights(actor)
+        result = {
+            "non_finite": values["optim/non_finite_updates"],
+            "skipped_when_masked": good["optim/skipped_updates"],
+            "loss_is_of_the_good_update": values["loss/total"] == good["loss/total"],
+            "same_weights_as_without": same(with_bad, without_bad),
+            "moved": not same(with_bad, initial),
+            "messages": [skipped, halted, quiet],
+            "replayed": same(replayed, with_bad) and again["loss/total"] == dump.values["loss/total"],
+            "says": compare(dump, again, 3, "initial").splitlines()[0],
+        }
+        everyone = actor.mesh.gather_world(result)
+        assert all(other == everyone[0] for other in everyone), everyone
+        return everyone[0]
+
+
+def with_infinity(batch: Batch) -> Batch:
+    advantages = batch.advantages.clone()
+    advantages[batch.sample_ids == BAD_SAMPLE] *= float("inf")
+    return replace(batch, advantages=advantages)
+
+
+def without_first_update(batch: Batch) -> Batch:
+    first = torch.tensor([update_of_group(g, batch.num_groups, NUM_UPDATES) == 0 for g in batch.group_ids.tolist()])
+    assert update_of_group(BAD_SAMPLE, batch.num_groups, NUM_UPDATES) == 0
+    return replace(batch, loss_mask=batch.loss_mask * ~first[:, None])
+
+
+def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: dict) -> str:
+    """What Run.inspect_update says; the rest of a run is not needed for it."""
+    sections = {"name": "t", "output_dir": job["run"], "model": {"path": job["model"]}, "data": {"path": "d"}}
+    config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
+    state = TrainState(step=WEIGHT_VERSION)
+    rest = dict.fromkeys(("prompts", "eval_prompts", "rollouts", "exchange", "stop_request"))
+    run = Run(config, Path(job["run"]), actor, **rest, state=state)
+    try:
+        run.inspect_update(batch, RICH, values)
+    except NonFiniteUpdate as exc:
+        return str(exc)
+    return ""
+
+
+def weights(actor: MegatronActor) -> dict:
+    return {name: p.detach().clone() for name, p in actor.parameters().items()}
+
+
+def reload(actor: MegatronActor, values: dict) -> None:
+    """The initial weights and an optimiser without history."""
+    with torch.no_grad():
+        for name, p in actor.parameters().items():
+            p.copy_(values[name])
+    for part in getattr(actor.optimizer, "chained_optimizers", [actor.optimizer]):
+        part.optimizer.state.clear()
+    actor.weights_loaded()
+    actor.updates_done = 0
+
+
+def same(a: dict, b: dict) -> bool:
+    return all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))
