@@ -35,8 +35,12 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     add("run", _run, "serve and train on this machine, and clean up")
-    add("serve", _serve, "start the rollout service and watch over it").add_argument("--ray-address", help="join this Ray cluster")
-    add("train", _train, "one trainer rank, under torchrun, against a running service").add_argument("--service", help="URL of the service")
+    serve = add("serve", _serve, "start the rollout service and watch over it; with --master-addr, this node's part of it")
+    serve.add_argument("--ray-address", help="join this Ray cluster")
+    _add_place(serve, "rollout", 30000)
+    train = add("train", _train, "the trainer ranks of one node, against a running service (under torchrun: one rank)")
+    train.add_argument("--service", help="URL of the service; default: as it stands in the run folder")
+    _add_place(train, "trainer", 29500)
     add("sft", _sft, "supervised warm-up with the same actor")
     add("prepare", _prepare, "make the tiny model and data that the experiment asks for")
     add("check", _check, "explain the experiment without starting anything")
@@ -55,6 +59,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_place(parser: argparse.ArgumentParser, kind: str, port: int) -> None:
+    parser.add_argument("--nnodes", type=int, default=1, help=f"how many {kind} nodes there are (default 1)")
+    parser.add_argument("--node-rank", type=int, default=0, help=f"this {kind} node's number, from 0")
+    parser.add_argument("--master-addr", help=f"address of {kind} node 0")
+    parser.add_argument("--master-port", type=int, default=port, help=f"port of {kind} node 0 where the nodes meet (default {port})")
+    parser.add_argument("--node-addr", help="this node's own address; default: that of the interface towards node 0")
+
+
+def _place(args: argparse.Namespace):
+    from megagrpo.nodes import Node
+
+    return Node(args.node_rank, args.nnodes, args.node_addr, args.master_addr, args.master_port)
+
+
+def _experiment_words(args: argparse.Namespace) -> list[str]:
+    """The experiment as a child's command line names it."""
+    return [args.config, *(word for override in args.overrides for word in ("--set", override))]
+
+
 def _config(args: argparse.Namespace) -> ExperimentConfig:
     return load_config(args.config, args.overrides)
 
@@ -66,16 +89,25 @@ def _run(args) -> int:
 
 
 def _serve(args) -> int:
+    config = _config(args)
+    if args.master_addr is not None and args.ray_address is None:
+        from megagrpo.nodes import serve_node
+
+        return serve_node(config, _experiment_words(args), _place(args))
     from megagrpo.rollout.service import serve
 
-    config = _config(args)
     return serve(config, Path(config.output_dir), args.ray_address)
 
 
 def _train(args) -> int:
-    from megagrpo.trainer import train_main
+    config = _config(args)
+    if under_torchrun():
+        from megagrpo.trainer import train_main
 
-    return train_main(_config(args), args.service)
+        return train_main(config, args.service)
+    from megagrpo.nodes import train_node
+
+    return train_node(config, [*_experiment_words(args), *(["--service", args.service] if args.service else [])], _place(args))
 
 
 def _sft(args) -> int:

@@ -1,32 +1,36 @@
-"""One machine: the rollout service and the trainers as child processes, watched together, ended together."""
+"""One machine: the rollout service and the trainers as child processes, watched together, ended together. Its parts serve nodes.py too."""
 
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from megagrpo import environment
 from megagrpo.config import ExperimentConfig
 from megagrpo.config_load import dump_config
-from megagrpo.explain import preflight
 from megagrpo.processes import spawn, stop_tree
 from megagrpo.rollout.client import SERVICE_FILE
+from megagrpo.stop_request import STOP_FILE, STOPPED, StopRequest
 
 _POLL_S = 0.2
 _SERVICE_GRACE_S = 30.0  # engines, Ray and the router end in order
 _LOG_LINES = 25
 
 
-class _Ended(Exception):
-    """SIGTERM or SIGINT arrived."""
+class Ended(Exception):
+    """A signal that ends everything at once."""
 
 
 def run(config: ExperimentConfig) -> int:
     """`megagrpo run`: serve + torchrun on this machine. Returns the trainers' exit status; leaves no process behind.
 
+    USR1: save after the present step and return STOPPED. TERM, INT: end at once.
     Raises ValueError, before anything starts, with every problem that can be known by then.
     """
+    from megagrpo.explain import preflight  # transformers: seconds in which nodes.py could not be told to stop
+
     problems = preflight(config)
     if problems:
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
@@ -34,101 +38,137 @@ def run(config: ExperimentConfig) -> int:
     if unmade:  # preflight lets pass what this experiment itself makes
         raise ValueError(f"not there yet: {', '.join(unmade)}; first `megagrpo prepare`" + (", then `megagrpo sft`" if config.sft else ""))
     run_dir = Path(config.output_dir)
-    resolved = _write_resolved(config, run_dir)
+    resolved = write_resolved(config, run_dir)
     (run_dir / SERVICE_FILE).unlink(missing_ok=True)  # a killed run's URL would mislead the trainers
     logs = run_dir / "logs"
+    stop_file = logs / "trainer.stop_request"
     children: list[subprocess.Popen] = []
     try:
-        with _signals_raise():
-            service = _start(["serve", str(resolved)], logs / "service.log", children)
-            trainers = _start(["train", str(resolved)], logs / "trainer.log", children, ranks=config.actor.world_size)
-            return _watch(trainers, logs / "trainer.log", service)
-    except _Ended as exc:
+        with Signals((signal.SIGTERM, signal.SIGINT), (signal.SIGUSR1,), StopRequest(stop_file)) as request:
+            service = start(["serve", str(resolved)], logs / "service.log", children)
+            ranks, env = torchrun(config.actor.world_size, config.actor.max_restarts), {STOP_FILE: str(stop_file)}
+            trainers = start(["train", str(resolved)], logs / "trainer.log", children, [*ranks, "--standalone"], env)
+            status = watch(trainers, logs / "trainer.log", first_report, service, logs / "service.log")
+            return stopped(request) if status == 0 and request.granted() else status
+    except Ended as exc:
         print(f"megagrpo run: {exc}; stopping", file=sys.stderr)
         return 143
     finally:
-        for child in reversed(children):
-            stop_tree(child.pid, _SERVICE_GRACE_S)
-            child.wait()
+        end_all(children, _SERVICE_GRACE_S)
 
 
 def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
     """Run a collective subcommand (sft, export) as `actor.world_size` ranks of this machine; returns its exit status."""
     run_dir = Path(config.output_dir)
-    resolved = _write_resolved(config, run_dir)
+    resolved = write_resolved(config, run_dir)
     children: list[subprocess.Popen] = []
     try:
-        with _signals_raise():
+        with Signals((signal.SIGTERM, signal.SIGINT)):
             name, *rest = command
             log = run_dir / "logs" / f"{name}.log"
-            return _watch(_start([name, str(resolved), *rest], log, children, ranks=config.actor.world_size), log)
-    except _Ended as exc:
+            ranks = [*torchrun(config.actor.world_size), "--standalone"]
+            return watch(start([name, str(resolved), *rest], log, children, ranks), log, first_report)
+    except Ended as exc:
         print(f"megagrpo {command[0]}: {exc}; stopping", file=sys.stderr)
         return 143
     finally:
-        for child in children:
-            stop_tree(child.pid)
-            child.wait()
+        end_all(children)
 
 
 def _inputs(config: ExperimentConfig) -> list[str]:
     return [config.model.path, config.data.path, *([config.eval.data.path] if config.eval else [])]
 
 
-def _write_resolved(config: ExperimentConfig, run_dir: Path) -> Path:
+def write_resolved(config: ExperimentConfig, run_dir: Path) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / "config.yaml"
     dump_config(config, path)
     return path
 
 
-def _start(command: list[str], log: Path, children: list[subprocess.Popen], ranks: int | None = None) -> subprocess.Popen:
-    """A subcommand as a child: one process, or `ranks` of them under torchrun. Rank 0's standard output is this terminal's."""
-    python = [sys.executable, "-W", "ignore"]
-    if ranks is not None:
+def torchrun(ranks: int, max_restarts: int = 0) -> list[str]:
+    """The interpreter's arguments that start `ranks` processes of what follows here; when one fails, all start again, so many times."""
+    return ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)]
+
+
+def start(
+    command: list[str], log: Path, children: list[subprocess.Popen], torchrun: list[str] = (), env: dict[str, str] | None = None
+) -> subprocess.Popen:
+    """A subcommand as a child: one process, or ranks under `torchrun`. Rank 0's standard output is this terminal's."""
+    if torchrun:
         for stale in log.parent.glob("error_rank*.txt"):
-            stale.unlink()
-        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    log.parent.mkdir(parents=True, exist_ok=True)
+            stale.unlink(missing_ok=True)  # another node may have been quicker
     quiet = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"), "PYTHONWARNINGS": "ignore"}
-    env = environment.child_environment(quiet)
-    child = spawn([*python, "-m", "megagrpo.cli", *command], env, log, signal.SIGTERM, share_stdout=ranks is not None)
+    python = [sys.executable, "-W", "ignore", *torchrun, "-m", "megagrpo.cli"]
+    whole = environment.child_environment(quiet | (env or {}))
+    child = spawn([*python, *command], whole, log, signal.SIGTERM, share_stdout=bool(torchrun))
     children.append(child)
     return child
 
 
-def _watch(ranks: subprocess.Popen, log: Path, service: subprocess.Popen | None = None) -> int:
-    """Wait for the ranks, which write to `log`. Returns 0, or 1 after printing why they or the service ended."""
-    while ranks.poll() is None:
-        if service is not None and service.poll() is not None:
-            print(f"megagrpo: the rollout service ended with status {service.returncode}", file=sys.stderr)
-            return _show_end(log.with_name("service.log"))
-        time.sleep(_POLL_S)
-    if ranks.returncode == 0:
-        return 0
-    print(f"megagrpo: the trainers ended with status {ranks.returncode}", file=sys.stderr)
-    # The first to fail knows why; the others may only have seen it go.
+def end_all(children: list[subprocess.Popen], grace_s: float = 5.0) -> None:
+    """End what was started, the last first, with all that it started in turn."""
+    for child in reversed(children):
+        stop_tree(child.pid, grace_s)
+        child.wait()
+
+
+def stopped(request: StopRequest) -> int:
+    """The exit status of a run that was asked to stop and did, after saying so."""
+    print(f"megagrpo: stopped as asked, {request.granted()}; the same command goes on from there", file=sys.stderr)
+    return STOPPED
+
+
+def last_lines(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+
+
+def first_report(log: Path) -> str:
+    """Why ranks failed: the first to fail knows, the others may only have seen it go."""
     reports = sorted(log.parent.glob("error_rank*.txt"), key=lambda report: report.stat().st_mtime_ns)
-    if not reports:
-        return _show_end(log)
-    print(f"{reports[0].read_text().rstrip()}\nwhole log: {log}", file=sys.stderr)
+    return reports[0].read_text().rstrip() if reports else last_lines(log)
+
+
+def watch(
+    main: subprocess.Popen,
+    log: Path,
+    explain: Callable[[Path], str] = last_lines,
+    needed: subprocess.Popen | None = None,
+    needed_log: Path | None = None,
+) -> int:
+    """Wait for `main`, which writes to `log` and cannot do without `needed`. Returns 0, or 1 after printing why either ended."""
+    while main.poll() is None:
+        if needed is not None and needed.poll() is not None:
+            main, log, explain = needed, needed_log, last_lines
+            break
+        time.sleep(_POLL_S)
+    if main.returncode == 0 and main is not needed:
+        return 0
+    print(f"megagrpo: {log.stem} ended with status {main.returncode}\n{explain(log)}\nwhole log: {log}", file=sys.stderr)
     return 1
 
 
-def _show_end(log: Path) -> int:
-    """Print the last lines of a log and where it is. Returns 1."""
-    print("\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:]), f"\nwhole log: {log}", file=sys.stderr)
-    return 1
+class Signals:
+    """Inside, signals in `end` raise Ended, so that `finally` blocks stop the children; those in `ask` make the request, and a
+    TERM that comes after the request ends too."""
 
+    def __init__(self, end: Iterable[int], ask: Iterable[int] = (), request: StopRequest | None = None):
+        self._end, self._ask, self._request = end, ask, request
 
-class _signals_raise:
-    """Inside, SIGTERM and SIGINT raise _Ended, so that `finally` blocks stop the children."""
+    def __enter__(self) -> StopRequest | None:
+        def raise_ended(number, frame):
+            raise Ended(signal.Signals(number).name)
 
-    def __enter__(self):
-        def end(number, frame):
-            raise _Ended(signal.Signals(number).name)
+        def make_request(number, frame):
+            if number == signal.SIGTERM and self._request.made():
+                raise_ended(number, frame)
+            self._request.make()
 
-        self._old = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+        if self._request is not None:
+            self._request.withdraw()
+        handlers = {number: raise_ended for number in self._end} | {number: make_request for number in self._ask}
+        self._old = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        return self._request
 
     def __exit__(self, *exc_info):
         for number, handler in self._old.items():

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megagrpo import checkpoint
+from megagrpo import checkpoint, environment
 from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import load_actor, save_actor
@@ -22,6 +22,7 @@ from megagrpo.rollout.client import ServiceControl, read_service_url
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
 from megagrpo.selection import deal_surplus, gather_surplus, next_groups
+from megagrpo.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState
 from megagrpo.weights.exchange import Exchange
 
@@ -38,6 +39,7 @@ class Run:
     rollouts: RolloutSource
     exchange: Exchange
     state: TrainState
+    stop_request: StopRequest = StopRequest(None)
     saved_step: int = -1
     pending_save: checkpoint.PendingSave | None = None  # being written while training goes on
     step_log: StepLog | None = None  # the main rank's
@@ -104,6 +106,17 @@ class Run:
         if last or not config.asynchronous:
             self._finish_save()
 
+    def stopping(self) -> bool:
+        """Whether any node was asked to stop (pre-emption, time limit); then the present state is saved. Collective."""
+        if self.mesh.all_true(not self.stop_request.made()):
+            return False
+        self._begin_save()
+        self._finish_save()
+        self.stop_request.grant(self.state.step)
+        if self.console is not None:
+            self.console.note(f"stops after step {self.state.step}, as asked; the next start goes on from there")
+        return True
+
     def _begin_save(self) -> None:
         if self.saved_step == self.state.step:
             return
@@ -156,7 +169,8 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
         rollouts = RolloutSource(config, mesh, control, rewards, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), tool)
         exchange = Exchange(config, mesh, weights, control, run_dir)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
-        run = Run(config, run_dir, actor, prompts, eval_prompts, rollouts, exchange, state, saved_step=state.step)
+        stop_request = StopRequest(environment.get(STOP_FILE))
+        run = Run(config, run_dir, actor, prompts, eval_prompts, rollouts, exchange, state, stop_request, saved_step=state.step)
         if mesh.is_main:
             run.step_log = StepLog(run_dir, config.log, state.step)
             stack.callback(run.step_log.close)
@@ -164,6 +178,8 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
             for data, found in ((config.data, prompts), (config.eval and config.eval.data, eval_prompts)):
                 if found is not None and (dropped := describe_dropped(data, found)):
                     run.console.note(dropped)
+            if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
+                run.console.note(f"a rank was lost: all ranks started again, for the {restarts}. of {config.actor.max_restarts} times")
             if state.step:
                 run.console.note(f"continues after step {state.step}")
         yield run

@@ -18,6 +18,8 @@ def train(run: Run) -> None:
     run.publish()  # returns only when every engine has proved that it holds these very weights
     run.log(evaluate(run))
     for step in range(state.step, config.train.num_steps):
+        if run.stopping():  # pre-emption or the time limit: saved, and continued by the next start
+            break
         timer, metrics = StepTimer(), Metrics()
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored

@@ -98,14 +98,21 @@ class ServiceControl:
 
 
 def read_service_url(run_dir: Path, timeout_s: float) -> str:
-    """URL of the service of this run, waiting for it to come up. Raises ServiceUnreachable."""
+    """URL of the service of this run, waiting until it answers: the file may be what a killed service left. Raises ServiceUnreachable."""
     path = run_dir / SERVICE_FILE
     deadline = time.monotonic() + timeout_s
-    while not path.exists():
+    while True:
+        try:
+            url = json.loads(path.read_text())["url"]
+            ServiceControl(url).status()
+            return url
+        except FileNotFoundError:
+            problem = "did not appear"
+        except ServiceUnreachable as exc:
+            problem = f"is of a service that is gone ({exc}), and no new one came"
         if time.monotonic() > deadline:
-            raise ServiceUnreachable(f"{path} did not appear in {timeout_s:.0f} s: `megagrpo serve` has not started its engines")
+            raise ServiceUnreachable(f"{path} {problem} in {timeout_s:.0f} s: `megagrpo serve` has not started its engines")
         time.sleep(0.2)
-    return json.loads(path.read_text())["url"]
 
 
 def print_status(run_dir: Path) -> int:

@@ -15,7 +15,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 
 
 # Imports go to the same part or to an earlier line. Parts of one line see each other only in PEERS_IMPORT.
 LAYERS = (
-    {"types", "config_base", "config_algorithm", "config", "config_load", "environment", "processes"},
+    {"types", "config_base", "config_algorithm", "config", "config_load", "environment", "processes", "stop_request"},
     {"algo"},
     {"mesh", "metrics", "hf_files", "schedule", "arithmetic"},
     {"microbatch"},
@@ -24,6 +24,7 @@ LAYERS = (
     {"train", "sft"},
     {"trainer", "export"},
     {"launcher"},
+    {"nodes"},
     {"certify"},
     {"cli"},
 )
