@@ -1,5 +1,6 @@
 """From an HF config.json to Megatron's TransformerConfig: the families we train, as data."""
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +130,15 @@ def check_layout(arch: Architecture, actor: ActorConfig) -> None:
         raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
 
 
+def check_transformer_engine(actor: ActorConfig) -> None:
+    """ValueError when Transformer Engine's layers are asked for where it is not installed."""
+    if actor.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            "actor.transformer_engine is true, but the package transformer_engine is not installed here (it needs CUDA): "
+            "pip install 'megagrpo[gpu]', or set actor.transformer_engine: false for torch's layers"
+        )
+
+
 def transformer_config(arch: Architecture, actor: ActorConfig):
     """Megatron's TransformerConfig: no fusions that need Transformer Engine or Apex, sums instead of means everywhere."""
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -189,7 +199,7 @@ def _moe_options(arch: Architecture, actor: ActorConfig) -> dict:
         num_moe_experts=arch.num_experts,
         moe_router_topk=arch.experts_per_token,
         moe_ffn_hidden_size=arch.expert_ffn_size,
-        moe_grouped_gemm=False,
+        moe_grouped_gemm=actor.transformer_engine,
         moe_router_load_balancing_type="aux_loss" if actor.moe_aux_loss_coef else "none",
         moe_aux_loss_coeff=actor.moe_aux_loss_coef,
         moe_router_pre_softmax=not arch.norm_topk_prob,

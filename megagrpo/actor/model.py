@@ -50,40 +50,47 @@ class HiddenStatesModel(GPTModel):
         return self.output_layer.weight
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    backend = LocalSpecProvider()
-    head_norm = RmsNorm if config.qk_layernorm else IdentityOp
+def _block_spec(config: TransformerConfig, vp_stage: int | None, transformer_engine: bool) -> TransformerBlockSubmodules:
+    """Both kinds have parameters of the same names, but for experts: norms stay modules of their own."""
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        backend = TESpecProvider()
+        norm, attention = backend.layer_norm(rms_norm=True), backend.core_attention()
+    else:
+        backend, norm, attention = LocalSpecProvider(), RmsNorm, CausalAttention
+    head_norm = norm if config.qk_layernorm else IdentityOp
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RmsNorm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=backend.column_parallel_linear(),
-                    core_attention=CausalAttention,
+                    core_attention=attention,
                     linear_proj=backend.row_parallel_linear(),
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RmsNorm,
-            mlp=get_mlp_module_spec_for_backend(backend, num_experts=config.num_moe_experts, moe_grouped_gemm=False),
+            pre_mlp_layernorm=norm,
+            mlp=get_mlp_module_spec_for_backend(backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm),
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RmsNorm)
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm)
 
 
-def build_chunk(arch: Architecture, config: TransformerConfig, vp_stage: int | None) -> HiddenStatesModel:
+def build_chunk(arch: Architecture, config: TransformerConfig, vp_stage: int | None, transformer_engine: bool) -> HiddenStatesModel:
     """One pipeline stage's model on this rank (`vp_stage` with virtual pipelining). Its weights are uninitialised: load them."""
     scaling = arch.rope_scaling
     tp = config.tensor_model_parallel_size
     chunk = HiddenStatesModel(
         config,
-        _block_spec(config, vp_stage),
+        _block_spec(config, vp_stage, transformer_engine),
         vocab_size=-(-arch.vocab_size // tp) * tp,
         max_sequence_length=arch.max_positions,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -96,7 +103,7 @@ def build_chunk(arch: Architecture, config: TransformerConfig, vp_stage: int | N
         vp_stage=vp_stage,
     )
     for name, parameter in chunk.named_parameters():
-        if ".local_experts." in name:
+        if ".experts." in name:
             # Megatron says "reduce over data-parallel ranks only" unless EP > 1, which leaves expert gradients of
             # TP + sequence parallel at EP 1 unreduced over TP: silently wrong. Expert groups are right for every layout.
             parameter.allreduce = False
@@ -155,12 +162,20 @@ def _load_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Te
         attention.k_layernorm.weight.copy_(hf[prefix + "self_attn.k_norm.weight"])
     if not arch.is_moe:
         rank, size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-        _load_mlp(layer.mlp, hf, prefix + "mlp.", rank, size)
+        _load_mlp(layer.mlp.linear_fc1.weight, layer.mlp.linear_fc2.weight, hf, prefix + "mlp.", rank, size)
         return
     layer.mlp.router.weight.copy_(hf[prefix + "mlp.gate.weight"])
     rank, size = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
-    for index, expert in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
-        _load_mlp(expert, hf, f"{prefix}mlp.experts.{index}.", rank, size)
+    for place, index in enumerate(layer.mlp.local_expert_indices):
+        _load_mlp(*_expert_weights(layer.mlp.experts, place), hf, f"{prefix}mlp.experts.{index}.", rank, size)
+
+
+def _expert_weights(experts, place: int) -> tuple[Tensor, Tensor]:
+    """Of the place-th local expert: a module of its own, or one of the numbered weights of Transformer Engine's grouped layers."""
+    if hasattr(experts, "local_experts"):
+        expert = experts.local_experts[place]
+        return expert.linear_fc1.weight, expert.linear_fc2.weight
+    return getattr(experts.linear_fc1, f"weight{place}"), getattr(experts.linear_fc2, f"weight{place}")
 
 
 def _load_qkv(parameter: Tensor, arch: Architecture, hf: Mapping[str, Tensor], prefix: str, kind: str) -> None:
@@ -175,9 +190,8 @@ def _load_qkv(parameter: Tensor, arch: Architecture, hf: Mapping[str, Tensor], p
         target[:, place].copy_(_tp_rows(source))
 
 
-def _load_mlp(mlp, hf: Mapping[str, Tensor], prefix: str, rank: int, size: int) -> None:
+def _load_mlp(fc1: Tensor, fc2: Tensor, hf: Mapping[str, Tensor], prefix: str, rank: int, size: int) -> None:
     gate, up = (hf[f"{prefix}{name}_proj.weight"].chunk(size, 0)[rank] for name in ("gate", "up"))
-    fc1 = mlp.linear_fc1.weight
     fc1[: len(gate)].copy_(gate)
     fc1[len(gate) :].copy_(up)
-    mlp.linear_fc2.weight.copy_(hf[prefix + "down_proj.weight"].chunk(size, 1)[rank])
+    fc2.copy_(hf[prefix + "down_proj.weight"].chunk(size, 1)[rank])

@@ -18,6 +18,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "CP2": (2, {"cp": 2}),
     "EP2": (2, {"ep": 2}),
     "TP2xEP2": (2, {"tp": 2, "ep": 2}),
+    "TP2xETP2": (2, {"tp": 2, "etp": 2}),
     "TP2xPP2": (4, {"tp": 2, "pp": 2}),
     "TP2xDP2": (4, {"tp": 2}),
     "TP2xCP2": (4, {"tp": 2, "cp": 2}),
@@ -90,7 +91,7 @@ def _replica(parallel: dict[str, int]) -> int:
 
 
 def _reason_against(needed: int, parallel: dict[str, int], ranks: int, is_moe: bool) -> str | None:
-    if parallel.get("ep", 1) > 1 and not is_moe:
+    if parallel.keys() & {"ep", "etp"} and not is_moe:
         return "the model has no experts"
     if needed > ranks:
         return f"needs {needed} ranks, {ranks} were given"

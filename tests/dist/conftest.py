@@ -1,9 +1,11 @@
-"""Shared by the actor's tests: random Hugging Face models with transformers' logits and gradients, made once a session."""
+"""Shared by the actor's tests: random Hugging Face models with transformers' logits and gradients, made once a session; figures."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.dist.figures import LayoutFigures
 from tests.dist.workers.launch import run_hf_reference
 
 
@@ -12,3 +14,11 @@ def hf_models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf_models")
     run_hf_reference(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def layout_figures(request: pytest.FixtureRequest) -> Iterator[LayoutFigures]:
+    figures = LayoutFigures()
+    yield figures
+    if request.config.getoption("--figures"):
+        figures.write()

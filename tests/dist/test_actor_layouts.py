@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist.figures import LayoutFigures
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import LENGTHS
 
@@ -23,6 +24,7 @@ LAYOUTS = {
     "CP2": {"cp": 2},
     "EP2": {"ep": 2},
     "TP2xEP2": {"tp": 2, "ep": 2},
+    "TP2xETP2": {"tp": 2, "etp": 2},
     "TP2xPP2": {"tp": 2, "pp": 2},
     "EP2xPP2": {"ep": 2, "pp": 2},
 }
@@ -33,7 +35,7 @@ VARIANTS = {"packed": {"packing": True, "budget": 64}, "padded": {"packing": Fal
 
 
 def layouts_for(model: str) -> list[str]:
-    return [name for name, sizes in LAYOUTS.items() if model in MOE or "ep" not in sizes]
+    return [name for name, sizes in LAYOUTS.items() if model in MOE or not sizes.keys() & {"ep", "etp"}]
 
 
 def jobs_of(world: int, models: tuple[str, ...], folder: Path, variants: tuple[str, ...]) -> dict[tuple[str, str, str], dict]:
@@ -66,16 +68,15 @@ def special_jobs(model: str, folder: Path) -> dict[tuple[str, str, str], dict]:
     return jobs
 
 
-def check(folder: Path, world: int, jobs: dict[tuple[str, str, str], dict]) -> dict[tuple[str, str, str], dict]:
-    """Run the jobs, print their figures, fail with every problem; returns the results."""
+def check(folder: Path, world: int, jobs: dict[tuple[str, str, str], dict], figures: LayoutFigures) -> dict[tuple[str, str, str], dict]:
+    """Run the jobs, keep their figures, fail with every problem; returns the results."""
     first = "-".join(next(iter(jobs))).replace(" ", "_")
     results = dict(zip(jobs, run_ranks(world, folder / f"world{world}_{first}", list(jobs.values())), strict=True))
     problems = []
     for (model, layout, what), result in results.items():
         problems += [f"{model}, {layout}, {what}: {problem}" for problem in problems_of(what, result)]
-        figures = {name: f"{value:.1e}" for name, value in result.items() if isinstance(value, float)}
-        worst = f"{max(result['gradients'].values()):.1e}" if result.get("gradients") else "-"
-        print(f"FIGURES | {model} | {layout} | {what} | gradients {worst} | {figures}")
+        if result:  # the jobs that write references have none
+            figures.add(model, layout, what, result)
     assert not problems, "\n".join(problems)
     return results
 
@@ -93,9 +94,9 @@ def problems_of(what: str, result: dict) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(hf_models: Path) -> Path:
+def one_rank(hf_models: Path, layout_figures: LayoutFigures) -> Path:
     """The one-rank runs, checked against transformers, which leave the references for all other layouts."""
-    results = check(hf_models, 1, jobs_of(1, MODELS, hf_models, BOTH))
+    results = check(hf_models, 1, jobs_of(1, MODELS, hf_models, BOTH), layout_figures)
     compared = {result["positions"] for (_, _, what), result in results.items() if what.startswith("forward")}
     assert compared == {sum(LENGTHS) - len(LENGTHS)}, "every position that predicts a token was compared"
     return hf_models
@@ -105,26 +106,26 @@ def test_one_rank_equals_transformers(one_rank: Path):
     assert all((one_rank / f"{model}.rank1.pt").exists() for model in MODELS)
 
 
-def test_two_ranks(one_rank: Path):
-    check(one_rank, 2, jobs_of(2, MODELS[:2], one_rank, BOTH))
+def test_two_ranks(one_rank: Path, layout_figures: LayoutFigures):
+    check(one_rank, 2, jobs_of(2, MODELS[:2], one_rank, BOTH), layout_figures)
 
 
-def test_two_ranks_of_the_other_models(one_rank: Path):
-    check(one_rank, 2, jobs_of(2, MODELS[2:], one_rank, ("packed",)))
+def test_two_ranks_of_the_other_models(one_rank: Path, layout_figures: LayoutFigures):
+    check(one_rank, 2, jobs_of(2, MODELS[2:], one_rank, ("packed",)), layout_figures)
 
 
-def test_few_samples_distributed_optimizer_and_recompute(one_rank: Path):
-    results = check(one_rank, 2, special_jobs("qwen3", one_rank) | special_jobs("qwen3_moe", one_rank))
+def test_few_samples_distributed_optimizer_and_recompute(one_rank: Path, layout_figures: LayoutFigures):
+    results = check(one_rank, 2, special_jobs("qwen3", one_rank) | special_jobs("qwen3_moe", one_rank), layout_figures)
     calls = {key[1:]: result["attention_calls"] for key, result in results.items()}
     for layout, kind in product(("PP2", "TP2xEP2"), ("full", "selective")):
         assert calls[layout, f"update recompute {kind}"] == 2 * calls[layout, "update recompute none"], "it was computed once more"
 
 
-def test_four_ranks(one_rank: Path):
-    check(one_rank, 4, jobs_of(4, MODELS[:2], one_rank, BOTH))
+def test_four_ranks(one_rank: Path, layout_figures: LayoutFigures):
+    check(one_rank, 4, jobs_of(4, MODELS[:2], one_rank, BOTH), layout_figures)
 
 
 @pytest.mark.slow
-def test_the_rest_of_the_grid(one_rank: Path):
-    check(one_rank, 2, jobs_of(2, MODELS[2:], one_rank, ("padded",)))
-    check(one_rank, 4, jobs_of(4, MODELS[2:], one_rank, BOTH))
+def test_the_rest_of_the_grid(one_rank: Path, layout_figures: LayoutFigures):
+    check(one_rank, 2, jobs_of(2, MODELS[2:], one_rank, ("padded",)), layout_figures)
+    check(one_rank, 4, jobs_of(4, MODELS[2:], one_rank, BOTH), layout_figures)

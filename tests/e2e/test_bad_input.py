@@ -1,5 +1,6 @@
 """What a user did wrong is said in one message, with a non-zero exit, before anything is written."""
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -156,3 +157,10 @@ def test_a_checkpoint_of_another_model(long_run):
     done, reports = trainers_alone(config)
     assert done.status != 0 and "is of another model: model: checkpoint" in reports[0] and "'num_layers': 4" in reports[0]
     assert not (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+def test_transformer_engine_where_it_is_missing(experiments):
+    done, reports = trainers_alone(write_experiment(experiments / "engineless"), "actor.transformer_engine=true")
+    assert done.status != 0 and len(reports) == 2
+    assert all("actor.transformer_engine is true, but the package transformer_engine is not installed" in report for report in reports)

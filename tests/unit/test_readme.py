@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from bench.readme import refreshed
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 
@@ -20,3 +22,8 @@ def test_the_loop_in_the_readme_is_the_one_that_runs():
     source = (ROOT / "megagrpo" / "train.py").read_text()
     for call in re.findall(r"(?:run\.)?\w+(?=\()", loop):
         assert f"{call}(" in source, f"{call} is in the README's loop and not in train.py"
+
+
+def test_measured_tables_are_those_of_the_results():
+    assert README.count("<!-- bench/results/") >= 2
+    assert refreshed(README) == README, "python bench/readme.py copies them"
