@@ -130,6 +130,7 @@ class ActorConfig(Section):
     micro_batch_tokens: PositiveInt = 4096  # padded tokens in one forward pass
     packing: bool = True  # several sequences in one row, no padding between them
     recompute: Literal["none", "selective", "full"] = "none"
+    transformer_engine: bool = False  # its layers, attention and grouped experts in the place of torch's; needs CUDA
     logprob_chunk_tokens: PositiveInt = 1024  # [chunk, vocab / tp] is the largest logits block ever held
     moe_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     threads: PositiveInt = 1  # intra-op threads a rank on a CPU

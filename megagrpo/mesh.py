@@ -20,7 +20,11 @@ T = TypeVar("T")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class LeaderError(RuntimeError):
+class RunStopped(RuntimeError):
+    """Raised on every rank together, for a reason that the same ranks started again would meet again."""
+
+
+class LeaderError(RunStopped):
     """An exception on one rank, raised on every rank with its text."""
 
 

@@ -15,15 +15,15 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from megagrpo import environment
-from megagrpo.actor.hf_config import check_layout, read_architecture, transformer_config
+from megagrpo.actor.hf_config import check_layout, check_transformer_engine, read_architecture, transformer_config
 from megagrpo.actor.model import build_chunk, load_hf
 from megagrpo.actor.reference import HostReference
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.config import ActorConfig, OptimizerConfig
-from megagrpo.mesh import Mesh, make_mesh
+from megagrpo.mesh import Mesh, RunStopped, make_mesh
 
 
-class NonFiniteUpdate(RuntimeError):
+class NonFiniteUpdate(RunStopped):
     """The loss or the gradient norm of an update is NaN or infinite; the weights were not touched."""
 
 
@@ -79,17 +79,14 @@ class MegatronActor:
     ):
         self.arch = read_architecture(model_path)
         check_layout(self.arch, actor)
+        check_transformer_engine(actor)
         self.config = actor
         self.mesh = start_distributed(actor, device)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.optimizer_config, self.num_updates = optimizer, num_updates
         self.transformer = transformer_config(self.arch, actor)
         stages = range(actor.parallel.vpp) if actor.parallel.vpp > 1 else [None]
-        self.chunks = [build_chunk(self.arch, self.transformer, stage).to(device) for stage in stages]
-        self.clock = ScheduleClock(device)
-        self.transformer.timers = self.clock
-        # after the building: Megatron's experts copy the configuration, and with this method the whole actor
-        self.transformer.finalize_model_grads_func = self._reduce_gradients
+        self.chunks = [build_chunk(self.arch, self.transformer, stage, actor.transformer_engine).to(device) for stage in stages]
         if self.transformer.bf16:
             self.chunks = [chunk.bfloat16() for chunk in self.chunks]
         # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be copied
