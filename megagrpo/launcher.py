@@ -26,7 +26,7 @@ class Ended(Exception):
 def run(config: ExperimentConfig) -> int:
     """`megagrpo run`: serve + torchrun on this machine. Returns the trainers' exit status; leaves no process behind.
 
-    USR1: save after the present step and return STOPPED. TERM, INT: end at once.
+    USR1: save after the present step and return STOPPED. TERM, INT, USR2: end at once.
     Raises ValueError, before anything starts, with every problem that can be known by then.
     """
     from megagrpo.explain import preflight  # transformers: seconds in which nodes.py could not be told to stop
@@ -44,7 +44,7 @@ def run(config: ExperimentConfig) -> int:
     stop_file = logs / "trainer.stop_request"
     children: list[subprocess.Popen] = []
     try:
-        with Signals((signal.SIGTERM, signal.SIGINT), (signal.SIGUSR1,), StopRequest(stop_file)) as request:
+        with Signals((signal.SIGTERM, signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1,), StopRequest(stop_file)) as request:
             service = start(["serve", str(resolved)], logs / "service.log", children)
             ranks, env = torchrun(config.actor.world_size, config.actor.max_restarts), {STOP_FILE: str(stop_file)}
             trainers = start(["train", str(resolved)], logs / "trainer.log", children, [*ranks, "--standalone"], env)

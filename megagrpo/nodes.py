@@ -4,6 +4,7 @@ slurm/*.sbatch and launch/*_node.sh start one of these on every node and tell it
 """
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -119,13 +120,14 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if node.rank > 0:
                 _wait_for_head(config, node)
-            ray = spawn(_ray_command(node, temporary), environment.child_environment(_RAY_ENVIRONMENT), log, signal.SIGTERM)
+            env = _ray_environment(node)
+            ray = spawn(_ray_command(node, temporary), environment.child_environment(env), log, signal.SIGTERM)
             children.append(ray)
             if node.rank > 0:
                 return watch(ray, log)
             _wait_for_head(config, node)
             address = ["--ray-address", f"{node.first_address}:{node.first_port}"]
-            service = start(["serve", *arguments, *address], log.with_name("service.log"), children)
+            service = start(["serve", *arguments, *address], log.with_name("service.log"), children, env=env)
             return watch(service, log.with_name("service.log"), last_lines, ray, log)
     except Ended:
         return 0
@@ -134,7 +136,14 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-_RAY_ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}  # an engine is no background job
+def _ray_environment(node: Node) -> dict[str, str]:
+    """Of `ray start` and of who joins it. ValueError when several nodes have no common token."""
+    env = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}  # an engine is no background job
+    if any(environment.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")) or (Path.home() / ".ray" / "auth_token").exists():
+        return env
+    if node.number > 1:
+        raise ValueError("who may join Ray? Set RAY_AUTH_TOKEN to the same long random text on every rollout node")
+    return env | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _ray_command(node: Node, temporary: Path) -> list[str]:
