@@ -99,6 +99,8 @@ def start(
         for stale in log.parent.glob("error_rank*.txt"):
             stale.unlink(missing_ok=True)  # another node may have been quicker
     quiet = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"), "PYTHONWARNINGS": "ignore"}
+    # In torchrun's own store, ranks that start again would find the dead ones' addresses under the same names.
+    quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     python = [sys.executable, "-W", "ignore", *torchrun, "-m", "megagrpo.cli"]
     whole = environment.child_environment(quiet | (env or {}))
     child = spawn([*python, *command], whole, log, signal.SIGTERM, share_stdout=bool(torchrun))
@@ -141,6 +143,8 @@ def watch(
         if needed is not None and needed.poll() is not None:
             main, log, explain = needed, needed_log, last_lines
             break
+        if explain is first_report and any(log.parent.glob("error_rank*.final.txt")):  # torchrun would start the ranks again
+            stop_tree(main.pid)
         time.sleep(_POLL_S)
     if main.returncode == 0 and main is not needed:
         return 0

@@ -100,8 +100,8 @@ def _between_nodes(node: Node) -> dict[str, str]:
     interfaces = psutil.net_if_addrs().items()
     mine = [name for name, addresses in interfaces if any(a.address == node.own_address for a in addresses)]
     if mine and environment.get("GLOO_SOCKET_IFNAME") is None:  # gloo would take what the host's name resolves to, often 127.0.0.1
-        env["GLOO_SOCKET_IFNAME"] = mine[0]
-    return env
+        return {"GLOO_SOCKET_IFNAME": mine[0]}
+    return {}
 
 
 def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:

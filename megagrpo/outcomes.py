@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megagrpo.config import TrainConfig
-from megagrpo.mesh import Mesh
+from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.metrics import Metrics
 from megagrpo.types import RolloutGroup
 
@@ -30,7 +30,7 @@ def rollout_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh
     bad, total = sum(e + t for e, t, _, _ in parts), sum(n for _, _, n, _ in parts)
     if bad > train.max_bad_fraction * total:
         detail = next((text for *_, text in parts if text), "timeouts")
-        raise RuntimeError(
+        raise RunStopped(
             f"{bad} of {total} rewards of this step are errors or timeouts, more than train.max_bad_fraction "
             f"{train.max_bad_fraction}; first: {detail}"
         )

@@ -14,7 +14,7 @@ from megagrpo.algo.dynamic_sampling import Selection, select_groups
 from megagrpo.algo.reward_shaping import overlong_penalty
 from megagrpo.config import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
-from megagrpo.mesh import Mesh
+from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.metrics import Metrics
 from megagrpo.types import Prompt, RolloutGroup, TrainState
 
@@ -30,7 +30,7 @@ def next_groups(
 ) -> list[RolloutGroup]:
     """This rank's groups of the step, their ids dense over all ranks. Moves state.data_cursor; collective over the world.
 
-    Raises RuntimeError on every rank when max_num_gen_batches batches hold too few groups whose responses differ.
+    Raises RunStopped on every rank when max_num_gen_batches batches hold too few groups whose responses differ.
     """
     wanted, options = config.train.num_prompts_per_step, config.algorithm.dynamic_sampling
 
@@ -45,7 +45,7 @@ def next_groups(
     carried, attempt = len(held), 0
     while len((selection := _select(held, num_held, config, mesh)).chosen) < wanted:
         if attempt == options.max_num_gen_batches:
-            raise RuntimeError(_too_few(held, num_held, selection, config, mesh))
+            raise RunStopped(_too_few(held, num_held, selection, config, mesh))
         held += [replace(group, group_id=num_held + group.group_id) for group in generate(attempt)]
         num_held, attempt = num_held + wanted, attempt + 1
     state.surplus = _renumbered(held, selection.surplus)

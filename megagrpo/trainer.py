@@ -7,6 +7,8 @@ from pathlib import Path
 from megagrpo import checkpoint, environment
 from megagrpo.config import ExperimentConfig
 
+FINAL = ".final.txt"
+
 
 def train_main(config: ExperimentConfig, service_url: str | None) -> int:
     """`megagrpo train`: one trainer rank of a run."""
@@ -89,17 +91,27 @@ def replay_main(config: ExperimentConfig, folder: str) -> int:
 
 
 def guarded(config: ExperimentConfig, body: Callable[[], None]) -> int:
-    """Exit status 0, or 1 with the reason in logs/error_rank<N>.txt; the traceback goes to standard error, which is the log."""
+    """Exit status 0, or 1 with the reason in logs/error_rank<N>.txt; the traceback goes to standard error, which is the log.
+
+    The name ends in FINAL when another try would end in the same way: torchrun starts the ranks again whatever their status, so
+    that the launcher, which sees the file, has to end it.
+    """
+    from megagrpo.mesh import RunStopped
+
     logs = Path(config.output_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    report = logs / f"error_rank{environment.get_int('RANK', 0)}.txt"
-    report.unlink(missing_ok=True)
+    name = f"error_rank{environment.get_int('RANK', 0)}"
+    for ending in (".txt", FINAL):
+        (logs / f"{name}{ending}").unlink(missing_ok=True)
     try:
         body()
         return 0
     except Exception as exc:
         traceback.print_exc()
-        report.write_text(_reason(exc))
+        final = isinstance(exc, ValueError | AssertionError | RunStopped)
+        draft = logs / f"{name}.tmp"  # the launcher ends this process as soon as it sees the name
+        draft.write_text(_reason(exc))
+        draft.replace(logs / f"{name}{FINAL if final else '.txt'}")
         return 1
 
 

@@ -100,6 +100,15 @@ class Engine:
     def end(self) -> None:
         self.post("/end_weight_update")
 
+    def end_abandoned_update(self) -> None:
+        """End the update in whose middle earlier trainers died; the engine would refuse another. What they loaded is overwritten."""
+        try:
+            self.end()
+        except EngineDown:
+            raise
+        except RuntimeError:
+            pass  # there is none
+
     def record(self, specs: Specs) -> None:
         """Learn what every rank copies. Raises RuntimeError naming parameters that these HF tensors do not fill."""
         message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}

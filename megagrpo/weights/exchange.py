@@ -199,6 +199,7 @@ class Exchange:
         def open_one(engine: Engine) -> None:
             engine.pause()
             if not engine.slices:
+                engine.end_abandoned_update()
                 engine.record(self._source.hf_specs)
 
         self._each(ids, open_one)

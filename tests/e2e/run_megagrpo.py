@@ -181,6 +181,18 @@ class Job:
         os.kill(self.process.pid, number)
 
 
+def trainer(job: Job, rank: int) -> psutil.Process | None:
+    """The process of a trainer rank; None while there is none."""
+    for process in process_tree(job.process.pid):
+        try:
+            words = process.cmdline()
+            if "train" in words and "torch.distributed.run" not in words and process.environ().get("RANK") == str(rank):
+                return process
+        except psutil.NoSuchProcess:
+            continue
+    return None
+
+
 def engine(run_dir: Path) -> dict | None:
     """The first engine as the service of this run describes it; None while there is no service."""
     try:
