@@ -10,6 +10,9 @@ from megagrpo.config_load import load_config
 from megagrpo.environment import under_torchrun
 
 
+_KINDS = ("one-job", "het", "one-node")
+
+
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
@@ -41,6 +44,16 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "the trainer ranks of one node, against a running service (under torchrun: one rank)")
     train.add_argument("--service", help="URL of the service; default: as it stands in the run folder")
     _add_place(train, "trainer", 29500)
+    submit = add("submit", _submit, "run the experiment as a Slurm job")
+    submit.add_argument("--kind", choices=_KINDS, default="one-job", help="first nodes train, last sample | heterogeneous job | one node")
+    submit.add_argument("--trainer-nodes", type=int, default=1)
+    submit.add_argument("--rollout-nodes", type=int, default=1)
+    submit.add_argument("--gpus-per-node", type=int, help="of every node; default: none is asked for")
+    submit.add_argument("--time", help="time limit, as sbatch takes it")
+    submit.add_argument("--partition")
+    submit.add_argument("--grace-s", type=int, default=300, help="seconds for the rest of a step and a checkpoint before the limit")
+    submit.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="further option: --sbatch=--account=x")
+    submit.add_argument("--dry-run", action="store_true", help="print the script and sbatch's command line")
     add("sft", _sft, "supervised warm-up with the same actor")
     add("prepare", _prepare, "make the tiny model and data that the experiment asks for")
     add("check", _check, "explain the experiment without starting anything")
@@ -108,6 +121,15 @@ def _train(args) -> int:
     from megagrpo.nodes import train_node
 
     return train_node(config, [*_experiment_words(args), *(["--service", args.service] if args.service else [])], _place(args))
+
+
+def _submit(args) -> int:
+    from megagrpo.submit import Request, submit
+
+    names = ("kind", "trainer_nodes", "rollout_nodes", "gpus_per_node", "time", "partition", "grace_s")
+    request = Request(**{name: getattr(args, name) for name in names}, options=tuple(args.sbatch))
+    args.config = str(Path(args.config).absolute())
+    return submit(_config(args), _experiment_words(args), request, args.dry_run)
 
 
 def _sft(args) -> int:

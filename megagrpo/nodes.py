@@ -25,6 +25,7 @@ from megagrpo.stop_request import STOP_FILE, StopRequest
 _POLL_S = 0.2
 _JOIN_S = 600  # nodes of one job start at different times
 _GRACE_S = 30.0
+_RAY_IS_UP = b"Ray runtime started"
 _OBJECT_STORE_BYTES = 80 * 2**20  # no batch passes through Ray: its least
 _WORKER_PORTS = (10002, 19999)  # Ray's own default, said for those who write firewall rules
 _NODES_ON_A_HOST = 8  # that many pretended nodes of one machine do not take each other's ports
@@ -117,15 +118,11 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
         with Signals(end=(signal.SIGINT, signal.SIGUSR2, signal.SIGTERM)):
             if environment.get("SLURM_JOB_ID"):
                 # Where Slurm pre-empts by TERM, it says so to every step, and the trainers' last one still needs the engines.
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if node.rank > 0:
-                _wait_for_head(config, node)
+                signal.signal(signal.SIGTERM, lambda *_: None)
             env = _ray_environment(node)
-            ray = spawn(_ray_command(node, temporary), environment.child_environment(env), log, signal.SIGTERM)
-            children.append(ray)
+            ray = _start_ray(config, node, temporary, env, log, children)
             if node.rank > 0:
                 return watch(ray, log)
-            _wait_for_head(config, node)
             address = ["--ray-address", f"{node.first_address}:{node.first_port}"]
             service = start(["serve", *arguments, *address], log.with_name("service.log"), children, env=env)
             return watch(service, log.with_name("service.log"), last_lines, ray, log)
@@ -155,23 +152,31 @@ def _ray_command(node: Node, temporary: Path) -> list[str]:
     options |= {"--node-ip-address": node.own_address, "--object-store-memory": _OBJECT_STORE_BYTES}
     flags = ["--block", "--disable-usage-stats"]
     if node.rank == 0:
-        options |= {"--port": node.first_port, "--temp-dir": temporary, "--include-dashboard": "false"}
+        options |= {"--port": node.first_port, "--ray-client-server-port": own + len(names)}
+        options |= {"--temp-dir": temporary, "--include-dashboard": "false"}
         flags.append("--head")
     else:
         options["--address"] = f"{node.first_address}:{node.first_port}"
     return [str(Path(sys.executable).with_name("ray")), "start", *flags, *(str(word) for pair in options.items() for word in pair)]
 
 
-def _wait_for_head(config: ExperimentConfig, node: Node) -> None:
-    """Until Ray's head answers. ValueError after rollout.start_timeout_s."""
-    timeout_s = config.rollout.start_timeout_s
-    deadline = time.monotonic() + timeout_s
+def _start_ray(
+    config: ExperimentConfig, node: Node, temporary: Path, env: dict[str, str], log: Path, children: list[subprocess.Popen]
+) -> subprocess.Popen:
+    """Returns when Ray runs on this node. ValueError after rollout.start_timeout_s: Ray itself gives up on a busy machine after
+    30 s, and at once when the head is not there yet, so that it is started again until then."""
+    deadline = time.monotonic() + config.rollout.start_timeout_s
     while True:
-        try:
-            socket.create_connection((node.first_address, node.first_port), timeout=5.0).close()
-            return
-        except OSError as exc:
+        before = log.stat().st_size if log.exists() else 0
+        ray = spawn(_ray_command(node, temporary), environment.child_environment(env), log, signal.SIGTERM)
+        children.append(ray)
+        while ray.poll() is None:
+            if _RAY_IS_UP in log.read_bytes()[before:]:
+                return ray
             if time.monotonic() > deadline:
-                where = f"{node.first_address}:{node.first_port}"
-                raise ValueError(f"no Ray at {where} after {timeout_s:.0f} s (rollout.start_timeout_s): {exc}") from exc
-        time.sleep(_POLL_S)
+                break
+            time.sleep(_POLL_S)
+        end_all(children, _GRACE_S)
+        children.clear()
+        if time.monotonic() > deadline:
+            raise ValueError(f"no Ray here after {config.rollout.start_timeout_s:.0f} s (rollout.start_timeout_s):\n{last_lines(log)}")

@@ -24,7 +24,7 @@ LAYERS = (
     {"train", "sft"},
     {"trainer", "export"},
     {"launcher"},
-    {"nodes"},
+    {"nodes", "submit"},
     {"certify"},
     {"cli"},
 )

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# The rollout service's part of one node: run it on every rollout node. Starts Ray there, and on node 0 the service as well,
+# which writes its URL into the run folder and prints it.
+# usage: launch/rollout_node.sh CONFIG.yaml [--set section.key=value ...]
+#            [--nnodes N --node-rank I --master-addr ADDRESS --master-port PORT --node-addr ADDRESS]
+# What is not given comes from NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, NODE_ADDR; addresses are those of rollout nodes.
+# INT, TERM or USR2 end it. Ports: Ray's head MASTER_PORT (30000), Ray's nodes the next 90, its workers 10002-19999, engines,
+# router and control 20000-29999.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+: "${MASTER_ADDR:=$(hostname -I | cut -d' ' -f1)}" # the first rollout node itself may leave it out
+place=()
+for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT NODE_ADDR; do
+    option="--${name,,}"
+    [ -z "${!name:-}" ] || place+=("${option//_/-}" "${!name}")
+done
+exec "${MEGAGRPO_VENV:-$root/.venv}/bin/python" -W ignore -m megagrpo.cli serve "${place[@]}" "$@"

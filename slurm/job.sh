@@ -1,0 +1,70 @@
+# Sourced by one_job.sbatch and het_job.sbatch: starts the rollout nodes and the trainer nodes of one job, hands signals on,
+# ends with the trainers' exit code, and puts the job back into the queue when it was stopped before its last step.
+
+say() { echo "[$(date +%H:%M:%S) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1))] $*"; }
+
+# Node names need not resolve; this is what Slurm itself connects to.
+address_of() { scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; }
+export -f address_of
+
+# What is told to every node of a step. It becomes the launcher itself: signals to the step reach it.
+on_node='NODE_ADDR=$(address_of "$SLURMD_NODENAME") NODE_RANK=$SLURM_PROCID NNODES=$SLURM_NTASKS exec bash "$@"'
+
+# start SCRIPT FIRST_NODE PORT SRUN_OPTION... -- EXPERIMENT...      leaves the process id of srun in $started
+start() {
+    local script="$1" first port="$3" options=(--ntasks-per-node=1 --unbuffered)
+    first="$(address_of "$2")"
+    shift 3
+    while [ "$1" != -- ]; do
+        options+=("$1")
+        shift
+    done
+    MASTER_ADDR="$first" MASTER_PORT="$port" srun "${options[@]}" bash -c "$on_node" on_node "$MEGAGRPO_ROOT/launch/$script" "${@:2}" &
+    started=$!
+}
+
+running() { kill -0 "$1" 2>/dev/null; }
+
+# The exit status of a child. A trapped signal ends bash's own `wait` early; the status is kept until it is asked for.
+status_of() {
+    while running "$1"; do wait "$1" || true; done
+    wait "$1"
+}
+
+# run_job FIRST_TRAINER FIRST_ROLLOUT EXPERIMENT...     with the srun options in the arrays on_trainers and on_rollout
+run_job() {
+    # Nodes may be shared with other jobs, whose ports should be others: below the kernel's own choices, above the engines'.
+    local port=$((30000 + SLURM_JOB_ID % 25 * 100)) status=0
+    RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
+    export RAY_AUTH_TOKEN # who knows it may join the job's Ray
+    start rollout_node.sh "$2" "$port" "${on_rollout[@]}" -- "${@:3}"
+    rollout=$started
+    start torchrun_node.sh "$1" "$((port + 99))" "${on_trainers[@]}" -- "${@:3}"
+    trainers=$started
+    say "trainers on ${on_trainers[*]} from $1, rollout on ${on_rollout[*]} from $2"
+    trap 'say "asked to stop: the trainers save after this step"; kill -USR1 "$trainers" 2>/dev/null || true' USR1
+    trap 'say "told to end"; kill -USR2 "$trainers" "$rollout" 2>/dev/null || true' TERM
+    while running "$trainers" && running "$rollout"; do wait -n "$trainers" "$rollout" || true; done
+    if running "$trainers"; then
+        say "the rollout service has ended before the trainers"
+        kill -USR2 "$trainers" || true
+        status_of "$trainers" || true
+        status=1
+    else
+        status_of "$trainers" || status=$?
+    fi
+    say "the trainers ended with status $status"
+    kill -USR2 "$rollout" 2>/dev/null || true
+    status_of "$rollout" || true
+    end_job "$status"
+}
+
+# end_job STATUS      85: saved before the last step (megagrpo/stop_request.py)
+end_job() {
+    if [ "$1" = 85 ]; then
+        say "back into the queue, to go on from the checkpoint"
+        trap '' TERM # Slurm ends this script now
+        scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    fi
+    exit "$1"
+}
