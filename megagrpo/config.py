@@ -262,6 +262,7 @@ class DatasetConfig(Section):
     calculator: bool = False  # arithmetic: warm-up answers that call the tool, "<37+48>85=85"
     max_expression: PositiveInt = 16  # gsm8k_calc: characters; longer ones are left out
     max_answer: PositiveInt = 6  # gsm8k_calc: characters
+    operators: Annotated[str, Field(pattern=r"^[-+*/]+$")] = "+-*/"  # gsm8k_calc: expressions with others are left out
 
     @model_validator(mode="after")
     def _calculator(self):

@@ -17,6 +17,7 @@ from megagrpo.metrics import write_json_lines
 _MAX_FACTOR = 12  # second factor of a product: the table that schools teach
 _MAX_TRIES = 100  # per expression of the warm-up; about 2 are needed
 _NUMBER = re.compile(r"\d*\.?\d+")
+_OPERATORS = frozenset("+-*/")
 _ANNOTATION = re.compile(r"<<([^<>]*)>>")
 
 Row = dict[str, str]
@@ -141,6 +142,8 @@ def _expressions(path: Path, config: DatasetConfig, reasons: Counter[str]) -> di
                 reasons["unreadable or not exact"] += 1
             elif not re.search(r"\d[-+*/]|\)[-+*/]", expression):
                 reasons["nothing to compute"] += 1
+            elif set(expression) & _OPERATORS - set(config.operators):
+                reasons["other operators"] += 1
             elif not _fits(expression, answer, config):
                 reasons["too long"] += 1
             else:

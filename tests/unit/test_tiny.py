@@ -162,6 +162,9 @@ def test_gsm8k_calc_keeps_exact_expressions_and_counts_the_rest(tmp_path):
     assert counts["annotations dropped, unreadable or not exact"] == 2
     assert counts["annotations dropped, nothing to compute"] == 1
     assert counts["annotations dropped, too long"] == 1
+    sums = config.model_copy(update={"operators": "+-", "num_sft": 2, "num_train": 1, "num_eval": 1})
+    assert make_dataset(sums, seed=0)["annotations dropped, other operators"] == 6
+    assert {r["prompt"] for name in ("train", "eval") for r in read(sums.folder)[name]} == {"48+24=", "9-12="}
     with pytest.raises(ValueError, match="num_train 7 and num_eval 3 wanted, but .* has 3 and 3"):
         make_dataset(config.model_copy(update={"num_train": 7}), seed=0)
     with pytest.raises(ValueError, match="num_sft 1000: the source's numbers give only"):
