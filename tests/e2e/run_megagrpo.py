@@ -17,6 +17,7 @@ import yaml
 from megagrpo.environment import child_environment
 from megagrpo.processes import is_live, process_tree, stop_tree
 
+REPEATED = ("loss/total", "loss/policy", "reward/mean", "reward/std", "optim/grad_norm", "policy/entropy", "mismatch/logprob_abs_mean")
 _TORCHVISION_HOOK = str(Path(__file__).parents[2] / "megagrpo" / "rollout" / "cpu")  # see its sitecustomize
 
 GRADERS = '''
@@ -215,6 +216,16 @@ def rollouts(run_dir: Path) -> dict[int, list[dict]]:
     """rollouts/step_N.jsonl by step."""
     files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
     return {int(re.sub(r"\D", "", file.stem)): [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+
+
+def assert_same_run(folder: Path, reference: Path, num_steps: int) -> None:
+    """Losses, rewards and responses of the first `num_steps` steps, bit by bit."""
+    ours, theirs = metrics(folder), metrics(reference)
+    assert sorted(ours)[-1] == num_steps
+    for step in range(1, num_steps + 1):
+        assert {n: ours[step][n] for n in REPEATED} == {n: theirs[step][n] for n in REPEATED}, f"step {step}"
+    ours, theirs = rollouts(folder), rollouts(reference)
+    assert {s: ours[s] for s in range(1, num_steps + 1)} == {s: theirs[s] for s in range(1, num_steps + 1)}
 
 
 def transformers_accepts(folder: Path, prompt: str = "12+3=") -> dict:

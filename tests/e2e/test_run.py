@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import LONG_RUN
-from run_megagrpo import Job, engine, megagrpo, metrics, rollouts, transformers_accepts, write_experiment
+from run_megagrpo import Job, assert_same_run, engine, megagrpo, metrics, rollouts, transformers_accepts, write_experiment
 
 from megagrpo.hf_files import HfFolder
 
@@ -22,7 +22,6 @@ MEASURED = {  # of every step
     "perf/tokens_per_s", "publish/total", "publish/gather", "publish/transfer", "publish/verify", "time/rollout_s", "time/update_s",
     "time/publish_s", "time/evaluate_s", "time/checkpoint_s", "time/step_s", "time/framework_fraction",
 }  # fmt: skip
-REPEATED = ("loss/total", "loss/policy", "reward/mean", "reward/std", "optim/grad_norm", "policy/entropy", "mismatch/logprob_abs_mean")
 
 
 def test_ten_steps_are_measured_and_agree_with_the_engine(long_run):
@@ -122,16 +121,6 @@ def test_three_steps_and_three_more_equal_six(experiments, tmp_path, parallel):
     assert_same_run(parts.with_suffix(""), whole.with_suffix(""), 6)
     assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(whole.with_suffix("")).items() if step)
     assert weights(parts.with_suffix(""), tmp_path / "parts") == weights(whole.with_suffix(""), tmp_path / "whole")
-
-
-def assert_same_run(folder: Path, reference: Path, num_steps: int) -> None:
-    """Losses, rewards and responses of the first `num_steps` steps, bit by bit."""
-    ours, theirs = metrics(folder), metrics(reference)
-    assert sorted(ours)[-1] == num_steps
-    for step in range(1, num_steps + 1):
-        assert {n: ours[step][n] for n in REPEATED} == {n: theirs[step][n] for n in REPEATED}, f"step {step}"
-    ours, theirs = rollouts(folder), rollouts(reference)
-    assert {s: ours[s] for s in range(1, num_steps + 1)} == {s: theirs[s] for s in range(1, num_steps + 1)}
 
 
 def weights(folder: Path, target: Path) -> dict[str, bytes]:

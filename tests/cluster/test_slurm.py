@@ -1,0 +1,213 @@
+"""Jobs of a real Slurm: trained to the end, pre-empted, out of time, cancelled, submitted again; the same run every time."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from run_megagrpo import GRADERS, assert_same_run, megagrpo, metrics, write_experiment
+from slurm_cluster import SlurmCluster, why_not
+
+from megagrpo.environment import child_environment
+from megagrpo.stop_request import STOPPED
+
+pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.timeout(1500)]
+
+NUM_STEPS = 8  # of the run that nobody disturbs
+END_S = 400  # a job, started again once
+# Rewards as in run_megagrpo.py; while the file `slow` is there a step lasts seconds, long enough to be met.
+SLOW_GRADER = '''
+def slow_digits(text, answer):
+    time.sleep(0.15 * Path(__file__).with_name("slow").exists())
+    return low_digits(text, answer)
+'''
+SECTIONS = {
+    "reward": {"grader": "graders_of_tests:slow_digits"},
+    "rollout": {"deterministic": True, "host": "0.0.0.0"},
+    "checkpoint": {"keep": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def slurm():
+    with SlurmCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def experiments(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "graders_of_tests.py").write_text(GRADERS + SLOW_GRADER)
+    assert megagrpo("prepare", experiment(folder / "prepared", NUM_STEPS)).status == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm, experiments) -> Path:
+    """Everything on one node."""
+    folder = experiments / "undisturbed"
+    finish(slurm, submit(slurm, experiment(folder, NUM_STEPS), "--kind", "one-node"), folder)
+    return folder
+
+
+def experiment(folder: Path, num_steps: int, **sections) -> Path:
+    return write_experiment(folder, **SECTIONS, **sections, train={"num_steps": num_steps})
+
+
+def submit(slurm: SlurmCluster, config: Path, *options: str, limit: str = "20") -> int:
+    env = slurm.env | {"PYTHONPATH": f"{config.parent}:{slurm.env['PYTHONPATH']}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megagrpo.cli", "submit", str(config), "--time", limit, *options]
+    done = subprocess.run(command, env=env, cwd=config.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split(";")[0])
+
+
+def output(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in sorted((folder / "logs").glob("slurm-*.out")))
+
+
+def finish(slurm: SlurmCluster, job: int, folder: Path, state: str = "COMPLETED") -> str:
+    """Wait for the end of the job; returns what it printed. No process of it may be left."""
+    assert slurm.wait(job, timeout_s=END_S) == state, output(folder)
+    deadline = time.monotonic() + 30
+    while (left := processes_of(job)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left, f"left behind: {left}"
+    return output(folder)
+
+
+def processes_of(job: int) -> list[str]:
+    """Whatever carries the job's number in its environment, wherever it has been re-parented."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SLURM_JOB_ID") == str(job) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(ready, what: str, folder: Path, timeout_s: float = END_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline, f"no {what} in {timeout_s} s\n{output(folder)}"
+        time.sleep(0.2)
+
+
+def step_done(folder: Path) -> bool:
+    return (folder / "rollouts" / "step_000001.jsonl").exists()
+
+
+def saved_step(text: str) -> int:
+    """After which step it was saved when it was asked to stop."""
+    found = re.findall(r"stopped as asked, saved after step (\d+)", text)
+    assert found, text
+    return int(found[-1])
+
+
+def test_one_node_trains_to_the_end(undisturbed):
+    assert sorted(metrics(undisturbed)) == list(range(NUM_STEPS + 1)) and (undisturbed / "summary.md").exists()
+
+
+def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(slurm, experiments, undisturbed):
+    """Two nodes train, one samples; a job of higher priority takes all nodes. No checkpoint but that of the stop."""
+    folder, slow = experiments / "preempted", experiments / "slow"
+    slow.touch()
+    job = submit(slurm, experiment(folder, 500), "--trainer-nodes", "2", "--partition", "low")
+    wait_for(lambda: step_done(folder), "step 1", folder)
+    urgent = int(slurm.run("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "-o", "/dev/null", "--wrap=true"))
+    wait_for(lambda: "back into the queue" in output(folder), "requeue", folder)
+    slow.unlink()
+    experiment(folder, NUM_STEPS)  # the job reads it again
+    assert slurm.wait(urgent, timeout_s=120) == "COMPLETED"
+    text = finish(slurm, job, folder)
+    step = saved_step(text)
+    assert 1 <= step < NUM_STEPS, "the test was not there in time"
+    assert f"continues after step {step}" in text and slurm.job(job)["Restarts"] == "1"
+    assert_same_run(folder, undisturbed, NUM_STEPS)
+
+
+@pytest.mark.slow
+def test_a_heterogeneous_job_and_a_second_submit(slurm, experiments, undisturbed):
+    """Two engines on two nodes. The second submit waits for the first, then goes on from its checkpoint."""
+    folder = experiments / "het"
+    rollout = SECTIONS["rollout"] | {"num_engines": 2, "min_healthy_engines": 2}
+    config = write_experiment(folder, **SECTIONS | {"rollout": rollout}, train={"num_steps": 3})
+    nodes = ("--kind", "het", "--trainer-nodes", "2", "--rollout-nodes", "2")
+    first = submit(slurm, config, *nodes)
+    second = submit(slurm, config, *nodes, "--set", "train.num_steps=6")
+    assert slurm.job(second)["JobState"] == "PENDING"
+    finish(slurm, first, folder)
+    assert "continues after step 3" in finish(slurm, second, folder)
+    assert_same_run(folder, undisturbed, 6)
+
+
+@pytest.mark.slow
+def test_the_time_limit(slurm, experiments, undisturbed):
+    """`megagrpo run` on one node: stopped before the limit, run again."""
+    folder, slow = experiments / "limit", experiments / "slow"
+    slow.touch()
+    job = submit(slurm, experiment(folder, 500), "--kind", "one-node", "--grace-s", "90", limit="3")
+    wait_for(lambda: "back into the queue" in output(folder), "requeue", folder)
+    slow.unlink()
+    experiment(folder, NUM_STEPS)
+    text = finish(slurm, job, folder)
+    assert slurm.job(job)["Restarts"] == "1" and f"continues after step {saved_step(text)}" in text
+    ours, theirs = metrics(folder), metrics(undisturbed)
+    assert all(ours[step]["loss/total"] == theirs[step]["loss/total"] for step in range(1, NUM_STEPS + 1))  # it may have more steps
+
+
+@pytest.mark.slow
+def test_scancel_leaves_nothing_behind(slurm, experiments):
+    folder = experiments / "cancelled"
+    job = submit(slurm, experiment(folder, 500), "--trainer-nodes", "2")
+    wait_for(lambda: step_done(folder), "step 1", folder)
+    assert len(processes_of(job)) > 10
+    slurm.cancel(job)
+    finish(slurm, job, folder, "CANCELLED")
+
+
+@pytest.mark.slow
+def test_the_same_launchers_without_slurm(experiments, undisturbed):
+    """Two trainer nodes and a rollout node by hand; TERM to one trainer node stops both, started again they go on."""
+    folder, slow = experiments / "by_hand", experiments / "slow"
+    slow.touch()
+    with Node("rollout", experiment(folder, 500), "127.0.0.9", {"MASTER_PORT": "31500"}):
+        for number, again in enumerate((False, True)):
+            place = {"MASTER_ADDR": "127.0.0.7", "NNODES": "2", "MASTER_PORT": str(31700 + number)}
+            config = experiment(folder, NUM_STEPS if again else 500)
+            with Node("torchrun", config, "127.0.0.7", place, 0) as first, Node("torchrun", config, "127.0.0.8", place, 1) as second:
+                if not again:
+                    wait_for(lambda: step_done(folder), "step 1", folder)
+                    second.process.send_signal(signal.SIGTERM)
+                ended = [node.process.wait(END_S) for node in (first, second)]
+                assert ended == ([0, 0] if again else [STOPPED, STOPPED]), first.log.read_text() + second.log.read_text()
+            slow.unlink(missing_ok=True)
+    assert_same_run(folder, undisturbed, NUM_STEPS)
+
+
+class Node:
+    """launch/KIND_node.sh running, with its place in the environment."""
+
+    def __init__(self, kind: str, config: Path, address: str, place: dict[str, str], rank: int = 0):
+        script = Path(__file__).parents[2] / "launch" / f"{kind}_node.sh"
+        env = {"NODE_ADDR": address, "NODE_RANK": str(rank), "MASTER_ADDR": address, "MEGAGRPO_VENV": sys.prefix, **place}
+        self.log = config.with_suffix(f".{kind}-{rank}.log")
+        self.process = subprocess.Popen(
+            ["bash", str(script), str(config)],
+            env=child_environment(env, [str(config.parent)]),
+            stdout=self.log.open("ab"),
+            stderr=subprocess.STDOUT,
+        )
+
+    def __enter__(self) -> "Node":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(60)
