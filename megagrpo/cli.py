@@ -67,7 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     replay = add("replay", _replay, "update once more on a dumped batch: of a step that was not finite, or of log.dump_steps")
     replay.add_argument("dump", help="folder dumps/step_N of a run")
     add("report", _report, "summary table and learning curve of a run folder", config=False).add_argument("run_dir")
-    add("status", _status, "state of the rollout service of a run", config=False).add_argument("run_dir")
+    status = add("status", _status, "state of the rollout service of a run", config=False)
+    status.add_argument("run_dir")
+    status.add_argument("--json", action="store_true", help="for programs")
+    engines = add("engines", _engines, "add an engine to a running service, or drain one", config=False)
+    engines.add_argument("action", choices=["add", "drain"])
+    engines.add_argument("run_dir")
+    engines.add_argument("engine", nargs="?", help="drain: its name, as in `megagrpo status`")
     add("doctor", _doctor, "versions, what is missing or clashes, and the remedy", config=False)
     return parser
 
@@ -199,7 +205,21 @@ def _report(args) -> int:
 def _status(args) -> int:
     from megagrpo.rollout.client import print_status
 
-    return print_status(Path(args.run_dir))
+    return print_status(Path(args.run_dir), args.json)
+
+
+def _engines(args) -> int:
+    from megagrpo.rollout.client import find_service
+
+    if (args.action == "drain") != bool(args.engine):
+        raise ValueError("drain wants the name of an engine; add makes the next one, which has no name yet")
+    service = find_service(Path(args.run_dir))
+    if args.action == "add":
+        print(f"{service.add_engine()} is starting")
+    else:
+        service.drain_engine(args.engine)
+        print(f"{args.engine} finishes what it has and goes")
+    return 0
 
 
 def _doctor(args) -> int:

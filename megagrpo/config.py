@@ -162,11 +162,12 @@ class RolloutConfig(Section):
     max_total_tokens: PositiveInt | None = None  # KV cache of one engine; default: SGLang's choice (20,000 on a CPU)
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
     extra_args: list[str] = []  # appended to the engine's command line
-    host: str = "127.0.0.1"  # interface the services bind to
+    host: str = "127.0.0.1"  # what the services bind to: an address, or an interface that every machine has, such as eth0
     request_timeout_s: PositiveFloat = 600.0
     step_timeout_s: PositiveFloat = 3600.0  # all groups of a step
     retries: PositiveInt = 8
     start_timeout_s: PositiveFloat = 300.0
+    health_timeout_s: PositiveFloat = 60.0  # an engine silent for longer is started again; the longest forward pass is shorter
     max_restarts: NonNegativeInt = 5  # of one engine, over the run
     min_healthy_engines: PositiveInt = 1
     max_staleness: Literal[0] = 0  # asynchrony is not built yet

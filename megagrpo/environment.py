@@ -5,6 +5,8 @@ from pathlib import Path
 
 import megagrpo
 
+API_KEY = "MEGAGRPO_API_KEY"  # between trainers, router and engines; without it `serve` makes one
+
 
 def get(name: str, default: str | None = None) -> str | None:
     return os.environ.get(name, default)

@@ -18,7 +18,7 @@ from megagrpo.mesh import Mesh
 from megagrpo.metrics import Metrics, StepLog
 from megagrpo.replay import dump_folder, write_dump
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.client import ServiceControl, read_service_url
+from megagrpo.rollout.client import find_service
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
 from megagrpo.selection import deal_surplus, gather_surplus, next_groups
@@ -163,7 +163,7 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
         actor.keep_reference()  # the initial weights, also when the run resumes
     state = resume(config, run_dir, actor)
     mesh = actor.mesh
-    control = ServiceControl(service_url or read_service_url(run_dir, config.rollout.start_timeout_s))
+    control = find_service(run_dir, service_url, config.rollout.start_timeout_s)
     with ExitStack() as stack:
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
         rollouts = RolloutSource(config, mesh, control, rewards, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), tool)

@@ -18,6 +18,7 @@ class FakeService:
 
     script: list = field(default_factory=list)
     version: int = 0
+    lost_hosts: int = 0
     state: str = "ready"
     failed: str | None = None
     url: str = ""
@@ -28,7 +29,7 @@ class FakeService:
         verified = self.version if self.state == "ready" else None
         engine = {"id": "engine-0", "url": self.url, "state": self.state, "weight_version": verified, "incarnation": 1}
         engine |= {"restarts": 0, "pid": 1, "reason": ""}
-        return web.json_response({"router": self.url, "failed": self.failed, "engines": [engine]})
+        return web.json_response({"router": self.url, "failed": self.failed, "lost_hosts": self.lost_hosts, "engines": [engine]})
 
     async def ready(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -5,16 +5,18 @@ import hashlib
 import json
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import aiohttp
 import httpx
 
+from megagrpo import environment
 from megagrpo.config import ExperimentConfig, SamplingConfig
 
 _CONTROL_TIMEOUT_S = 120.0  # marking an engine ready waits until the router lists it
 SERVICE_FILE = "service.json"
+KEY_FILE = "service.key"  # readable by its owner only, gone when the service ends
 
 
 class ServiceUnreachable(RuntimeError):
@@ -33,7 +35,7 @@ class GenerationFailed(RuntimeError):
 class EngineInfo:
     id: str
     url: str  # of its HTTP server; "" while starting
-    state: str  # starting | stale | ready | dead
+    state: str  # starting | stale | ready | draining | dead
     weight_version: int | None  # verified by a trainer
     incarnation: int  # counts its starts
     restarts: int
@@ -49,35 +51,55 @@ class EngineInfo:
 class ServiceStatus:
     router: str
     failed: str | None
+    lost_hosts: int  # since the service started: connections to them hang instead of breaking
     engines: tuple[EngineInfo, ...]
 
 
 class ServiceControl:
     """The control endpoint of a running service. Every call raises ServiceUnreachable when nobody answers."""
 
-    def __init__(self, url: str):
-        self.url = url
-        self._http = httpx.Client(base_url=url, timeout=_CONTROL_TIMEOUT_S, trust_env=False)
+    def __init__(self, url: str, api_key: str):
+        self.url, self.api_key = url, api_key
+        self._http = httpx.Client(base_url=url, timeout=_CONTROL_TIMEOUT_S, trust_env=False, headers=bearer(api_key))
 
     def status(self) -> ServiceStatus:
         answer = self._call("GET", "/status").json()
-        return ServiceStatus(answer["router"], answer["failed"], tuple(EngineInfo(**engine) for engine in answer["engines"]))
+        engines = tuple(EngineInfo(**engine) for engine in answer.pop("engines"))
+        return ServiceStatus(**answer, engines=engines)
 
-    def engines(self) -> list[EngineInfo]:
+    def healthy_status(self) -> ServiceStatus:
         """Raises ServiceFailed when the service has given up."""
         status = self.status()
         if status.failed:
             raise ServiceFailed(f"the rollout service at {self.url} failed: {status.failed}")
-        return list(status.engines)
+        return status
+
+    def engines(self) -> list[EngineInfo]:
+        """Raises ServiceFailed when the service has given up."""
+        return list(self.healthy_status().engines)
+
+    def begin_update(self, engine_id: str, incarnation: int) -> bool:
+        """Weights are about to be written into it: it is not healthy or ill by its silence now. False: it died meanwhile."""
+        return self._call("POST", f"/engines/{engine_id}/update", {"incarnation": incarnation}).status_code == 200
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
         """This incarnation was verified to hold `weight_version`: requests may go to it. False: it died meanwhile."""
         body = {"incarnation": incarnation, "weight_version": weight_version}
         return self._call("POST", f"/engines/{engine_id}/ready", body).status_code == 200
 
-    def report_suspect(self, engine_id: str) -> None:
-        """It did not answer: the service looks at it at once."""
-        self._call("POST", f"/engines/{engine_id}/suspect")
+    def report_lost(self, engine_id: str, incarnation: int) -> None:
+        """An update failed half-way: the service starts the engine again, if it has not already."""
+        self._call("POST", f"/engines/{engine_id}/lost", {"incarnation": incarnation})
+
+    def add_engine(self) -> str:
+        """Its id. It starts, gets the present weights from the trainers, and takes part."""
+        return self._call("POST", "/engines").json()["id"]
+
+    def drain_engine(self, engine_id: str) -> None:
+        """It finishes the requests that it has, and goes. Raises ValueError when it is unknown or cannot be spared."""
+        answer = self._call("POST", f"/engines/{engine_id}/drain")
+        if answer.status_code == 409:
+            raise ValueError(f"{engine_id} cannot be drained: {answer.text}")
 
     def shutdown(self) -> None:
         self._call("POST", "/shutdown")
@@ -90,36 +112,48 @@ class ServiceControl:
                 f"no rollout service answers at {self.url} ({type(exc).__name__}: {exc}); is `megagrpo serve` running, and can this "
                 "machine reach it?"
             ) from exc
-        if answer.status_code == 409:  # about an incarnation that is gone: the caller's business
+        if answer.status_code == 401:
+            raise ServiceUnreachable(f"{self.url} refuses the API key, which is that in the run's {KEY_FILE} or in {environment.API_KEY}")
+        if answer.status_code == 409:  # about an engine or incarnation that is gone: the caller's business
             return answer
         if answer.is_error:
             raise ServiceUnreachable(f"{method} {self.url}{path} answered {answer.status_code}: {answer.text[:500]}")
         return answer
 
 
-def read_service_url(run_dir: Path, timeout_s: float) -> str:
-    """URL of the service of this run, waiting until it answers: the file may be what a killed service left. Raises ServiceUnreachable."""
-    path = run_dir / SERVICE_FILE
+def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) -> ServiceControl:
+    """The service of this run, or the one at `url`, waiting until it answers: files may be what a killed service left.
+
+    Its key is the environment's, else the run folder's. Raises ServiceUnreachable.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            url = json.loads(path.read_text())["url"]
-            ServiceControl(url).status()
-            return url
-        except FileNotFoundError:
-            problem = "did not appear"
+            where = url or json.loads((run_dir / SERVICE_FILE).read_text())["url"]
+            control = ServiceControl(where, environment.get(environment.API_KEY) or (run_dir / KEY_FILE).read_text())
+            control.status()
+            return control
+        except FileNotFoundError as exc:
+            problem = f"{exc.filename} did not appear"
         except ServiceUnreachable as exc:
-            problem = f"is of a service that is gone ({exc}), and no new one came"
+            problem = f"{url or run_dir / SERVICE_FILE} is of a service that is gone ({exc}), and no new one came"
         if time.monotonic() > deadline:
-            raise ServiceUnreachable(f"{path} {problem} in {timeout_s:.0f} s: `megagrpo serve` has not started its engines")
+            raise ServiceUnreachable(f"{problem} in {timeout_s:.0f} s: `megagrpo serve` has not started its engines")
         time.sleep(0.2)
 
 
-def print_status(run_dir: Path) -> int:
-    """State of the service of a run, for people. Returns 1 when it has failed."""
+def bearer(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+def print_status(run_dir: Path, as_json: bool = False) -> int:
+    """State of the service of a run, for people or as JSON. Returns 1 when it has failed."""
     if not (run_dir / SERVICE_FILE).exists():
         raise ValueError(f"{run_dir / SERVICE_FILE} does not exist: no rollout service runs for this folder")
-    status = ServiceControl(read_service_url(run_dir, 0.0)).status()
+    status = find_service(run_dir).status()
+    if as_json:
+        print(json.dumps(asdict(status), indent=2))
+        return 1 if status.failed else 0
     print(f"router {status.router}" + (f"\nFAILED: {status.failed}" if status.failed else ""))
     for engine in status.engines:
         weights = "not verified" if engine.weight_version is None else f"version {engine.weight_version}"
@@ -199,15 +233,16 @@ class GenerationClient:
     `max_in_flight` keeps requests here instead of in an engine's queue, where they would use up their time limit.
     """
 
-    def __init__(self, router_url: str, retry: RetryPolicy, max_in_flight: int):
-        self._url, self._retry = f"{router_url}/generate", retry
+    def __init__(self, router_url: str, api_key: str, retry: RetryPolicy, max_in_flight: int):
+        self._url, self._headers, self._retry = f"{router_url}/generate", bearer(api_key), retry
         self._slots = asyncio.Semaphore(max_in_flight)
+        self._attempts: set[asyncio.Task] = set()
         self.num_retries = 0
         self.last_problem = ""
 
     async def __aenter__(self) -> "GenerationClient":
         timeout = aiohttp.ClientTimeout(total=self._retry.request_timeout_s)
-        self._http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._http = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=self._headers)
         return self
 
     async def __aexit__(self, *exc_info) -> None:
@@ -216,18 +251,28 @@ class GenerationClient:
     async def generate(self, prompt: tuple[int, ...], params: SamplingParams, seed: int, weight_version: int) -> Response:
         """One response by weights of exactly `weight_version`.
 
-        Retried with back-off; time without any ready engine (one is being restarted) does not count against the retries,
-        the caller's deadline bounds it. Raises GenerationFailed.
+        Retried with back-off; time without any ready engine or without the router (one is being restarted) does not count
+        against the retries, the caller's deadline bounds it. Raises GenerationFailed.
         """
         failures = waits = 0
         async with self._slots:
             while True:
+                attempt = asyncio.create_task(self._attempt(prompt, params, seed, weight_version))
+                self._attempts.add(attempt)
                 try:
-                    return await self._attempt(prompt, params, seed, weight_version)
+                    return await attempt
+                except asyncio.CancelledError:
+                    if asyncio.current_task().cancelling():  # not the attempt alone
+                        attempt.cancel()
+                        raise
+                    problem, waiting = "the host of an engine was lost", True
                 except _Refused as exc:
                     problem, waiting = str(exc), exc.waiting
                 except (aiohttp.ClientError, TimeoutError) as exc:
-                    problem, waiting = f"{type(exc).__name__}: {exc}", False
+                    # No router there: it is being started again.
+                    problem, waiting = f"{type(exc).__name__}: {exc}", isinstance(exc, aiohttp.ClientConnectorError)
+                finally:
+                    self._attempts.discard(attempt)
                 self.last_problem = problem
                 self.num_retries += 1
                 waits, failures = (waits + 1, failures) if waiting else (waits, failures + 1)
@@ -237,6 +282,12 @@ class GenerationClient:
                         f"(rollout.retries, rollout.request_timeout_s); the last problem: {problem}"
                     )
                 await asyncio.sleep(self._retry.wait_s(min(waits, 3) if waiting else failures))
+
+    def ask_again(self) -> None:
+        """Give up the present attempts of all requests and make others. A request whose engine went down with its host would
+        otherwise wait for its whole time limit, and which those are the router does not tell."""
+        for attempt in self._attempts:
+            attempt.cancel()
 
     async def _attempt(self, prompt: tuple[int, ...], params: SamplingParams, seed: int, weight_version: int) -> Response:
         body = {"input_ids": list(prompt), "sampling_params": _sampling_body(params, seed), "return_logprob": True}

@@ -41,7 +41,7 @@ def engine_command(config: ExperimentConfig, place: Place) -> list[str]:
         "--ep-size": rollout.ep,
         "--max-running-requests": rollout.max_running_requests,
         "--custom-weight-loader": WEIGHT_LOADER,
-        "--log-level-http": "warning",  # the supervisor asks for /health every second
+        "--log-level-http": "warning",  # the supervisor asks every second
         "--random-seed": config.seed % 2**31,
     }
     flags = ["--skip-server-warmup"]  # a request before the weights are verified would say nothing
@@ -65,7 +65,7 @@ def engine_command(config: ExperimentConfig, place: Place) -> list[str]:
     if max_tokens:
         options["--max-total-tokens"] = max_tokens
     words = [str(word) for pair in options.items() for word in pair]
-    return [sys.executable, "-m", "sglang.launch_server", *words, *flags, *rollout.extra_args]
+    return [sys.executable, "-m", "megagrpo.rollout.engine_process", *words, *flags, *rollout.extra_args]
 
 
 def engine_environment(config: ExperimentConfig, place: Place) -> dict[str, str]:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -61,6 +62,8 @@ class RolloutSource:
         self._tool = tool
         self._retry = RetryPolicy.of(config)
         self._last_answer = time.monotonic()
+        self._lost_hosts = 0  # of the service, as far as this rank's requests know
+        self._client: GenerationClient | None = None  # in the thread that samples
 
     def next(self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int = 0) -> list[RolloutGroup]:
         """This rank's share of the groups of one step; `prompts` is the same on every rank.
@@ -105,34 +108,38 @@ class RolloutSource:
         self._last_answer = time.monotonic()
         pause_s = _FIRST_POLL_S
         while True:
-            error, stale = "", []
+            error, stale, lost_hosts = "", [], 0
             done = work is None or work.future.done()
             if done and work is not None and (exc := work.future.exception()) is not None:
                 error = f"rank {self._mesh.rank}, rollout of {job}: {type(exc).__name__}: {exc}"
             elif self._mesh.is_main:
-                error, stale = self._look_at_engines(job.version)
-            waiting, failed, num_stale = self._agree(not done, bool(error), len(stale))
+                error, stale, lost_hosts = self._look_at_engines(job.version)
+            waiting, failed, num_stale, lost_hosts = self._agree(not done, bool(error), len(stale), lost_hosts)
             if failed:
                 self._mesh.raise_any(error)
             if not waiting:
                 return
+            if lost_hosts > self._lost_hosts:
+                self._lost_hosts = lost_hosts
+                if work is not None:
+                    work.soon(lambda: self._client and self._client.ask_again())
             if num_stale:
                 refresh(self._from_main(stale))
                 self._last_answer = time.monotonic()
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
 
-    def _look_at_engines(self, version: int) -> tuple[str, list[str]]:
-        """On the main rank: (what is wrong with the service, engines that live with other weights)."""
+    def _look_at_engines(self, version: int) -> tuple[str, list[str], int]:
+        """On the main rank: (what is wrong with the service, engines that live with other weights, hosts lost so far)."""
         try:
-            engines = self._control.engines()
+            status = self._control.healthy_status()
         except ServiceUnreachable as exc:
             silent_s = time.monotonic() - self._last_answer
-            return (f"{exc} (silent for {silent_s:.0f} s)" if silent_s > _UNREACHABLE_S else ""), []
+            return (f"{exc} (silent for {silent_s:.0f} s)" if silent_s > _UNREACHABLE_S else ""), [], 0
         except RuntimeError as exc:  # ServiceFailed: it says why
-            return str(exc), []
+            return str(exc), [], 0
         self._last_answer = time.monotonic()
-        return "", [engine.id for engine in engines if _needs_weights(engine, version)]
+        return "", [engine.id for engine in status.engines if _needs_weights(engine, version)], status.lost_hosts
 
     def _agree(self, *values: int) -> list[int]:
         """The largest of each value over the world."""
@@ -152,9 +159,10 @@ class RolloutSource:
     async def _sample_share(self, job: "_Job", share: list[tuple[int, Prompt]]) -> list[RolloutGroup]:
         """All groups of this leader, in order. Raises GenerationFailed, also at the deadline, naming what is missing."""
         rollout = self._config.rollout
-        router = self._control.status().router
-        in_flight = max(1, rollout.num_engines * rollout.max_running_requests // self._mesh.dp_size)
-        async with GenerationClient(router, self._retry, in_flight) as client:
+        status = self._control.status()
+        in_flight = max(1, len(status.engines) * rollout.max_running_requests // self._mesh.dp_size)
+        async with GenerationClient(status.router, self._control.api_key, self._retry, in_flight) as client:
+            self._client = client
             tasks = [asyncio.create_task(self._sample_group(client, job, group_id, prompt)) for group_id, prompt in share]
             try:
                 async with asyncio.timeout(rollout.step_timeout_s):
@@ -167,6 +175,7 @@ class RolloutSource:
                     f"the last because of: {client.last_problem or 'nothing, the engines are slow'}"
                 ) from None
             finally:
+                self._client = None
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -224,9 +233,13 @@ class _Background:
         finally:
             self._loop.close()
 
+    def soon(self, call: Callable[[], object]) -> None:
+        """Run `call` in the coroutine's thread, between two of its steps; nothing when it has ended."""
+        with suppress(RuntimeError):  # its loop was closed a moment ago
+            self._loop.call_soon_threadsafe(call)
+
     def cancel(self) -> None:
-        if not self.future.done():
-            self._loop.call_soon_threadsafe(self._task.cancel)
+        self.soon(self._task.cancel)
         self._thread.join(_CANCEL_S)
 
 

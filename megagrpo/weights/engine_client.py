@@ -10,7 +10,7 @@ from typing import Protocol
 import httpx
 import torch
 
-from megagrpo.weights.mailbox import Mailbox, address_towards, encode
+from megagrpo.weights.mailbox import Mailbox, encode
 from megagrpo.weights.record import Specs
 from megagrpo.weights.views import Box
 
@@ -60,22 +60,31 @@ class Slice:
 class Engine:
     """A connection to one incarnation of an engine with `tp` ranks."""
 
-    def __init__(self, info: EngineInfo, tp: int, mailbox: Mailbox):
-        self.id, self.url, self.incarnation, self.tp = info.id, info.url, info.incarnation, tp
+    def __init__(self, info: EngineInfo, tp: int, mailbox: Mailbox, api_key: str, patience_s: float):
+        self.id, self.url, self.incarnation, self.tp, self.patience_s = info.id, info.url, info.incarnation, tp, patience_s
         self.deadline = Deadline(0)  # set by every publish
         self.slices: list[list[Slice]] = []  # by rank, filled by `record`
         self.derived: list[str] = []
         self.group = None  # broadcast transport's process group
         self._mailbox = mailbox
-        self.address = address_towards(info.url)
-        self._http = httpx.Client(base_url=info.url, trust_env=False)
+        self.address = mailbox.address
+        self._http = httpx.Client(base_url=info.url, trust_env=False, headers={"Authorization": f"Bearer {api_key}"})
 
     def __str__(self) -> str:
         return f"engine {self.id} ({self.url}, incarnation {self.incarnation})"
 
-    def post(self, path: str, body: dict | None = None) -> dict:
-        """POST and require success. Raises EngineDown when nobody answers in time, RuntimeError when the engine refuses."""
-        timeout = httpx.Timeout(self.deadline.left, connect=min(_CONNECT_S, self.deadline.left))
+    @property
+    def patience(self) -> float:
+        """Seconds for what takes a healthy engine no time, or as long as one forward pass."""
+        return min(self.patience_s, self.deadline.left)
+
+    def post(self, path: str, body: dict | None = None, timeout_s: float | None = None) -> dict:
+        """POST and require success. Raises EngineDown when nobody answers in time, RuntimeError when the engine refuses.
+
+        `timeout_s` is by default all that is left of the deadline.
+        """
+        timeout_s = timeout_s or self.deadline.left
+        timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
         try:
             response = self._http.post(path, json=body or {}, timeout=timeout)
         except httpx.HTTPError as exc:
@@ -88,14 +97,14 @@ class Engine:
             return {"message": response.text}
 
     def pause(self) -> None:
-        self.post("/pause_generation", {"mode": "retract"})
+        self.post("/pause_generation", {"mode": "retract"}, self.patience)
 
     def resume(self, version: int) -> None:
-        self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self.post("/continue_generation")
+        self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, self.patience)
+        self.post("/continue_generation", timeout_s=self.patience)
 
     def begin(self) -> None:
-        self.post("/begin_weight_update")
+        self.post("/begin_weight_update", timeout_s=self.patience)
 
     def end(self) -> None:
         self.post("/end_weight_update")

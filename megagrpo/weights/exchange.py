@@ -21,7 +21,7 @@ from megagrpo.config import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.weights.digest import slice_digest
 from megagrpo.weights.engine_client import Deadline, Engine, EngineDown, EngineInfo, Slice
-from megagrpo.weights.mailbox import Mailbox
+from megagrpo.weights.mailbox import Mailbox, address_towards
 from megagrpo.weights.plan import gather_buckets, gather_copies, make_gather_plan, share_out
 from megagrpo.weights.record import Copy, Specs
 from megagrpo.weights.transport_broadcast import BroadcastTransport
@@ -46,11 +46,15 @@ class Source(Protocol):
 class Control(Protocol):
     """The rollout service as the exchange sees it; used on rank 0 only, from several threads."""
 
+    api_key: str
+
     def engines(self) -> list[EngineInfo]: ...
+
+    def begin_update(self, engine_id: str, incarnation: int) -> bool: ...  # False: it died meanwhile
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool: ...  # False: it died meanwhile
 
-    def report_suspect(self, engine_id: str) -> None: ...
+    def report_lost(self, engine_id: str, incarnation: int) -> None: ...
 
 
 class Exchange:
@@ -69,7 +73,7 @@ class Exchange:
         self._transport = _TRANSPORTS[config.weights.transport](run_dir / "weights", Path(config.model.path), self._dtype, mesh.device)
         self._engines: dict[str, Engine] = {}  # rank 0 only, as all below
         self._lost: dict[str, EngineDown] = {}  # engines that died in this publish and are not back
-        self._mailbox = Mailbox(config.weights.timeout_s) if mesh.is_main else None
+        self._mailbox: Mailbox | None = None  # opened towards the first engine
 
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
         """Update all usable engines, or those in `only`, to the source's present weights, called `version`.
@@ -81,7 +85,7 @@ class Exchange:
         todo = self._on_main(lambda: self._choose(only, deadline), "find engines")
         while todo:
             with timings("connect"):
-                self._connect(todo, deadline)
+                self._connect(todo, deadline, writing=True)
             self._transfer(version, todo, timings)
             with timings("digest"):
                 expected = self._expected()
@@ -95,7 +99,7 @@ class Exchange:
         """Compare the live parameters of the engines with the source's. Raises LeaderError naming what differs."""
         deadline = Deadline(self._config.weights.timeout_s)
         ids = self._on_main(lambda: self._choose(only, deadline), "find engines")
-        self._connect(ids, deadline)
+        self._connect(ids, deadline, writing=False)
         expected = self._expected()
 
         def check():
@@ -115,10 +119,10 @@ class Exchange:
 
     # What follows runs on every rank.
 
-    def _connect(self, ids: list[str], deadline: Deadline) -> None:
+    def _connect(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
         """Pause the engines and learn what new ones copy; every rank then knows which slices to digest."""
         known = set(self._slices)
-        new = self._on_main(lambda: self._open(ids, deadline, known), "connect to engines")
+        new = self._on_main(lambda: self._open(ids, deadline, writing, known), "connect to engines")
         for hf, box in new:
             self._slices[hf, box] = len(self._parts)
             parts = [(copy, copy.box.intersect(box)) for copy in self._own[hf]]
@@ -168,35 +172,36 @@ class Exchange:
     # What follows runs on rank 0.
 
     def _choose(self, only: list[str] | None, deadline: Deadline) -> list[str]:
-        """Usable engines, after waiting for as many as the service must have."""
+        """Usable engines, after waiting until the service has as many as it must."""
         self._lost.clear()
         while True:
             infos = self._control.engines()
-            unknown = set(only or ()) - {info.id for info in infos}
-            if unknown:
-                raise ValueError(f"no engine is called {sorted(unknown)[0]}; there are {sorted(info.id for info in infos)}")
-            ids = [info.id for info in infos if info.state in _USABLE and (only is None or info.id in only)]
-            healthy = self._config.rollout.min_healthy_engines
-            wanted = healthy if only is None else sum(info.id in only and not self._given_up(info) for info in infos)
-            if len(ids) >= wanted:
-                return ids
+            usable = [info.id for info in infos if info.state in _USABLE]
+            wanted = self._config.rollout.min_healthy_engines
+            if len(usable) >= wanted:  # of `only`, those that died or were drained meanwhile get their weights when they come back
+                return [id for id in usable if only is None or id in only]
             if deadline.over:
                 states = {info.id: info.state for info in infos}
                 raise TimeoutError(f"rank 0 waited {deadline.seconds:.0f} s for {wanted} usable engines; states: {states}")
             time.sleep(_POLL_S)
 
-    def _open(self, ids: list[str], deadline: Deadline, known: set) -> list[tuple]:
+    def _open(self, ids: list[str], deadline: Deadline, writing: bool, known: set) -> list[tuple]:
         infos = {info.id: info for info in self._control.engines()}
+        for id in self._engines.keys() - infos.keys():  # drained
+            self._engines.pop(id).close()
+        ids[:] = [id for id in ids if id in infos]
         for id in ids:
             engine = self._engines.get(id)
             if engine is None or engine.incarnation != infos[id].incarnation:
                 if engine is not None:
                     engine.close()
-                self._engines[id] = Engine(infos[id], self._config.rollout.tp, self._mailbox)
+                self._engines[id] = self._new_engine(infos[id])
             # Half of what is left: an engine that hangs must leave time to restart it.
             self._engines[id].deadline = Deadline(deadline.left / 2)
 
         def open_one(engine: Engine) -> None:
+            if writing and not self._control.begin_update(engine.id, engine.incarnation):
+                raise EngineDown(f"{engine} died before it could be updated")
             engine.pause()
             if not engine.slices:
                 engine.end_abandoned_update()
@@ -206,9 +211,15 @@ class Exchange:
         new = {(s.hf, s.box): None for id in ids if id not in self._lost for rank in self._engines[id].slices for s in rank}
         return [key for key in new if key not in known]
 
+    def _new_engine(self, info: EngineInfo) -> Engine:
+        rollout = self._config.rollout
+        if self._mailbox is None:
+            self._mailbox = Mailbox(address_towards(info.url), self._config.weights.timeout_s)
+        return Engine(info, rollout.tp, self._mailbox, self._control.api_key, rollout.health_timeout_s)
+
     def _finish(self, version: int, ids: list[str], expected: Tensor) -> None:
         def finish(engine: Engine) -> None:
-            engine.post("/flush_cache")  # keys and values of the old weights
+            engine.post("/flush_cache", timeout_s=engine.patience)  # keys and values of the old weights
             self._check(engine, expected)
             engine.resume(version)
             if not self._control.mark_ready(engine.id, engine.incarnation, version):
@@ -240,36 +251,36 @@ class Exchange:
                     done.result()
                 except EngineDown as exc:
                     self._lost[engine.id] = exc
-                    self._control.report_suspect(engine.id)
+                    self._control.report_lost(engine.id, engine.incarnation)
                     engine.close()
                 except Exception as exc:
                     errors.append(exc)
         if errors:
             raise errors[0] if len(errors) == 1 else RuntimeError("\n".join(map(repr, errors)))
 
-    def _given_up(self, info: EngineInfo) -> bool:
-        return info.state == "dead" and info.restarts >= self._config.rollout.max_restarts
-
     def _wait_for_lost(self, version: int, deadline: Deadline) -> list[str]:
-        """Ids of the engines that died in this publish, once all of them are back with their old weights."""
+        """What is left to update before the service has as many engines of this version as it must: none, as a rule.
+
+        Engines that died in this publish come back with their old weights. With enough others nobody waits for them: the
+        rollout refreshes them. Else the ids of those that are back.
+        """
+        wanted = self._config.rollout.min_healthy_engines
         while self._lost:
             infos = {info.id: info for info in self._control.engines()}
-            for id in [id for id in self._lost if self._given_up(infos[id])]:
-                healthy = sum(info.state == "ready" for info in infos.values())
-                if healthy < self._config.rollout.min_healthy_engines:
-                    raise RuntimeError(f"engine {id} is given up by the service and only {healthy} are ready") from self._lost[id]
-                del self._lost[id]
-            back = [id for id in self._lost if infos[id].state in _USABLE and infos[id].incarnation > self._engines[id].incarnation]
-            if len(back) == len(self._lost):
+            if sum(info.state == "ready" for info in infos.values()) >= wanted:
+                break
+            back = [info.id for info in infos.values() if info.state == "stale"]
+            if back:
                 self._lost.clear()
                 return back
             if deadline.over:
-                missing = {id: f"{infos[id].state}, incarnation {infos[id].incarnation}" for id in self._lost if id not in back}
+                states = {id: f"{info.state}, incarnation {info.incarnation}" for id, info in infos.items()}
                 raise TimeoutError(
-                    f"rank 0 waited {deadline.seconds:.0f} s (weights.timeout_s) for engines to restart and take version {version}: "
-                    f"{missing}; they died because: {'; '.join(map(str, self._lost.values()))}"
+                    f"rank 0 waited {deadline.seconds:.0f} s (weights.timeout_s) for {wanted} engines to restart and take version "
+                    f"{version}: {states}; they died because: {'; '.join(map(str, self._lost.values()))}"
                 )
             time.sleep(_POLL_S)
+        self._lost.clear()
         return []
 
 
@@ -298,6 +309,6 @@ class _Timings:
             yield item
 
     def result(self) -> dict[str, float]:
-        seconds = dict(self._seconds)
+        seconds = dict.fromkeys(("connect", "gather", "transfer", "digest", "verify", "restart"), 0.0) | self._seconds
         seconds["transfer"] -= seconds["gather"]  # buckets are gathered while the transfer runs
         return seconds | {"total": time.monotonic() - self._start}

@@ -6,6 +6,7 @@ Messages are JSON, compressed; the store itself refuses a value above 32 MiB.
 
 import json
 import socket
+import uuid
 import zlib
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -14,16 +15,15 @@ from torch.distributed import TCPStore
 
 
 class Mailbox:
-    """The end at trainer rank 0."""
+    """The end at trainer rank 0, which listens at `address` only."""
 
-    def __init__(self, timeout_s: float):
-        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    def __init__(self, address: str, timeout_s: float):
+        self.address = address
+        self.store = listening_store(address, timeout_s)
         self.port = self.store.port
-        self._count = 0
 
     def new_key(self, what: str) -> str:
-        self._count += 1
-        return f"{what}/{self._count}"
+        return f"{what}/{uuid.uuid4().hex}"  # nobody can answer who was not asked
 
     def put(self, key: str, message) -> None:
         self.store.set(key, encode(message))
@@ -34,6 +34,13 @@ class Mailbox:
         message = decode(self.store.get(key))
         self.store.delete_key(key)
         return message
+
+
+def listening_store(address: str, timeout_s: float) -> TCPStore:
+    """A store that others reach at `address`; left to itself, torch would listen on every interface."""
+    listener = socket.create_server((address, 0), backlog=1024)
+    options = dict(is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return TCPStore(address, listener.getsockname()[1], master_listen_fd=listener.detach(), **options)
 
 
 def encode(message) -> bytes:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.weights.engine_client import Engine, EngineDown
+from megagrpo.weights.mailbox import listening_store
 
 Each = Callable[[Callable[[Engine], None]], None]
 _JOIN_S = 60.0  # the wait for an engine's ranks cannot be cut short when it refuses or dies
@@ -43,8 +44,7 @@ class BroadcastTransport:
     def _join(self, engine: Engine) -> None:
         """Make the group of rank 0 and the engine's ranks; both sides block until all have come."""
         name = f"weights-{uuid.uuid4().hex}"  # an engine outlives trainers, and refuses a name that it has seen
-        timeout = timedelta(seconds=min(_JOIN_S, engine.deadline.seconds))
-        store = dist.TCPStore(engine.address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = listening_store(engine.address, min(_JOIN_S, engine.deadline.seconds))
         body = {
             "master_address": engine.address,
             "master_port": store.port,
@@ -67,11 +67,12 @@ class BroadcastTransport:
     def _send_bucket(self, engine: Engine, flat: Tensor, body: dict) -> None:
         with ThreadPoolExecutor(1) as pool:
             group = engine.group
-            loaded = pool.submit(engine.post, "/update_weights_from_distributed", body | {"group_name": group.name})
+            request = body | {"group_name": group.name}
+            loaded = pool.submit(engine.post, "/update_weights_from_distributed", request, engine.patience)
             # An engine that refused or died will not receive: do not wait for it until the deadline.
             loaded.add_done_callback(lambda answer: answer.exception() and group.abort())
             try:
-                group.broadcast(flat, engine.deadline.left)
+                group.broadcast(flat, engine.patience)
                 loaded.result()
             except RuntimeError as exc:
                 engine.close()  # ends the pending half on either side

@@ -38,7 +38,7 @@ def rank_main(rank: int, world: int, dp: int, url: str, folder: Path, options: d
     mesh = make_mesh(rank * dp // world, dp, torch.device("cpu"), 60.0)
     config = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}, "train": {"group_size": 2}}
     config = ExperimentConfig.model_validate(config | {"rollout": options})
-    control = ServiceControl(url)
+    control = ServiceControl(url, "key")
     source = RolloutSource(config, mesh, control, Grader() if mesh.is_leader else None, decode)
     refreshed = []
 

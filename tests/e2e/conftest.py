@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-import psutil
 import pytest
 from run_megagrpo import Finished, megagrpo, write_experiment
-from running_service import START_S, RunningService, start_service, wait_for_url
+from running_service import START_S, RunningService, start_service, wait_for_service
 from tiny_model import make_tiny_model
 
 from megagrpo.config import ExperimentConfig
-from megagrpo.processes import is_live, stop_tree
-from megagrpo.rollout.client import ServiceControl
+from megagrpo.processes import stop_tree
 
 
 @pytest.fixture(scope="session")
@@ -33,17 +31,12 @@ def service(tiny_model, tmp_path_factory):
         }
     )
     process = start_service(config, run_dir)
+    running = None
     try:
-        yield RunningService(config, run_dir, process, ServiceControl(wait_for_url(process, run_dir)))
+        running = RunningService(config, run_dir, process, wait_for_service(process, run_dir))
+        yield running
     finally:
-        tree = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.terminate()
-        try:
-            assert process.wait(60) == 0
-            assert not [p for p in tree if is_live(p)], "the service left processes behind"
-            assert not (run_dir / "service.json").exists()
-        finally:
-            stop_tree(process.pid)
+        running.stop() if running else stop_tree(process.pid)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from megagrpo.config import ExperimentConfig
-from megagrpo.environment import child_environment
+from megagrpo.environment import API_KEY, child_environment
 from megagrpo.rollout.engine import Place, engine_command, engine_environment, engine_python_path
 
 START_S = 240
@@ -29,11 +29,13 @@ class Info:
 class OneEngine:
     """Starts, kills and restarts one engine; has the methods of the service's control that the exchange uses."""
 
+    api_key = "of one engine"
+
     def __init__(self, config: ExperimentConfig, folder: Path, python_path: list[str] = []):
         self.config, self.folder, self.python_path = config, folder, python_path
         self.info = Info("e0", "", "starting", 0, 0)
         self.ready_calls: list[tuple] = []
-        self.suspects: list[str] = []
+        self.lost: list[str] = []
         self.process: subprocess.Popen | None = None
 
     def start(self) -> "OneEngine":
@@ -41,7 +43,8 @@ class OneEngine:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         place = Place(0, "127.0.0.1", port, f"127.0.0.1:{port + 1}", cuda=False, num_cores=os.cpu_count())
-        env = child_environment(engine_environment(self.config, place), engine_python_path(place) + self.python_path)
+        variables = engine_environment(self.config, place) | {API_KEY: self.api_key}
+        env = child_environment(variables, engine_python_path(place) + self.python_path)
         self.log = self.folder / f"engine-{self.info.incarnation}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -80,8 +83,11 @@ class OneEngine:
         self.info = replace(self.info, state="ready")
         return True
 
-    def report_suspect(self, engine_id: str) -> None:
-        self.suspects.append(engine_id)
+    def begin_update(self, engine_id: str, incarnation: int) -> bool:
+        return incarnation == self.info.incarnation
+
+    def report_lost(self, engine_id: str, incarnation: int) -> None:
+        self.lost.append(engine_id)
         self.info = replace(self.info, state="starting")
         self.stop()
         self.start()

@@ -7,15 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 import yaml
 
 from megagrpo.environment import child_environment
 from megagrpo.processes import is_live, process_tree, stop_tree
+from megagrpo.rollout.client import ServiceUnreachable, find_service
 
 REPEATED = ("loss/total", "loss/policy", "reward/mean", "reward/std", "optim/grad_norm", "policy/entropy", "mismatch/logprob_abs_mean")
 _TORCHVISION_HOOK = str(Path(__file__).parents[2] / "megagrpo" / "rollout" / "cpu")  # see its sitecustomize
@@ -197,9 +197,8 @@ def trainer(job: Job, rank: int) -> psutil.Process | None:
 def engine(run_dir: Path) -> dict | None:
     """The first engine as the service of this run describes it; None while there is no service."""
     try:
-        url = json.loads((run_dir / "service.json").read_text())["url"]
-        return httpx.get(f"{url}/status", timeout=5, trust_env=False).json()["engines"][0]
-    except (OSError, httpx.HTTPError):
+        return asdict(find_service(run_dir).status().engines[0])
+    except (ServiceUnreachable, ValueError, IndexError):
         return None
 
 

@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 from megagrpo.config import ExperimentConfig
 from megagrpo.environment import child_environment
-from megagrpo.processes import spawn, stop_tree
-from megagrpo.rollout.client import EngineInfo, ServiceControl, read_service_url
+from megagrpo.processes import is_live, spawn, stop_tree
+from megagrpo.rollout.client import EngineInfo, ServiceControl, bearer, find_service
 
-START_S = 240.0
+START_S = 480.0
 _SERVE = """
 import sys
 from pathlib import Path
 from megagrpo.config import ExperimentConfig
 from megagrpo.rollout.service import serve
-sys.exit(serve(ExperimentConfig.model_validate_json(Path(sys.argv[1]).read_text()), Path(sys.argv[2])))
+sys.exit(serve(ExperimentConfig.model_validate_json(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), *sys.argv[3:]))
 """
 
 
@@ -30,32 +31,44 @@ class RunningService:
     process: subprocess.Popen
     control: ServiceControl
 
-    def wait_alive(self) -> EngineInfo:
-        """The only engine, when it answers."""
+    def wait_alive(self, number: int = 0) -> EngineInfo:
+        """The engine of this number, the first unless told, when it answers."""
         deadline = time.monotonic() + START_S
-        while not (engine := self.control.engines()[0]).alive:
+        while not (engine := self.control.engines()[number]).alive:
             assert time.monotonic() < deadline, f"still {engine}"
             time.sleep(0.1)
         return engine
 
+    def stop(self) -> None:
+        """End it as a user would, and check that nothing is left."""
+        tree = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        self.process.terminate()
+        try:
+            assert self.process.wait(90) == 0
+            assert not [p for p in tree if is_live(p)], "the service left processes behind"
+            assert not (self.run_dir / "service.json").exists() and not (self.run_dir / "service.key").exists()
+        finally:
+            stop_tree(self.process.pid)
+
     def set_version(self, version: int) -> None:
         """What the exchange does after an update; here the weights stay those of the folder."""
         engine = self.wait_alive()
-        httpx.post(f"{engine.url}/update_weight_version", json={"new_version": str(version)}, timeout=60).raise_for_status()
+        body, key = {"new_version": str(version)}, bearer(self.control.api_key)
+        httpx.post(f"{engine.url}/update_weight_version", json=body, headers=key, timeout=60).raise_for_status()
         assert self.control.mark_ready(engine.id, engine.incarnation, version)
 
 
-def start_service(config: ExperimentConfig, run_dir: Path) -> subprocess.Popen:
+def start_service(config: ExperimentConfig, run_dir: Path, *ray_address: str, env: dict[str, str] | None = None) -> subprocess.Popen:
     run_dir.mkdir(parents=True, exist_ok=True)
     file = run_dir / "experiment.json"
     file.write_text(config.model_dump_json())
-    command = [sys.executable, "-c", _SERVE, str(file), str(run_dir)]
-    return spawn(command, child_environment(), run_dir / "serve.log")
+    command = [sys.executable, "-c", _SERVE, str(file), str(run_dir), *ray_address]
+    return spawn(command, child_environment(env), run_dir / "serve.log")
 
 
-def wait_for_url(process: subprocess.Popen, run_dir: Path) -> str:
+def wait_for_service(process: subprocess.Popen, run_dir: Path) -> ServiceControl:
     deadline = time.monotonic() + START_S
     while not (run_dir / "service.json").exists():
         assert process.poll() is None and time.monotonic() < deadline, (run_dir / "serve.log").read_text()[-3000:]
         time.sleep(0.1)
-    return read_service_url(run_dir, 0.0)
+    return find_service(run_dir)

@@ -24,10 +24,12 @@ from tiny_model import make_tiny_model
 from megagrpo.config import ExperimentConfig
 from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.rollout.client import bearer
 from megagrpo.weights.engine_client import LOADER
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.record import record_copies
 
+KEY = bearer(OneEngine.api_key)
 PROMPTS = [[1, 5, 6, 7, 8, 9], [1, *range(40, 90)]]
 
 
@@ -76,7 +78,8 @@ def assert_engine_computes_with(url: str, model: Path, version: int) -> None:
     """Log-probs of sampled tokens equal those of HF transformers, and the answer names the version."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     body = {"input_ids": PROMPTS, "return_logprob": True, "sampling_params": {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True}}
-    for prompt, out in zip(PROMPTS, httpx.post(f"{url}/generate", json=body, timeout=120).raise_for_status().json(), strict=True):
+    answer = httpx.post(f"{url}/generate", json=body, headers=KEY, timeout=120).raise_for_status()
+    for prompt, out in zip(PROMPTS, answer.json(), strict=True):
         tokens = torch.tensor(prompt + out["output_ids"])
         with torch.no_grad():
             logprobs = torch.log_softmax(hf(tokens[None]).logits[0], -1)
@@ -94,7 +97,7 @@ def plant_fault(url: str, tp: int, rank: int, parameter: str, index: int) -> Non
         "flush_cache": False,
     }
     for path, content in (("begin_weight_update", {}), ("update_weights_from_tensor", body), ("end_weight_update", {})):
-        httpx.post(f"{url}/{path}", json=content, timeout=60).raise_for_status()
+        httpx.post(f"{url}/{path}", json=content, headers=KEY, timeout=60).raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +172,7 @@ def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_eng
     exchange._transport._send_bucket = kill_at_second_bucket
     source.load(moe_models[0])
     report = exchange.publish(31)
-    assert moe_engine.suspects[-1:] == ["e0"] and moe_engine.info.incarnation == before + 1
+    assert moe_engine.lost[-1:] == ["e0"] and moe_engine.info.incarnation == before + 1
     assert moe_engine.ready_calls[-1] == ("e0", before + 1, 31)
     assert_engine_computes_with(moe_engine.info.url, moe_models[0], 31)
     print({k: round(v, 3) for k, v in report.items()})
@@ -203,7 +206,8 @@ def test_two_trainer_ranks(moe_engine, moe_models, tmp_path):
         (report, error, ready), (other_report, other_error, nobody) = results[0], results[1]
     assert report == other_report and ready == [("e0", moe_engine.info.incarnation, 50)] and not nobody
     assert error == other_error and "HF tensor model.norm.weight [0:64]" in error and "in 1 places" in error
-    httpx.post(f"{moe_engine.info.url}/continue_generation", json={}).raise_for_status()  # left paused: nobody may sample from it
+    # It was left paused: nobody may sample from it.
+    httpx.post(f"{moe_engine.info.url}/continue_generation", json={}, headers=KEY).raise_for_status()
     assert_engine_computes_with(moe_engine.info.url, moe_models[2], 50)
 
 

@@ -33,7 +33,7 @@ def generate(service, requests, version=0, retry=RETRY):
     """Responses to [(prompt, params, seed)], all at once."""
 
     async def run():
-        async with GenerationClient(service.control.status().router, retry, 64) as client:
+        async with GenerationClient(service.control.status().router, service.control.api_key, retry, 64) as client:
             return await asyncio.gather(*(client.generate(*request, version) for request in requests))
 
     return asyncio.run(run())
@@ -141,4 +141,4 @@ def test_status_is_readable(ready, capsys):
 
 def test_unreachable_service_says_what_to_do():
     with pytest.raises(ServiceUnreachable, match="no rollout service answers at http://127.0.0.1:9.*megagrpo serve"):
-        ServiceControl("http://127.0.0.1:9").engines()
+        ServiceControl("http://127.0.0.1:9", "key").engines()

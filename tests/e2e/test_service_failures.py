@@ -47,7 +47,7 @@ def test_scheduler_killed(service):
     before = service.control.engines()[0]
     scheduler = next(p for p in psutil.Process(before.pid).children(recursive=True) if "scheduler" in p.name() or "sched" in p.cmdline()[0])
     scheduler.kill()
-    service.control.report_suspect(before.id)
+    service.control.report_lost(before.id, before.incarnation)
     deadline = time.monotonic() + 60
     while service.control.engines()[0].incarnation == before.incarnation:
         assert time.monotonic() < deadline

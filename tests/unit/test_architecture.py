@@ -34,7 +34,7 @@ PEERS_IMPORT = {0, 5}  # lines whose single-file parts may import one another; n
 ONLY_IN = {
     "megatron": r"actor/",
     "ray": r"rollout/service\w*\.py",
-    "sglang": r"weights/engine_loader\.py|rollout/cpu/",
+    "sglang": r"weights/engine_loader\.py|rollout/engine_process\.py|rollout/cpu/",
     "sgl_kernel": r"rollout/cpu/",
     "matplotlib": r"report\.py",
     "rich": r"console\.py|doctor\.py|cli\.py|explain\.py",

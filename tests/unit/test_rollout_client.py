@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 import time
 from concurrent.futures import Future
 
@@ -20,14 +21,14 @@ from megagrpo.rollout.client import (
     ServiceControl,
     ServiceFailed,
     ServiceUnreachable,
-    read_service_url,
+    find_service,
     sample_seed,
 )
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.types import Outcome, Prompt
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(7,), stop=("\n",))
-QUICK = RetryPolicy(retries=3, request_timeout_s=0.5, base_s=0.01, cap_s=0.02)
+QUICK = RetryPolicy(retries=3, request_timeout_s=2.0, base_s=0.01, cap_s=0.02)
 ANSWER = Response((1, 2, 3, 4), (-0.5,) * 4, "stop")
 
 
@@ -35,7 +36,7 @@ def generate(service: FakeService, retry: RetryPolicy = QUICK, version: int = 0)
     """(response, number of retries)"""
 
     async def run():
-        async with GenerationClient(service.url, retry, 4) as client:
+        async with GenerationClient(service.url, "key", retry, 4) as client:
             return await client.generate((5, 6), PARAMS, 1234, version), client.num_retries
 
     return asyncio.run(run())
@@ -119,7 +120,7 @@ def make_source(service: FakeService, **rollout) -> RolloutSource:
     config |= {"rollout": {"request_timeout_s": 5.0, "step_timeout_s": 5.0} | rollout}
     mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
     decode = lambda ids: "".join(map(str, ids))  # noqa: E731
-    return RolloutSource(ExperimentConfig.model_validate(config), mesh, ServiceControl(service.url), Grader(), decode)
+    return RolloutSource(ExperimentConfig.model_validate(config), mesh, ServiceControl(service.url, "key"), Grader(), decode)
 
 
 def test_groups_come_in_order_and_graded():
@@ -138,7 +139,7 @@ def test_stale_engine_is_refreshed_and_the_step_completes():
 
         def refresh(engine_ids):
             calls.append(engine_ids)
-            ServiceControl(service.url).mark_ready("engine-0", 1, 4)
+            ServiceControl(service.url, "key").mark_ready("engine-0", 1, 4)
 
         groups = source.next(0, PROMPTS, 4, refresh)
     assert len(groups) == 5 and calls == [["engine-0"]] and service.marked == [(1, 4)]
@@ -147,7 +148,7 @@ def test_stale_engine_is_refreshed_and_the_step_completes():
 def test_engine_of_another_version_is_refreshed():
     with running(FakeService(version=3)) as service:
         source = make_source(service)
-        source.next(0, PROMPTS, 4, lambda ids: ServiceControl(service.url).mark_ready(ids[0], 1, 4))
+        source.next(0, PROMPTS, 4, lambda ids: ServiceControl(service.url, "key").mark_ready(ids[0], 1, 4))
     assert service.marked == [(1, 4)]
 
 
@@ -164,15 +165,32 @@ def test_service_that_gave_up_ends_the_wait():
         with pytest.raises(LeaderError, match="failed: engine-0 after 5 restart"):
             make_source(service, step_timeout_s=60.0).next(0, PROMPTS, 0, refresh=None)
         with pytest.raises(ServiceFailed, match="no memory"):
-            ServiceControl(service.url).engines()
+            ServiceControl(service.url, "key").engines()
 
 
 def test_unreachable_service_is_a_clear_error(tmp_path):
     with pytest.raises(ServiceUnreachable, match="no rollout service answers at http://127.0.0.1:9.*megagrpo serve"):
-        ServiceControl("http://127.0.0.1:9").engines()
+        ServiceControl("http://127.0.0.1:9", "key").engines()
     with pytest.raises(ServiceUnreachable, match="service.json did not appear in 0 s"):
-        read_service_url(tmp_path, 0.0)
+        find_service(tmp_path)
     with running(FakeService()) as service:
         source = make_source(service)
     with pytest.raises(LeaderError, match="no rollout service answers"):
         source.next(0, PROMPTS, 0, refresh=None)
+
+
+def test_requests_to_a_lost_host_are_sent_again():
+    """They hang: nobody breaks the connection. The service says that a host was lost, and the step completes."""
+    with running(FakeService(script=["hang"] * 3)) as service:
+        source = make_source(service, request_timeout_s=600.0, step_timeout_s=60.0)
+        started = time.monotonic()
+
+        def lose_it() -> None:
+            while len(service.requests) < 10:
+                time.sleep(0.05)
+            service.lost_hosts = 1
+
+        threading.Thread(target=lose_it, daemon=True).start()
+        groups = source.next(7, PROMPTS, 0, refresh=None)
+    assert [g.group_id for g in groups] == list(range(5)) and len(service.requests) >= 13
+    assert time.monotonic() - started < 50

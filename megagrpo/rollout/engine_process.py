@@ -1,0 +1,48 @@
+"""The main program of an engine: SGLang's own server, with the API key taken from the environment.
+
+On a command line every user of the machine could read it, and SGLang writes its arguments into the log. The processes that
+SGLang starts import this file again, so nothing they write shows the key either.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+
+from megagrpo import environment
+
+_PR_SET_PDEATHSIG = 1
+_KEY = environment.get(environment.API_KEY)
+_make_record = logging.getLogRecordFactory()
+
+
+def _without_key(*args, **kwargs) -> logging.LogRecord:
+    record = _make_record(*args, **kwargs)
+    text = record.getMessage()
+    if _KEY in text:
+        record.msg, record.args = text.replace(_KEY, "(the API key)"), ()
+    return record
+
+
+if _KEY:
+    logging.setLogRecordFactory(_without_key)
+
+if __name__ == "__mp_main__":
+    # SGLang ties its processes to the server as well, but only after imports that take long: one killed before left orphans.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(1)
+
+if __name__ == "__main__":
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    arguments = prepare_server_args([*sys.argv[1:], *([f"--api-key={_KEY}"] if _KEY else [])])
+    try:
+        run_server(arguments)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)

@@ -1,0 +1,129 @@
+"""Trainers on two hosts and engines on two others, each with an address of its own; links that are cut and healed."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from netns_hosts import NEEDED, Hosts, available
+from ray_nodes import RayNodes
+from run_megagrpo import GRADERS, assert_same_run, megagrpo, metrics, write_experiment
+
+from megagrpo.environment import child_environment
+from megagrpo.processes import spawn, stop_tree
+
+pytestmark = [pytest.mark.skipif(not available(), reason=NEEDED), pytest.mark.timeout(1800)]
+TRAINERS, ENGINES = (1, 2), (3, 4)
+CUT_S = 20.0
+PARALLEL = {"tp": 2, "ep": 1}
+ROLLOUT = {"deterministic": True, "num_engines": 2, "host": "eth0", "start_timeout_s": 600}
+
+
+class Run:
+    """`launch/`-style processes on every host: Ray on the engines', `serve` on the first of them, torchrun on the trainers'."""
+
+    def __init__(self, hosts: Hosts, nodes: RayNodes, config: Path):
+        self.folder = config.with_suffix("")
+        self._hosts, self._token = hosts, nodes.token
+        for number in ENGINES:
+            nodes.start(number)
+        self._children = [self._start(3, "serve.log", ["serve", str(config), "--ray-address", nodes.address])]
+        for number in TRAINERS:
+            command = ["train", str(config), "--nnodes", "2", "--node-rank", str(number - 1), "--master-addr", hosts.address(1)]
+            self._children.append(self._start(number, f"trainer-{number}.log", [*command, "--master-port", "29500"]))
+        self.service, *self.trainers = self._children
+
+    def _start(self, number: int, log: str, command: list[str]) -> subprocess.Popen:
+        python = [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", *command]
+        env = child_environment({"OMP_NUM_THREADS": "1"} | self._token, [str(self.folder.parent)])
+        return spawn(self._hosts.command(number, python), env, self.folder.with_name(f"{self.folder.name}-{log}"))
+
+    def wait_for_step(self, step: int, timeout_s: float = 600.0) -> None:
+        deadline, path = time.monotonic() + timeout_s, self.folder / "rollouts" / f"step_{step:06}.jsonl"
+        while not path.exists():
+            assert time.monotonic() < deadline and all(child.poll() is None for child in self._children), self.end()
+            time.sleep(0.1)
+
+    def finish(self, timeout_s: float = 600.0) -> None:
+        for trainer in self.trainers:
+            try:
+                assert trainer.wait(timeout_s) == 0, self.end()
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"no end in {timeout_s:.0f} s: {self.end()}") from None
+
+    def end(self) -> str:
+        """The last lines of every log."""
+        logs = [*self.folder.parent.glob(f"{self.folder.name}-*.log"), *self.folder.glob("logs/*.log")]
+        return "\n".join(f"== {log}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
+
+    def stop(self) -> None:
+        for child in self._children:
+            stop_tree(child.pid, 30.0 if child is self.service else 5.0)
+            child.wait()
+
+
+@pytest.fixture
+def hosts():
+    folder = Path(tempfile.mkdtemp(prefix="mgr-"))  # short: Unix socket paths end at 107 characters
+    try:
+        with Hosts(4) as hosts, RayNodes(folder, hosts.command, hosts.address) as nodes:
+            yield hosts, nodes
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def experiments(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "graders_of_tests.py").write_text(GRADERS)
+    assert megagrpo("prepare", write_experiment(folder / "prepared")).status == 0
+    return folder
+
+
+def one_host(experiments: Path, num_steps: int) -> Path:
+    """The folder of the same run on this machine, with one engine."""
+    folder = experiments / f"one-{num_steps}"
+    sections = {"actor": {"parallel": PARALLEL}, "rollout": {"deterministic": True}, "train": {"num_steps": num_steps}}
+    done = megagrpo("run", write_experiment(folder, **sections), timeout_s=600)
+    assert done.status == 0, done.stderr
+    return folder
+
+
+def test_four_hosts_compute_what_one_does(hosts, experiments):
+    """Same rewards, losses and gradients in the same bits, though tensors, prompts and weights cross links."""
+    run = Run(*hosts, write_experiment(experiments / "four", actor={"parallel": PARALLEL}, rollout=ROLLOUT, train={"num_steps": 2}))
+    try:
+        run.finish()
+    finally:
+        run.stop()
+    assert_same_run(run.folder, one_host(experiments, 2), 2)
+    assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(run.folder).items() if step)
+    served = {line.split("http://")[1].split(":")[0] for line in (run.end()).splitlines() if " is up at " in line}
+    assert served == {hosts[0].address(number) for number in ENGINES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [4, 2], ids=["an-engine's", "a-trainer's"])
+def test_a_link_is_cut_and_healed(hosts, experiments, number):
+    """Nobody is told; packets are lost for 20 s. The run ends as the undisturbed one."""
+    steps, folder = 8, experiments / f"cut-{number}"
+    actor = {"parallel": PARALLEL, "max_restarts": 3}
+    config = write_experiment(folder, actor=actor, rollout=ROLLOUT, train={"num_steps": steps}, checkpoint={"every": 1})
+    run = Run(*hosts, config)
+    try:
+        run.wait_for_step(2)
+        hosts[0].cut(number)
+        cut = time.monotonic()
+        time.sleep(CUT_S)
+        hosts[0].heal(number)
+        run.finish()
+        print(f"host {number} cut for {CUT_S:.0f} s; the run ended {time.monotonic() - cut:.0f} s after the cut")
+        print("\n".join(line for line in run.end().splitlines() if " died: " in line or " is up at " in line or "continues after" in line))
+    finally:
+        run.stop()
+    assert_same_run(run.folder, one_host(experiments, steps), steps)

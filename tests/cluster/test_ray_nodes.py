@@ -1,0 +1,92 @@
+"""Engines on several Ray nodes of this machine: placement, a node that is lost in the middle of a step, and one that joins."""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+from ray_nodes import RayNodes
+from running_service import RunningService, start_service, wait_for_service
+from test_engines import Trainer, experiment, states, wait_until
+from tiny_model import make_tiny_model
+
+from megagrpo.processes import stop_tree
+
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.fixture
+def nodes():
+    folder = Path(tempfile.mkdtemp(prefix="mgr-"))  # short: Unix socket paths end at 107 characters
+    try:
+        with RayNodes(folder) as nodes:
+            yield nodes
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start(nodes: RayNodes, tmp_path: Path, **rollout) -> tuple[RunningService, Trainer]:
+    models = [make_tiny_model(tmp_path / f"m{seed}", seed) for seed in range(2)]
+    config = experiment(tmp_path / "run", models, **rollout)
+    process = start_service(config, tmp_path / "run", nodes.address, env=nodes.token)
+    try:
+        service = RunningService(config, tmp_path / "run", process, wait_for_service(process, tmp_path / "run"))
+    except BaseException:
+        stop_tree(process.pid)
+        raise
+    return service, Trainer(service, models)
+
+
+def test_a_node_is_lost_and_another_joins(nodes, tmp_path):
+    """Each node has one place. The step goes on with the engine that is left; the other is placed anew as soon as there is room."""
+    nodes.start(1)
+    nodes.start(2)
+    service, trainer = start(nodes, tmp_path)
+    try:
+        trainer.publish()
+        on_second = [e.id for e in service.control.engines() if e.pid in nodes.pids(2)]
+        assert len(on_second) == 1, "one engine on each node"
+        lost, other = on_second[0], ({"engine-0", "engine-1"} - set(on_second)).pop()
+        undisturbed = trainer.step(1)
+        assert trainer.step(1, lambda: nodes.kill(2)) == undisturbed
+        wait_until(lambda: states(service)[lost][0] != "ready", "the loss is noticed")
+        trainer.publish(1)
+        assert states(service)[other] == ("ready", trainer.version, 1)
+        trainer.step(2)
+        nodes.start(3)
+        wait_until(lambda: states(service)[lost][0] == "stale", "placed on the new node")
+        assert service.control.status().lost_hosts == 1
+        trainer.refresh([lost])
+        assert states(service)[lost][:2] == ("ready", trainer.version)
+        assert any(e.id == lost and e.pid in nodes.pids(3) for e in service.control.engines())
+    finally:
+        trainer.exchange.close()
+        service.stop()
+
+
+@pytest.mark.slow
+def test_one_engine_over_two_nodes(nodes, tmp_path):
+    nodes.start(1)
+    nodes.start(2)
+    service, trainer = start(nodes, tmp_path, num_engines=1, tp=2, nodes_per_engine=2)
+    try:
+        for transport, model in (("broadcast", 1), ("disk", 0)):
+            trainer.use(transport)
+            trainer.publish(model)
+            trainer.step(trainer.version)
+        assert states(service) == {"engine-0": ("ready", 2, 1)}
+        second = [line for line in (service.run_dir / "logs" / "engine-0.node-1.log").read_text().splitlines() if "node_rank" in line]
+        assert second, "its second server process runs too"
+        nodes.kill(2)  # half of the engine
+        nodes.start(3)
+        service.wait_alive(0)
+        wait_until(lambda: states(service)["engine-0"][2] == 2 and service.wait_alive(0), "the whole engine again")
+        trainer.step(3)
+        assert states(service) == {"engine-0": ("ready", 2, 2)} and trainer.refreshed == [["engine-0"]]
+    finally:
+        trainer.exchange.close()
+        service.stop()

@@ -1,0 +1,279 @@
+"""Two engines behind one router, and a trainer's exchange: faults, engines that come and go, and who may ask what."""
+
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+from running_service import START_S, RunningService, start_service, wait_for_service
+from test_exchange import PlainSource
+from tiny_model import make_tiny_model
+from transformers import AutoTokenizer
+
+from megagrpo.cli import main
+from megagrpo.config import ExperimentConfig
+from megagrpo.mesh import make_mesh
+from megagrpo.processes import process_tree, stop_tree
+from megagrpo.rollout.client import bearer
+from megagrpo.rollout.source import RolloutSource
+from megagrpo.types import Outcome, Prompt
+from megagrpo.weights.exchange import Exchange
+
+pytestmark = pytest.mark.timeout(1200)
+MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
+PROMPTS = [Prompt(i, "", (1, *range(40 + 3 * i, 60 + 4 * i)), "") for i in range(12)]
+
+
+def experiment(run_dir: Path, models: list[Path], transport: str = "broadcast", **rollout) -> ExperimentConfig:
+    base = {"num_engines": 2, "deterministic": True, "start_timeout_s": START_S, "step_timeout_s": 300.0, "max_restarts": 9}
+    return ExperimentConfig.model_validate(
+        {
+            "name": "engines",
+            "output_dir": str(run_dir),
+            "model": {"path": str(models[0])},
+            "data": {"path": "unused.jsonl"},
+            "sampling": {"max_response_tokens": 100},
+            "train": {"group_size": 4},
+            "rollout": base | {"health_timeout_s": 20.0} | rollout,
+            "weights": {"transport": transport, "bucket_mb": 0.1, "timeout_s": 400.0},
+            "actor": {"deadline_s": 600.0},
+        }
+    )
+
+
+class LengthGrader:
+    """The score is the length of the text; `on_first` is called when the first response of a step arrives."""
+
+    def __init__(self):
+        self.on_first, self.arrived = None, 0
+
+    def submit(self, prompt: Prompt, text: str) -> Future:
+        self.arrived += 1
+        if self.on_first is not None:
+            act, self.on_first = self.on_first, None
+            act()
+        future: Future = Future()
+        future.set_result(Outcome("score", float(len(text))))
+        return future
+
+
+class Trainer:
+    """One rank with the weights of a folder, as setup.py and the loop would put it together."""
+
+    def __init__(self, service: RunningService, models: list[Path]):
+        self.service, self.models = service, models
+        self.source, self.grader, self.version, self.refreshed = PlainSource(models[0]), LengthGrader(), 0, []
+        tokenizer = AutoTokenizer.from_pretrained(models[0])
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        self.rollouts = RolloutSource(service.config, MESH, service.control, self.grader, decode)
+        self.exchange = self._exchange("broadcast")
+
+    def _exchange(self, transport: str) -> Exchange:
+        config = experiment(self.service.run_dir, self.models, transport)
+        return Exchange(config, MESH, self.source, self.service.control, self.service.run_dir)
+
+    def use(self, transport: str) -> None:
+        self.exchange.close()
+        self.exchange = self._exchange(transport)
+
+    def publish(self, model: int = 0) -> dict[str, float]:
+        self.version += 1
+        self.source.load(self.models[model])
+        return self.exchange.publish(self.version)
+
+    def refresh(self, engine_ids: list[str]) -> None:
+        self.refreshed.append(engine_ids)
+        self.exchange.publish(self.version, only=engine_ids)
+
+    def step(self, step: int = 0, on_first=None) -> list:
+        """Tokens and log-probabilities of every sample; `on_first` is called at the first arrival, while others are on their way."""
+        self.grader.on_first, self.grader.arrived = on_first, 0
+        groups = self.rollouts.next(step, PROMPTS, self.version, self.refresh)
+        assert [group.group_id for group in groups] == list(range(len(PROMPTS))) and self.grader.arrived == 48
+        return [[(sample.token_ids, sample.logprobs) for sample in group.samples] for group in groups]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [make_tiny_model(folder / f"m{seed}", seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def service(models, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("engines")
+    process, running = start_service(config := experiment(run_dir, models), run_dir), None
+    try:
+        running = RunningService(config, run_dir, process, wait_for_service(process, run_dir))
+        yield running
+    finally:
+        running.stop() if running else stop_tree(process.pid)
+
+
+@pytest.fixture(scope="module")
+def trainer(service, models):
+    trainer = Trainer(service, models)
+    trainer.publish()
+    yield trainer
+    trainer.exchange.close()
+
+
+def wait_until(true, what: str, timeout_s: float = START_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.2)
+
+
+def states(service: RunningService) -> dict[str, tuple]:
+    return {engine.id: (engine.state, engine.weight_version, engine.incarnation) for engine in service.control.engines()}
+
+
+def test_both_transports_put_the_same_weights_into_both(trainer):
+    for transport, model in (("broadcast", 1), ("disk", 0), ("broadcast", 1)):
+        trainer.use(transport)
+        report = trainer.publish(model)
+        print(transport, {name: round(value, 3) for name, value in report.items()})
+        assert states(trainer.service) == {f"engine-{i}": ("ready", trainer.version, 1) for i in range(2)}
+    body = {"input_ids": [1, 50, 51], "return_logprob": True, "sampling_params": {"max_new_tokens": 24, "sampling_seed": 7}}
+    key = bearer(trainer.service.control.api_key)
+    said = [httpx.post(f"{e.url}/generate", json=body, headers=key, timeout=120).json() for e in trainer.service.control.engines()]
+    assert said[0]["output_ids"] == said[1]["output_ids"]
+    assert said[0]["meta_info"]["output_token_logprobs"] == said[1]["meta_info"]["output_token_logprobs"]
+    trainer.publish()
+
+
+def test_nobody_is_heard_without_the_key(trainer):
+    control, run_dir = trainer.service.control, trainer.service.run_dir
+    engine, router = control.engines()[0].url, control.status().router
+    calls = [("GET", f"{control.url}/status"), ("POST", f"{control.url}/shutdown"), ("POST", f"{engine}/generate")]
+    calls += [("POST", f"{engine}/update_weights_from_tensor"), ("GET", f"{engine}/server_info"), ("POST", f"{engine}/pause_generation")]
+    calls += [("POST", f"{router}/generate"), ("GET", f"{router}/workers"), ("POST", f"{router}/workers")]
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+    for headers in ({}, bearer("x" * len(control.api_key))):
+        answers = {url: httpx.request(method, url, json=body, headers=headers, timeout=60).status_code for method, url in calls}
+        assert set(answers.values()) <= {401, 403}, answers
+    # The key stands in one file, which is its owner's, and in no log and no command line.
+    key = control.api_key.encode()
+    assert len(key) >= 32
+    assert [f.name for f in run_dir.rglob("*") if f.is_file() and key in f.read_bytes()] == ["service.key"]
+    assert (run_dir / "service.key").stat().st_mode & 0o777 == 0o600
+    for process in psutil.process_iter(["cmdline"]):
+        assert control.api_key not in " ".join(process.info["cmdline"] or []), process
+
+
+def test_services_listen_on_the_given_interface_only(trainer):
+    """rollout.host is 127.0.0.1. Ray's ports (guarded by its token) and the store of SGLang's ranks are not ours to bind."""
+
+    def elsewhere(process: psutil.Process) -> list[int]:
+        listening = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        return [address.port for address in listening if address.ip not in ("127.0.0.1", "::1")]
+
+    service = trainer.service.process.pid
+    others = ("gcs_server", "raylet", "ray::", "sglang::scheduler", "site-packages/ray/")
+    found = {}
+    for process in process_tree(service):
+        words = " ".join([process.name(), *process.cmdline()])
+        if not any(other in words for other in others):
+            found[f"{words[:200]} {process.pid}"] = elsewhere(process)
+    assert any("sglang" in name for name in found)
+    assert len(found.pop(next(name for name in found if name.endswith(f" {service}")))) == 1, "Ray's own port in `serve`"
+    assert not {name: ports for name, ports in found.items() if ports} and not elsewhere(psutil.Process())
+
+
+def test_router_killed(trainer):
+    """It comes back at the same URL with the same engines, and the step does not notice but for retries."""
+    service, before = trainer.service, states(trainer.service)
+    undisturbed, url = trainer.step(1), service.control.status().router
+    port = int(url.rpartition(":")[2])
+    ours = process_tree(service.process.pid)
+    router = next(p for p in ours if any(c.laddr.port == port for c in p.net_connections() if c.status == psutil.CONN_LISTEN))
+    assert trainer.step(1, router.kill) == undisturbed
+    assert service.control.status().router == url and states(service) == before
+    assert "sglang-router is gone: it is started again" in (service.run_dir / "serve.log").read_text()
+
+
+def test_one_engine_killed_while_the_other_serves(trainer):
+    service, undisturbed = trainer.service, trainer.step(2)
+    victim = service.control.engines()[0]
+    started = time.monotonic()
+    assert trainer.step(2, lambda: os.kill(victim.pid, signal.SIGKILL)) == undisturbed
+    print(f"the step with the kill took {time.monotonic() - started:.1f} s")
+    trainer.publish(1)  # needs no more than min_healthy_engines, and waits for nobody else
+    assert states(service)["engine-1"] == ("ready", trainer.version, 1)
+    service.wait_alive(0)
+    trainer.step(3)
+    wait_until(lambda: states(service)["engine-0"][:2] == ("ready", trainer.version) or trainer.step(3) is None, "the engine is refreshed")
+    assert states(service) == {"engine-0": ("ready", trainer.version, 2), "engine-1": ("ready", trainer.version, 1)}
+    trainer.publish()
+
+
+def schedulers(pid: int) -> list[psutil.Process]:
+    return [p for p in psutil.Process(pid).children(recursive=True) if "scheduler" in " ".join([p.name(), *p.cmdline()])]
+
+
+def test_hung_scheduler_is_found_and_replaced(trainer):
+    """Its HTTP process still answers. Its samples come from the other engine; it gets the present weights before any request."""
+    service, undisturbed = trainer.service, trainer.step(4)
+    victim, stopped = service.control.engines()[1], []
+
+    def stop():
+        stopped.append(time.monotonic())
+        schedulers(victim.pid)[0].send_signal(signal.SIGSTOP)
+
+    assert trainer.step(4, stop) == undisturbed
+    print(f"the step with the hung engine took {time.monotonic() - stopped[0]:.1f} s after the stop")
+    wait_until(lambda: states(service)["engine-1"][2] == victim.incarnation + 1, "a new incarnation")
+    assert "hangs: no answer to /server_info for 20 s (rollout.health_timeout_s)" in service.control.engines()[1].reason
+    assert not psutil.pid_exists(victim.pid)
+    service.wait_alive(1)
+    trainer.refresh(["engine-1"])
+    assert states(service)["engine-1"] == ("ready", trainer.version, victim.incarnation + 1)
+
+
+@pytest.mark.slow
+def test_engine_that_hangs_in_an_update(trainer):
+    """The whole server stops answering; the publish goes on with the other engine when the trainer's patience ends."""
+    service, victim = trainer.service, trainer.service.control.engines()[0]
+    os.kill(victim.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    trainer.publish(1)
+    print(f"a publish over a stopped engine took {time.monotonic() - started:.1f} s")
+    assert states(service)["engine-1"][:2] == ("ready", trainer.version)
+    wait_until(lambda: states(service)["engine-0"][2] == victim.incarnation + 1, "a new incarnation")
+    service.wait_alive(0)
+    trainer.publish()
+    assert all(state[:2] == ("ready", trainer.version) for state in states(service).values())
+
+
+def test_an_engine_is_added_and_another_drained(trainer, capsys):
+    service, control, folder = trainer.service, trainer.service.control, str(trainer.service.run_dir)
+    undisturbed = trainer.step(5)
+    assert main(["engines", "add", folder]) == 0
+    added = capsys.readouterr().out.removesuffix(" is starting\n")
+    service.wait_alive(2)
+    assert main(["status", folder, "--json"]) == 0
+    assert [engine["id"] for engine in json.loads(capsys.readouterr().out)["engines"]] == ["engine-0", "engine-1", added]
+    assert states(service)[added] == ("stale", None, 1)
+    assert trainer.step(5) == undisturbed
+    wait_until(lambda: states(service)[added] == ("ready", trainer.version, 1) or trainer.step(5) is None, "verified before traffic")
+    drained = control.engines()[0]
+    assert trainer.step(5, lambda: threading.Thread(target=control.drain_engine, args=[drained.id]).start()) == undisturbed
+    wait_until(lambda: drained.id not in states(service), "drained", 60)
+    assert not psutil.pid_exists(drained.pid)
+    assert states(service).keys() == {"engine-1", added} and trainer.step(5) == undisturbed
+    assert main(["engines", "drain", folder, "engine-1"]) == 0
+    with pytest.raises(ValueError, match=r"cannot be drained: .*min_healthy_engines 1 would be left"):
+        control.drain_engine(added)
+    with pytest.raises(ValueError, match="no engine engine-7"):
+        control.drain_engine("engine-7")
+    trainer.publish(1)
+    assert states(service)[added] == ("ready", trainer.version, 1)
