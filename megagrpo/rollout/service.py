@@ -49,7 +49,7 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     run_dir = run_dir.absolute()
     service_file, key_file = run_dir / SERVICE_FILE, run_dir / KEY_FILE
     service_file.unlink(missing_ok=True)  # an older run's URL would mislead trainers
-    api_key = _make_key(key_file)
+    api_key = make_key(key_file)
     try:
         with _ray(config, ray_address):
             cuda = ray.cluster_resources().get("GPU", 0) > 0
@@ -59,7 +59,7 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
         key_file.unlink(missing_ok=True)
 
 
-def _make_key(file: Path) -> str:
+def make_key(file: Path) -> str:
     """The key of this run: given by the environment, else made up and left for the run's trainers, readable by this user only."""
     given = environment.get(environment.API_KEY)
     if given:
