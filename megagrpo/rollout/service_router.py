@@ -52,10 +52,6 @@ class Router:
         self._started = 0.0
         self._restarts_in_a_row = self.restarts = 0
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid if self._process else 0
-
     async def start(self, http: aiohttp.ClientSession) -> None:
         """Raises RouterFailed."""
         self._http = http

@@ -67,8 +67,10 @@ class Engine:
     async def mark_ready(self, incarnation: int, weight_version: int) -> None:
         """The trainer has verified that this incarnation holds these weights: requests may come. Raises StaleReport."""
         self._check_current(incarnation)
-        await self._router.add(self.url)
-        self._check_current(incarnation)  # it may have died while the router looked at it
+        try:
+            await self._router.add(self.url)
+        finally:
+            self._check_current(incarnation)  # it may have died while the router looked at it, which is then no failure of the router
         self.state, self.weight_version = "ready", weight_version
 
     def lost(self, incarnation: int) -> None:

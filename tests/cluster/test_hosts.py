@@ -88,10 +88,18 @@ def experiments(tmp_path_factory) -> Path:
 def one_host(experiments: Path, num_steps: int) -> Path:
     """The folder of the same run on this machine, with one engine."""
     folder = experiments / f"one-{num_steps}"
+    if folder.exists():
+        return folder
     sections = {"actor": {"parallel": PARALLEL}, "rollout": {"deterministic": True}, "train": {"num_steps": num_steps}}
     done = megagrpo("run", write_experiment(folder, **sections), timeout_s=600)
     assert done.status == 0, done.stderr
     return folder
+
+
+def assert_as_on_one_host(run: Run, experiments: Path, num_steps: int) -> None:
+    """The last bits of the engines' log-probabilities depend on their threads, and two engines on one machine have half as many."""
+    assert_same_run(run.folder, one_host(experiments, num_steps), num_steps, but="mismatch/logprob_abs_mean")
+    assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(run.folder).items() if step)
 
 
 def test_four_hosts_compute_what_one_does(hosts, experiments):
@@ -101,8 +109,7 @@ def test_four_hosts_compute_what_one_does(hosts, experiments):
         run.finish()
     finally:
         run.stop()
-    assert_same_run(run.folder, one_host(experiments, 2), 2)
-    assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(run.folder).items() if step)
+    assert_as_on_one_host(run, experiments, 2)
     served = {line.split("http://")[1].split(":")[0] for line in (run.end()).splitlines() if " is up at " in line}
     assert served == {hosts[0].address(number) for number in ENGINES}
 
@@ -126,4 +133,4 @@ def test_a_link_is_cut_and_healed(hosts, experiments, number):
         print("\n".join(line for line in run.end().splitlines() if " died: " in line or " is up at " in line or "continues after" in line))
     finally:
         run.stop()
-    assert_same_run(run.folder, one_host(experiments, steps), steps)
+    assert_as_on_one_host(run, experiments, steps)

@@ -16,7 +16,7 @@ from tiny_model import make_tiny_model
 from megagrpo.processes import stop_tree
 
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture
@@ -68,7 +68,6 @@ def test_a_node_is_lost_and_another_joins(nodes, tmp_path):
         service.stop()
 
 
-@pytest.mark.slow
 def test_one_engine_over_two_nodes(nodes, tmp_path):
     nodes.start(1)
     nodes.start(2)
