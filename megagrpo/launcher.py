@@ -17,6 +17,7 @@ from megagrpo.stop_request import STOP_FILE, STOPPED, StopRequest
 _POLL_S = 0.2
 _SERVICE_GRACE_S = 30.0  # engines, Ray and the router end in order
 _LOG_LINES = 25
+_PARAGRAPH = "\n\n"
 
 
 class Ended(Exception):
@@ -139,7 +140,11 @@ def watch(
     needed_log: Path | None = None,
 ) -> int:
     """Wait for `main`, which writes to `log` and cannot do without `needed`. Returns 0, or 1 after printing why either ended."""
+    known = set(log.parent.glob("deadline_*.txt"))
     while main.poll() is None:
+        for page in set(log.parent.glob("deadline_*.txt")) - known:
+            known.add(page)
+            print(f"megagrpo: {page.read_text().split(_PARAGRAPH)[0]}\nstacks: {page}", file=sys.stderr)
         if needed is not None and needed.poll() is not None:
             main, log, explain = needed, needed_log, last_lines
             break

@@ -123,8 +123,8 @@ def _reduce_values(values: dict[str, float | Tensor], reduce, op: str, device: t
 class StepTimer:
     """Wall seconds of one step and of its phases; phases do not nest. Starts when made."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, on_phase: Callable[[str], None] = lambda name: None) -> None:
+        self._clock, self._on_phase = clock, on_phase
         self._start = clock()
         self._open: str | None = None
         self.seconds: dict[str, float] = {}
@@ -134,6 +134,7 @@ class StepTimer:
         """Time a block; the same name again adds up."""
         assert self._open is None, f"phase {name} inside phase {self._open}: its seconds would count twice"
         self._open, start = name, self._clock()
+        self._on_phase(name)
         try:
             yield
         finally:
@@ -141,6 +142,7 @@ class StepTimer:
                 torch.cuda.synchronize()  # else the kernels of this phase are billed to the next one
             self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - start
             self._open = None
+            self._on_phase(f"what follows {name}")
 
     def record(self, metrics: Metrics, num_tokens: float | Tensor) -> None:
         """Add time/<phase>_s and time/step_s (slowest rank), time/framework_fraction and perf/tokens_per_s.

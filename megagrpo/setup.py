@@ -24,6 +24,7 @@ from megagrpo.rollout.tools import make_tool
 from megagrpo.selection import deal_surplus, gather_surplus, next_groups
 from megagrpo.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState
+from megagrpo.watchdog import Watchdog
 from megagrpo.weights.exchange import Exchange
 
 
@@ -40,6 +41,7 @@ class Run:
     exchange: Exchange
     state: TrainState
     stop_request: StopRequest = StopRequest(None)
+    watchdog: Watchdog
     saved_step: int = -1
     pending_save: checkpoint.PendingSave | None = None  # being written while training goes on
     step_log: StepLog | None = None  # the main rank's
@@ -51,6 +53,7 @@ class Run:
 
     def publish(self) -> dict[str, float]:
         """Weights of version `state.step` into every engine; returns when each has proved them."""
+        self.watchdog.enter("publish")
         seconds = self.exchange.publish(self.state.step)
         return {f"publish/{name}": value for name, value in seconds.items()}
 
@@ -165,12 +168,18 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
     mesh = actor.mesh
     control = find_service(run_dir, service_url, config.rollout.start_timeout_s)
     with ExitStack() as stack:
+        watchdog = stack.enter_context(Watchdog(config, mesh, run_dir / "logs", lambda: state.step))
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
-        rollouts = RolloutSource(config, mesh, control, rewards, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), tool)
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return tokenizer.decode(token_ids, skip_special_tokens=True)
+
+        rollouts = RolloutSource(config, mesh, control, rewards, decode, tool, watchdog.alive)
         exchange = Exchange(config, mesh, weights, control, run_dir)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
+        watchdog.waits += [rollouts.waiting, exchange.waiting]
         stop_request = StopRequest(environment.get(STOP_FILE))
-        run = Run(config, run_dir, actor, prompts, eval_prompts, rollouts, exchange, state, stop_request, saved_step=state.step)
+        run = Run(config, run_dir, actor, prompts, eval_prompts, rollouts, exchange, state, stop_request, watchdog, saved_step=state.step)
         if mesh.is_main:
             run.step_log = StepLog(run_dir, config.log, state.step)
             stack.callback(run.step_log.close)

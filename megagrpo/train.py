@@ -20,7 +20,7 @@ def train(run: Run) -> None:
     for step in range(state.step, config.train.num_steps):
         if run.stopping():  # pre-emption or the time limit: saved, and continued by the next start
             break
-        timer, metrics = StepTimer(), Metrics()
+        timer, metrics = StepTimer(on_phase=run.watchdog.enter), Metrics()
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored
         rollout_metrics(metrics, groups, mesh, config.train)

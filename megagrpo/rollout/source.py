@@ -46,6 +46,7 @@ class RolloutSource:
     """On-policy groups from the service at `control`. Every method is collective over the world.
 
     `decode` turns response token ids into the text that is graded, special tokens left out. `grader` is used on leaders only.
+    `alive` is called whenever all ranks have met while they wait.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class RolloutSource:
         grader: Grader | None,
         decode: Callable[[Sequence[int]], str],
         tool: Tool | None = None,
+        alive: Callable[[], None] = lambda: None,
     ):
         assert grader is not None or not mesh.is_leader, "a leader grades"
         self._config, self._mesh, self._control, self._grader, self._decode = config, mesh, control, grader, decode
-        self._tool = tool
+        self._tool, self._alive = tool, alive
+        self._pending: dict[tuple[int, int], str] = {}  # (prompt id, sample) -> who has it
         self._retry = RetryPolicy.of(config)
         self._last_answer = time.monotonic()
         self._lost_hosts = 0  # of the service, as far as this rank's requests know
@@ -115,6 +118,7 @@ class RolloutSource:
             elif self._mesh.is_main:
                 error, stale, lost_hosts = self._look_at_engines(job.version)
             waiting, failed, num_stale, lost_hosts = self._agree(not done, bool(error), len(stale), lost_hosts)
+            self._alive()
             if failed:
                 self._mesh.raise_any(error)
             if not waiting:
@@ -185,7 +189,24 @@ class RolloutSource:
         samples, outcomes = zip(*answers, strict=True)
         return RolloutGroup(group_id, prompt, samples, outcomes)
 
+    def waiting(self) -> str:
+        """What this rank's samples wait for at present, "" for nothing. From any thread."""
+        by_owner: dict[str, list[int]] = {}
+        for (prompt, _), owner in sorted(dict(self._pending).items()):
+            by_owner.setdefault(owner, []).append(prompt)
+        return ", ".join(f"{len(ids)} sample(s) of {owner} (prompts {list(dict.fromkeys(ids))[:10]})" for owner, ids in by_owner.items())
+
     async def _sample(self, client: GenerationClient, job: "_Job", prompt: Prompt, index: int) -> tuple[Sample, Outcome]:
+        key = prompt.id, index
+        self._pending[key] = "the engines"
+        try:
+            sample = await self._respond(client, job, prompt, index)
+            self._pending[key] = "the grader"
+            return sample, await asyncio.wrap_future(self._grader.submit(prompt, sample.text))
+        finally:
+            del self._pending[key]
+
+    async def _respond(self, client: GenerationClient, job: "_Job", prompt: Prompt, index: int) -> Sample:
         def turn(number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> Awaitable[Response]:
             purpose = f"{job.purpose} turn {number}" if number else job.purpose
             seed = sample_seed(self._config.seed, purpose, job.step, prompt.id, index)
@@ -197,8 +218,7 @@ class RolloutSource:
         else:
             response, loss_mask = await respond_with_tool(turn, self._tool, self._decode, job.params.max_tokens)
         text = self._decode(response.token_ids)
-        sample = Sample(index, response.token_ids, response.logprobs, response.finish_reason, job.version, text, loss_mask)
-        return sample, await asyncio.wrap_future(self._grader.submit(prompt, text))
+        return Sample(index, response.token_ids, response.logprobs, response.finish_reason, job.version, text, loss_mask)
 
 
 @dataclass(frozen=True)

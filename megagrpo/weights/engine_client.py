@@ -66,6 +66,7 @@ class Engine:
         self.slices: list[list[Slice]] = []  # by rank, filled by `record`
         self.derived: list[str] = []
         self.group = None  # broadcast transport's process group
+        self.asked = ""  # the call that it has not answered yet
         self._mailbox = mailbox
         self.address = mailbox.address
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers={"Authorization": f"Bearer {api_key}"})
@@ -85,10 +86,13 @@ class Engine:
         """
         timeout_s = timeout_s or self.deadline.left
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
+        self.asked = path
         try:
             response = self._http.post(path, json=body or {}, timeout=timeout)
         except httpx.HTTPError as exc:
             raise EngineDown(f"{self} does not answer {path} ({type(exc).__name__}: {exc})") from exc
+        finally:
+            self.asked = ""
         if response.status_code != 200:
             raise RuntimeError(f"{self} refuses {path}: {response.status_code} {response.text[:1000]}")
         try:

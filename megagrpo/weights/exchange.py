@@ -108,6 +108,10 @@ class Exchange:
 
         self._on_main(check, "verify weights")
 
+    def waiting(self) -> str:
+        """Which engines have not answered which call, "" for none. From any thread."""
+        return ", ".join(f"{engine} to answer {engine.asked}" for engine in list(self._engines.values()) if engine.asked)
+
     def close(self) -> None:
         """Leave the engines' groups. The engines stay as they are; one that is gone is no error."""
         for engine in self._engines.values():

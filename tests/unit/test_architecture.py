@@ -20,7 +20,8 @@ LAYERS = (
     {"mesh", "metrics", "hf_files", "schedule", "arithmetic"},
     {"microbatch"},
     {"data", "rewards", "rollout", "weights", "actor"},
-    {"checkpoint", "replay", "outcomes", "actor_weights", "selection", "setup", "evaluation", "console", "report", "doctor", "explain"},
+    {"checkpoint", "replay", "watchdog", "outcomes", "actor_weights", "selection", "setup", "evaluation", "console", "report"}
+    | {"doctor", "explain"},
     {"train", "sft"},
     {"trainer", "export"},
     {"launcher"},

@@ -86,7 +86,7 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
     sections = {"name": "t", "output_dir": job["run"], "model": {"path": job["model"]}, "data": {"path": "d"}}
     config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
     state = TrainState(step=WEIGHT_VERSION)
-    rest = dict.fromkeys(("prompts", "eval_prompts", "rollouts", "exchange", "stop_request"))
+    rest = dict.fromkeys(("prompts", "eval_prompts", "rollouts", "exchange", "stop_request", "watchdog"))
     run = Run(config, Path(job["run"]), actor, **rest, state=state)
     try:
         run.inspect_update(batch, RICH, values)
