@@ -273,16 +273,16 @@ class Exchange:
             infos = {info.id: info for info in self._control.engines()}
             if sum(info.state == "ready" for info in infos.values()) >= wanted:
                 break
-            back = [info.id for info in infos.values() if info.state == "stale"]
-            if back:
-                self._lost.clear()
-                return back
             if deadline.over:
                 states = {id: f"{info.state}, incarnation {info.incarnation}" for id, info in infos.items()}
                 raise TimeoutError(
                     f"rank 0 waited {deadline.seconds:.0f} s (weights.timeout_s) for {wanted} engines to restart and take version "
                     f"{version}: {states}; they died because: {'; '.join(map(str, self._lost.values()))}"
                 )
+            back = [info.id for info in infos.values() if info.state == "stale"]
+            if back:
+                self._lost.clear()
+                return back
             time.sleep(_POLL_S)
         self._lost.clear()
         return []
