@@ -13,4 +13,5 @@ for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT NODE_ADDR; do
     [ -z "${!name:-}" ] || place+=("${option//_/-}" "${!name}")
 done
 unset RANK LOCAL_RANK WORLD_SIZE # of a launcher around this one: torchrun numbers the ranks
+trap '' USR1 # ignored until it can be obeyed
 exec "${MEGAGRPO_VENV:-$root/.venv}/bin/python" -W ignore -m megagrpo.cli train "${place[@]}" "$@"

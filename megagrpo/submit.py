@@ -13,7 +13,7 @@ from megagrpo.config import ExperimentConfig, RolloutConfig
 from megagrpo.explain import preflight
 
 SCRIPTS = {"one-job": "one_job.sbatch", "het": "het_job.sbatch", "one-node": "one_node.sbatch"}
-_LOOPBACK = ("127.0.0.1", "localhost")
+_LOOPBACK = ("127.0.0.1", "localhost", "lo")
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,35 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
 def misfits(config: ExperimentConfig, request: Request) -> list[str]:
     """Why this experiment does not fit on these nodes, each with what would."""
     if request.kind != "one-node":
-        return _trainer_misfits(config.actor.world_size, request) + _rollout_misfits(config.rollout, request)
-    problems, gpus = [], request.gpus_per_node
+        return _time_misfits(request) + _trainer_misfits(config.actor.world_size, request) + _rollout_misfits(config.rollout, request)
+    problems, gpus = _time_misfits(request), request.gpus_per_node
     if (request.trainer_nodes, request.rollout_nodes) != (1, 1):
         problems.append("one-node: everything runs on one node; leave --trainer-nodes and --rollout-nodes out, or take another --kind")
     ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
     if gpus and ranks + engine_ranks > gpus:
         problems.append(f"one-node: {ranks} trainer ranks and {engine_ranks} engine ranks want {ranks + engine_ranks} GPUs, not {gpus}")
     return problems
+
+
+def _time_misfits(request: Request) -> list[str]:
+    """A job that is told to stop as soon as it starts would go back into the queue for ever."""
+    if request.time is None or (limit := seconds(request.time)) > request.grace_s:
+        return []
+    return [f"--time {request.time} is {limit} s, all of them within the last --grace-s {request.grace_s}, when the job stops"]
+
+
+def seconds(limit: str) -> int:
+    """Of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. ValueError for anything else."""
+    days, dash, clock = limit.rpartition("-")
+    try:
+        parts = [int(part) for part in clock.split(":")]
+        if dash:
+            parts = [int(days), *parts, 0, 0][:4]
+        else:
+            parts = [0, *{1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]]
+    except (ValueError, KeyError):
+        raise ValueError(f"--time {limit}: should be like 30 (minutes), 4:00:00 or 1-12:00:00") from None
+    return sum(part * unit for part, unit in zip(parts, (86_400, 3600, 60, 1), strict=True))
 
 
 def _trainer_misfits(world_size: int, request: Request) -> list[str]:
@@ -83,7 +104,7 @@ def _rollout_misfits(rollout: RolloutConfig, request: Request) -> list[str]:
         engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
         problems.append(f"--rollout-nodes {nodes}: {engines}, so it may be {least} to {parts}")
     if rollout.host in _LOOPBACK:
-        problems.append(f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; 0.0.0.0 listens on every interface")
+        problems.append(f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; name the interface between the nodes, such as eth0")
     return problems
 
 

@@ -12,7 +12,7 @@ on_node='NODE_ADDR=$(address_of "$SLURMD_NODENAME") NODE_RANK=$SLURM_PROCID NNOD
 
 # start SCRIPT FIRST_NODE PORT SRUN_OPTION... -- EXPERIMENT...      leaves the process id of srun in $started
 start() {
-    local script="$1" first port="$3" options=(--ntasks-per-node=1 --unbuffered)
+    local script="$1" first port="$3" options=(--ntasks-per-node=1 --unbuffered --kill-on-bad-exit=0)
     first="$(address_of "$2")"
     shift 3
     while [ "$1" != -- ]; do
@@ -21,6 +21,14 @@ start() {
     done
     MASTER_ADDR="$first" MASTER_PORT="$port" srun "${options[@]}" bash -c "$on_node" on_node "$MEGAGRPO_ROOT/launch/$script" "${@:2}" &
     started=$!
+}
+
+secret() { od -An -N32 -tx1 /dev/urandom | tr -d ' \n'; }
+
+# The trainers' step may only be starting: said until it ends.
+ask_to_stop() {
+    say "asked to stop: the trainers save after this step"
+    while kill -USR1 "$1" 2>/dev/null; do sleep 2; done &
 }
 
 running() { kill -0 "$1" 2>/dev/null; }
@@ -35,14 +43,14 @@ status_of() {
 run_job() {
     # Nodes may be shared with other jobs, whose ports should be others: below the kernel's own choices, above the engines'.
     local port=$((30000 + SLURM_JOB_ID % 25 * 100)) status=0
-    RAY_AUTH_TOKEN="$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')"
-    export RAY_AUTH_TOKEN # who knows it may join the job's Ray
+    RAY_AUTH_TOKEN="$(secret)" MEGAGRPO_API_KEY="$(secret)" # to join the job's Ray; to talk to its engines, router and service
+    export RAY_AUTH_TOKEN MEGAGRPO_API_KEY
     start rollout_node.sh "$2" "$port" "${on_rollout[@]}" -- "${@:3}"
     rollout=$started
     start torchrun_node.sh "$1" "$((port + 99))" "${on_trainers[@]}" -- "${@:3}"
     trainers=$started
     say "trainers on ${on_trainers[*]} from $1, rollout on ${on_rollout[*]} from $2"
-    trap 'say "asked to stop: the trainers save after this step"; kill -USR1 "$trainers" 2>/dev/null || true' USR1
+    trap 'ask_to_stop "$trainers"' USR1
     trap 'say "told to end"; kill -USR2 "$trainers" "$rollout" 2>/dev/null || true' TERM
     while running "$trainers" && running "$rollout"; do wait -n "$trainers" "$rollout" || true; done
     if running "$trainers"; then
@@ -63,8 +71,8 @@ run_job() {
 end_job() {
     if [ "$1" = 85 ]; then
         say "back into the queue, to go on from the checkpoint"
-        trap '' TERM # Slurm ends this script now
-        scontrol requeue "$SLURM_JOB_ID" && sleep 60
+        trap 'exit 85' TERM # Slurm ends this script now; a requeue waits until it has
+        scontrol requeue "$SLURM_JOB_ID" && for _ in {1..60}; do sleep 1; done
     fi
     exit "$1"
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ExperimentConfig
-from megagrpo.submit import SCRIPTS, Request, misfits, sbatch_command
+from megagrpo.submit import SCRIPTS, Request, misfits, sbatch_command, seconds
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +32,7 @@ REFUSED = [
     ({"rollout": {"host": "0.0.0.0", "tp": 16}}, Request("one-job", 2, 1, gpus_per_node=8), "raise rollout.nodes_per_engine"),
     ({"rollout": {}}, Request("one-job", 2, 1), "rollout.host 127.0.0.1: trainers on other nodes cannot reach it"),
     ({}, Request("one-node", gpus_per_node=8), "16 trainer ranks and 1 engine ranks want 17 GPUs, not 8"),
+    ({}, Request("one-job", time="5", grace_s=300), "--time 5 is 300 s, all of them within the last --grace-s 300"),
     ({}, Request("one-node", 2, 1), "leave --trainer-nodes and --rollout-nodes out"),
 ]
 
@@ -45,6 +46,13 @@ def test_what_fits(sections, request_):
 def test_what_does_not_fit_is_said_with_what_would(sections, request_, said):
     problems = misfits(experiment(**sections), request_)
     assert len(problems) == 1 and said in problems[0], problems
+
+
+def test_time_limits():
+    limits = {"30": 1800, "5:30": 330, "4:00:00": 14_400, "1-12": 129_600, "1-12:30": 131_400, "2-00:00:01": 172_801}
+    assert {text: seconds(text) for text in limits} == limits
+    with pytest.raises(ValueError, match="should be like"):
+        seconds("tomorrow")
 
 
 def test_the_command_line():
