@@ -104,7 +104,7 @@ def _rollout_misfits(rollout: RolloutConfig, request: Request) -> list[str]:
         engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
         problems.append(f"--rollout-nodes {nodes}: {engines}, so it may be {least} to {parts}")
     if rollout.host in _LOOPBACK:
-        problems.append(f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; name the interface between the nodes, such as eth0")
+        problems.append(f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; name the interface between nodes, as eth0")
     return problems
 
 

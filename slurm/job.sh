@@ -3,8 +3,12 @@
 
 say() { echo "[$(date +%H:%M:%S) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1))] $*"; }
 
-# Node names need not resolve; this is what Slurm itself connects to.
-address_of() { scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p'; }
+# Node names need not resolve; this is what Slurm itself connects to. A name there is one that resolves.
+address_of() {
+    local address
+    address="$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')"
+    { getent ahostsv4 "$address" || echo "$address"; } | awk 'NR == 1 { print $1 }'
+}
 export -f address_of
 
 # What is told to every node of a step. It becomes the launcher itself: signals to the step reach it.
