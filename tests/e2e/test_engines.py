@@ -32,7 +32,7 @@ MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
 PROMPTS = [Prompt(i, "", (1, *range(40 + 3 * i, 60 + 4 * i)), "") for i in range(12)]
 
 
-def experiment(run_dir: Path, models: list[Path], transport: str = "broadcast", **rollout) -> ExperimentConfig:
+def experiment(run_dir: Path, models: list[Path], **rollout) -> ExperimentConfig:
     base = {"num_engines": 2, "deterministic": True, "start_timeout_s": START_S, "step_timeout_s": 300.0, "max_restarts": 9}
     return ExperimentConfig.model_validate(
         {
@@ -43,7 +43,7 @@ def experiment(run_dir: Path, models: list[Path], transport: str = "broadcast", 
             "sampling": {"max_response_tokens": 100},
             "train": {"group_size": 4},
             "rollout": base | {"health_timeout_s": 20.0} | rollout,
-            "weights": {"transport": transport, "bucket_mb": 0.1, "timeout_s": 400.0},
+            "weights": {"bucket_mb": 0.1, "timeout_s": 400.0},
             "actor": {"deadline_s": 600.0},
         }
     )
@@ -77,7 +77,8 @@ class Trainer:
         self.exchange = self._exchange("broadcast")
 
     def _exchange(self, transport: str) -> Exchange:
-        config = experiment(self.service.run_dir, self.models, transport)
+        config = self.service.config
+        config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": transport})})
         return Exchange(config, MESH, self.source, self.service.control, self.service.run_dir)
 
     def use(self, transport: str) -> None:
