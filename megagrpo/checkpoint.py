@@ -35,10 +35,14 @@ def checkpoint_folder(root: Path, step: int) -> Path:
 
 def latest(root: Path, at_most: int | None = None) -> Path | None:
     """The finished checkpoint of the highest step (up to `at_most`), or None. Partial folders (an interrupted save) do not count."""
-    finished = sorted(p for p in root.glob("step_*") if p.is_dir() and not p.name.endswith(_PARTIAL))
+    found = _finished(root)
     if at_most is not None:
-        finished = [p for p in finished if p <= checkpoint_folder(root, at_most)]
-    return finished[-1] if finished else None
+        found = [p for p in found if p <= checkpoint_folder(root, at_most)]
+    return found[-1] if found else None
+
+
+def _finished(root: Path) -> list[Path]:
+    return sorted(p for p in root.glob("step_*") if p.is_dir() and not p.name.endswith(_PARTIAL))
 
 
 def save(root: Path, state: TrainState, identity: dict, keep: int, save_actor: SaveActor, mesh: Mesh) -> Path:
@@ -118,8 +122,11 @@ class PendingSave:
             _write_json(self.partial / "manifest.json", written | {self._name(path): _size_and_crc(path) for path in rest})
             shutil.rmtree(self.target, ignore_errors=True)
             os.replace(self.partial, self.target)
-            for old in sorted(p for p in self.target.parent.glob("step_*") if p.is_dir())[: -self._keep]:
-                shutil.rmtree(old, ignore_errors=True)
+            finished = _finished(self.target.parent)
+            older = [p for p in finished if p < self.target]  # whatever else lies here, this one is not what makes room
+            interrupted = self.target.parent.glob(f"step_*{_PARTIAL}")
+            for folder in [*older[: max(len(finished) - self._keep, 0)], *interrupted]:
+                shutil.rmtree(folder, ignore_errors=True)
 
         self.on_main(publish, "writing the manifest")
         return self.target
@@ -161,18 +168,20 @@ def load(folder: Path, identity: dict, load_actor: Callable[[Path], None], mesh:
     Raises LeaderError (a message naming the file) for a missing, half-written, corrupt or foreign checkpoint.
     """
     error = ""
-    if mesh.is_main:
-        try:
-            check(folder, identity)
-        except ValueError as exc:
-            error = str(exc)
+    try:
+        _check(folder, identity, mesh)
+    except ValueError as exc:
+        error = str(exc)
     mesh.raise_any(error)
     load_actor(folder / "actor")
     return TypeAdapter(TrainState).validate_python(json.loads((folder / "state.json").read_text())["train"])
 
 
-def check(folder: Path, identity: dict) -> None:
-    """ValueError naming what is wrong with a checkpoint folder: missing files, sizes or checksums, another model."""
+def _check(folder: Path, identity: dict, mesh: Mesh) -> None:
+    """ValueError naming what is wrong with a checkpoint folder: missing files, sizes or checksums, another model.
+
+    The files are shared out over the ranks: one alone would read the terabytes of a large model for an hour.
+    """
     manifest_file = folder / "manifest.json"
     if not manifest_file.is_file():
         raise ValueError(f"checkpoint {folder} has no manifest.json: it is not a checkpoint, or its save was interrupted")
@@ -181,7 +190,7 @@ def check(folder: Path, identity: dict) -> None:
         saved = json.loads((folder / "state.json").read_text())["identity"]
     except (OSError, ValueError, KeyError) as exc:
         raise ValueError(f"checkpoint {folder}: manifest.json or state.json is not readable: {exc}") from exc
-    for name, (size, crc) in manifest.items():
+    for name, (size, crc) in sorted(manifest.items())[mesh.rank :: mesh.world_size]:
         file = folder / name
         if not file.is_file():
             raise ValueError(f"checkpoint file {file} is missing")

@@ -132,7 +132,6 @@ class ActorConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     transformer_engine: bool = False  # its layers, attention and grouped experts in the place of torch's; needs CUDA
     logprob_chunk_tokens: PositiveInt = 1024  # [chunk, vocab / tp] is the largest logits block ever held
-    moe_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
     threads: PositiveInt = 1  # intra-op threads a rank on a CPU
     deadline_s: PositiveFloat = 1800.0  # every collective
     max_restarts: NonNegativeInt = 3  # of all ranks together, over the run, when one was lost

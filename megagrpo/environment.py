@@ -1,6 +1,8 @@
 """The one file that reads os.environ; everybody else is handed values, and child environments are built here."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import megagrpo
@@ -19,6 +21,20 @@ def get_int(name: str, default: int) -> int:
 def under_torchrun() -> bool:
     """Whether this process is one rank of a torchrun world, rather than started by hand."""
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+@contextmanager
+def temporarily(name: str, value: str) -> Iterator[None]:
+    """Inside, this process has the variable, for a library that reads it there."""
+    old = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if old is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = old
 
 
 def child_environment(extra: dict[str, str] | None = None, python_path: list[str] | None = None) -> dict[str, str]:

@@ -38,6 +38,7 @@ def run(config: ExperimentConfig) -> int:
     unmade = [path for path in _inputs(config) if not Path(path).exists()]
     if unmade:  # preflight lets pass what this experiment itself makes
         raise ValueError(f"not there yet: {', '.join(unmade)}; first `megagrpo prepare`" + (", then `megagrpo sft`" if config.sft else ""))
+    of_trainers, of_engines = _devices(config, _visible_gpus())
     run_dir = Path(config.output_dir)
     resolved = write_resolved(config, run_dir)
     (run_dir / SERVICE_FILE).unlink(missing_ok=True)  # a killed run's URL would mislead the trainers
@@ -46,8 +47,8 @@ def run(config: ExperimentConfig) -> int:
     children: list[subprocess.Popen] = []
     try:
         with Signals((signal.SIGTERM, signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1,), StopRequest(stop_file)) as request:
-            service = start(["serve", str(resolved)], logs / "service.log", children)
-            ranks, env = torchrun(config.actor.world_size, config.actor.max_restarts), {STOP_FILE: str(stop_file)}
+            service = start(["serve", str(resolved)], logs / "service.log", children, env=of_engines)
+            ranks, env = torchrun(config.actor.world_size, config.actor.max_restarts), {STOP_FILE: str(stop_file)} | of_trainers
             trainers = start(["train", str(resolved)], logs / "trainer.log", children, [*ranks, "--standalone"], env)
             status = watch(trainers, logs / "trainer.log", first_report, service, logs / "service.log")
             return stopped(request) if status == 0 and request.granted() else status
@@ -56,6 +57,29 @@ def run(config: ExperimentConfig) -> int:
         return 143
     finally:
         end_all(children, _SERVICE_GRACE_S)
+
+
+def _visible_gpus() -> list[str]:
+    import torch
+
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    return [name for name in named.split(",") if name] if named is not None else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Environment of the trainers and of the service: GPUs of their own. Empty where there are none.
+
+    Raises ValueError when there are too few; weights over `disk` may share them, NCCL refuses two ranks on one.
+    """
+    ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
+    if not visible or (len(visible) < ranks + engine_ranks and config.weights.transport == "disk"):
+        return {}, {}
+    if len(visible) < ranks + engine_ranks:
+        raise ValueError(
+            f"{len(visible)} GPU(s) are visible, but {ranks} trainer ranks (actor.world_size) and {engine_ranks} engine ranks "
+            "(rollout.num_engines x tp) need one each; lower them, or let them share GPUs with weights.transport: disk"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[:ranks])}, {"CUDA_VISIBLE_DEVICES": ",".join(visible[ranks:])}
 
 
 def train_ranks(config: ExperimentConfig, command: list[str]) -> int:

@@ -115,7 +115,7 @@ class Mesh:
 
     def raise_any(self, error: str) -> None:
         """Collective over the world: raise LeaderError everywhere if any rank passes a non-empty text."""
-        found = [text for text in self.gather_world(error) if text]
+        found = list(dict.fromkeys(text for text in self.gather_world(error) if text))  # what all found is said once
         if found:
             raise LeaderError("\n".join(found))
 

@@ -96,10 +96,8 @@ def _meeting(node: Node) -> list[str]:
 
 def _between_nodes(node: Node) -> dict[str, str]:
     """Environment of ranks that talk to other nodes."""
-    # With the store of its own rendezvous shared, torch 2.13 does not recover from a killed rank on several nodes.
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    interfaces = psutil.net_if_addrs().items()
-    mine = [name for name, addresses in interfaces if any(a.address == node.own_address for a in addresses)]
+    own = socket.gethostbyname(node.own_address)  # Slurm's node addresses may be names
+    mine = [name for name, addresses in psutil.net_if_addrs().items() if any(a.address == own for a in addresses)]
     if mine and environment.get("GLOO_SOCKET_IFNAME") is None:  # gloo would take what the host's name resolves to, often 127.0.0.1
         return {"GLOO_SOCKET_IFNAME": mine[0]}
     return {}

@@ -40,7 +40,7 @@ class Run:
     rollouts: RolloutSource
     exchange: Exchange
     state: TrainState
-    stop_request: StopRequest = StopRequest(None)
+    stop_request: StopRequest
     watchdog: Watchdog
     saved_step: int = -1
     pending_save: checkpoint.PendingSave | None = None  # being written while training goes on
@@ -195,10 +195,16 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
 
 
 def resume(config: ExperimentConfig, run_dir: Path, actor: MegatronActor) -> TrainState:
-    """Continue from the run's own latest checkpoint, else from `checkpoint.load`, else from the initial weights."""
+    """Continue from the run's own latest checkpoint, else from `checkpoint.load`, else from the initial weights.
+
+    Raises ValueError when `checkpoint.resume` is never where the run folder holds checkpoints: one history a folder.
+    """
     options = config.checkpoint
-    folder = checkpoint.latest(run_dir / "checkpoints") if options.resume == "auto" else None
-    folder = folder or (Path(options.load) if options.load else None)
+    # the main rank's view: that of other nodes may be seconds older on a shared file system
+    own = actor.mesh.gather_world(checkpoint.latest(run_dir / "checkpoints"))[0]
+    if own is not None and options.resume == "never":
+        raise ValueError(f"checkpoint.resume is never, but {own} is there; choose another output_dir, or move that folder away")
+    folder = own or (Path(options.load) if options.load else None)
     if folder is None:
         return TrainState()
     state = checkpoint.load(folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)

@@ -200,8 +200,7 @@ def _moe_options(arch: Architecture, actor: ActorConfig) -> dict:
         moe_router_topk=arch.experts_per_token,
         moe_ffn_hidden_size=arch.expert_ffn_size,
         moe_grouped_gemm=actor.transformer_engine,
-        moe_router_load_balancing_type="aux_loss" if actor.moe_aux_loss_coef else "none",
-        moe_aux_loss_coeff=actor.moe_aux_loss_coef,
+        moe_router_load_balancing_type="none",  # under plain sums Megatron's would count every token of the batch
         moe_router_pre_softmax=not arch.norm_topk_prob,
         moe_router_dtype="fp32" if actor.dtype != "float32" else None,
     )

@@ -1,4 +1,4 @@
-"""What Megatron-Core needs when there is no CUDA: imported first by the actor package, does nothing on a GPU machine.
+"""What Megatron-Core needs when there is no CUDA: imported first by the actor package; on a GPU machine it adds one name.
 
 Megatron calls torch.cuda for devices, streams and RNG states without asking whether CUDA exists. On a CPU those calls have
 a natural meaning (the device is the CPU, streams are already in order, the RNG state is the CPU's), which is given here.
@@ -69,11 +69,16 @@ def _install_cuda_names() -> None:
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 
 
-def _fill_megatron_gaps() -> None:
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+def _name_missing_gemm() -> None:
+    """Only defined with Transformer Engine, but read by the router without it too."""
+    from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm"):  # only defined with Transformer Engine, but read without
+    if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _fill_megatron_gaps() -> None:
+    from megatron.core.transformer.moe import token_dispatcher
 
     def to_cpu(tensor, as_numpy=False, record_stream=False):
         # Megatron converts to numpy only on the way down from a GPU; split sizes must be numpy here too
@@ -85,9 +90,11 @@ def _fill_megatron_gaps() -> None:
 def prepare_host() -> torch.device:
     """Make Megatron-Core importable and runnable here; returns the device to compute on. Safe to call again."""
     if torch.cuda.is_available():
+        _name_missing_gemm()
         return torch.device("cuda")
     if torch.cuda.Stream is not _InOrder:
         _install_cuda_names()
         _OnCpu().__enter__()  # for the life of the process
+        _name_missing_gemm()
         _fill_megatron_gaps()
     return CPU

@@ -41,6 +41,8 @@ def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
         options = {} if environment.under_torchrun() else alone
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=actor.deadline_s), **options)
+        if device.type == "cuda":  # one communicator of all ranks, else point-to-point messages make one for every pair
+            dist.all_reduce(torch.zeros(1, device=device))
     p = actor.parallel
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=p.tp,
@@ -66,7 +68,7 @@ def learning_rate(optimizer: OptimizerConfig, update: int, num_updates: int) -> 
         return optimizer.lr * (update + 1) / optimizer.warmup_steps
     if optimizer.schedule == "constant":
         return optimizer.lr
-    done = min((update - optimizer.warmup_steps) / max(num_updates - optimizer.warmup_steps, 1), 1.0)
+    done = min((update - optimizer.warmup_steps) / max(num_updates - 1 - optimizer.warmup_steps, 1), 1.0)
     left = 1 - done if optimizer.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * left
 
@@ -97,7 +99,7 @@ class MegatronActor:
         self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, actor), self.model)
         self.updates_done = 0
         self.reference: HostReference | None = None
-        self.expert_load = _ExpertLoad(self.chunks, self.arch)
+        self.expert_load = _ExpertLoad(self.chunks, self.arch, device)
 
     def _reduce_gradients(self, model: list, num_tokens: Tensor | None = None, **groups) -> None:
         """Megatron's reduction over ranks. The loss is divided by its global denominator, so its token count is left out: plain sums."""
@@ -142,6 +144,8 @@ class MegatronActor:
         lr = learning_rate(self.optimizer_config, self.updates_done, self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            # Megatron leaves it to its own scheduler to spare norms and biases
+            group["weight_decay"] = self.optimizer_config.weight_decay * group.get("wd_mult", 1.0)
         self.optimizer.step()
         self.updates_done += 1
         return {"optim/grad_norm": norm, "optim/lr": lr}
@@ -166,8 +170,8 @@ def _optimizer_config(optimizer: OptimizerConfig, actor: ActorConfig) -> Megatro
 class _ExpertLoad:
     """Counts how many tokens each expert of each layer was given since the last `take` (dummy padding tokens included)."""
 
-    def __init__(self, chunks, arch):
-        self.counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64)
+    def __init__(self, chunks, arch, device: torch.device):
+        self.counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64, device=device)
         self.enabled = False
         for chunk in chunks:
             for layer in chunk.decoder.layers if arch.is_moe else []:
@@ -176,7 +180,7 @@ class _ExpertLoad:
     def _hook(self, layer: int):
         def count(module, inputs, output):
             if self.enabled:
-                self.counts[layer] += output[1].sum(0, dtype=torch.int64).cpu()
+                self.counts[layer] += output[1].sum(0, dtype=torch.int64)
 
         return count
 

@@ -15,7 +15,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megagrpo.actor.megatron_actor import MegatronActor
 
 # every parameter's optimiser state in the parameter's own shape: resumes under any other layout
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,  # gathered by one rank of each replica group, not by all of them
+    "chained_optim_avoid_prefix": True,
+}
 _MESSAGE_CHARACTERS = 300
 # Between processes Megatron's writer hands over its results through a manager process; between threads a queue does.
 filesystem_async._results_queue = Queue()

@@ -214,7 +214,7 @@ def _run(
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=actor.model if len(actor.model) > 1 else actor.model[0],
         num_microbatches=len(micros),
-        seq_length=micros[0].tokens.shape[1],
+        seq_length=micros[0].tokens.shape[1] * layout.cp,  # of the whole; Megatron divides by cp and tp for what a stage receives
         micro_batch_size=micros[0].tokens.shape[0],
         forward_only=forward_only,
     )
@@ -292,7 +292,7 @@ def _expert_metrics(actor: MegatronActor) -> dict[str, float]:
     """Largest expert load over the mean, averaged over layers: 1 is balanced, num_experts / top-k is one expert for all."""
     if not actor.arch.is_moe:
         return {}
-    counts = actor.expert_load.take().to(actor.mesh.device)
+    counts = actor.expert_load.take()
     if actor.mesh.world_size > 1:
         dist.all_reduce(counts)
     load = counts.double()

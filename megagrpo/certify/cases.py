@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "TP2xDP2": (4, {"tp": 2}),
     "TP2xCP2": (4, {"tp": 2, "cp": 2}),
     "EP2xPP2": (4, {"ep": 2, "pp": 2}),
+    "CP2xPP2": (4, {"cp": 2, "pp": 2}),
 }
 
 

@@ -7,6 +7,7 @@ current weights, publishing is collective, and so every rank must be there to ta
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -62,7 +63,7 @@ class RolloutSource:
         assert grader is not None or not mesh.is_leader, "a leader grades"
         self._config, self._mesh, self._control, self._grader, self._decode = config, mesh, control, grader, decode
         self._tool, self._alive = tool, alive
-        self._pending: dict[tuple[int, int], str] = {}  # (prompt id, sample) -> who has it
+        self._pending: dict[tuple[int, int, int], str] = {}  # (group, prompt, sample) -> who has it
         self._retry = RetryPolicy.of(config)
         self._last_answer = time.monotonic()
         self._lost_hosts = 0  # of the service, as far as this rank's requests know
@@ -96,7 +97,7 @@ class RolloutSource:
     def _collect(self, job: "_Job", prompts: Sequence[Prompt], refresh: Refresh) -> list[RolloutGroup]:
         mesh, total = self._mesh, len(prompts)
         first, last = total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
-        share = list(enumerate(prompts))[first:last]
+        share = _places(prompts)[first:last]
         work = _Background(lambda: self._sample_share(job, share)) if mesh.is_leader else None
         try:
             self._wait(work, job, refresh)
@@ -160,19 +161,19 @@ class RolloutSource:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    async def _sample_share(self, job: "_Job", share: list[tuple[int, Prompt]]) -> list[RolloutGroup]:
+    async def _sample_share(self, job: "_Job", share: list["_Place"]) -> list[RolloutGroup]:
         """All groups of this leader, in order. Raises GenerationFailed, also at the deadline, naming what is missing."""
         rollout = self._config.rollout
         status = self._control.status()
         in_flight = max(1, len(status.engines) * rollout.max_running_requests // self._mesh.dp_size)
         async with GenerationClient(status.router, self._control.api_key, self._retry, in_flight) as client:
             self._client = client
-            tasks = [asyncio.create_task(self._sample_group(client, job, group_id, prompt)) for group_id, prompt in share]
+            tasks = [asyncio.create_task(self._sample_group(client, job, place)) for place in share]
             try:
                 async with asyncio.timeout(rollout.step_timeout_s):
                     return list(await asyncio.gather(*tasks))
             except TimeoutError:
-                missing = [prompt.id for task, (_, prompt) in zip(tasks, share, strict=True) if not task.done() or task.cancelled()]
+                missing = [at.prompt.id for task, at in zip(tasks, share, strict=True) if not task.done() or task.cancelled()]
                 raise GenerationFailed(
                     f"{len(missing)} of {len(share)} groups did not come within {rollout.step_timeout_s:.0f} s "
                     f"(rollout.step_timeout_s): prompts {missing[:10]}; {client.num_retries} retries, "
@@ -184,31 +185,33 @@ class RolloutSource:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample_group(self, client: GenerationClient, job: "_Job", group_id: int, prompt: Prompt) -> RolloutGroup:
-        answers = await asyncio.gather(*(self._sample(client, job, prompt, index) for index in range(job.num_samples)))
+    async def _sample_group(self, client: GenerationClient, job: "_Job", place: "_Place") -> RolloutGroup:
+        answers = await asyncio.gather(*(self._sample(client, job, place, index) for index in range(job.num_samples)))
         samples, outcomes = zip(*answers, strict=True)
-        return RolloutGroup(group_id, prompt, samples, outcomes)
+        return RolloutGroup(place.group_id, place.prompt, samples, outcomes)
 
     def waiting(self) -> str:
         """What this rank's samples wait for at present, "" for nothing. From any thread."""
         by_owner: dict[str, list[int]] = {}
-        for (prompt, _), owner in sorted(dict(self._pending).items()):
+        for (_, prompt, _), owner in sorted(dict(self._pending).items()):
             by_owner.setdefault(owner, []).append(prompt)
         return ", ".join(f"{len(ids)} sample(s) of {owner} (prompts {list(dict.fromkeys(ids))[:10]})" for owner, ids in by_owner.items())
 
-    async def _sample(self, client: GenerationClient, job: "_Job", prompt: Prompt, index: int) -> tuple[Sample, Outcome]:
-        key = prompt.id, index
+    async def _sample(self, client: GenerationClient, job: "_Job", place: "_Place", index: int) -> tuple[Sample, Outcome]:
+        key = place.group_id, place.prompt.id, index
         self._pending[key] = "the engines"
         try:
-            sample = await self._respond(client, job, prompt, index)
+            sample = await self._respond(client, job, place, index)
             self._pending[key] = "the grader"
-            return sample, await asyncio.wrap_future(self._grader.submit(prompt, sample.text))
+            return sample, await asyncio.wrap_future(self._grader.submit(place.prompt, sample.text))
         finally:
             del self._pending[key]
 
-    async def _respond(self, client: GenerationClient, job: "_Job", prompt: Prompt, index: int) -> Sample:
+    async def _respond(self, client: GenerationClient, job: "_Job", place: "_Place", index: int) -> Sample:
+        prompt, purpose_of_all = place.prompt, f"{job.purpose} again {place.again}" if place.again else job.purpose
+
         def turn(number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> Awaitable[Response]:
-            purpose = f"{job.purpose} turn {number}" if number else job.purpose
+            purpose = f"{purpose_of_all} turn {number}" if number else purpose_of_all
             seed = sample_seed(self._config.seed, purpose, job.step, prompt.id, index)
             params = replace(job.params, max_tokens=job.params.max_tokens - len(so_far), stop_token_ids=job.params.stop_token_ids + stops)
             return client.generate(prompt.token_ids + so_far, params, seed, job.version)
@@ -219,6 +222,24 @@ class RolloutSource:
             response, loss_mask = await respond_with_tool(turn, self._tool, self._decode, job.params.max_tokens)
         text = self._decode(response.token_ids)
         return Sample(index, response.token_ids, response.logprobs, response.finish_reason, job.version, text, loss_mask)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One group to sample."""
+
+    group_id: int
+    prompt: Prompt
+    again: int  # how often the prompt has come before in the same batch; part of its seeds
+
+
+def _places(prompts: Sequence[Prompt]) -> list[_Place]:
+    seen: Counter[int] = Counter()
+    found = []
+    for group_id, prompt in enumerate(prompts):
+        found.append(_Place(group_id, prompt, seen[prompt.id]))
+        seen[prompt.id] += 1
+    return found
 
 
 @dataclass(frozen=True)

@@ -107,12 +107,13 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
         return
     coming = _receive(plan, 0, mesh)
     for number, bucket in enumerate(plan.buckets):
-        arrived, coming = coming, _receive(plan, number + 1, mesh)
+        (arrived, works), coming = coming, _receive(plan, number + 1, mesh)
         full = {name: torch.empty(plan.shapes[name], dtype=plan.dtype, device=mesh.device) for name in bucket.names}
         for copy in bucket.parts.get(0, ()):
             _at(full[copy.hf], copy.box).copy_(copy.view(parameters))
-        for rank, (flat, work) in arrived.items():
-            _wait(work, f"rank 0 waits for rank {rank}'s slices of weights bucket {number + 1} ({bucket.names[0]} ...)")
+        for work in works:
+            _wait(work, f"rank 0 waits for slices of weights bucket {number + 1} ({bucket.names[0]} ...) of ranks {sorted(arrived)}")
+        for rank, flat in arrived.items():
             for copy, part in zip(bucket.parts[rank], flat.split([c.box.numel for c in bucket.parts[rank]]), strict=True):
                 _at(full[copy.hf], copy.box).copy_(part.view(copy.size))
         yield full
@@ -124,22 +125,24 @@ def _contribute(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) 
         if mesh.rank in bucket.parts:
             packed = torch.cat([c.view(parameters).to(mesh.device, plan.dtype).reshape(-1) for c in bucket.parts[mesh.rank]])
             if sent is not None:
-                _wait(sent[0], f"rank {mesh.rank} waits for rank 0 to take its slices of a weights bucket before {number + 1}")
-            sent = (dist.isend(packed, 0), packed)
+                for work in sent[0]:
+                    _wait(work, f"rank {mesh.rank} waits for rank 0 to take its slices of a weights bucket before {number + 1}")
+            sent = (dist.batch_isend_irecv([dist.P2POp(dist.isend, packed, 0)]), packed)
         yield {}
-    if sent is not None:
-        _wait(sent[0], f"rank {mesh.rank} waits for rank 0 to take its last slices of the weights")
+    for work in sent[0] if sent is not None else ():
+        _wait(work, f"rank {mesh.rank} waits for rank 0 to take its last slices of the weights")
 
 
-def _receive(plan: GatherPlan, number: int, mesh: Mesh) -> dict[int, tuple[Tensor, dist.Work]]:
+def _receive(plan: GatherPlan, number: int, mesh: Mesh) -> tuple[dict[int, Tensor], list[dist.Work]]:
+    """By rank what will be filled, and what to wait for: one for each rank over gloo, one for all over NCCL."""
     if number == len(plan.buckets):
-        return {}
-    posted = {}
-    for rank, copies in sorted(plan.buckets[number].parts.items()):
-        if rank != 0:
-            flat = torch.empty(sum(c.box.numel for c in copies), dtype=plan.dtype, device=mesh.device)
-            posted[rank] = (flat, dist.irecv(flat, rank))
-    return posted
+        return {}, []
+    flats = {
+        rank: torch.empty(sum(c.box.numel for c in copies), dtype=plan.dtype, device=mesh.device)
+        for rank, copies in sorted(plan.buckets[number].parts.items())
+        if rank != 0
+    }
+    return flats, dist.batch_isend_irecv([dist.P2POp(dist.irecv, flat, rank) for rank, flat in flats.items()]) if flats else []
 
 
 def _wait(work: dist.Work, who: str) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megagrpo import environment
 from megagrpo.weights.engine_client import Engine, EngineDown
 from megagrpo.weights.mailbox import listening_store
 
@@ -26,7 +27,9 @@ class BroadcastTransport:
         self.dtype, self.device = dtype, device
 
     def send(self, version: int, buckets: Iterator[dict[str, Tensor]], each: Each) -> None:
-        each(lambda engine: engine.group is not None or self._join(engine))
+        # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast. `wait` raises then.
+        with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+            each(lambda engine: engine.group is not None or self._join(engine))
         each(Engine.begin)
         for bucket in buckets:
             flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in bucket.values()])

@@ -27,8 +27,9 @@ LAYOUTS = {
     "TP2xETP2": {"tp": 2, "etp": 2},
     "TP2xPP2": {"tp": 2, "pp": 2},
     "EP2xPP2": {"ep": 2, "pp": 2},
+    "CP2xPP2": {"cp": 2, "pp": 2},
 }
-WORLD = {"1": 1, "TP2xPP2": 4, "EP2xPP2": 4}  # others: 2
+WORLD = {"1": 1, "TP2xPP2": 4, "EP2xPP2": 4, "CP2xPP2": 4}  # others: 2
 pytestmark = pytest.mark.timeout(900)  # one launch runs many checks
 BOTH = ("packed", "padded")
 VARIANTS = {"packed": {"packing": True, "budget": 64}, "padded": {"packing": False, "budget": 200}}

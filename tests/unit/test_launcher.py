@@ -1,0 +1,23 @@
+"""GPUs of one machine, shared out between trainers and engines."""
+
+import pytest
+
+from megagrpo.config import ExperimentConfig
+from megagrpo.launcher import _devices
+
+
+def experiment(transport: str) -> ExperimentConfig:
+    sections = {"actor": {"world_size": 2}, "rollout": {"num_engines": 2, "tp": 2}, "weights": {"transport": transport}}
+    return ExperimentConfig.model_validate({"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}} | sections)
+
+
+def test_each_has_its_own():
+    trainers, engines = _devices(experiment("broadcast"), ["7", "6", "5", "4", "3", "2"])
+    assert trainers == {"CUDA_VISIBLE_DEVICES": "7,6"} and engines == {"CUDA_VISIBLE_DEVICES": "5,4,3,2"}
+    assert _devices(experiment("broadcast"), []) == ({}, {}), "a machine without GPUs"
+
+
+def test_too_few():
+    with pytest.raises(ValueError, match=r"5 GPU\(s\) are visible, but 2 trainer ranks .* and 4 engine ranks"):
+        _devices(experiment("broadcast"), list("01234"))
+    assert _devices(experiment("disk"), list("01234")) == ({}, {}), "shared"
