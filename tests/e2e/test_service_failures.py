@@ -75,7 +75,7 @@ def test_nothing_is_left_when_the_service_is_killed(service, tmp_path):
     try:
         deadline = time.monotonic() + 120
         tree: dict[psutil.Process, list[str]] = {}
-        while not any("sglang.launch_server" in command for command in tree.values()):
+        while not any("megagrpo.rollout.engine_process" in command for command in tree.values()):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
             tree = below(process.pid)
