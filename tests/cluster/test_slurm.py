@@ -15,7 +15,7 @@ from slurm_cluster import SlurmCluster, why_not
 from megagrpo.environment import child_environment
 from megagrpo.stop_request import STOPPED
 
-pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.timeout(1500)]
 
 NUM_STEPS = 8  # of the run that nobody disturbs
 END_S = 400  # a job, started again once
@@ -132,7 +132,6 @@ def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(slurm, exp
     assert_same_run(folder, undisturbed, NUM_STEPS)
 
 
-@pytest.mark.slow
 def test_a_heterogeneous_job_and_a_second_submit(slurm, experiments, undisturbed):
     """Two engines on two nodes. The second submit waits for the first, then goes on from its checkpoint."""
     folder = experiments / "het"
@@ -147,7 +146,6 @@ def test_a_heterogeneous_job_and_a_second_submit(slurm, experiments, undisturbed
     assert_same_run(folder, undisturbed, 6)
 
 
-@pytest.mark.slow
 def test_the_time_limit(slurm, experiments, undisturbed):
     """`megagrpo run` on one node: stopped before the limit, run again."""
     folder, slow = experiments / "limit", experiments / "slow"
@@ -162,7 +160,6 @@ def test_the_time_limit(slurm, experiments, undisturbed):
     assert all(ours[step]["loss/total"] == theirs[step]["loss/total"] for step in range(1, NUM_STEPS + 1))  # it may have more steps
 
 
-@pytest.mark.slow
 def test_scancel_leaves_nothing_behind(slurm, experiments):
     folder = experiments / "cancelled"
     job = submit(slurm, experiment(folder, 500), "--trainer-nodes", "2")
@@ -172,7 +169,6 @@ def test_scancel_leaves_nothing_behind(slurm, experiments):
     finish(slurm, job, folder, "CANCELLED")
 
 
-@pytest.mark.slow
 def test_the_same_launchers_without_slurm(experiments, undisturbed):
     """Two trainer nodes and a rollout node by hand; TERM to one trainer node stops both, started again they go on."""
     folder, slow = experiments / "by_hand", experiments / "slow"
