@@ -6,8 +6,7 @@ import signal
 from pathlib import Path
 
 import psutil
-from run_megagrpo import Job, metrics, trainer, write_experiment
-from test_run import assert_same_run
+from run_megagrpo import Job, assert_same_run, megagrpo, metrics, trainer, write_experiment
 from test_run_failures import WATCHED, during_rollout, during_update
 
 NUM_STEPS = 6
@@ -38,3 +37,15 @@ def kill_rank(job: Job, folder: Path, rank: int, now) -> psutil.Process:
     job.wait_for(lambda: now(log.read_bytes()[begin:].decode(errors="replace")), now.__name__, 120, poll_s=0.002)
     os.kill(victim.pid, signal.SIGKILL)
     return victim
+
+
+def test_what_another_try_would_meet_again_is_not_tried_again(experiments, tmp_path):
+    """torchrun knows no such difference: the launcher ends it when a rank says so."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt"\n')
+    folder = experiments / "not_again"
+    config = write_experiment(folder, actor={"max_restarts": 50})
+    done = megagrpo("train", config, "--set", f"data.path={lines}", timeout_s=280)
+    assert done.status == 1 and "lines.jsonl:2: broken JSON" in done.stderr, done
+    tries = (folder / "logs" / "trainer.log").read_text().count("broken JSON")
+    assert 0 < tries <= 6, f"{tries} of two ranks"  # they may have begun once more before the launcher saw it

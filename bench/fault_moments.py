@@ -1,0 +1,48 @@
+"""Written into a folder as sitecustomize.py by bench/faults.py: a trainer rank dies at a named moment when a file asks for it.
+
+It wraps what it finds from outside, so that the package itself has no door for faults. `die_in_MOMENT_RANK` beside this file
+asks; it is removed just before the process kills itself.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+MOMENTS = {  # a function that runs in it -> the moment
+    ("megagrpo.actor.step", "objective"): "forward",
+    ("megagrpo.actor.megatron_actor", "MegatronActor._reduce_gradients"): "backward",
+    ("megagrpo.actor.megatron_actor", "MegatronActor.optimizer_step"): "optimiser",
+    ("megagrpo.checkpoint", "PendingSave.finish"): "checkpoint",
+}
+
+
+def dying(function, moment: str):
+    def wrapped(*args, **kwargs):
+        asked = FOLDER / f"die_in_{moment}_{os.environ['RANK']}"
+        if asked.exists():
+            asked.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def arm() -> None:
+    left = dict(MOMENTS)
+    while left:  # the modules are imported seconds before they are used
+        time.sleep(0.01)
+        for (module, name), moment in list(left.items()):
+            owner, _, attribute = name.rpartition(".")
+            holder = sys.modules.get(module)
+            holder = getattr(holder, owner, None) if owner else holder
+            if holder is not None and hasattr(holder, attribute):
+                setattr(holder, attribute, dying(getattr(holder, attribute), moment))
+                del left[module, name]
+
+
+if "train" in sys.orig_argv and "RANK" in os.environ:
+    threading.Thread(target=arm, daemon=True).start()

@@ -1,0 +1,282 @@
+"""The fault matrix: every part of a run is killed, hung or starved in turn, and the run must be the one that nobody disturbed.
+
+    python bench/faults.py [--only NAME ...] [--folder FOLDER]
+
+Two trainer ranks, one engine, the tiny model, a deterministic engine, a checkpoint at every step. One run is left alone; in the
+other, faults strike one after the other, each in a step of its own, from outside: signals by process id, at moments read from
+logs. For the moments inside an update a file beside the experiment asks the rank to kill itself (bench/fault_moments.py). Writes
+bench/results/faults.{json,md}. Root is needed for the full disk (a small tmpfs is mounted).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from common import provenance, write_results
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+from run_megagrpo import REPEATED, Job, assert_same_run, engine, megagrpo, metrics, rollouts, trainer, write_experiment  # noqa: E402
+
+SAMPLES = 32  # of a step
+STEPS_A_FAULT = 2
+_NAME_CHARACTERS = 15  # of a process, in Linux
+REWARD_TIMEOUT_S, HEALTH_TIMEOUT_S, LIMIT_S = 3.0, 20.0, 900.0
+SETTINGS = {
+    "rollout": {
+        "deterministic": True,
+        "extra_args": ["--log-level-http", "info"],  # tells from outside where an engine is
+        "health_timeout_s": HEALTH_TIMEOUT_S,
+        "max_restarts": 1000,
+    },
+    "weights": {"bucket_mb": 0.02},
+    "actor": {"max_restarts": 1000},
+    "checkpoint": {"every": 1},
+    "reward": {"grader": "graders_of_bench:low_digits", "timeout_s": REWARD_TIMEOUT_S},
+}
+GRADERS = '''
+import time
+from pathlib import Path
+
+def low_digits(text, answer):
+    """The share of small digits; hangs once when a file asks for it."""
+    asked = Path(__file__).with_name("hang_in_reward")
+    try:
+        asked.unlink()
+    except FileNotFoundError:
+        return sum(c in "01234" for c in text) / max(len(text), 1)
+    time.sleep(3600)
+'''
+
+
+@dataclass
+class Scene:
+    """A running experiment as its faults see it."""
+
+    job: Job
+    folder: Path
+
+    def log(self, name: str) -> Path:
+        return self.folder / "logs" / f"{name}.log"
+
+    def step(self) -> int:
+        """Finished steps."""
+        try:
+            return max((step for step, entry in metrics(self.folder).items() if "loss/total" in entry), default=0)
+        except (OSError, ValueError):  # being written anew
+            return -1
+
+    def wait(self, ready, what: str):
+        return self.job.wait_for(ready, what, LIMIT_S, poll_s=0.005)
+
+    def when(self, now: Callable[[str], bool], pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal when what the engine logs from here on shows that moment; the process is stopped first, and goes on when
+        the moment has passed meanwhile."""
+        log = self.log("engine-0.node-0")
+        begin = log.stat().st_size
+
+        def struck() -> bool:
+            def is_now() -> bool:
+                return now(log.read_bytes()[begin:].decode(errors="replace"))
+
+            if not is_now():
+                return False
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.05)  # what it wrote before
+            if is_now():
+                os.kill(pid, number)
+                return True
+            os.kill(pid, signal.SIGCONT)
+            return False
+
+        self.wait(struck, now.__name__)
+
+    def process(self, name: str) -> psutil.Process:
+        """Of this run, by its name."""
+
+        def find():
+            for process in self.job.tree():
+                try:
+                    if process.is_running() and process.name() == name[:_NAME_CHARACTERS]:
+                        return process
+                except psutil.Error:
+                    continue
+
+        return self.wait(find, name)
+
+
+def idle(log: str) -> bool:
+    """All samples are answered, no new weights have come."""
+    since = log.rpartition("POST /continue_generation")[2]
+    return since.count("POST /generate") >= SAMPLES and "POST /pause_generation" not in since
+
+
+def prefill(log: str) -> bool:
+    since = log.rpartition("POST /continue_generation")[2]
+    return "Prefill batch" in since and since.count("POST /generate") < SAMPLES
+
+
+def update(log: str) -> bool:
+    """Some buckets have come, not all."""
+    since = log.rpartition("POST /begin_weight_update")[2]
+    return "POST /update_weights_from_distributed" in since and "POST /end_weight_update" not in since
+
+
+def kill_engine(now) -> Callable[[Scene], None]:
+    return lambda scene: scene.when(now, engine(scene.folder)["pid"])
+
+
+def hang_engine(scene: Scene) -> None:
+    scene.when(prefill, scene.process("sglang::scheduler").pid, signal.SIGSTOP)
+
+
+def kill_now(name: str) -> Callable[[Scene], None]:
+    return lambda scene: scene.process(name).kill()
+
+
+def kill_rank(rank: int, now) -> Callable[[Scene], None]:
+    return lambda scene: scene.when(now, trainer(scene.job, rank).pid)
+
+
+def ask(file: str) -> Callable[[Scene], None]:
+    """Returns when it has happened."""
+
+    def strike(scene: Scene) -> None:
+        asked = scene.folder.parent / file
+        asked.touch()
+        scene.wait(lambda: not asked.exists(), file)
+
+    return strike
+
+
+@dataclass(frozen=True)
+class Fault:
+    strike: Callable[[Scene], None]
+    log: str  # where its discovery is written ...
+    sign: str  # ... in these words
+    equal: bool = True  # whether the run stays the undisturbed one
+
+
+ENGINE, TRAINER = ("service", "engine-0 died"), ("trainer", "failed (exitcode")
+FAULTS = {
+    "engine killed, idle": Fault(kill_engine(idle), *ENGINE),
+    "engine killed in a rollout": Fault(kill_engine(prefill), *ENGINE),
+    "engine killed in a weight update": Fault(kill_engine(update), *ENGINE),
+    "engine's scheduler hung (SIGSTOP)": Fault(hang_engine, *ENGINE),
+    "engine's Ray actor killed": Fault(kill_now("ray::EngineNode"), *ENGINE),
+    "router killed": Fault(kill_now("sglang::router"), "service", "sglang-router is gone"),
+    "trainer rank 1 killed in a rollout": Fault(kill_rank(1, prefill), *TRAINER),
+    "trainer rank 0 killed in a publish": Fault(kill_rank(0, update), *TRAINER),
+    "trainer rank 1 killed in the forward": Fault(ask("die_in_forward_1"), *TRAINER),
+    "trainer rank 0 killed in the backward": Fault(ask("die_in_backward_0"), *TRAINER),
+    "trainer rank 1 killed in the optimiser": Fault(ask("die_in_optimiser_1"), *TRAINER),
+    "trainer rank 0 killed in a checkpoint": Fault(ask("die_in_checkpoint_0"), *TRAINER),
+    "reward worker hung": Fault(ask("hang_in_reward"), "", "", equal=False),  # the last: what follows is another run
+}
+DISK = "disk full at a checkpoint"
+
+
+def strike(scene: Scene, name: str) -> dict:
+    """One fault and what became of it. Seconds count from the fault; samples are those of the step in which it struck."""
+    fault, before = FAULTS[name], scene.step()
+    log = scene.log(fault.log) if fault.log else None
+    begin = log.stat().st_size if log else 0
+    fault.strike(scene)
+    started = time.monotonic()
+    row = {"fault": name, "step": before + 1, "detected_s": REWARD_TIMEOUT_S}
+    if log:
+        scene.wait(lambda: fault.sign in log.read_bytes()[begin:].decode(errors="replace"), f"{fault.sign} in {log.name}")
+        row["detected_s"] = time.monotonic() - started
+    scene.wait(lambda: scene.step() >= before + 1, f"the end of step {before + 1}")
+    return row | {"recovered_s": time.monotonic() - started}
+
+
+def judge(row: dict, folder: Path, reference: Path) -> dict:
+    """Whether the step of the fault, and the one after, are those of the undisturbed run, and how many of its samples are missing."""
+    steps = range(row["step"], row["step"] + STEPS_A_FAULT)
+    ours, theirs = ([(metrics(run)[s], rollouts(run)[s]) for s in steps] for run in (folder, reference))
+    same = all(a[1] == b[1] and all(a[0][name] == b[0][name] for name in REPEATED) for a, b in zip(ours, theirs, strict=True))
+    equal = "yes" if same else "no"
+    samples = [sample for group in rollouts(folder)[row["step"]] for sample in group["samples"]]
+    unscored = [sample["outcome"]["status"] for sample in samples if sample["outcome"]["status"] != "score"]
+    if not FAULTS[row["fault"]].equal and equal == "no" and unscored == ["timeout"]:
+        equal = "no: its reward is a timeout, which counts for nothing (and is no 0)"
+    return row | {"samples_lost": SAMPLES - len(samples), "equal": equal}
+
+
+def prepare(root: Path) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    (root / "graders_of_bench.py").write_text(GRADERS)
+    shutil.copy(ROOT / "bench" / "fault_moments.py", root / "sitecustomize.py")
+    assert megagrpo("prepare", write_experiment(root / "prepared")).status == 0
+
+
+def matrix(root: Path, names: list[str]) -> list[dict]:
+    num_steps = STEPS_A_FAULT * len(names) + 1
+    reference, folder = root / "undisturbed", root / "disturbed"
+    done = megagrpo("run", write_experiment(reference, **SETTINGS, train={"num_steps": num_steps}), timeout_s=LIMIT_S * 4)
+    assert done.status == 0, done.stderr
+    rows = []
+    with Job("run", write_experiment(folder, **SETTINGS, train={"num_steps": num_steps})) as job:
+        scene = Scene(job, folder)
+        for number, name in enumerate(names):
+            scene.wait(lambda step=STEPS_A_FAULT * number + 1: scene.step() >= step, f"the step before: {name}")
+            rows.append(strike(scene, name))
+            print(json.dumps(rows[-1]), flush=True)
+        done = job.finish(LIMIT_S * 4)
+    assert done.status == 0, done.stderr
+    return [judge(row, folder, reference) for row in rows]
+
+
+def full_disk(root: Path) -> dict:
+    """The second checkpoint does not fit. The run ends and says so; with room again, the same command goes on."""
+    reference, folder = root / "roomy", root / "full"
+    sections = SETTINGS | {"train": {"num_steps": 4}, "checkpoint": {"every": 2}}
+    assert megagrpo("run", write_experiment(reference, **sections), timeout_s=LIMIT_S).status == 0
+    size = sum(f.stat().st_size for f in (reference / "checkpoints" / "step_000002").rglob("*") if f.is_file())
+    checkpoints = folder / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * size)}", "tmpfs", str(checkpoints)]
+    subprocess.run(mount, check=True)
+    try:
+        config = write_experiment(folder, **sections)
+        done = megagrpo("run", config, timeout_s=LIMIT_S)
+        assert done.status == 1 and "could not write" in done.stderr, done
+        last_step = max(path.stat().st_mtime for path in (folder / "rollouts").iterdir())
+        row = {"fault": DISK, "step": 4, "detected_s": max(0.0, time.time() - last_step), "samples_lost": 0}
+        started = time.monotonic()
+        subprocess.run(["mount", "-o", f"remount,size={10 * size}", str(checkpoints)], check=True)
+        assert megagrpo("run", config, timeout_s=LIMIT_S).status == 0
+        assert_same_run(folder, reference, 4)
+        equal = "yes; the run ends with the reason, and goes on when started again"
+        return row | {"recovered_s": time.monotonic() - started, "equal": equal}
+    finally:
+        subprocess.run(["umount", "-l", str(checkpoints)], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=[*FAULTS, DISK], default=[*FAULTS, DISK])
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults")
+    args = parser.parse_args()
+    prepare(args.folder)
+    rows = matrix(args.folder, names) if (names := [name for name in FAULTS if name in args.only]) else []
+    if DISK in args.only:
+        rows.append(full_disk(args.folder))
+    header = ("fault", "detected in s", "recovered in s", "samples lost", "trajectory equal")
+    lines = [(r["fault"], f"{r['detected_s']:.1f}", f"{r['recovered_s']:.1f}", str(r["samples_lost"]), r["equal"]) for r in rows]
+    write_results("faults", provenance() | {"load": os.getloadavg(), "rows": rows}, header, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The soak: many steps of the tiny model while random faults strike. It must finish, learn, keep its memory, and leave nothing behind.
+
+    python bench/soak.py [--steps 200] [--every 10] [--seed 0] [--folder FOLDER]
+
+About every tenth step one fault of bench/faults.py, drawn by the seed, strikes at its moment. Memory is the resident set of each
+trainer rank and of each engine's scheduler, sampled every step; a process that was started again begins anew. Writes
+bench/results/soak.{json,md}.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+
+import psutil
+from common import provenance, write_results
+from faults import FAULTS, LIMIT_S, ROOT, SAMPLES, SETTINGS, Job, Scene, metrics, prepare, rollouts, strike, write_experiment
+
+GROWTH = 1.1  # of a process's memory over the steps that it lived, after its first ten
+WARM_STEPS, END = 10, 0.2  # the first and the last fifth of the run are compared
+
+
+def resident(job: Job) -> dict[str, float]:
+    """MiB by process, named by what it does and its id."""
+    found = {}
+    for process in job.tree():
+        try:
+            words = process.cmdline()
+            kind = "trainer" if "train" in words and "torch.distributed.run" not in words else process.name()
+            if process.is_running() and kind in ("trainer", "sglang::schedul"):
+                found[f"{kind} {process.pid}"] = process.memory_info().rss / 2**20
+        except psutil.Error:
+            continue
+    return found
+
+
+def soak(folder: Path, num_steps: int, every: int, names: list[str]) -> dict:
+    """Run it, with a fault of `names` after each `every` steps; returns what happened.
+
+    Nothing is checked yet but that the run ended well and left no process.
+    """
+    settings = SETTINGS | {"checkpoint": {"every": 1}, "sampling": {"max_response_tokens": 8}, "train": {"num_steps": num_steps}}
+    memory: list[dict[str, float]] = []
+    rows, started = [], time.monotonic()
+    with Job("run", write_experiment(folder, **settings)) as job:
+        scene = Scene(job, folder)
+        for number, name in enumerate(names):
+            scene.wait(lambda step=every * (number + 1): watched(scene, memory) >= step, f"the step before: {name}")
+            rows.append(strike(scene, name))
+            print(json.dumps(rows[-1]), flush=True)
+        while job.process.poll() is None:
+            watched(scene, memory)
+            assert time.monotonic() - started < LIMIT_S * 8, "no end"
+            time.sleep(0.5)
+        watched(scene, memory)
+        done = job.finish(LIMIT_S * 8)  # fails when a process is left
+    assert done.status == 0, done.stderr
+    rewards = [metrics(folder)[step]["reward/mean"] for step in range(1, num_steps + 1)]
+    part = max(1, int(END * num_steps))
+    counts = [sum(len(group["samples"]) for group in groups) for groups in rollouts(folder).values()]
+    return {
+        "steps": num_steps,
+        "faults": rows,
+        "minutes": (time.monotonic() - started) / 60,
+        "reward_first": statistics.fmean(rewards[:part]),
+        "reward_last": statistics.fmean(rewards[-part:]),
+        "samples_lost": SAMPLES * num_steps - sum(counts),
+        "growth": growth(memory),
+        "memory": memory,
+    }
+
+
+def watched(scene: Scene, memory: list[dict[str, float]]) -> int:
+    """The step, after noting the memory once a step."""
+    step = scene.step()
+    while len(memory) < step:
+        memory.append(resident(scene.job))
+    return step
+
+
+def growth(memory: list[dict[str, float]]) -> float:
+    """Largest ratio of a process's last memory to that of its tenth step; 1 when none lived so long."""
+    ratios = [1.0]
+    for name in {name for sample in memory for name in sample}:
+        life = [sample[name] for sample in memory if name in sample]
+        if len(life) > WARM_STEPS + 1:
+            ratios.append(life[-1] / life[WARM_STEPS])
+    return max(ratios)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=10, help="steps between faults")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "soak")
+    args = parser.parse_args()
+    prepare(args.folder)
+    draw = random.Random(args.seed)
+    names = [draw.choice(list(FAULTS)) for _ in range(args.every, args.steps - 1, args.every)]
+    result = soak(args.folder / "run", args.steps, args.every, names)
+    slowest = max((row["recovered_s"] for row in result["faults"]), default=0.0)
+    rise = result["reward_last"] - result["reward_first"]
+    lines = [
+        ("finished", f"{result['steps']} steps, {len(result['faults'])} faults, {result['minutes']:.1f} minutes"),
+        ("slowest recovery", f"{slowest:.1f} s"),
+        ("samples lost", str(result["samples_lost"])),
+        ("mean reward, first and last fifth", f"{result['reward_first']:.3f}, {result['reward_last']:.3f} ({rise:+.3f})"),
+        ("largest growth of a process's memory", f"{result['growth']:.3f} times"),
+        ("processes left", "0"),
+    ]
+    write_results("soak", provenance() | {"seed": args.seed} | result, ("what", "figure"), lines)
+    assert result["samples_lost"] == 0 and result["growth"] <= GROWTH and rise > 0, "see the table"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Ten steps of bench/soak.py: a run under faults finishes with every sample, and leaves nothing behind."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from faults import prepare  # noqa: E402
+from soak import soak  # noqa: E402
+
+NUM_STEPS, EVERY = 10, 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_steps_with_a_killed_router_and_a_killed_trainer(tmp_path):
+    prepare(tmp_path / "soak")
+    result = soak(tmp_path / "soak" / "run", NUM_STEPS, EVERY, ["router killed", "trainer rank 1 killed in the optimiser"])
+    assert result["samples_lost"] == 0 and len(result["memory"]) == NUM_STEPS
+    assert all(row["recovered_s"] > 0 for row in result["faults"])
