@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import LONG_RUN
 from run_megagrpo import Job, engine, megagrpo, metrics, rollouts, write_experiment
 from test_run import assert_same_run
 
 from megagrpo.checkpoint import check, latest
+from megagrpo.mesh import make_mesh
 
 NUM_STEPS = 4
 SAMPLES = 32  # of a step
@@ -114,6 +116,7 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(long_run):
         assert f"checkpoint {checkpoints / 'step_000002'}" in done.stderr and "could not write, 0 MiB are free there" in done.stderr
         assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 6, done.stderr
         assert [p.name for p in checkpoints.iterdir()] == ["step_000001"]
-        check(checkpoints / "step_000001", json.loads((checkpoints / "step_000001" / "state.json").read_text())["identity"])
+        identity = json.loads((checkpoints / "step_000001" / "state.json").read_text())["identity"]
+        check(checkpoints / "step_000001", identity, make_mesh(0, 1, torch.device("cpu"), 60.0))
     finally:
         subprocess.run(["umount", "-l", str(checkpoints)], check=True)
