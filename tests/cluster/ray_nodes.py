@@ -14,10 +14,10 @@ import psutil
 from megagrpo.environment import child_environment
 from megagrpo.processes import spawn, stop_tree
 
-_START_S = 120.0
+_START_S = 300.0
 # The head asks its nodes every second; three silences are a death, and a silence lasts two seconds when packets vanish.
 _HEALTH = {"initial_delay_ms": "1000", "period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0"}  # an engine is no background job
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "300"}  # CI machines are slow
 
 
 class RayNodes:
@@ -63,8 +63,11 @@ class RayNodes:
 
     def pids(self, number: int) -> set[int]:
         """Of everything that runs on this node."""
-        root = psutil.Process(self._nodes[number].pid)
-        return {root.pid, *(process.pid for process in root.children(recursive=True))}
+        node = self._nodes[number]
+        try:
+            return {node.pid, *(process.pid for process in psutil.Process(node.pid).children(recursive=True))}
+        except psutil.NoSuchProcess:  # it ended by itself
+            return set()
 
     def kill(self, number: int) -> None:
         """The host is lost with everything on it, at once."""
