@@ -17,7 +17,7 @@ from megagrpo.processes import spawn, stop_tree
 _START_S = 300.0
 # The head asks its nodes every second; three silences are a death, and a silence lasts two seconds when packets vanish.
 _HEALTH = {"initial_delay_ms": "1000", "period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3"}
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "300"}  # CI machines are slow
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_worker_niceness": "0"}
 
 
 class RayNodes:
