@@ -91,6 +91,6 @@ def test_a_leaders_failure_reaches_every_rank(tmp_path):
     with running(FakeService(version=4, script=[400])) as service:
         started = time.monotonic()
         results = run_ranks(service, tmp_path, 4, 2)
-    assert time.monotonic() - started < 50
+    assert time.monotonic() - started < 300, "long before the time limits of requests and steps"
     assert len({r["error"] for r in results}) == 1
     assert "train step 3" in results[1]["error"] and "refused a request: on purpose" in results[1]["error"]
