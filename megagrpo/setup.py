@@ -166,8 +166,9 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
         actor.keep_reference()  # the initial weights, also when the run resumes
     state = resume(config, run_dir, actor)
     mesh = actor.mesh
-    control = find_service(run_dir, service_url, config.rollout.start_timeout_s)
     with ExitStack() as stack:
+        console = stack.enter_context(_console(config, state, prompts, eval_prompts)) if mesh.is_main else None
+        control = find_service(run_dir, service_url, config.rollout.start_timeout_s)
         watchdog = stack.enter_context(Watchdog(config, mesh, run_dir / "logs", lambda: state.step))
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
 
@@ -183,15 +184,22 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
         if mesh.is_main:
             run.step_log = StepLog(run_dir, config.log, state.step)
             stack.callback(run.step_log.close)
-            run.console = stack.enter_context(StepConsole(config.name, config.train.num_steps, state.step, config.log.console))
-            for data, found in ((config.data, prompts), (config.eval and config.eval.data, eval_prompts)):
-                if found is not None and (dropped := describe_dropped(data, found)):
-                    run.console.note(dropped)
-            if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
-                run.console.note(f"a rank was lost: all ranks started again, for the {restarts}. of {config.actor.max_restarts} times")
-            if state.step:
-                run.console.note(f"continues after step {state.step}")
+            run.console = console
         yield run
+
+
+@contextmanager
+def _console(config: ExperimentConfig, state: TrainState, prompts: PromptSet, eval_prompts: PromptSet | None) -> Iterator[StepConsole]:
+    """What is known before anything is sampled is said at once."""
+    with StepConsole(config.name, config.train.num_steps, state.step, config.log.console) as console:
+        for data, found in ((config.data, prompts), (config.eval and config.eval.data, eval_prompts)):
+            if found is not None and (dropped := describe_dropped(data, found)):
+                console.note(dropped)
+        if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
+            console.note(f"a rank was lost: all ranks started again, for the {restarts}. of {config.actor.max_restarts} times")
+        if state.step:
+            console.note(f"continues after step {state.step}")
+        yield console
 
 
 def resume(config: ExperimentConfig, run_dir: Path, actor: MegatronActor) -> TrainState:

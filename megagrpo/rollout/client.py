@@ -134,7 +134,7 @@ def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) 
             control.status()
             return control
         except FileNotFoundError as exc:
-            problem = f"{exc.filename} did not appear"
+            problem = f"{exc.filename} did not appear" + (f" (nor is {environment.API_KEY} set)" if url else "")
         except ServiceUnreachable as exc:
             problem = f"{url or run_dir / SERVICE_FILE} is of a service that is gone ({exc}), and no new one came"
         if time.monotonic() > deadline:

@@ -11,7 +11,7 @@ import pytest
 from conftest import LONG_RUN
 from run_megagrpo import GRADERS, Finished, experiment, megagrpo, write_experiment
 
-from megagrpo.environment import child_environment
+from megagrpo.environment import API_KEY, child_environment
 
 
 def refused(config: Path, *overrides: str) -> str:
@@ -92,7 +92,7 @@ def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megagrpo.cli", "train", str(config)]
     done = subprocess.run(
         [sys.executable, *command, "--service", "http://127.0.0.1:9", *sets],
-        env=child_environment(None, [str(config.parent)]),
+        env=child_environment({API_KEY: "of the run"}, [str(config.parent)]),
         capture_output=True,
         text=True,
         timeout=240,
@@ -103,7 +103,7 @@ def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
 
 def test_a_service_that_is_not_there(experiments):
     """Prompts that are too long are reported on the way: counted, with the limit."""
-    config = write_experiment(experiments / "unreachable", data={"max_prompt_tokens": 5})
+    config = write_experiment(experiments / "unreachable", data={"max_prompt_tokens": 5}, rollout={"start_timeout_s": 5.0})
     done, reports = trainers_alone(config)
     assert done.status != 0
     assert len(reports) == 2 and reports[0] == reports[1], "every rank knows why"
