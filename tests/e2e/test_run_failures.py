@@ -36,7 +36,9 @@ def test_engines_killed_during_a_rollout_and_during_an_update(long_run):
     assert done.status == 0, done.stderr
     assert second["pid"] != first["pid"] and second["incarnation"] == 2
     deaths = [line for line in (folder / "logs" / "service.log").read_text().splitlines() if "engine-0 died" in line]
-    assert len(deaths) == 2 and all("killed by signal 9" in line for line in deaths), deaths
+    # of the second the trainers may know before the supervisor looks
+    found = ("killed by signal 9", "a trainer lost it in the middle of an update of its weights")
+    assert len(deaths) == 2 and found[0] in deaths[0] and any(words in deaths[1] for words in found), deaths
     assert_same_run(folder, long_run[0], NUM_STEPS)
     entries = metrics(folder)
     assert all(entries[step]["mismatch/logprob_abs_mean"] <= 1e-5 for step in range(1, NUM_STEPS + 1))
