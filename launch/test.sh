@@ -27,4 +27,4 @@ for folder in "${folders[@]}"; do
     [ -z "$(find "$folder" -name 'test_*.py' -print -quit 2>/dev/null)" ] || existing+=("$folder")
 done
 export OMP_NUM_THREADS=1 # several ranks share few cores
-exec "${MEGAGRPO_VENV:-.venv}/bin/python" -m pytest "${selection[@]}" "${existing[@]}" "$@"
+exec "${MEGAGRPO_VENV:-.venv}/bin/python" -m pytest --durations=15 "${selection[@]}" "${existing[@]}" "$@"

@@ -102,6 +102,7 @@ def assert_as_on_one_host(run: Run, experiments: Path, num_steps: int) -> None:
     assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(run.folder).items() if step)
 
 
+@pytest.mark.slow
 def test_four_hosts_compute_what_one_does(hosts, experiments):
     """Same rewards, losses and gradients in the same bits, though tensors, prompts and weights cross links."""
     run = Run(*hosts, write_experiment(experiments / "four", actor={"parallel": PARALLEL}, rollout=ROLLOUT, train={"num_steps": 2}))

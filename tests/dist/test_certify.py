@@ -126,6 +126,8 @@ def test_the_grid_names_what_is_left_out():
         "TP2xPP2": "needs 4 ranks, 2 were given",
         "TP2xDP2": "needs 4 ranks, 2 were given",
         "TP2xCP2": "needs 4 ranks, 2 were given",
+        "CP2xPP2": "needs 4 ranks, 2 were given",
+        "TP2xETP2": "the model has no experts",
     }
     assert {c.layout for c in cases} | left_out.keys() == LAYOUTS.keys()
     with pytest.raises(ValueError, match="no layout is called 'TP3'"):
