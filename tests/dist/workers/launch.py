@@ -13,12 +13,12 @@ SHIMS = Path(__file__).parents[3] / "megagrpo" / "rollout" / "cpu"
 LIMIT_S = 900
 
 
-def run_ranks(world: int, folder: Path, jobs: list[dict], script: str = "actor_ranks.py") -> list[dict]:
-    """Run `jobs` one after the other on `world` gloo ranks; returns one result per job. AssertionError with the log's end."""
+def run_ranks(world: int, folder: Path, jobs: list[dict], script: str = "actor_ranks.py", device: str = "cpu") -> list[dict]:
+    """Run `jobs` one after the other on `world` ranks; returns one result per job. AssertionError with the log's end."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    _run([sys.executable, "-W", "ignore", *torchrun, str(WORKERS / script), str(folder)], folder / "ranks.log", [])
+    _run([sys.executable, "-W", "ignore", *torchrun, str(WORKERS / script), str(folder)], folder / "ranks.log", [], device)
     results = json.loads((folder / "results.json").read_text())
     assert len(results) == len(jobs)
     return results
@@ -26,12 +26,13 @@ def run_ranks(world: int, folder: Path, jobs: list[dict], script: str = "actor_r
 
 def run_hf_reference(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    _run([sys.executable, "-W", "ignore", str(WORKERS / "hf_reference.py"), str(folder)], folder / "hf.log", [str(SHIMS)])
+    _run([sys.executable, "-W", "ignore", str(WORKERS / "hf_reference.py"), str(folder)], folder / "hf.log", [str(SHIMS)], "cpu")
 
 
-def _run(command: list[str], log: Path, python_path: list[str]) -> None:
+def _run(command: list[str], log: Path, python_path: list[str], device: str) -> None:
     root = str(Path(__file__).parents[3])
-    child = spawn(command, environment.child_environment({"OMP_NUM_THREADS": "1"}, [*python_path, root]), log)
+    variables = {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    child = spawn(command, environment.child_environment(variables, [*python_path, root]), log)
     try:
         status = child.wait(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
