@@ -33,7 +33,8 @@ def figures(tmp_path_factory, request):
         pytest.skip("no CUDA device")
     found = compare(tmp_path_factory.mktemp("gpu"), "cuda")
     if request.config.getoption("--figures"):
-        rows = [(*key, *(f"{row[name]:.2g}" for name in ("logprob_mean", "logprob_max", "gradient", "worst_gradient", "loss"))) for key, row in found.items()]
+        shown = ("logprob_mean", "logprob_max", "gradient", "worst_gradient", "loss")
+        rows = [(*key, *(f"{row[name]:.2g}" for name in shown)) for key, row in found.items()]
         raw = {**provenance(), "device": torch.cuda.get_device_name(), "rows": [[*key, row] for key, row in found.items()]}
         head = ("family", "variant", "dtype", "mean log-prob difference", "largest", "gradient, relative", "worst parameter", "loss")
         write_results("gpu_actor", raw, head, rows)
@@ -66,9 +67,9 @@ def differences(values: dict, truth: dict) -> dict[str, float]:
     gap = (values["logprobs"] - truth["logprobs"]).abs()[truth["logprobs"] != 0]
     gradients = {n: float((values["gradients"][n] - g).norm() / g.norm()) for n, g in truth["gradients"].items() if g.norm() > 0}
     worst = max(gradients, key=gradients.get)
-    both = [torch.cat([side["gradients"][name].flatten() for name in gradients]) for side in (values, truth)]
-    row = {"logprob_mean": float(gap.mean()), "logprob_max": float(gap.max()), "gradient": float((both[0] - both[1]).norm() / both[1].norm())}
-    row |= {"worst_gradient": gradients[worst], "worst": worst}
+    mine, theirs = (torch.cat([side["gradients"][name].flatten() for name in gradients]) for side in (values, truth))
+    row = {"logprob_mean": float(gap.mean()), "logprob_max": float(gap.max())}
+    row |= {"gradient": float((mine - theirs).norm() / theirs.norm()), "worst_gradient": gradients[worst], "worst": worst}
     return row | {"loss": abs(values["loss"] - truth["loss"]), "norm": abs(values["norm"] / truth["norm"] - 1)}
 
 

@@ -37,7 +37,8 @@ def test_packed_attention_in_bfloat16(dim, heads, groups):
     for start, end in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
         q, k, v = (t[start:end].transpose(0, 1) for t in exact)
         k, v = (t.repeat_interleave(heads // groups, 0) for t in (k, v))
-        scores = (q @ k.transpose(1, 2) * dim**-0.5).masked_fill(torch.ones(end - start, end - start, device=CUDA).triu(1).bool(), -torch.inf)
+        future = torch.ones(end - start, end - start, dtype=torch.bool, device=CUDA).triu(1)
+        scores = (q @ k.transpose(1, 2) * dim**-0.5).masked_fill(future, -torch.inf)
         rows.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
     expected = torch.cat(rows)
     (expected * weight).sum().backward()
