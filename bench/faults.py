@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,8 +25,11 @@ import psutil
 from common import provenance, write_results
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "e2e"))
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("e2e", "cluster")]
+from ray_nodes import RayNodes  # noqa: E402
 from run_megagrpo import REPEATED, Job, assert_same_run, engine, megagrpo, metrics, rollouts, trainer, write_experiment  # noqa: E402
+
+from megagrpo.rollout.client import find_service  # noqa: E402
 
 SAMPLES = 32  # of a step
 STEPS_A_FAULT = 2
@@ -34,7 +38,8 @@ REWARD_TIMEOUT_S, HEALTH_TIMEOUT_S, LIMIT_S = 3.0, 20.0, 900.0
 SETTINGS = {
     "rollout": {
         "deterministic": True,
-        "extra_args": ["--log-level-http", "info"],  # tells from outside where an engine is
+        # tells from outside where an engine is
+        "extra_args": ["--log-level-http", "info", "--decode-log-interval", "1"],
         "health_timeout_s": HEALTH_TIMEOUT_S,
         "max_restarts": 1000,
     },
@@ -125,6 +130,11 @@ def prefill(log: str) -> bool:
     return "Prefill batch" in since and since.count("POST /generate") < SAMPLES
 
 
+def decode(log: str) -> bool:
+    since = log.rpartition("POST /continue_generation")[2]
+    return "Decode batch" in since and since.count("POST /generate") < SAMPLES
+
+
 def update(log: str) -> bool:
     """Some buckets have come, not all."""
     since = log.rpartition("POST /begin_weight_update")[2]
@@ -169,7 +179,8 @@ class Fault:
 ENGINE, TRAINER = ("service", "engine-0 died"), ("trainer", "failed (exitcode")
 FAULTS = {
     "engine killed, idle": Fault(kill_engine(idle), *ENGINE),
-    "engine killed in a rollout": Fault(kill_engine(prefill), *ENGINE),
+    "engine killed in prefill": Fault(kill_engine(prefill), *ENGINE),
+    "engine killed in decode": Fault(kill_engine(decode), *ENGINE),
     "engine killed in a weight update": Fault(kill_engine(update), *ENGINE),
     "engine's scheduler hung (SIGSTOP)": Fault(hang_engine, *ENGINE),
     "engine's Ray actor killed": Fault(kill_now("ray::EngineNode"), *ENGINE),
@@ -182,7 +193,7 @@ FAULTS = {
     "trainer rank 0 killed in a checkpoint": Fault(ask("die_in_checkpoint_0"), *TRAINER),
     "reward worker hung": Fault(ask("hang_in_reward"), "", "", equal=False),  # the last: what follows is another run
 }
-DISK = "disk full at a checkpoint"
+DISK, NODE = "disk full at a checkpoint", "Ray node killed in a rollout"
 
 
 def strike(scene: Scene, name: str) -> dict:
@@ -264,13 +275,70 @@ def full_disk(root: Path) -> dict:
         subprocess.run(["umount", "-l", str(checkpoints)], check=True)
 
 
+def ray_node(root: Path) -> dict:
+    """Two Ray nodes with an engine each; all processes of one are killed in a rollout, and another node joins after the step."""
+    engines = SETTINGS["rollout"] | {"num_engines": 2, "min_healthy_engines": 1}
+    num_steps = 2 * STEPS_A_FAULT + 1
+    sections = SETTINGS | {"rollout": engines, "train": {"num_steps": num_steps}}
+    reference, folder = root / "nodes-undisturbed", root / "nodes-disturbed"
+    _on_two_nodes(write_experiment(reference, **sections), lambda scene, nodes: {})
+    row = _on_two_nodes(write_experiment(folder, **sections), _lose_node)
+    assert_same_run(folder, reference, num_steps)
+    samples = sum(len(group["samples"]) for group in rollouts(folder)[row["step"]])
+    return row | {"samples_lost": SAMPLES - samples, "equal": "yes"}
+
+
+def _on_two_nodes(config: Path, strike: Callable[[Scene, RayNodes], dict]) -> dict:
+    """Serve on two nodes, train to the end; returns what `strike` made of it."""
+    temporary = Path(tempfile.mkdtemp(prefix="mgr-"))  # short: Unix socket paths end at 107 characters
+    try:
+        with RayNodes(temporary) as nodes:
+            nodes.start(1)
+            nodes.start(2)
+            with Job("serve", config, "--ray-address", nodes.address, env=nodes.token) as service, Job("train", config) as job:
+                row = strike(Scene(job, config.with_suffix("")), nodes)
+                done = job.finish(LIMIT_S)
+                service.signal(signal.SIGTERM)
+                service.finish(LIMIT_S)
+        assert done.status == 0, done.stderr
+        return row
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _lose_node(scene: Scene, nodes: RayNodes) -> dict:
+    scene.wait(lambda: scene.step() >= 1, "step 1")
+    control = find_service(scene.folder)
+    lost = next(e.id for e in control.status().engines if e.pid in nodes.pids(2))
+    log = scene.log(f"{lost}.node-0")
+
+    def generates() -> bool:
+        since = log.read_text(errors="replace").rpartition("POST /continue_generation")[2]
+        return "Prefill batch" in since and since.count("POST /generate") < SAMPLES // 4
+
+    def noticed() -> bool:
+        return next(e.state for e in control.status().engines if e.id == lost) != "ready"
+
+    scene.wait(generates, "a rollout")
+    step, started = scene.step() + 1, time.monotonic()
+    nodes.kill(2)
+    scene.wait(noticed, "the loss of the node")
+    detected = time.monotonic() - started
+    scene.wait(lambda: scene.step() >= step, "the end of the step")
+    recovered = time.monotonic() - started
+    nodes.start(3)
+    return {"fault": NODE, "step": step, "detected_s": detected, "recovered_s": recovered}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=[*FAULTS, DISK], default=[*FAULTS, DISK])
+    parser.add_argument("--only", nargs="+", choices=[*FAULTS, NODE, DISK], default=[*FAULTS, NODE, DISK])
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults")
     args = parser.parse_args()
     prepare(args.folder)
     rows = matrix(args.folder, names) if (names := [name for name in FAULTS if name in args.only]) else []
+    if NODE in args.only:
+        rows.append(ray_node(args.folder))
     if DISK in args.only:
         rows.append(full_disk(args.folder))
     header = ("fault", "detected in s", "recovered in s", "samples lost", "trajectory equal")
