@@ -1,10 +1,12 @@
 """One machine: the rollout service and the trainers as child processes, watched together, ended together. Its parts serve nodes.py too."""
 
+import fcntl
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megagrpo import environment
@@ -21,7 +23,11 @@ _PARAGRAPH = "\n\n"
 
 
 class Ended(Exception):
-    """A signal that ends everything at once."""
+    """A signal that ends everything at once; `status` is what a shell reports for it."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
 
 
 def run(config: ExperimentConfig) -> int:
@@ -38,7 +44,26 @@ def run(config: ExperimentConfig) -> int:
     unmade = [path for path in _inputs(config) if not Path(path).exists()]
     if unmade:  # preflight lets pass what this experiment itself makes
         raise ValueError(f"not there yet: {', '.join(unmade)}; first `megagrpo prepare`" + (", then `megagrpo sft`" if config.sft else ""))
-    of_trainers, of_engines = _devices(config, _visible_gpus())
+    devices = _devices(config, _visible_gpus())
+    with alone_in(Path(config.output_dir)):
+        return _serve_and_train(config, *devices)
+
+
+@contextmanager
+def alone_in(run_dir: Path) -> Iterator[None]:
+    """Inside, no other trains into this run folder. ValueError where one does."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"output_dir {run_dir}: another run trains into this folder; wait for its end, or name another folder") from None
+        except OSError as exc:  # some cluster file systems are mounted without locks
+            print(f"megagrpo: {run_dir} cannot be locked ({exc.strerror}): start no second run there", file=sys.stderr)
+        yield
+
+
+def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_engines: dict[str, str]) -> int:
     run_dir = Path(config.output_dir)
     resolved = write_resolved(config, run_dir)
     (run_dir / SERVICE_FILE).unlink(missing_ok=True)  # a killed run's URL would mislead the trainers
@@ -54,7 +79,7 @@ def run(config: ExperimentConfig) -> int:
             return stopped(request) if status == 0 and request.granted() else status
     except Ended as exc:
         print(f"megagrpo run: {exc}; stopping", file=sys.stderr)
-        return 143
+        return exc.status
     finally:
         end_all(children, _SERVICE_GRACE_S)
 
@@ -95,7 +120,7 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
             return watch(start([name, str(resolved), *rest], log, children, ranks), log, first_report)
     except Ended as exc:
         print(f"megagrpo {command[0]}: {exc}; stopping", file=sys.stderr)
-        return 143
+        return exc.status
     finally:
         end_all(children)
 
@@ -190,7 +215,7 @@ class Signals:
 
     def __enter__(self) -> StopRequest | None:
         def raise_ended(number, frame):
-            raise Ended(signal.Signals(number).name)
+            raise Ended(number)
 
         def make_request(number, frame):
             if number == signal.SIGTERM and self._request.made():

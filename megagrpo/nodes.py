@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import psutil
 
 from megagrpo import environment
 from megagrpo.config import ExperimentConfig
-from megagrpo.launcher import Ended, Signals, end_all, first_report, last_lines, start, stopped, torchrun, watch, write_resolved
+from megagrpo.launcher import Ended, Signals, alone_in, end_all, first_report, last_lines, start, stopped, torchrun, watch, write_resolved
 from megagrpo.processes import spawn
 from megagrpo.stop_request import STOP_FILE, StopRequest
 
@@ -65,12 +66,17 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     world = config.actor.world_size
     if world % node.number:
         raise ValueError(f"actor.world_size {world} ranks do not divide over {node.number} nodes")
+    with alone_in(Path(config.output_dir)) if node.rank == 0 else nullcontext():
+        return _train_ranks(config, arguments, node)
+
+
+def _train_ranks(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     run_dir = Path(config.output_dir)
     if node.rank == 0:
         write_resolved(config, run_dir)
     name = "trainer" if node.number == 1 else f"trainer-{node.rank}"
     log, stop_file = run_dir / "logs" / f"{name}.log", run_dir / "logs" / f"{name}.stop_request"
-    options, env = torchrun(world // node.number, config.actor.max_restarts), {STOP_FILE: str(stop_file)}
+    options, env = torchrun(config.actor.world_size // node.number, config.actor.max_restarts), {STOP_FILE: str(stop_file)}
     if node.number > 1:
         options, env = options + _meeting(node), env | _between_nodes(node)
     else:
@@ -82,7 +88,7 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
             return stopped(request) if status == 0 and request.granted() else status
     except Ended as exc:
         print(f"megagrpo train: {exc}; stopping", file=sys.stderr)
-        return 143
+        return exc.status
     finally:
         end_all(children)
 

@@ -1,9 +1,11 @@
-"""GPUs of one machine, shared out between trainers and engines."""
+"""One machine's launcher: GPUs shared out between trainers and engines, one run a folder, signals."""
+
+import signal
 
 import pytest
 
 from megagrpo.config import ExperimentConfig
-from megagrpo.launcher import _devices
+from megagrpo.launcher import Ended, Signals, _devices, alone_in
 
 
 def experiment(transport: str) -> ExperimentConfig:
@@ -21,3 +23,20 @@ def test_too_few():
     with pytest.raises(ValueError, match=r"5 GPU\(s\) are visible, but 2 trainer ranks .* and 4 engine ranks"):
         _devices(experiment("broadcast"), list("01234"))
     assert _devices(experiment("disk"), list("01234")) == ({}, {}), "shared"
+
+
+def test_only_one_run_trains_into_a_folder(tmp_path):
+    with alone_in(tmp_path / "run"):
+        with pytest.raises(ValueError, match="output_dir .*run: another run trains into this folder"), alone_in(tmp_path / "run"):
+            pass
+        with alone_in(tmp_path / "other"):
+            pass
+    with alone_in(tmp_path / "run"):
+        pass
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_with_the_status_that_shells_know(number, status):
+    with pytest.raises(Ended) as caught, Signals((number,)):
+        signal.raise_signal(number)
+    assert caught.value.status == status
