@@ -73,8 +73,8 @@ def _certify(preset: str, family: str, args: argparse.Namespace) -> dict:
 
 def _megagrpo(command: str, config: Path, options: list[str]) -> int:
     print(f"== megagrpo {command} {config}", flush=True)
-    run = subprocess.run([sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *options], cwd=ROOT, stdout=subprocess.DEVNULL)
-    return run.returncode
+    python = [sys.executable, "-W", "ignore", "-m", "megagrpo.cli"]
+    return subprocess.run([*python, command, str(config), *options], cwd=ROOT, stdout=subprocess.DEVNULL).returncode
 
 
 def _line(row: dict) -> tuple[str, ...]:

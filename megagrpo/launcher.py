@@ -57,7 +57,7 @@ def alone_in(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"output_dir {run_dir}: another run trains into this folder; wait for its end, or name another folder") from None
+            raise ValueError(f"output_dir {run_dir}: another run trains into this folder; wait for its end or name another") from None
         except OSError as exc:  # some cluster file systems are mounted without locks
             print(f"megagrpo: {run_dir} cannot be locked ({exc.strerror}): start no second run there", file=sys.stderr)
         yield
