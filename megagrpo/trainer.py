@@ -1,5 +1,7 @@
 """The bodies of the processes that torchrun starts: train, sft, export, replay. A failure becomes one message for the launcher."""
 
+import os
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -105,14 +107,27 @@ def guarded(config: ExperimentConfig, body: Callable[[], None]) -> int:
         (logs / f"{name}{ending}").unlink(missing_ok=True)
     try:
         body()
-        return 0
+        return _ended(0)
     except Exception as exc:
         traceback.print_exc()
         final = isinstance(exc, ValueError | AssertionError | RunStopped)
         draft = logs / f"{name}.tmp"  # the launcher ends this process as soon as it sees the name
         draft.write_text(_reason(exc))
         draft.replace(logs / f"{name}{FINAL if final else '.txt'}")
-        return 1
+        return _ended(1)
+
+
+def _ended(status: int) -> int:
+    """The exit status; a rank of torchrun's ends here with it.
+
+    Its work is done and on disk. Python's own way out would take down process groups whose threads still run: now and then that
+    aborts ("terminate called without an active exception"), and torchrun would call a finished run failed.
+    """
+    if environment.under_torchrun():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def _reason(exc: Exception) -> str:

@@ -1,5 +1,6 @@
 """The actor: one Megatron-Core model over all trainer ranks, with its optimiser, reference and checkpointing."""
 
+import gc
 import math
 from collections.abc import Mapping
 from datetime import timedelta
@@ -56,10 +57,15 @@ def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
     return make_mesh(mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), device, actor.deadline_s)
 
 
-def leave_distributed() -> None:
-    """Undo start_distributed, so that this process may join a world of another layout (for tests and the certificate)."""
+def leave_distributed(actor: "MegatronActor | None") -> None:
+    """Undo start_distributed and empty the actor, so that this process may join another world (for tests and the certificate)."""
+    # Its groups' threads would pile up by the thousand. Megatron keeps pieces of the last autograd graph in its modules, and the
+    # hooks in that graph keep the modules, which no garbage collector sees through: cut here.
+    for wrapper in actor.model if actor is not None else []:
+        vars(wrapper).clear()
     mpu.destroy_model_parallel()
     dist.destroy_process_group()
+    gc.collect()
 
 
 def learning_rate(optimizer: OptimizerConfig, update: int, num_updates: int) -> float:

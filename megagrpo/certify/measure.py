@@ -38,10 +38,12 @@ def joined(store: Path, actor: ActorConfig, optimizer: OptimizerConfig, model: s
     world, rank = environment.get_int("WORLD_SIZE", 1), environment.get_int("RANK", 0)
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+    built = None
     try:
-        yield MegatronActor(model, actor, optimizer, num_updates, 0, DEVICE)
+        built = MegatronActor(model, actor, optimizer, num_updates, 0, DEVICE)
+        yield built
     finally:
-        leave_distributed()
+        leave_distributed(built)
 
 
 def whole(weights: ActorWeights, values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
