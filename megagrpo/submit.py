@@ -121,7 +121,9 @@ def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Req
         case "one-job":
             nodes = [f"--nodes={request.trainer_nodes + request.rollout_nodes}", *every]
         case "het":
-            nodes = [f"--nodes={request.trainer_nodes}", *every, ":", f"--nodes={request.rollout_nodes}", *every]
+            # a name of its own: Slurm gives it the dependency too, and it would wait for the first component for ever
+            second = [f"--job-name={name}/rollout", f"--nodes={request.rollout_nodes}"]
+            nodes = [f"--nodes={request.trainer_nodes}", *every, ":", *second, *every]
         case _:
             nodes = every
     return ["sbatch", *once, *nodes, str(script), *experiment]

@@ -65,5 +65,7 @@ def test_the_command_line():
     assert "--dependency=singleton" in one and any(word.startswith("--export=ALL,") and "TRAINER_NODES=2" in word for word in one)
     het = command(Request("het", 2, 1, time="4:00:00"))
     middle = het.index(":")
-    assert "--nodes=2" in het[:middle] and het[middle + 1 : middle + 3] == ["--nodes=1", "--time=4:00:00"]
+    assert "--nodes=2" in het[:middle] and het[middle + 2 : middle + 4] == ["--nodes=1", "--time=4:00:00"]
+    names = [word for word in het if word.startswith("--job-name=")]
+    assert len(set(names)) == 2 and names[1] == het[middle + 1], "singleton counts by name: the second would wait for the first"
     assert not any(word.startswith("--nodes") for word in command(Request("one-node")))
