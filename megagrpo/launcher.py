@@ -70,18 +70,18 @@ def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_e
     logs = run_dir / "logs"
     stop_file = logs / "trainer.stop_request"
     children: list[subprocess.Popen] = []
-    try:
-        with Signals((signal.SIGTERM, signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1,), StopRequest(stop_file)) as request:
+    with Signals((signal.SIGTERM, signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1,), StopRequest(stop_file)) as request:
+        try:
             service = start(["serve", str(resolved)], logs / "service.log", children, env=of_engines)
             ranks, env = torchrun(config.actor.world_size, config.actor.max_restarts), {STOP_FILE: str(stop_file)} | of_trainers
             trainers = start(["train", str(resolved)], logs / "trainer.log", children, [*ranks, "--standalone"], env)
             status = watch(trainers, logs / "trainer.log", first_report, service, logs / "service.log")
             return stopped(request) if status == 0 and request.granted() else status
-    except Ended as exc:
-        print(f"megagrpo run: {exc}; stopping", file=sys.stderr)
-        return exc.status
-    finally:
-        end_all(children, _SERVICE_GRACE_S)
+        except Ended as exc:
+            print(f"megagrpo run: {exc}; stopping", file=sys.stderr)
+            return exc.status
+        finally:
+            end_all(children, _SERVICE_GRACE_S)
 
 
 def _visible_gpus() -> list[str]:
@@ -112,17 +112,17 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
     run_dir = Path(config.output_dir)
     resolved = write_resolved(config, run_dir)
     children: list[subprocess.Popen] = []
-    try:
-        with Signals((signal.SIGTERM, signal.SIGINT)):
+    with Signals((signal.SIGTERM, signal.SIGINT)):
+        try:
             name, *rest = command
             log = run_dir / "logs" / f"{name}.log"
             ranks = [*torchrun(config.actor.world_size), "--standalone"]
             return watch(start([name, str(resolved), *rest], log, children, ranks), log, first_report)
-    except Ended as exc:
-        print(f"megagrpo {command[0]}: {exc}; stopping", file=sys.stderr)
-        return exc.status
-    finally:
-        end_all(children)
+        except Ended as exc:
+            print(f"megagrpo {command[0]}: {exc}; stopping", file=sys.stderr)
+            return exc.status
+        finally:
+            end_all(children)
 
 
 def _inputs(config: ExperimentConfig) -> list[str]:
@@ -208,13 +208,15 @@ def watch(
 
 class Signals:
     """Inside, signals in `end` raise Ended, so that `finally` blocks stop the children; those in `ask` make the request, and a
-    TERM that comes after the request ends too."""
+    TERM that comes after the request ends too. Nothing cuts a clean-up short that lies inside as well: a second signal is ignored."""
 
     def __init__(self, end: Iterable[int], ask: Iterable[int] = (), request: StopRequest | None = None):
         self._end, self._ask, self._request = end, ask, request
 
     def __enter__(self) -> StopRequest | None:
         def raise_ended(number, frame):
+            for every in self._old:
+                signal.signal(every, signal.SIG_IGN)
             raise Ended(number)
 
         def make_request(number, frame):

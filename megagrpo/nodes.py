@@ -82,15 +82,15 @@ def _train_ranks(config: ExperimentConfig, arguments: list[str], node: Node) -> 
     else:
         options.append("--standalone")
     children: list[subprocess.Popen] = []
-    try:
-        with Signals((signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM), StopRequest(stop_file)) as request:
+    with Signals((signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM), StopRequest(stop_file)) as request:
+        try:
             status = watch(start(["train", *arguments], log, children, options, env), log, first_report)
             return stopped(request) if status == 0 and request.granted() else status
-    except Ended as exc:
-        print(f"megagrpo train: {exc}; stopping", file=sys.stderr)
-        return exc.status
-    finally:
-        end_all(children)
+        except Ended as exc:
+            print(f"megagrpo train: {exc}; stopping", file=sys.stderr)
+            return exc.status
+        finally:
+            end_all(children)
 
 
 def _meeting(node: Node) -> list[str]:
@@ -118,8 +118,8 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     log = Path(config.output_dir) / "logs" / f"ray-{node.rank}.log"
     temporary = Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}")  # short: Unix socket paths end at 107 characters
     children: list[subprocess.Popen] = []
-    try:
-        with Signals(end=(signal.SIGINT, signal.SIGUSR2, signal.SIGTERM)):
+    with Signals(end=(signal.SIGINT, signal.SIGUSR2, signal.SIGTERM)):
+        try:
             if environment.get("SLURM_JOB_ID"):
                 # Where Slurm pre-empts by TERM, it says so to every step, and the trainers' last one still needs the engines.
                 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -130,11 +130,11 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
             address = ["--ray-address", f"{node.first_address}:{node.first_port}"]
             service = start(["serve", *arguments, *address], log.with_name("service.log"), children, env=env)
             return watch(service, log.with_name("service.log"), last_lines, ray, log)
-    except Ended:
-        return 0
-    finally:
-        end_all(children, _GRACE_S)
-        shutil.rmtree(temporary, ignore_errors=True)
+        except Ended:
+            return 0
+        finally:
+            end_all(children, _GRACE_S)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _ray_environment(node: Node) -> dict[str, str]:

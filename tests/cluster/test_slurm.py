@@ -15,7 +15,7 @@ from slurm_cluster import SlurmCluster, why_not
 from megagrpo.environment import child_environment
 from megagrpo.stop_request import STOPPED
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.timeout(1500)]
 
 NUM_STEPS = 8  # of the run that nobody disturbs
 END_S = 400  # a job, started again once
@@ -132,6 +132,7 @@ def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(slurm, exp
     assert_same_run(folder, undisturbed, NUM_STEPS)
 
 
+@pytest.mark.slow
 def test_a_heterogeneous_job_and_a_second_submit(slurm, experiments, undisturbed):
     """Two engines on two nodes. The second submit waits for the first, then goes on from its checkpoint."""
     folder = experiments / "het"
@@ -143,9 +144,12 @@ def test_a_heterogeneous_job_and_a_second_submit(slurm, experiments, undisturbed
     assert slurm.job(second)["JobState"] == "PENDING"
     finish(slurm, first, folder)
     assert "continues after step 3" in finish(slurm, second, folder)
-    assert_same_run(folder, undisturbed, 6)
+    # the last bits of the engines' log-probabilities depend on their threads, and two engines on one machine have half as many
+    assert_same_run(folder, undisturbed, 6, but="mismatch/logprob_abs_mean")
+    assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(folder).items() if step)
 
 
+@pytest.mark.slow
 def test_the_time_limit(slurm, experiments, undisturbed):
     """`megagrpo run` on one node: stopped before the limit, run again."""
     folder, slow = experiments / "limit", experiments / "slow"
@@ -169,6 +173,7 @@ def test_scancel_leaves_nothing_behind(slurm, experiments):
     finish(slurm, job, folder, "CANCELLED")
 
 
+@pytest.mark.slow
 def test_the_same_launchers_without_slurm(experiments, undisturbed):
     """Two trainer nodes and a rollout node by hand; TERM to one trainer node stops both, started again they go on."""
     folder, slow = experiments / "by_hand", experiments / "slow"

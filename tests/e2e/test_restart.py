@@ -6,12 +6,14 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 from run_megagrpo import Job, assert_same_run, megagrpo, metrics, trainer, write_experiment
 from test_run_failures import WATCHED, during_rollout, during_update
 
 NUM_STEPS = 6
 
 
+@pytest.mark.slow  # test_soak.py kills a rank too
 def test_killed_in_an_update_of_the_weights_and_in_a_rollout(long_run):
     """First rank 0, which was in the middle of giving weights to the engine, then rank 1. Steps after the checkpoint are made again."""
     folder = long_run[0].parent / "restarted"
