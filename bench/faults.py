@@ -29,6 +29,7 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("e2e", "cluster")]
 from ray_nodes import RayNodes  # noqa: E402
 from run_megagrpo import REPEATED, Job, assert_same_run, engine, megagrpo, metrics, rollouts, trainer, write_experiment  # noqa: E402
 
+from megagrpo.processes import is_live  # noqa: E402
 from megagrpo.rollout.client import find_service  # noqa: E402
 
 SAMPLES = 32  # of a step
@@ -106,12 +107,12 @@ class Scene:
         self.wait(struck, now.__name__)
 
     def process(self, name: str) -> psutil.Process:
-        """Of this run, by its name."""
+        """Of this run, by its name: the one that lives, not one that a fault has ended."""
 
         def find():
             for process in self.job.tree():
                 try:
-                    if process.is_running() and process.name() == name[:_NAME_CHARACTERS]:
+                    if is_live(process) and process.name()[:_NAME_CHARACTERS] == name[:_NAME_CHARACTERS]:
                         return process
                 except psutil.Error:
                     continue

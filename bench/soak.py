@@ -16,10 +16,11 @@ from pathlib import Path
 
 import psutil
 from common import provenance, write_results
-from faults import FAULTS, LIMIT_S, ROOT, SAMPLES, SETTINGS, Job, Scene, metrics, prepare, rollouts, strike, write_experiment
+from faults import FAULTS, LIMIT_S, ROOT, SAMPLES, SETTINGS, Job, Scene, is_live, metrics, prepare, rollouts, strike, write_experiment
 
 GROWTH = 1.1  # of a process's memory over the steps that it lived, after its first ten
 WARM_STEPS, END = 10, 0.2  # the first and the last fifth of the run are compared
+_NAME_CHARACTERS = 15  # of a process, in Linux
 
 
 def resident(job: Job) -> dict[str, float]:
@@ -28,8 +29,8 @@ def resident(job: Job) -> dict[str, float]:
     for process in job.tree():
         try:
             words = process.cmdline()
-            kind = "trainer" if "train" in words and "torch.distributed.run" not in words else process.name()
-            if process.is_running() and kind in ("trainer", "sglang::schedul"):
+            kind = "trainer" if "train" in words and "torch.distributed.run" not in words else process.name()[:_NAME_CHARACTERS]
+            if is_live(process) and kind in ("trainer", "sglang::schedul"):
                 found[f"{kind} {process.pid}"] = process.memory_info().rss / 2**20
         except psutil.Error:
             continue
