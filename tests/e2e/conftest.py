@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from run_megagrpo import Finished, megagrpo, write_experiment
+from run_megagrpo import LONG_RUN, Finished, megagrpo, write_experiment
 from running_service import START_S, RunningService, start_service, wait_for_service
 from tiny_model import make_tiny_model
 
@@ -45,9 +45,6 @@ def experiments(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     assert megagrpo("prepare", write_experiment(folder / "prepared")).status == 0
     return folder
-
-
-LONG_RUN = {"train": {"num_steps": 10}, "rollout": {"deterministic": True}, "checkpoint": {"every": 1, "keep": 20}}
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ from megagrpo.processes import is_live, process_tree, stop_tree
 from megagrpo.rollout.client import ServiceUnreachable, find_service
 
 REPEATED = ("loss/total", "loss/policy", "reward/mean", "reward/std", "optim/grad_norm", "policy/entropy", "mismatch/logprob_abs_mean")
+# What write_experiment is told for the session's undisturbed run and for those that are compared with it.
+LONG_RUN = {"train": {"num_steps": 10}, "rollout": {"deterministic": True}, "checkpoint": {"every": 1, "keep": 20}}
 _TORCHVISION_HOOK = str(Path(__file__).parents[2] / "megagrpo" / "rollout" / "cpu")  # see its sitecustomize
 
 GRADERS = '''

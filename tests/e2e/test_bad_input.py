@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import LONG_RUN
-from run_megagrpo import GRADERS, Finished, experiment, megagrpo, write_experiment
+from run_megagrpo import GRADERS, LONG_RUN, Finished, experiment, megagrpo, write_experiment
 
 from megagrpo.environment import API_KEY, child_environment
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG_RUN
-from run_megagrpo import Job, assert_same_run, engine, megagrpo, metrics, rollouts, transformers_accepts, write_experiment
+from run_megagrpo import LONG_RUN, Job, assert_same_run, engine, megagrpo, metrics, rollouts, transformers_accepts, write_experiment
 
 from megagrpo.hf_files import HfFolder
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONG_RUN
-from run_megagrpo import Job, engine, megagrpo, metrics, rollouts, write_experiment
+from run_megagrpo import LONG_RUN, Job, engine, megagrpo, metrics, rollouts, write_experiment
 from test_run import assert_same_run
 
 from megagrpo.checkpoint import check, latest
