@@ -15,11 +15,12 @@ def provenance() -> dict:
     """Commit (with a mark when the tree differs from it), date, and the machine in words."""
 
     def git(*args: str) -> str:
-        return subprocess.run(["git", *args], cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", *args], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
 
     changed = " + changes" if git("status", "--porcelain", "--untracked-files=no") else ""
     machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
-    return {"commit": git("rev-parse", "--short", "HEAD") + changed, "date": datetime.now(UTC).date().isoformat(), "machine": machine}
+    commit = (git("rev-parse", "--short", "HEAD") or "unknown") + changed
+    return {"commit": commit, "date": datetime.now(UTC).date().isoformat(), "machine": machine}
 
 
 def write_results(name: str, data: dict, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:

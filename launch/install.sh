@@ -2,7 +2,7 @@
 # Installs megagrpo and all that it needs into .venv (or the folder named by MEGAGRPO_VENV).
 # Needs python3 >= 3.11 with pip, and on a GPU machine a compiler. Safe to interrupt and to run again: a run that finds
 # pyproject.toml and this file unchanged since the last complete installation does nothing, unless told --repair.
-# usage: launch/install.sh [--repair]
+# usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair]     the kind is otherwise that of this machine, or what is there
 # Indexes and wheel folders are those of pip's own configuration. To spare a laptop the CUDA build of torch that the
 # default index serves, name PyTorch's CPU index there (PIP_EXTRA_INDEX_URL) before running this.
 set -euo pipefail
@@ -66,8 +66,14 @@ if command -v flock >/dev/null; then # two scripts started at once must not inst
     exec 9>"$venv/.install.lock"
     flock 9
 fi
-kind=cpu
-! has_gpu || kind=gpu
+kind="${MEGAGRPO_KIND:-}"
+if [ -z "$kind" ]; then
+    kind=cpu
+    ! has_gpu || kind=gpu
+    if [ $kind = cpu ] && [ "$(cut -d' ' -f1 "$venv/.megagrpo-installed" 2>/dev/null)" = gpu ]; then
+        kind=gpu # a login node beside GPU nodes, with one folder for all
+    fi
+fi
 wanted="$kind $(cat pyproject.toml launch/install.sh | sha256sum | cut -d' ' -f1) $PWD"
 stamp="$venv/.megagrpo-installed"
 if [ "${1:-}" != --repair ] && [ -x "$venv/bin/megagrpo" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then

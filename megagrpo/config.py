@@ -35,6 +35,15 @@ class DataConfig(Section):
     shuffle: bool = True
     limit: PositiveInt | None = None  # first lines only
 
+    @model_validator(mode="after")
+    def _one_source_of_special_tokens(self):
+        if self.add_bos and self.chat_template:
+            raise ValueError("add_bos with chat_template: the template writes its own special tokens; remove add_bos")
+        for key in ("system_prompt", "chat_template_args"):
+            if getattr(self, key) and not self.chat_template:
+                raise ValueError(f"{key} has no effect without chat_template: true")
+        return self
+
 
 class ToolConfig(Section):
     """The model calls a tool inside its response: what the tool says is put in, masked, and the response goes on."""
@@ -121,6 +130,14 @@ class OptimizerConfig(Section):
     clip_grad: Annotated[float, Field(ge=0)] = 1.0  # 0: no clipping
     distributed: bool = True  # shard the optimiser over data-parallel ranks
 
+    @model_validator(mode="after")
+    def _decay(self):
+        if self.min_lr and self.schedule == "constant":
+            raise ValueError(f"min_lr {self.min_lr:g} has no effect with schedule constant; choose linear or cosine")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
+        return self
+
 
 class ActorConfig(Section):
     world_size: PositiveInt = 1  # trainer ranks
@@ -163,7 +180,7 @@ class RolloutConfig(Section):
     extra_args: list[str] = []  # appended to the engine's command line
     host: str = "127.0.0.1"  # what the services bind to: an address, or an interface that every machine has, such as eth0
     request_timeout_s: PositiveFloat = 600.0
-    step_timeout_s: PositiveFloat = 3600.0  # all groups of a step
+    step_timeout_s: PositiveFloat = 3600.0  # all groups of a step; of each batch under dynamic sampling, of an evaluation
     retries: PositiveInt = 8
     start_timeout_s: PositiveFloat = 300.0
     health_timeout_s: PositiveFloat = 60.0  # an engine silent for longer is started again; the longest forward pass is shorter
@@ -210,7 +227,7 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     asynchronous: bool = False  # copy to host memory, write while training goes on, finish after a later step
     resume: Literal["auto", "never"] = "auto"
-    load: str | None = None  # another run's checkpoint folder to start from
+    load: str | None = None  # another run's checkpoint folder: its weights and optimiser are what this run starts from
 
 
 class LogConfig(Section):
@@ -308,6 +325,14 @@ class ExperimentConfig(Section):
                 f"weights.timeout_s {self.weights.timeout_s:g} must be below actor.deadline_s {self.actor.deadline_s:g}: "
                 "while rank 0 updates engines, the other ranks wait for it in a collective"
             )
+        kl, parallel = self.algorithm.kl, self.actor.parallel
+        full = kl.estimator == "full" and self.algorithm.uses_reference
+        if full and parallel.cp > 1 and train.num_updates_per_step > 1 and not self.actor.packing:
+            raise ValueError(
+                f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {train.num_updates_per_step} updates a step need "
+                "actor.packing: true; padded, the reference's positions would lie on other ranks than the actor's"
+            )
         self.algorithm.check_group_size(train.group_size)
+        self.algorithm.check_responses(train.num_prompts_per_step * train.group_size)
         self.algorithm.check_response_tokens(self.sampling.max_response_tokens)
         return self

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from megagrpo.config_base import Section
 
+KL_ERROR_LIMIT = 0.2  # how far from its target the adaptive KL coefficient sees the divergence; arXiv 1909.08593, section 2.2
+
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -203,6 +205,12 @@ class TruncatedImportance(Section):
     floor: NonNegative = 0.0
     self_normalise: bool = False  # to mean 1 over the step's tokens, or sequences
 
+    @model_validator(mode="after")
+    def _ordered(self):
+        if self.floor >= self.cap:
+            raise ValueError(f"floor {self.floor} is not below cap {self.cap}")
+        return self
+
 
 class Band(Section):
     """icepop: the ratio where it lies in [low, high], else 0. mis_mask: 1 there, else 0."""
@@ -268,8 +276,8 @@ class AlgorithmConfig(Section):
         name, reward = self.advantage.name, self.reward
         if "group" in (reward.mean, reward.std) and name in ("grpo", "rloo", "grpo_passk"):
             raise ValueError(f"reward.mean/std: group with advantage {name} normalises by the group twice; use batch, running or none")
-        if name == "remax" and (reward.mean, reward.std, reward.clip) != ("none", "none", None):
-            raise ValueError("reward.mean, std and clip change the rewards but not remax's greedy baseline; use whiten_advantages")
+        if name == "remax" and (reward.mean, reward.std, reward.clip, reward.overlong) != ("none", "none", None, None):
+            raise ValueError("reward.mean, std, clip and overlong change the rewards but not remax's greedy baseline; remove them")
         if self.whiten_advantages and name.startswith("reinforce_plus_plus"):
             raise ValueError(f"advantage {name} is whitened already; remove whiten_advantages")
         if self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm":
@@ -280,6 +288,8 @@ class AlgorithmConfig(Section):
         """Raise ValueError where the advantage cannot work with this many samples per prompt."""
         if group_size > 1:
             return
+        if "group" in (self.reward.mean, self.reward.std):
+            raise ValueError("reward.mean/std: group with train.group_size 1 makes every reward 0; use batch, running or none")
         if self.advantage.name == "grpo_passk":
             raise ValueError("advantage grpo_passk compares the best two responses of a prompt; train.group_size must be at least 2")
         if getattr(self.advantage, "single_sample", "raw") == "zero":
@@ -297,6 +307,15 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.reward.overlong.buffer_tokens {overlong.buffer_tokens} is more than sampling.max_response_tokens "
                 f"{max_response_tokens}: every response would be punished; DAPO's buffer is a fifth of the longest response"
+            )
+
+    def check_responses(self, num_responses: int) -> None:
+        """Raise ValueError where the adaptive KL coefficient could become 0 or negative with this many responses a step."""
+        adaptive = self.kl.adaptive
+        if adaptive is not None and adaptive.horizon <= KL_ERROR_LIMIT * num_responses:
+            raise ValueError(
+                f"algorithm.kl.adaptive.horizon {adaptive.horizon:g} is too short for {num_responses} responses a step: the coefficient is "
+                f"multiplied by 1 - {KL_ERROR_LIMIT} x {num_responses} / horizon at worst; use more than {KL_ERROR_LIMIT * num_responses:g}"
             )
 
     @property

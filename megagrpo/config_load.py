@@ -61,8 +61,11 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> ExperimentConfig
         source.problems.append(f"{path}: the file is empty")
     if source.problems:
         raise _error(path, source.problems)
+    # a preset and the choice of a variant come before what is set inside them, wherever they stand on the command line
+    for text in (text for text in overrides if _is_set(text, "preset")):
+        _override(source, text)
     source = _with_preset(source, path)
-    for text in overrides:
+    for text in sorted((text for text in overrides if not _is_set(text, "preset")), key=lambda text: not _is_set(text, "name")):
         _override(source, text)
     if source.problems:
         raise _error(path, source.problems)
@@ -173,7 +176,12 @@ def _merge(below: Any, above: Any, path: KeyPath) -> Any:
     return out
 
 
+def _is_set(override: str, key: str) -> bool:
+    return override.partition("=")[0].strip().split(".")[-1] == key
+
+
 def _override(source: _Source, text: str) -> None:
+    """Set one key; a section that gets another `name` is another variant, and loses what was written for the old one, as in _merge."""
     dotted, equals, value = text.partition("=")
     keys = tuple(dotted.strip().split("."))
     place = f"--set {text}"
@@ -192,6 +200,9 @@ def _override(source: _Source, text: str) -> None:
             source.problems.append(f"{place}: {_dotted(keys[: i + 1])} is {_show(inner)}, not a section")
             return
         section = inner
+    if keys[-1] == "name" and len(keys) > 1 and section.get("name") != parsed.data:
+        section.clear()
+        source.places = {k: v for k, v in source.places.items() if k[: len(keys) - 1] != keys[:-1]} | {keys[:-1]: place}
     section[keys[-1]] = parsed.data
     source.places = {k: v for k, v in source.places.items() if k[: len(keys)] != keys}
     source.places.update({(*keys, *k): place for k in parsed.places})

@@ -37,6 +37,11 @@ def temporarily(name: str, value: str) -> Iterator[None]:
             os.environ[name] = old
 
 
+def of_all_nccl_ranks() -> dict[str, str]:
+    """What trainers and engines, who meet in one NCCL communicator, must agree on; SGLang alone would set it for its own ranks."""
+    return {"NCCL_CUMEM_ENABLE": get("NCCL_CUMEM_ENABLE", "0")}
+
+
 def child_environment(extra: dict[str, str] | None = None, python_path: list[str] | None = None) -> dict[str, str]:
     """A copy of this process's environment for a child, with `extra` set and `python_path` folders put first on PYTHONPATH.
 

@@ -23,7 +23,7 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def evaluation_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], num_samples: int) -> None:
-    """Mean score, pass@1..k of scores >= 1, and how many answers could not be scored (they count as not passed)."""
+    """Mean score, pass@k of scores >= 1 for k = num_samples, and how many answers could not be scored (they count as not passed)."""
     scores = [[o.value if o.ok else 0.0 for o in group.outcomes] for group in groups]
     flat = [s for group in scores for s in group]
     metrics.add_mean("eval/accuracy", sum(flat), len(flat))

@@ -125,6 +125,8 @@ def _actor_problems(config: ExperimentConfig, hf: dict) -> list[str]:
             problems.append(f"actor.parallel: {exc}")
     if p.ep > 1 and not experts:
         problems.append(f"actor.parallel.ep = {p.ep}, but a {hf['model_type']} model has no experts; ep must be 1")
+    if p.etp > 1 and not experts:
+        problems.append(f"actor.parallel.etp = {p.etp}, but a {hf['model_type']} model has no experts; etp must be 1")
     return problems
 
 
@@ -162,6 +164,8 @@ def _missing_files(config: ExperimentConfig) -> list[str]:
         wanted["eval.data.path"] = config.eval.data.path
     if config.sft is not None:
         wanted |= {"sft.model": config.sft.model, "sft.data.path": config.sft.data.path}
+    if config.checkpoint.load is not None and not any(Path(config.output_dir, "checkpoints").glob("step_*")):
+        wanted["checkpoint.load"] = config.checkpoint.load
     problems = [f"{key}: {path} does not exist" for key, path in wanted.items() if not Path(path).exists() and not _is_made(config, path)]
     if Path(config.model.path).is_dir() and not (Path(config.model.path) / "config.json").is_file():
         problems.append(f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model folder")
@@ -173,9 +177,11 @@ def _broken_lines(config: ExperimentConfig) -> list[str]:
     for data in (config.data, config.eval and config.eval.data, config.sft and config.sft.data):
         if data is not None and Path(data.path).exists():
             try:
-                read_rows(data)
+                rows = read_rows(data)
+                for grader in sorted({str(row[data.grader_key]) for _, row in rows} if data.grader_key else ()):
+                    load_grader(grader, config.reward.args if grader == config.reward.grader else {})
             except ValueError as exc:
-                problems.append(str(exc))
+                problems.append(f"{data.path}: {exc}" if data.path not in str(exc) else str(exc))
     return problems
 
 
@@ -224,12 +230,14 @@ def _model(config: ExperimentConfig, hf: dict | None) -> list[str]:
     there = "" if Path(config.model.path).exists() else ", not there yet: made by megagrpo prepare" + (" and sft" if config.sft else "")
     active = f", {_count(dense + expert * hf['num_experts_per_tok'] // _num_experts(hf))} active" if expert else ""
     algorithm = config.algorithm
+    off_policy = algorithm.loss.name == "gpg" and config.train.num_updates_per_step > 1
     reference = "a reference model is kept" if algorithm.uses_reference else "no reference model"
     return [
         f"model      {config.model.path}: {hf['model_type']}, {_count(dense + expert)} parameters{active}{there}",
         f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, {algorithm.aggregation}; {reference}",
         f"  loss     {algorithm.formula}",
         *(f"  ADVICE   {text}" for text in algorithm.advice),
+        *(["  ADVICE   loss gpg has no importance ratio: it takes every update of a step for the first"] if off_policy else []),
     ]
 
 
@@ -290,6 +298,11 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         *([f"  tool       {tool.function}, asked at {tool.call_end!r}, at most {tool.max_turns} turns a response"] if tool else []),
         f"  weights    {config.weights.transport} to every engine after each step, verified by digest",
     ]
+    if config.weights.timeout_s <= r.start_timeout_s:
+        lines.append(
+            f"  ADVICE   weights.timeout_s {config.weights.timeout_s:g} is no more than rollout.start_timeout_s {r.start_timeout_s:g}: "
+            f"a publish that finds fewer than {r.min_healthy_engines} engines may not outwait the start of new ones, and ends the run"
+        )
     for i in range(min(r.num_engines, _MAX_RANK_ROWS) if r.num_engines > 1 or r.tp > 1 else 0):
         lines.append(f"  engine {i}: ranks {i * r.tp}..{(i + 1) * r.tp - 1}")
     return lines
@@ -326,6 +339,8 @@ def _schedule(config: ExperimentConfig) -> list[str]:
         lines = [f"evaluation {e.data.path}, {e.num_samples} samples a prompt, {how}: first, every {e.every} steps, last"]
     when = f"every {c.every} steps and" if c.every else "only"
     lines.append(f"checkpoint {when} at the end, {c.keep} kept, resume {c.resume}" + (", in the background" if c.asynchronous else ""))
+    if not c.every:
+        lines.append("  ADVICE   checkpoint.every 0: when a rank is lost, the run begins again at its first step")
     return lines
 
 

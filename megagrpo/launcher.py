@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from megagrpo import environment
 from megagrpo.config import ExperimentConfig
@@ -17,6 +18,7 @@ from megagrpo.rollout.client import SERVICE_FILE
 from megagrpo.stop_request import STOP_FILE, STOPPED, StopRequest
 
 _POLL_S = 0.2
+_DEAD_LOCK_S = 150.0  # how long a file server keeps the lock of a node that died, whose job is started again elsewhere
 _SERVICE_GRACE_S = 30.0  # engines, Ray and the router end in order
 _LOG_LINES = 25
 _PARAGRAPH = "\n\n"
@@ -53,14 +55,26 @@ def run(config: ExperimentConfig) -> int:
 def alone_in(run_dir: Path) -> Iterator[None]:
     """Inside, no other trains into this run folder. ValueError where one does."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    patience_s = _DEAD_LOCK_S if environment.get_int("SLURM_RESTART_COUNT", 0) else 0.0
     with (run_dir / ".lock").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file, patience_s)
         except BlockingIOError:
             raise ValueError(f"output_dir {run_dir}: another run trains into this folder; wait for its end or name another") from None
         except OSError as exc:  # some cluster file systems are mounted without locks
             print(f"megagrpo: {run_dir} cannot be locked ({exc.strerror}): start no second run there", file=sys.stderr)
         yield
+
+
+def _lock(file: IO, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_POLL_S)
 
 
 def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_engines: dict[str, str]) -> int:
@@ -81,6 +95,7 @@ def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_e
             print(f"megagrpo run: {exc}; stopping", file=sys.stderr)
             return exc.status
         finally:
+            ignore_signals()
             end_all(children, _SERVICE_GRACE_S)
 
 
@@ -108,8 +123,16 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
 
 
 def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
-    """Run a collective subcommand (sft, export) as `actor.world_size` ranks of this machine; returns its exit status."""
-    run_dir = Path(config.output_dir)
+    """Run a collective subcommand (sft, export) as `actor.world_size` ranks of this machine; returns its exit status.
+
+    ValueError when it has GPUs, but fewer than ranks.
+    """
+    run_dir, ranks, gpus = Path(config.output_dir), config.actor.world_size, len(_visible_gpus())
+    if 0 < gpus < ranks:
+        raise ValueError(
+            f"`megagrpo {command[0]}` runs on one machine: {gpus} GPU(s) are visible for {ranks} ranks (actor.world_size). Over several "
+            f"nodes start `torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {' '.join(command[:1])} ...` on each of them"
+        )
     resolved = write_resolved(config, run_dir)
     children: list[subprocess.Popen] = []
     with Signals((signal.SIGTERM, signal.SIGINT)):
@@ -122,6 +145,7 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
             print(f"megagrpo {command[0]}: {exc}; stopping", file=sys.stderr)
             return exc.status
         finally:
+            ignore_signals()
             end_all(children)
 
 
@@ -146,16 +170,23 @@ def start(
 ) -> subprocess.Popen:
     """A subcommand as a child: one process, or ranks under `torchrun`. Rank 0's standard output is this terminal's."""
     if torchrun:
-        for stale in log.parent.glob("error_rank*.txt"):
+        for stale in _reports(log):
             stale.unlink(missing_ok=True)  # another node may have been quicker
     quiet = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"), "PYTHONWARNINGS": "ignore"}
     # In torchrun's own store, ranks that start again would find the dead ones' addresses under the same names.
     quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    quiet |= environment.of_all_nccl_ranks()
     python = [sys.executable, "-W", "ignore", *torchrun, "-m", "megagrpo.cli"]
     whole = environment.child_environment(quiet | (env or {}))
     child = spawn([*python, *command], whole, log, signal.SIGTERM, share_stdout=bool(torchrun))
     children.append(child)
     return child
+
+
+def ignore_signals() -> None:
+    """The first act of a clean-up inside Signals, whose end undoes it."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def end_all(children: list[subprocess.Popen], grace_s: float = 5.0) -> None:
@@ -177,8 +208,13 @@ def last_lines(log: Path) -> str:
 
 def first_report(log: Path) -> str:
     """Why ranks failed: the first to fail knows, the others may only have seen it go."""
-    reports = sorted(log.parent.glob("error_rank*.txt"), key=lambda report: report.stat().st_mtime_ns)
+    reports = sorted(_reports(log), key=lambda report: report.stat().st_mtime_ns)
     return reports[0].read_text().rstrip() if reports else last_lines(log)
+
+
+def _reports(log: Path, ending: str = ".txt") -> list[Path]:
+    """Of the ranks that write to `log`, on all nodes (trainer-0.log, trainer-1.log): an export must not be taken for the run beside it."""
+    return list(log.parent.glob(f"error_{log.stem.partition('-')[0]}_rank*{ending}"))
 
 
 def watch(
@@ -197,7 +233,7 @@ def watch(
         if needed is not None and needed.poll() is not None:
             main, log, explain = needed, needed_log, last_lines
             break
-        if explain is first_report and any(log.parent.glob("error_rank*.final.txt")):  # torchrun would start the ranks again
+        if explain is first_report and _reports(log, ".final.txt"):  # torchrun would start the ranks again
             stop_tree(main.pid)
         time.sleep(_POLL_S)
     if main.returncode == 0 and main is not needed:
@@ -208,7 +244,7 @@ def watch(
 
 class Signals:
     """Inside, signals in `end` raise Ended, so that `finally` blocks stop the children; those in `ask` make the request, and a
-    TERM that comes after the request ends too. Nothing cuts a clean-up short that lies inside as well: a second signal is ignored."""
+    TERM that comes after the request ends too. A second signal is ignored, and a clean-up calls ignore_signals: nothing cuts it short."""
 
     def __init__(self, end: Iterable[int], ask: Iterable[int] = (), request: StopRequest | None = None):
         self._end, self._ask, self._request = end, ask, request

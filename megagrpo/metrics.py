@@ -24,7 +24,7 @@ from megagrpo.types import RolloutGroup
 _NAME = re.compile(r"[a-z0-9_]+/[a-z0-9_@]+")
 
 # Phases that do the work of training. What is left of a step is the cost of the framework itself.
-WORK_PHASES = frozenset({"rollout", "logprobs", "reference", "update", "publish", "evaluate", "checkpoint"})
+WORK_PHASES = frozenset({"rollout", "logprobs", "update", "publish", "evaluate", "checkpoint"})
 
 
 class Metrics:
@@ -36,7 +36,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._sums: dict[str, float | Tensor] = {}
-        self._extremes: dict[str, float | Tensor] = {}  # minima are kept negated: one max reduction serves both
+        self._largest: dict[str, float | Tensor] = {}
         self._kinds: dict[str, str] = {}
 
     def add_mean(self, name: str, numerator: float | Tensor, denominator: float | Tensor = 1.0) -> None:
@@ -49,17 +49,16 @@ class Metrics:
 
     def add_max(self, name: str, value: float | Tensor) -> None:
         """Largest over calls and ranks. NaN counts as infinite: all-reduces drop a NaN, and it must not be hidden."""
-        self._raise(name, "max", value)
-
-    def add_min(self, name: str, value: float | Tensor) -> None:
-        """Smallest over calls and ranks. NaN counts as minus infinity."""
-        self._raise(name, "min", -value)
+        self._claim(name, "max")
+        value = torch.nan_to_num(torch.as_tensor(_detached(value), dtype=torch.float64), nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        old = self._largest.get(name)
+        self._largest[name] = value if old is None else torch.maximum(value, old.to(value.device))
 
     def add_rate(self, name: str, amount: float | Tensor, seconds: float) -> None:
         """Amount of all ranks per second of the slowest: throughput of ranks that work at the same time. Added once a step."""
         assert name not in self._kinds, f"metric {name}: a rate is added once a step"
         self._add(self._sums, name, "rate", ("/amount", amount))
-        self._extremes[name] = seconds
+        self._largest[name] = seconds
 
     def _claim(self, name: str, kind: str) -> None:
         assert _NAME.fullmatch(name), f"metric name {name!r} is not group/name in lower case"
@@ -71,12 +70,6 @@ class Metrics:
         for suffix, value in parts:
             into[name + suffix] = into.get(name + suffix, 0.0) + _detached(value)
 
-    def _raise(self, name: str, kind: str, value: float | Tensor) -> None:
-        self._claim(name, kind)
-        value = torch.nan_to_num(torch.as_tensor(_detached(value), dtype=torch.float64), nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        old = self._extremes.get(name)
-        self._extremes[name] = value if old is None else torch.maximum(value, old.to(value.device))
-
     def reduced(self, reduce: Callable[[Tensor, str], Tensor], device: torch.device | str = "cpu") -> dict[str, float]:
         """The step's values over all ranks, in name order. Collective: every rank must have added the same names.
 
@@ -84,7 +77,7 @@ class Metrics:
         """
         self._check_same_names(reduce, device)
         sums = _reduce_values(self._sums, reduce, "sum", device)
-        extremes = _reduce_values(self._extremes, reduce, "max", device)
+        largest = _reduce_values(self._largest, reduce, "max", device)
         out = {}
         for name, kind in sorted(self._kinds.items()):
             match kind:
@@ -92,12 +85,10 @@ class Metrics:
                     out[name] = sums[name + "/numerator"] / sums[name + "/denominator"]
                 case "sum":
                     out[name] = sums[name]
-                case "rate" if extremes[name] > 0:
-                    out[name] = sums[name + "/amount"] / extremes[name]
+                case "rate" if largest[name] > 0:
+                    out[name] = sums[name + "/amount"] / largest[name]
                 case "max":
-                    out[name] = extremes[name]
-                case "min":
-                    out[name] = -extremes[name]
+                    out[name] = largest[name]
         return out
 
     def _check_same_names(self, reduce: Callable[[Tensor, str], Tensor], device: torch.device | str) -> None:
@@ -145,7 +136,7 @@ class StepTimer:
             self._on_phase(f"what follows {name}")
 
     def record(self, metrics: Metrics, num_tokens: float | Tensor) -> None:
-        """Add time/<phase>_s and time/step_s (slowest rank), time/framework_fraction and perf/tokens_per_s.
+        """Add time/<phase>_s and time/step_s (of the slowest data-parallel rank), time/framework_fraction and perf/tokens_per_s.
 
         `num_tokens`: this data-parallel rank's tokens of the step, prompts included.
         """

@@ -19,7 +19,20 @@ import psutil
 
 from megagrpo import environment
 from megagrpo.config import ExperimentConfig
-from megagrpo.launcher import Ended, Signals, alone_in, end_all, first_report, last_lines, start, stopped, torchrun, watch, write_resolved
+from megagrpo.launcher import (
+    Ended,
+    Signals,
+    alone_in,
+    end_all,
+    first_report,
+    ignore_signals,
+    last_lines,
+    start,
+    stopped,
+    torchrun,
+    watch,
+    write_resolved,
+)
 from megagrpo.processes import spawn
 from megagrpo.stop_request import STOP_FILE, StopRequest
 
@@ -90,6 +103,7 @@ def _train_ranks(config: ExperimentConfig, arguments: list[str], node: Node) -> 
             print(f"megagrpo train: {exc}; stopping", file=sys.stderr)
             return exc.status
         finally:
+            ignore_signals()
             end_all(children)
 
 
@@ -133,6 +147,7 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
         except Ended:
             return 0
         finally:
+            ignore_signals()
             end_all(children, _GRACE_S)
             shutil.rmtree(temporary, ignore_errors=True)
 

@@ -14,8 +14,9 @@ from megagrpo.config import ExperimentConfig
 from megagrpo.config_algorithm import AlgorithmConfig
 from megagrpo.console import StepConsole
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
-from megagrpo.mesh import Mesh
+from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.metrics import Metrics, StepLog
+from megagrpo.outcomes import rollout_metrics
 from megagrpo.replay import dump_folder, write_dump
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.client import find_service
@@ -58,10 +59,27 @@ class Run:
         return {f"publish/{name}": value for name, value in seconds.items()}
 
     def next_groups(self, metrics: Metrics) -> list[RolloutGroup]:
-        return next_groups(self.rollouts, self.prompts, self.state, self.config, self.mesh, self._refresh, metrics)
+        """This rank's share of the step's groups, sampled and scored. Where that cannot go on, the finished steps are saved first."""
+        config, state, before = self.config, self.state, replace(self.state)
+        try:
+            groups = next_groups(self.rollouts, self.prompts, state, config, self.mesh, self._refresh, metrics)
+            rollout_metrics(metrics, groups, self.mesh, config.train)
+        except RunStopped as stopped:  # on every rank
+            state.data_cursor, state.surplus = before.data_cursor, before.surplus
+            self._save_before_the_end(stopped)
+            raise
+        return groups
+
+    def _save_before_the_end(self, reason: RunStopped) -> None:
+        try:
+            self._begin_save()
+            self._finish_save()
+        except LeaderError as exc:
+            raise RunStopped(f"{reason}\nand the state after step {self.state.step} could not be saved: {exc}") from reason
 
     def evaluation_groups(self) -> list[RolloutGroup]:
         config, sampling = self.config.eval, self.config.sampling
+        self.watchdog.enter("evaluate")
         return self.rollouts.evaluate(
             self.eval_prompts.prompts,
             version=self.state.step,
@@ -92,11 +110,6 @@ class Run:
             raise NonFiniteUpdate(f"{text} (`megagrpo replay`). train.non_finite: skip would go on")
         if self.console is not None:
             self.console.note(text)
-
-    def finish_step(self, groups: Sequence[RolloutGroup]) -> None:
-        train = self.config.train
-        self.state.step += 1
-        self.state.consumed_samples += train.num_prompts_per_step * train.group_size
 
     def checkpoint(self) -> None:
         """Save when the schedule asks for it, and after the last step; finish a save in the background when it is written."""
@@ -205,16 +218,21 @@ def _console(config: ExperimentConfig, state: TrainState, prompts: PromptSet, ev
 def resume(config: ExperimentConfig, run_dir: Path, actor: MegatronActor) -> TrainState:
     """Continue from the run's own latest checkpoint, else from `checkpoint.load`, else from the initial weights.
 
-    Raises ValueError when `checkpoint.resume` is never where the run folder holds checkpoints: one history a folder.
+    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's. Raises ValueError when
+    `checkpoint.resume` is never where the run folder holds checkpoints of an earlier start: one history a folder.
     """
     options = config.checkpoint
     # the main rank's view: that of other nodes may be seconds older on a shared file system
     own = actor.mesh.gather_world(checkpoint.latest(run_dir / "checkpoints"))[0]
-    if own is not None and options.resume == "never":
+    again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int("SLURM_RESTART_COUNT", 0)
+    if own is not None and options.resume == "never" and not again:
         raise ValueError(f"checkpoint.resume is never, but {own} is there; choose another output_dir, or move that folder away")
     folder = own or (Path(options.load) if options.load else None)
     if folder is None:
         return TrainState()
     state = checkpoint.load(folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
+    if own is None:
+        actor.updates_done = 0  # the learning-rate schedule is this run's
+        return TrainState()
     state.surplus = deal_surplus(state.surplus, actor.mesh)
     return state

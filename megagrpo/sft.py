@@ -1,5 +1,6 @@
 """Supervised warm-up: the same actor learns `answer` + end of sequence after `prompt`, and is written as an HF folder."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megagrpo.actor import DEVICE
@@ -9,7 +10,7 @@ from megagrpo.actor_weights import export_hf, load_initial_weights
 from megagrpo.config import ExperimentConfig
 from megagrpo.console import StepConsole
 from megagrpo.data.batch import build_batch
-from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
+from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer, where
 from megagrpo.metrics import StepLog
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 
@@ -24,6 +25,7 @@ def sft(config: ExperimentConfig) -> None:
     weights = load_initial_weights(actor, options.model)
     tokenizer = load_tokenizer(config.model.model_copy(update={"path": options.model}))
     prompts = load_prompts(options.data, tokenizer)
+    _check_answers(prompts.prompts, tokenizer, Path(options.data.path))
     folder = Path(config.output_dir) / "sft"
     log = StepLog(folder, config.log) if mesh.is_main else None
     running = None
@@ -47,11 +49,20 @@ def sft(config: ExperimentConfig) -> None:
     export_hf(config.model.path, weights, mesh, like=options.model, dtype=config.actor.dtype)
 
 
+def _check_answers(prompts: Sequence[Prompt], tokenizer, path: Path) -> None:
+    """ValueError where what is to be learned cannot be said in tokens."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("sft: the tokenizer has no end-of-sequence token, with which every answer should end")
+    for prompt in prompts if tokenizer.unk_token_id is not None else ():
+        if tokenizer.unk_token_id in tokenizer.encode(prompt.answer, add_special_tokens=False):
+            raise ValueError(f"{where(path, prompt.id)}: the tokenizer does not know every character of {prompt.answer!r:.80}")
+
+
 def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:
     """This rank's share of the prompts with their answers as responses that were never sampled."""
     groups = []
     for index in range(mesh.dp_rank, len(prompts), mesh.dp_size):
-        answer = tuple(tokenizer.encode(prompts[index].answer, add_special_tokens=False)) + (tokenizer.eos_token_id,)
+        answer = (*tokenizer.encode(prompts[index].answer, add_special_tokens=False), tokenizer.eos_token_id)
         sample = Sample(0, answer, (0.0,) * len(answer), "stop", 0, prompts[index].answer)
         groups.append(RolloutGroup(index, prompts[index], (sample,), (Outcome("score"),)))
     return build_batch(groups, len(prompts), 1, mesh)

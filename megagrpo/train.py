@@ -6,7 +6,6 @@ from megagrpo.algo.reward_shaping import with_current_kl_coef
 from megagrpo.data.batch import build_batch, shuffle_rewards
 from megagrpo.evaluation import evaluate
 from megagrpo.metrics import Metrics, StepTimer
-from megagrpo.outcomes import rollout_metrics
 from megagrpo.setup import Run
 
 
@@ -23,7 +22,6 @@ def train(run: Run) -> None:
         timer, metrics = StepTimer(on_phase=run.watchdog.enter), Metrics()
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored
-        rollout_metrics(metrics, groups, mesh, config.train)
         # samples balanced over ranks by cost
         batch = build_batch(groups, config.train.num_prompts_per_step, num_updates, mesh, actor.arch.attention_length)
         if config.reward.shuffle:  # the control experiment: rewards that say nothing
@@ -36,7 +34,7 @@ def train(run: Run) -> None:
         with timer.phase("update"):
             values |= update(actor, batch, algorithm, temperature, max_tokens, num_updates)
         run.inspect_update(batch, algorithm, values)  # an update that was not finite: dumped; halt or go on
-        run.finish_step(groups)
+        state.step += 1
         with timer.phase("publish"):
             values |= run.publish()
         with timer.phase("evaluate"):

@@ -26,7 +26,7 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
         if is_main:
             print(write_report(config.output_dir), flush=True)
 
-    return guarded(config, body)
+    return guarded(config, "trainer", body)
 
 
 def sft_main(config: ExperimentConfig) -> int:
@@ -37,7 +37,7 @@ def sft_main(config: ExperimentConfig) -> int:
 
         sft(config)
 
-    return guarded(config, body)
+    return guarded(config, "sft", body)
 
 
 def export_main(config: ExperimentConfig, folder: str | None, output: str) -> int:
@@ -58,7 +58,7 @@ def export_main(config: ExperimentConfig, folder: str | None, output: str) -> in
         checkpoint.load(source_folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
         export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
 
-    return guarded(config, body)
+    return guarded(config, "export", body)
 
 
 def replay_main(config: ExperimentConfig, folder: str) -> int:
@@ -89,11 +89,11 @@ def replay_main(config: ExperimentConfig, folder: str) -> int:
         if actor.mesh.is_main:
             print(compare(dump, values, version, source or config.model.path), flush=True)
 
-    return guarded(config, body)
+    return guarded(config, "replay", body)
 
 
-def guarded(config: ExperimentConfig, body: Callable[[], None]) -> int:
-    """Exit status 0, or 1 with the reason in logs/error_rank<N>.txt; the traceback goes to standard error, which is the log.
+def guarded(config: ExperimentConfig, name: str, body: Callable[[], None]) -> int:
+    """Exit status 0, or 1 with the reason in logs/error_<name>_rank<N>.txt; the traceback goes to standard error, which is <name>.log.
 
     The name ends in FINAL when another try would end in the same way: torchrun starts the ranks again whatever their status, so
     that the launcher, which sees the file, has to end it.
@@ -102,7 +102,7 @@ def guarded(config: ExperimentConfig, body: Callable[[], None]) -> int:
 
     logs = Path(config.output_dir) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    name = f"error_rank{environment.get_int('RANK', 0)}"
+    name = f"error_{name}_rank{environment.get_int('RANK', 0)}"
     for ending in (".txt", FINAL):
         (logs / f"{name}{ending}").unlink(missing_ok=True)
     try:

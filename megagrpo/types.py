@@ -118,7 +118,6 @@ class TrainState:
 
     step: int = 0
     data_cursor: int = 0  # prompts consumed so far, over all epochs
-    consumed_samples: int = 0
     algo_state: dict = field(default_factory=dict)  # running reward moments, adaptive KL coefficient
     # Dynamic sampling: groups for the next step, ids dense over all ranks. This rank's; in a checkpoint those of all ranks.
     surplus: list[RolloutGroup] = field(default_factory=list)

@@ -44,7 +44,10 @@ class Watchdog:
         self._logs, self._ranks = logs, logs / "ranks"
         self._request = self._ranks / f"asked_{started}"  # by the rank that writes a page; another start has another
         self._deadline_s = config.actor.deadline_s
-        self._limits = {"publish": config.weights.timeout_s, "rollout": config.rollout.step_timeout_s}
+        attempts = config.algorithm.dynamic_sampling.max_num_gen_batches if config.algorithm.dynamic_sampling else 1
+        passes = attempts * (2 if config.algorithm.needs_greedy_response else 1)
+        request_s = config.rollout.step_timeout_s
+        self._limits = {"publish": config.weights.timeout_s, "rollout": passes * request_s, "evaluate": request_s}
         self._name, self._since, self._moved, self._entered = "start", time.time(), time.time(), 0
         self._written, self._reported, self._ended = 0.0, -1, threading.Event()  # _reported: the phase that is on a page
         self._main = threading.get_ident()

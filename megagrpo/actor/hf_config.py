@@ -124,6 +124,8 @@ def check_layout(arch: Architecture, actor: ActorConfig) -> None:
         divides("actor.world_size", actor.world_size, "ep*etp*pp", p.ep * p.etp * p.pp)
     elif p.ep > 1:
         problems.append(f"actor.parallel.ep {p.ep} needs a mixture-of-experts model; {arch.family} has no experts")
+    if p.etp > 1 and not arch.is_moe:
+        problems.append(f"actor.parallel.etp {p.etp} needs a mixture-of-experts model; {arch.family} has no experts")
     if p.vpp > 1 and p.pp == 1:
         problems.append("actor.parallel.vpp > 1 needs pp > 1")
     if problems:

@@ -6,6 +6,7 @@ Nothing of Megatron's mathematics is replaced.
 """
 
 import contextlib
+import sys
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -93,6 +94,8 @@ def prepare_host() -> torch.device:
         _name_missing_gemm()
         return torch.device("cuda")
     if torch.cuda.Stream is not _InOrder:
+        # On a machine with a GPU that is not to be seen: Megatron would call its CUDA kernels because it is installed.
+        sys.modules["transformer_engine"] = None
         _install_cuda_names()
         _OnCpu().__enter__()  # for the life of the process
         _name_missing_gemm()

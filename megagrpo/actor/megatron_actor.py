@@ -33,6 +33,9 @@ def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
     world = environment.get_int("WORLD_SIZE", 1)
     if world != actor.world_size:
         raise ValueError(f"torchrun started {world} ranks, but actor.world_size is {actor.world_size}")
+    p = actor.parallel
+    if device.type == "cpu" and p.etp > 1 and (p.ep > 1 or p.etp > p.tp):
+        raise ValueError(f"on a CPU actor.parallel.etp {p.etp} works with ep 1 and tp >= etp only: gloo gathers no unequal sizes")
     if device.type == "cuda":
         torch.cuda.set_device(environment.get_int("LOCAL_RANK", 0))
     else:
@@ -44,7 +47,6 @@ def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
         dist.init_process_group(backend, timeout=timedelta(seconds=actor.deadline_s), **options)
         if device.type == "cuda":  # one communicator of all ranks, else point-to-point messages make one for every pair
             dist.all_reduce(torch.zeros(1, device=device))
-    p = actor.parallel
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,

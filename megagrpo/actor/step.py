@@ -64,17 +64,24 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
 def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: bool, reference: str | None) -> Batch:
     """The batch with old_logprobs if asked, and what the KL estimator named by `reference` needs of the reference model.
 
-    The reference is swapped in for its forward.
+    The reference is swapped in for its forward. Raises NonFiniteUpdate on every rank where one of them is NaN or infinite:
+    that comes from the weights, and the update would meet it too.
     """
     if old:
-        batch = replace(batch, old_logprobs=token_logprobs(actor, batch, temperature))
+        batch = replace(batch, old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"))
     if reference is not None:
         assert actor.reference is not None, "keep_reference() was not called"
         with actor.reference.swapped_in():
             if reference == "full":
                 return replace(batch, reference=hidden_states(actor, batch))
-            batch = replace(batch, ref_logprobs=token_logprobs(actor, batch, temperature))
+            batch = replace(batch, ref_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the reference"))
     return batch
+
+
+def _finite(actor: MegatronActor, logprobs: Tensor, whose: str) -> Tensor:
+    if not actor.mesh.all_true(bool(logprobs.isfinite().all())):
+        raise NonFiniteUpdate(f"log-probabilities of {whose} are not finite before the update: no weight was changed")
+    return logprobs
 
 
 def update(
@@ -85,7 +92,7 @@ def update(
     An update whose loss or gradient is not finite touches no weight; optim/non_finite_updates counts it.
     """
     totals: dict[str, float] = {}
-    tokens, skipped, non_finite, optim = 0.0, 0, 0, {}
+    taken, skipped, non_finite, optim = 0, 0, 0, {}
     actor.expert_load.enabled = True
     actor.clock.clear()
     for index in range(num_updates):
@@ -101,14 +108,14 @@ def update(
             print(exc, flush=True)
             non_finite += 1
             continue
-        tokens += float(denominators.num_tokens)
+        taken += 1
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value
     actor.expert_load.enabled = False
-    loss = totals.pop("loss/total", 0.0) / max(num_updates - skipped - non_finite, 1)
-    padded, real = totals.pop("padded", 1.0), totals.pop("real", 1.0)
-    metrics = {name: value / max(tokens, 1.0) for name, value in totals.items()}
-    metrics |= {"loss/total": loss, "batch/padding_waste": 1 - real / padded, "optim/skipped_updates": float(skipped), **optim}
+    padded, real, tokens = totals.pop("padded", 1.0), totals.pop("real", 1.0), totals.pop("tokens", 1.0)
+    # losses are of an update and divided already, everything else is of a token that was trained on
+    metrics = {name: value / max(taken if name.startswith("loss/") else tokens, 1.0) for name, value in totals.items()}
+    metrics = {"loss/total": 0.0} | metrics | {"batch/padding_waste": 1 - real / padded, "optim/skipped_updates": float(skipped), **optim}
     metrics["optim/non_finite_updates"] = float(non_finite)
     return metrics | actor.clock.take() | _expert_metrics(actor)
 
@@ -164,6 +171,7 @@ def _loss_inputs(batch: Batch, members: Tensor, logprobs: Tensor, entropy: Tenso
         ref_logprobs=of_members(batch.ref_logprobs),
         full_kl=full_kl,
         policy_weights=of_members(batch.policy_weights),
+        counted_mask=of_members(batch.denominator_mask),
     )
 
 

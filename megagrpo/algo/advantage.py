@@ -113,6 +113,8 @@ def _with_trained_mask(batch: Batch, sampled: Tensor, algorithm: AlgorithmConfig
     if options.reject is not None or options.weight is not None:
         log_ratio = (batch.old_logprobs - batch.rollout_logprobs).double().masked_fill(~trained, 0.0)
     if options.reject is not None:
+        # what the update's own mismatch metrics no longer see
+        metrics["mismatch/logprob_abs_mean_before_rejection"] = moments(log_ratio.abs()[trained], reduce).mean
         trained = kept(log_ratio, trained, options.reject)
         before, after = (_total(mask, reduce) for mask in (counted, trained))
         metrics["mismatch/rejected_fraction"] = 1 - after / max(before, 1)

@@ -29,13 +29,14 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     full_kl: Tensor | None = None  # estimator "full": exact KL over the vocabulary
     policy_weights: Tensor | None = None  # correction of the trainer/rollout mismatch, see correction.py
+    counted_mask: Tensor | None = None  # what denominators count where that is more than loss_mask: rejected tokens that stay in them
 
 
 @dataclass(frozen=True)
 class Denominators:
     """Of one optimiser update, over all data-parallel ranks and micro-batches."""
 
-    num_tokens: int  # unmasked tokens
+    num_tokens: int  # unmasked tokens, and rejected ones that stay in the denominators
     num_sequences: int  # sequences with at least one
     scale: float  # C of seq-mean-token-sum-norm
 
@@ -59,7 +60,7 @@ def objective(inputs: LossInputs, algorithm: AlgorithmConfig, denominators: Deno
     """Share of the loss (scalar, with gradient) and metric sums (float64) of one micro-batch.
 
     loss = aggregate(weights * policy + kl.loss_coef * KL - entropy_coef * entropy). Metric sums added up over micro-batches
-    and ranks and divided by denominators.num_tokens are the update's metrics.
+    and ranks are divided by the sum `tokens`, those trained on; `loss/...` are shares of the loss and only added up.
     """
     mask = inputs.loss_mask > 0
     inputs = _without_masked(inputs, mask)
@@ -71,19 +72,19 @@ def objective(inputs: LossInputs, algorithm: AlgorithmConfig, denominators: Deno
     kl = _kl_to_reference(inputs, algorithm)
     if kl is not None and algorithm.kl.loss_coef:
         terms["kl"] = algorithm.kl.loss_coef * kl
-    shares = {name: aggregate(term, mask, algorithm.aggregation, denominators) for name, term in terms.items()}
+    counted = mask if inputs.counted_mask is None else inputs.counted_mask > 0
+    shares = {name: aggregate(term, mask, algorithm.aggregation, denominators, counted) for name, term in terms.items()}
     loss = sum(shares.values())
     sums = _metric_sums(inputs, mask, policy, kl)
-    # Shares are divided already; times num_tokens they follow the rule of all other sums.
-    sums |= {f"loss/{name}": share.detach() * denominators.num_tokens for name, share in shares.items()}
+    sums |= {f"loss/{name}": share.detach() for name, share in shares.items()}
     return loss.to(inputs.logprobs.dtype), sums
 
 
-def aggregate(values: Tensor, mask: Tensor, aggregation: str, denominators: Denominators) -> Tensor:
+def aggregate(values: Tensor, mask: Tensor, aggregation: str, denominators: Denominators, counted: Tensor | None = None) -> Tensor:
     """Scalar float64 share of the aggregated loss of values [n, S] (finite) under the bool mask.
 
     token-mean: sum / N_tok. seq-mean-token-sum: sum / N_seq. seq-mean-token-mean: sum_i (sum_t / T_i) / N_seq (arXiv 2402.03300).
-    seq-mean-token-sum-norm: sum / (N_seq C) (arXiv 2503.20783).
+    seq-mean-token-sum-norm: sum / (N_seq C) (arXiv 2503.20783). T_i counts `counted`, by default the mask.
     """
     sequences, tokens = max(denominators.num_sequences, 1), max(denominators.num_tokens, 1)
     rows = values.masked_fill(~mask, 0.0).sum(1, dtype=torch.float64)
@@ -93,7 +94,7 @@ def aggregate(values: Tensor, mask: Tensor, aggregation: str, denominators: Deno
         case "seq-mean-token-sum":
             return rows.sum() / sequences
         case "seq-mean-token-mean":
-            return (rows / mask.sum(1).clamp(min=1)).sum() / sequences
+            return (rows / (mask if counted is None else counted).sum(1).clamp(min=1)).sum() / sequences
         case "seq-mean-token-sum-norm":
             return rows.sum() / (sequences * denominators.scale)
     raise ValueError(f"unknown aggregation {aggregation!r}")
@@ -164,7 +165,7 @@ def _kl_to_reference(inputs: LossInputs, algorithm: AlgorithmConfig) -> Tensor |
 
 
 def _metric_sums(inputs: LossInputs, mask: Tensor, policy: TokenLoss, kl: Tensor | None) -> dict[str, Tensor]:
-    """Sums over unmasked tokens, float64, detached."""
+    """Sums over unmasked tokens, and their number; float64, detached."""
     log_ratio = (inputs.logprobs - inputs.old_logprobs).detach()
     mismatch = inputs.old_logprobs - inputs.rollout_logprobs
     per_token = {
@@ -180,10 +181,12 @@ def _metric_sums(inputs: LossInputs, mask: Tensor, policy: TokenLoss, kl: Tensor
         per_token["policy/kl_reference"] = kl.detach()
     if inputs.policy_weights is not None:
         per_token["mismatch/weight"] = inputs.policy_weights
-    return {name: value.double().masked_fill(~mask, 0.0).sum() for name, value in per_token.items()}
+        per_token["mismatch/masked_fraction"] = inputs.policy_weights == 0  # icepop, mis_mask
+    sums = {name: value.double().masked_fill(~mask, 0.0).sum() for name, value in per_token.items()}
+    return sums | {"tokens": mask.sum().double()}
 
 
 def _without_masked(inputs: LossInputs, mask: Tensor) -> LossInputs:
     """Zero off the mask, so that nothing there (NaN, inf) reaches a value or a gradient."""
-    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    tensors = {f.name: getattr(inputs, f.name) for f in fields(inputs) if f.name != "counted_mask"}
     return replace(inputs, **{name: t.masked_fill(~mask, 0.0) for name, t in tensors.items() if t is not None})

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megagrpo.algo.kl import kl_penalty
 from megagrpo.algo.statistics import DEGENERATE_RANGE, Reduce, alone, exact_group_sums, group_statistics, moments
-from megagrpo.config_algorithm import AlgorithmConfig, KlConfig, OverlongShaping, RewardShapingConfig
+from megagrpo.config_algorithm import KL_ERROR_LIMIT, AlgorithmConfig, KlConfig, OverlongShaping, RewardShapingConfig
 
 
 def overlong_penalty(response_lengths: Tensor, max_response_tokens: int, options: OverlongShaping | None) -> Tensor:
@@ -105,7 +105,7 @@ def adapt_kl_coef(algorithm: AlgorithmConfig, state: dict, kl: Tensor, mask: Ten
     current = moments(kl[mask], reduce).mean
     options = algorithm.kl.adaptive
     if options is not None:
-        error = min(max(current / options.target - 1, -0.2), 0.2)
+        error = min(max(current / options.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
         coef = algorithm.kl.reward_coef or algorithm.kl.loss_coef
         state["kl_coef"] = coef * (1 + error * num_responses / options.horizon)
     return current

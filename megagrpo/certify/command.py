@@ -47,7 +47,7 @@ def certify_main(config: ExperimentConfig) -> int:
 
         certify_ranks(config)
 
-    return guarded(config, body)
+    return guarded(config, "certify", body)
 
 
 def _run_world(config: ExperimentConfig, folder: Path, world: int, cases: list[Case]) -> list[dict] | None:

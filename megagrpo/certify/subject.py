@@ -29,7 +29,7 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
     """
     real = _real_config(config)
     family = real["model_type"]
-    kv_heads = max(2, parallel.tp)
+    kv_heads = math.lcm(2, parallel.tp)  # the standing layouts cut by 2
     grouped = real["num_attention_heads"] != real.get("num_key_value_heads", real["num_attention_heads"])
     sizes = TinyModelConfig(
         path=str(folder / "model"),
@@ -39,8 +39,8 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
         num_heads=kv_heads * (1 + grouped),
         num_kv_heads=kv_heads,
         head_dim=16,
-        ffn_size=32 * parallel.tp,
-        num_experts=max(8, 2 * parallel.ep),
+        ffn_size=32 * kv_heads,
+        num_experts=math.lcm(8, 2 * parallel.ep),
         experts_per_token=min(real.get("num_experts_per_tok", 2), 4),
         expert_ffn_size=32 * parallel.etp,
         tie_embeddings=bool(real.get("tie_word_embeddings", False)),

@@ -94,15 +94,11 @@ def _to_tensors(rows: Sequence[_Row], num_groups: int, has_greedy: bool) -> Batc
 
 
 def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
-    """The batch with rewards permuted over all samples of the step, by sample id, so any layout shuffles alike. Collective."""
-    pairs = list(zip(batch.sample_ids.tolist(), batch.rewards.tolist(), batch.valid.tolist(), strict=True))
-    everyone = sorted(pair for part in mesh.gather_dp(pairs) for pair in part)
+    """The batch with rewards permuted over the valid samples of the step, by sample id, so any layout shuffles alike. Collective."""
+    rows = zip(batch.sample_ids.tolist(), batch.rewards.tolist(), batch.valid.tolist(), strict=True)
+    scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
+    everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)
     order = torch.randperm(len(everyone), generator=torch.Generator().manual_seed(seed * 1_000_003 + step)).tolist()
-    moved = {everyone[i][0]: everyone[j][1:] for i, j in enumerate(order)}
-    rewards, valid = zip(*(moved[i] for i in batch.sample_ids.tolist()), strict=True) if pairs else ((), ())
-    device = batch.rewards.device
-    return replace(
-        batch,
-        rewards=torch.tensor(rewards, dtype=torch.float64, device=device),
-        valid=torch.tensor(valid, dtype=torch.bool, device=device),
-    )
+    moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
+    rewards = [moved.get(i, 0.0) for i in batch.sample_ids.tolist()]
+    return replace(batch, rewards=torch.tensor(rewards, dtype=torch.float64, device=batch.rewards.device))

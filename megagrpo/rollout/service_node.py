@@ -9,7 +9,7 @@ import psutil
 import ray
 
 from megagrpo.config import ExperimentConfig
-from megagrpo.environment import API_KEY, child_environment, get
+from megagrpo.environment import API_KEY, child_environment, get, of_all_nccl_ranks
 from megagrpo.processes import spawn, stop_tree
 from megagrpo.rollout.engine import Place, engine_command, engine_environment, engine_python_path
 
@@ -87,7 +87,7 @@ class EngineNode:
         interface = interface_of(self.bind_address)
         # Between the ranks of an engine, and between them and the trainer, on the same interface as everything else.
         network = {name: get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface}
-        variables = engine_environment(self.config, place) | network | {API_KEY: self.api_key}
+        variables = engine_environment(self.config, place) | network | of_all_nccl_ranks() | {API_KEY: self.api_key}
         environment = child_environment(variables, engine_python_path(place))
         self.process = spawn(engine_command(self.config, place), environment, Path(log))
         return self.process.pid

@@ -55,7 +55,8 @@ class Router:
     async def start(self, http: aiohttp.ClientSession) -> None:
         """Raises RouterFailed."""
         self._http = http
-        self._process = spawn(self._command, child_environment({API_KEY: self._api_key}), self._log)
+        direct = {"NO_PROXY": "*", "no_proxy": "*"}  # a cluster's web proxy does not know the engines
+        self._process = spawn(self._command, child_environment(direct | {API_KEY: self._api_key}), self._log)
         self._started = time.monotonic()
         deadline = self._started + _START_S
         while time.monotonic() < deadline and self._process.poll() is None:

@@ -13,6 +13,7 @@ ready engines only, since a transfer of weights occupies the scheduler: there th
 
 import asyncio
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import aiohttp
@@ -145,16 +146,16 @@ class Engine:
         self.incarnation += 1
         self.state, self.weight_version, self.url, self.pid = "starting", None, "", 0
         self._lost.clear()
-        deadline = time.monotonic() + rollout.start_timeout_s
         await self._place()
+        deadline = time.monotonic() + rollout.start_timeout_s
         self._nodes = [self._make_node(rank) for rank in range(rollout.nodes_per_engine)]
-        addresses = await asyncio.gather(*(node.address.remote(loopback()) for node in self._nodes))
+        addresses = await self._ask(node.address.remote(loopback()) for node in self._nodes)
         rendezvous = f"{addresses[0][0]}:{addresses[0][2]}"
-        starts = [
+        pids = await self._ask(
             node.start.remote(address[1], rendezvous, str(self._log(rank)))
             for rank, (node, address) in enumerate(zip(self._nodes, addresses, strict=True))
-        ]
-        self.pid = (await asyncio.gather(*starts))[0]
+        )
+        self.pid = pids[0]
         url = f"http://{addresses[0][0]}:{addresses[0][1]}"
         while not await self._answers(http, url, "/health", rollout.health_timeout_s):
             await self._check_processes()
@@ -210,13 +211,21 @@ class Engine:
 
     async def _check_processes(self) -> None:
         try:
-            codes = await asyncio.gather(*(node.exit_code.remote() for node in self._nodes))
+            codes = await self._ask(node.exit_code.remote() for node in self._nodes)
         except ray.exceptions.ActorUnavailableError:
             return  # a broken connection: Ray will say whether the node is lost, and until then the probe has a time limit
         for rank, code in enumerate(codes):
             if code is not None:
                 how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
                 raise EngineDied(f"the server process of node {rank} ended, {how}\n{self._log_tail(rank)}")
+
+    async def _ask(self, calls: Iterable) -> list:
+        """What every node's Ray actor answers. Raises EngineDied when one says nothing, RayError when it is lost."""
+        limit_s = self._config.rollout.start_timeout_s  # Ray starts a process for the first call; later ones answer at once
+        try:
+            return await asyncio.wait_for(asyncio.gather(*calls), limit_s)
+        except TimeoutError:
+            raise EngineDied(f"a Ray actor of its nodes does not answer within {limit_s:.0f} s (rollout.start_timeout_s)") from None
 
     def _make_node(self, rank: int):
         rollout = self._config.rollout

@@ -64,7 +64,6 @@ class Engine:
         self.id, self.url, self.incarnation, self.tp, self.patience_s = info.id, info.url, info.incarnation, tp, patience_s
         self.deadline = Deadline(0)  # set by every publish
         self.slices: list[list[Slice]] = []  # by rank, filled by `record`
-        self.derived: list[str] = []
         self.group = None  # broadcast transport's process group
         self.asked = ""  # the call that it has not answered yet
         self._mailbox = mailbox
@@ -133,7 +132,8 @@ class Engine:
         if problems:
             raise RuntimeError(f"{self} has parameters that the published tensors do not fill:\n" + "\n".join(problems))
         self.slices = [[Slice(hf, Box(tuple(a), tuple(n)), parameter) for hf, a, n, parameter in x["copies"]] for x in answers]
-        self.derived = sorted({name for answer in answers for name in answer["derived"]})
+        if derived := sorted({name for answer in answers for name in answer["derived"]}):
+            print(f"{self}: no digest covers what it holds beside parameters and buffers: {', '.join(derived)}", flush=True)
 
     def digests(self, dtype: torch.dtype) -> tuple[list[list[int]], list[str]]:
         """Digests of the live parameters, by rank, in the order of `slices`, and problems found on the way."""

@@ -123,10 +123,11 @@ def test_few_samples_distributed_optimizer_and_recompute(one_rank: Path, layout_
 
 
 def test_four_ranks(one_rank: Path, layout_figures: LayoutFigures):
-    check(one_rank, 4, jobs_of(4, MODELS[:2], one_rank, BOTH), layout_figures)
+    check(one_rank, 4, jobs_of(4, MODELS[:1], one_rank, ("padded",)) | jobs_of(4, MODELS[1:2], one_rank, ("packed",)), layout_figures)
 
 
 @pytest.mark.slow
 def test_the_rest_of_the_grid(one_rank: Path, layout_figures: LayoutFigures):
     check(one_rank, 2, jobs_of(2, MODELS[2:], one_rank, ("padded",)), layout_figures)
+    check(one_rank, 4, jobs_of(4, MODELS[:1], one_rank, ("packed",)) | jobs_of(4, MODELS[1:2], one_rank, ("padded",)), layout_figures)
     check(one_rank, 4, jobs_of(4, MODELS[2:], one_rank, BOTH), layout_figures)

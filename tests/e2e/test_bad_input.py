@@ -1,26 +1,40 @@
 """What a user did wrong is said in one message, with a non-zero exit, before anything is written."""
 
 import importlib.util
+import io
 import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 from run_megagrpo import GRADERS, LONG_RUN, Finished, experiment, megagrpo, write_experiment
 
+from megagrpo.cli import main
 from megagrpo.environment import API_KEY, child_environment
 
 
-def refused(config: Path, *overrides: str) -> str:
+def refused(config: Path, *overrides: str, run: Callable[..., Finished] = megagrpo) -> str:
     """What `megagrpo run` says when it refuses an experiment at once."""
     sets = [word for override in overrides for word in ("--set", override)]
-    done = megagrpo("run", config, *sets, timeout_s=60)
+    done = run("run", config, *sets, timeout_s=60)
     assert done.status == 2 and done.stdout == "", done
     assert "Traceback" not in done.stderr and done.stderr.startswith("megagrpo run: ")
     assert not config.with_suffix("").exists(), "the run folder was made"
     return done.stderr
+
+
+def in_this_process(command: str, config: Path, *words: str, timeout_s: float) -> Finished:
+    """The same without the seconds that a new Python takes to import everything."""
+    (config.parent / "graders_of_tests.py").write_text(GRADERS)
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.syspath_prepend(str(config.parent))
+        status = main([command, str(config), *words])
+    return Finished(status, out.getvalue(), err.getvalue(), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +60,7 @@ def refused(config: Path, *overrides: str) -> str:
     ],
 )
 def test_an_impossible_experiment(experiments, override, said):
-    assert said in refused(write_experiment(experiments / "refused"), override)
+    assert said in refused(write_experiment(experiments / "refused"), override, run=in_this_process)
 
 
 def test_what_prepare_has_not_made_yet(tmp_path):
@@ -70,9 +84,9 @@ def test_every_problem_at_once(experiments):
 def test_a_broken_line_is_named_by_file_and_line(experiments, tmp_path, line, said):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
-    assert said in refused(write_experiment(experiments / "refused"), f"data.path={path}")
+    assert said in refused(write_experiment(experiments / "refused"), f"data.path={path}", run=in_this_process)
     evaluation = f"eval={{data: {{path: {path}}}}}"
-    assert said in refused(write_experiment(experiments / "refused"), evaluation)
+    assert said in refused(write_experiment(experiments / "refused"), evaluation, run=in_this_process)
 
 
 def test_a_tokenizer_of_another_model(experiments, tmp_path):
@@ -85,7 +99,10 @@ def test_a_tokenizer_of_another_model(experiments, tmp_path):
 
 
 def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
-    """torchrun of `megagrpo train` as on a cluster, with a service that is not there; and what each rank reports."""
+    """torchrun of `megagrpo train` as on a cluster, with a service that is not there; and what the ranks report.
+
+    Once one has ended torchrun ends the others, now and then before they have written theirs.
+    """
     (config.parent / "graders_of_tests.py").write_text(GRADERS)
     sets = [word for override in overrides for word in ("--set", override)]
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megagrpo.cli", "train", str(config)]
@@ -96,7 +113,7 @@ def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
         text=True,
         timeout=240,
     )
-    reports = sorted((config.with_suffix("") / "logs").glob("error_rank*.txt"))
+    reports = sorted((config.with_suffix("") / "logs").glob("error_trainer_rank*.txt"))
     return Finished(done.returncode, done.stdout, done.stderr, 0.0), [report.read_text() for report in reports]
 
 
@@ -105,7 +122,7 @@ def test_a_service_that_is_not_there(experiments):
     config = write_experiment(experiments / "unreachable", data={"max_prompt_tokens": 5}, rollout={"start_timeout_s": 5.0})
     done, reports = trainers_alone(config)
     assert done.status != 0
-    assert len(reports) == 2 and reports[0] == reports[1], "every rank knows why"
+    assert len(set(reports)) == 1, "every rank knows why"
     assert "no rollout service answers at http://127.0.0.1:9" in reports[0] and "is `megagrpo serve` running" in reports[0]
     assert reports[0].count("\n") == 0
     lines = (experiments / "data" / "train.jsonl").read_text().splitlines()
@@ -143,7 +160,7 @@ def test_a_damaged_checkpoint_is_not_resumed(long_run, damage):
     shutil.copytree(long_run[0] / "checkpoints" / "step_000010", folder / "checkpoints" / "step_000010")
     said = damage(folder / "checkpoints" / "step_000010")
     done, reports = trainers_alone(write_experiment(folder, **LONG_RUN))
-    assert done.status != 0 and reports == [said, said]
+    assert done.status != 0 and set(reports) == {said}
     assert (folder / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
@@ -161,5 +178,5 @@ def test_a_checkpoint_of_another_model(long_run):
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
 def test_transformer_engine_where_it_is_missing(experiments):
     done, reports = trainers_alone(write_experiment(experiments / "engineless"), "actor.transformer_engine=true")
-    assert done.status != 0 and len(reports) == 2
+    assert done.status != 0 and reports
     assert all("actor.transformer_engine is true, but the package transformer_engine is not installed" in report for report in reports)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_megagrpo import LONG_RUN, Job, engine, megagrpo, metrics, rollouts, write_experiment
+from run_megagrpo import Job, engine, megagrpo, metrics, rollouts, write_experiment
 from test_run import assert_same_run
 
 from megagrpo.checkpoint import check, latest
@@ -100,6 +100,7 @@ def test_rewards_that_fail_are_no_zeros_and_too_many_end_the_run(experiments):
     assert entry["reward/mean"] == 5.0 and entry["reward/min"] == 5.0
     assert entry["reward/error_fraction"] == expected.count("error") / SAMPLES
     assert entry["reward/timeout_fraction"] == expected.count("timeout") / SAMPLES
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == [f"step_{max(metrics(folder)):06}"], "what was learned is kept"
 
 
 def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(long_run):

@@ -22,7 +22,7 @@ from tests.dist.workers.samples import VOCAB
 
 def tiny_model(path: Path, **sizes) -> None:
     """A random HF folder; by default with the vocabulary of tests/dist/workers/samples.py."""
-    alphabet = "".join(chr(0x400 + i) for i in range(sizes.pop("vocab", VOCAB) - 4))
+    alphabet = "".join(chr(0x10000 + i) for i in range(sizes.pop("vocab", VOCAB) - 4))
     make_tiny_model(TinyModelConfig(path=str(path), alphabet=alphabet, **sizes), seed=0)
 
 

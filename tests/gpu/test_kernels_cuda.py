@@ -46,12 +46,15 @@ def test_packed_attention_in_bfloat16(dim, heads, groups):
         assert float((mine.float() - truth).norm() / truth.norm()) < 0.01
 
 
-@pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("bfloat16", 2e-2)])
-def test_chunked_head(dtype, bound, tmp_path):
-    """bench/head.py at its whole size: values, gradients and memory against materialised logits."""
+@pytest.mark.parametrize("dtype, bound, memory", [("float32", 1e-5, 1 / 8), ("bfloat16", 2e-2, 3 / 8)])
+def test_chunked_head(dtype, bound, memory, tmp_path):
+    """bench/head.py at its whole size: values, gradients and memory against materialised logits.
+
+    In bfloat16 the weight's gradient is summed in float32, here a fourth of two matrices of logits, before it is rounded.
+    """
     command = [sys.executable, str(ROOT / "bench" / "head.py"), "--device", "cuda", "--dtype", dtype, "--folder", str(tmp_path)]
     row = json.loads(subprocess.run([*command, "--rounds", "1"], check=True, capture_output=True, text=True).stdout)
-    assert row["memory_over_two_matrices"] <= 1 / 8, row
+    assert row["memory_over_two_matrices"] <= memory, row
     assert all(value <= bound for name, value in row.items() if name.endswith("_difference")), row
 
 
@@ -69,7 +72,7 @@ def test_group_statistics_have_the_same_bits():
     valid = torch.rand(4096, generator=generator) < 0.9
 
     def on(device: torch.device):
-        return group_statistics(rewards.to(device), groups.to(device), 512, valid.to(device), alone)
+        return group_statistics(rewards.to(device), groups.to(device), 512, valid.to(device), alone, 1)
 
     mine, theirs = on(CUDA), on(torch.device("cpu"))
     for name, value in vars(theirs).items():

@@ -15,6 +15,8 @@ REFUSED = [  # options, part of the reason
     ({"advantage": {"name": "reinforce_plus_plus"}, "whiten_advantages": True}, "whitened already"),
     ({"advantage": {"name": "remax"}, "reward": {"mean": "batch"}}, "greedy baseline"),
     ({"advantage": {"name": "remax"}, "reward": {"clip": 1.0}}, "greedy baseline"),
+    ({"advantage": {"name": "remax"}, "reward": {"overlong": {}}}, "greedy baseline"),
+    ({"mismatch": {"weight": {"name": "tis", "floor": 2.0}}}, "not below cap"),
     ({"loss_scale_factor": 100.0}, "seq-mean-token-sum-norm"),
     ({"kl": {"loss_coef": 0.1, "reward_coef": 0.1}}, "charged twice"),
     ({"kl": {"reward_coef": 0.1, "estimator": "full"}}, "form for the loss"),
@@ -43,6 +45,20 @@ def test_group_of_one_is_refused_where_it_teaches_nothing(name):
     with pytest.raises(ValueError, match="group_size"):
         algorithm.check_group_size(1)
     algorithm.check_group_size(2)
+
+
+def test_group_normalised_rewards_need_groups():
+    algorithm = AlgorithmConfig(advantage={"name": "reinforce_plus_plus"}, reward={"mean": "group"})
+    with pytest.raises(ValueError, match="group_size 1 makes every reward 0"):
+        algorithm.check_group_size(1)
+    algorithm.check_group_size(2)
+
+
+def test_the_adaptive_coefficient_stays_positive():
+    algorithm = AlgorithmConfig(kl={"loss_coef": 0.1, "adaptive": {"target": 0.1, "horizon": 100}})
+    algorithm.check_responses(499)
+    with pytest.raises(ValueError, match="too short for 500 responses"):
+        algorithm.check_responses(500)
 
 
 def test_group_of_one_is_allowed_where_it_teaches():

@@ -148,7 +148,7 @@ def test_full_kl_and_entropy_enter_with_their_coefficients():
     loss.backward()
     assert loss.item() == pytest.approx(0.3 - 0.02)
     assert entropy.grad.tolist() == [[-0.005] * 2] and full.grad.tolist() == [[0.05] * 2]
-    assert float(sums["loss/kl"]) == pytest.approx(0.6) and float(sums["policy/entropy"]) == 4.0
+    assert float(sums["loss/kl"]) == pytest.approx(0.3) and float(sums["policy/entropy"]) == 4.0 and float(sums["tokens"]) == 2
 
 
 MATRIX = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
@@ -170,6 +170,18 @@ def test_aggregation(name):
     value, first, second = AGGREGATED[name]
     assert loss.item() == pytest.approx(value)
     assert matrix.grad.tolist() == [pytest.approx(row) for row in ([first, first, 0], [second, 0, 0], [0, 0, 0])]
+
+
+def test_rejected_tokens_may_stay_in_every_denominator():
+    """Two of four tokens were rejected: with counted_mask the others weigh 1/4 each, not 1/2, and metrics are of the trained two."""
+    trained, counted = torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
+    zeros, logprobs = torch.zeros_like(counted), torch.zeros_like(counted).requires_grad_()
+    inputs = LossInputs(logprobs, zeros, trained, counted, zeros, zeros, counted_mask=counted)
+    for aggregation in ("seq-mean-token-mean", "token-mean"):
+        loss, sums = objective(inputs, AlgorithmConfig(aggregation=aggregation), count_denominators(counted, alone, C))
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert loss.item() == pytest.approx(-0.5) and gradient.tolist() == [[-0.25, -0.25, 0, 0]]
+        assert float(sums["policy/ratio"] / sums["tokens"]) == 1.0
 
 
 # Properties of the whole objective

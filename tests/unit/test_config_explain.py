@@ -60,6 +60,7 @@ def test_the_big_model_has_the_size_in_its_name():
         (DENSE, ["actor.world_size=3", "actor.parallel={pp: 3}"], "pp x vpp = 3 does not divide the model's num_hidden_layers = 4"),
         (DENSE, ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"], "pp x vpp = 8 does not divide the model's num_hidden_layers = 4"),
         (MOE, ["actor.world_size=3", "actor.parallel={ep: 3}"], "ep = 3 does not divide the model's num_experts = 8; it may be 2 or 4"),
+        (DENSE, ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"], "actor.parallel.etp = 2, but a qwen3 model has no experts"),
         (DENSE, ["actor.parallel={ep: 2}"], "actor.parallel.ep = 2, but a qwen3 model has no experts"),
         (MOE, ["rollout.tp=3"], "rollout.tp = 3 does not divide the model's num_attention_heads = 4; it may be 2 or 4"),
         (BIG, ["rollout={tp: 64, ep: 64}", "rollout.ep=3", "rollout.tp=6"], "rollout.tp = 6 is neither a divisor nor a multiple"),
@@ -86,6 +87,10 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(tm
     found = preflight(load_config(QUICKSTART, ["prepare=null", "sft=null", "reward.grader=exakt"]))
     assert [p.split(":")[0] for p in found[:3]] == ["model.path", "data.path", "eval.data.path"]
     assert "did you mean 'exact'" in found[3] and len(found) == 4
+    Path("lines.jsonl").write_text('{"prompt": "1", "answer": "1", "by": "exact"}\n{"prompt": "1", "answer": "1", "by": "exakt"}\n')
+    found = preflight(load_config(QUICKSTART, ["data.path=lines.jsonl", "data.grader_key=by", "checkpoint.load=nowhere"]))
+    assert found[0] == "checkpoint.load: nowhere does not exist" and len(found) == 2
+    assert "'exakt' is unknown; did you mean 'exact'" in found[1]
     alphabet = "".join(map(chr, range(33, 93)))
     make_tiny_model(TinyModelConfig(path="other", alphabet=alphabet), seed=0)
     found = preflight(load_config(QUICKSTART, ["model.tokenizer=other"]))

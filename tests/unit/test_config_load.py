@@ -138,6 +138,11 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         ("actor: {world_size: 4, parallel: {ep: 3}}\n", "e.yaml:5: actor: world_size 4 is not a multiple of etp x ep x pp = 3; 6 would be"),
         ("actor: {parallel: {vpp: 2}}\n", "e.yaml:5: actor.parallel: vpp 2 needs pp > 1"),
         ("rollout: {tp: 3, ep: 2}\n", "e.yaml:5: rollout: tp 3 is not a multiple of ep 2"),
+        ("sft: {model: m, data: {path: d, system_prompt: hi}}\n", "e.yaml:5: sft.data: system_prompt has no effect without chat_template"),
+        ("sft: {model: m, data: {path: d, add_bos: true, chat_template: true}}\n", "the template writes its own special tokens"),
+        ("actor: {optimizer: {min_lr: 1e-7}}\n", "e.yaml:5: actor.optimizer: min_lr 1e-07 has no effect with schedule constant"),
+        ("actor: {optimizer: {min_lr: 1, schedule: linear}}\n", "e.yaml:5: actor.optimizer: min_lr 1 is above lr 1e-06"),
+        ("algorithm: {kl: {loss_coef: 0.1, adaptive: {target: 0.1, horizon: 100}}}\n", "horizon 100 is too short for 512 responses a step"),
         ("train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n", "9 is not a multiple of train.num_updates_per_step 2"),
     ],
 )  # fmt: skip
@@ -168,6 +173,18 @@ def test_an_override_can_mend_a_bad_line(tmp_path):
     assert load(tmp_path, text, "train.num_steps=3").train.num_steps == 3
     with_advantage = MINIMAL + "algorithm: {advantage: {name: grpo, std_ddof: 0}}\n"
     assert load(tmp_path, with_advantage, "algorithm.advantage={name: dr_grpo}").algorithm.advantage.name == "dr_grpo"
+
+
+def test_an_override_of_the_variant_drops_what_belonged_to_the_old_one(tmp_path):
+    text = MINIMAL + "algorithm: {loss: {name: ppo_clip, clip_ratio_low: 0.1, clip_ratio_high: 0.2}}\n"
+    loss = load(tmp_path, text, "algorithm.loss.clip_ratio_high=5e-4", "algorithm.loss.name=gspo").algorithm.loss
+    assert (loss.name, loss.clip_ratio_low, loss.clip_ratio_high) == ("gspo", 3e-4, 5e-4), "the paper's, and what was asked for"
+    assert load(tmp_path, text, "algorithm.loss.name=ppo_clip").algorithm.loss.clip_ratio_high == 0.2
+    found = problems(tmp_path, text, "algorithm.loss.name=gsqo")
+    said = "--set algorithm.loss.name=gsqo: algorithm.loss.name = 'gsqo': unknown; did you mean 'gspo'"
+    assert len(found) == 1 and found[0].startswith(said)
+    config = load(tmp_path, MINIMAL, "algorithm.aggregation=token-mean", "preset=dr_grpo")
+    assert (config.algorithm.advantage.name, config.algorithm.aggregation) == ("dr_grpo", "token-mean")
 
 
 def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):

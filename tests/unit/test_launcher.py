@@ -1,11 +1,13 @@
 """One machine's launcher: GPUs shared out between trainers and engines, one run a folder, signals."""
 
 import signal
+import subprocess
+import time
 
 import pytest
 
 from megagrpo.config import ExperimentConfig
-from megagrpo.launcher import Ended, Signals, _devices, alone_in
+from megagrpo.launcher import Ended, Signals, _devices, alone_in, first_report, ignore_signals, watch
 
 
 def experiment(transport: str) -> ExperimentConfig:
@@ -33,6 +35,38 @@ def test_only_one_run_trains_into_a_folder(tmp_path):
             pass
     with alone_in(tmp_path / "run"):
         pass
+
+
+def test_a_requeued_job_waits_for_the_lock_of_a_node_that_died(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with alone_in(tmp_path):
+        pass
+    holder = subprocess.Popen(["flock", str(tmp_path / ".lock"), "sleep", "1"])
+    time.sleep(0.3)
+    with alone_in(tmp_path):
+        assert holder.wait(5) == 0
+
+
+def test_a_signal_in_a_clean_up_does_not_cut_it_short():
+    done = []
+    with Signals((signal.SIGTERM,)):
+        try:
+            pass
+        finally:
+            ignore_signals()
+            signal.raise_signal(signal.SIGTERM)
+            done.append("cleaned")
+    assert done and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_an_export_is_not_taken_for_the_run_beside_it(tmp_path):
+    (tmp_path / "error_export_rank0.final.txt").write_text("no checkpoint")
+    (tmp_path / "error_trainer_rank1.txt").write_text("lost")
+    log = tmp_path / "trainer-1.log"
+    log.write_text("")
+    assert first_report(log) == "lost" and first_report(tmp_path / "export.log") == "no checkpoint"
+    child = subprocess.Popen(["sleep", "1"])
+    assert watch(child, log, first_report) == 0
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
