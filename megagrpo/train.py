@@ -17,9 +17,11 @@ def train(run: Run) -> None:
     run.publish()  # returns only when every engine has proved that it holds these very weights
     run.log(evaluate(run))
     for step in range(state.step, config.train.num_steps):
+        timer, metrics = StepTimer(on_phase=run.watchdog.enter), Metrics()
+        with timer.phase("checkpoint"):
+            run.checkpoint()  # after a step whose samples and metrics are on disk: a resumed run has them all
         if run.stopping():  # pre-emption or the time limit: saved, and continued by the next start
             break
-        timer, metrics = StepTimer(on_phase=run.watchdog.enter), Metrics()
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored
         # samples balanced over ranks by cost
@@ -39,7 +41,6 @@ def train(run: Run) -> None:
             values |= run.publish()
         with timer.phase("evaluate"):
             values |= evaluate(run)
-        with timer.phase("checkpoint"):
-            run.checkpoint()
         timer.record(metrics, batch.lengths.sum())
         run.log(values | metrics.reduced(mesh.reduce), groups)
+    run.checkpoint()

@@ -19,7 +19,10 @@ _make_record = logging.getLogRecordFactory()
 
 def _without_key(*args, **kwargs) -> logging.LogRecord:
     record = _make_record(*args, **kwargs)
-    text = record.getMessage()
+    try:
+        text = record.getMessage()
+    except Exception:  # a wrong format string: logging itself only complains about it, and shows the arguments
+        text = f"{record.msg} {record.args}"
     if _KEY in text:
         record.msg, record.args = text.replace(_KEY, "(the API key)"), ()
     return record
