@@ -3,6 +3,8 @@
 Ranks save, another world loads, saves again, and the first world loads that. Launch by launch: 2 ranks, 1 rank, 2 ranks.
 """
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,28 +39,33 @@ def key(name: str, warm: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def saved(hf_models: Path, tmp_path_factory, request) -> Path:
+def saved(hf_models: Path, tmp_path_factory) -> Callable[[str], Path]:
     """Every case of one of SETS saved by two ranks, resumed by two ranks, by one rank, which saves again, and by two ranks from that."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    launches: list[list[dict]] = [[], [], []]
-    for name, warm in SETS[request.param]:
-        case = CASES[name]
-        base = {**case, "model": str(hf_models / case["model"]), "do": "checkpoint"}
-        alone = {option: value for option, value in base.items() if option != "parallel"}
-        place = folder / key(name, warm)
-        from_two, from_one = str(place / "two" / "step_000001"), str(place / "one" / "step_000001")
-        launches[0].append({**base, "warm": warm, "save": str(place / "two"), "then": f"{place}.straight.pt"})
-        launches[0].append({**base, "load": from_two, "then": f"{place}.same.pt"})
-        launches[1].append({**alone, "load": from_two, "save": str(place / "one"), "then": f"{place}.other.pt"})
-        launches[2].append({**base, "load": from_one, "then": f"{place}.back.pt"})
-    for number, (world, jobs) in enumerate(zip((2, 1, 2), launches, strict=True)):
-        run_ranks(world, folder / f"launch{number}", jobs)
-    return folder
+
+    @cache
+    def folder_of(part: str) -> Path:
+        folder = tmp_path_factory.mktemp(part)
+        launches: list[list[dict]] = [[], [], []]
+        for name, warm in SETS[part]:
+            case = CASES[name]
+            base = {**case, "model": str(hf_models / case["model"]), "do": "checkpoint"}
+            alone = {option: value for option, value in base.items() if option != "parallel"}
+            place = folder / key(name, warm)
+            from_two, from_one = str(place / "two" / "step_000001"), str(place / "one" / "step_000001")
+            launches[0].append({**base, "warm": warm, "save": str(place / "two"), "then": f"{place}.straight.pt"})
+            launches[0].append({**base, "load": from_two, "then": f"{place}.same.pt"})
+            launches[1].append({**alone, "load": from_two, "save": str(place / "one"), "then": f"{place}.other.pt"})
+            launches[2].append({**base, "load": from_one, "then": f"{place}.back.pt"})
+        for number, (world, jobs) in enumerate(zip((2, 1, 2), launches, strict=True)):
+            run_ranks(world, folder / f"launch{number}", jobs)
+        return folder
+
+    return folder_of
 
 
-@pytest.mark.parametrize("saved, name, warm", EVERY_RUN, indirect=["saved"])
-def test_same_layout_is_bit_identical(saved: Path, name: str, warm: int):
-    straight, resumed = (torch.load(saved / f"{key(name, warm)}.{kind}.pt") for kind in ("straight", "same"))
+@pytest.mark.parametrize("part, name, warm", EVERY_RUN)
+def test_same_layout_is_bit_identical(saved: Callable[[str], Path], part: str, name: str, warm: int):
+    straight, resumed = (torch.load(saved(part) / f"{key(name, warm)}.{kind}.pt") for kind in ("straight", "same"))
     for what, value in straight.items():
         if isinstance(value, dict):
             assert value and all(torch.equal(tensor, resumed[what][tensor_name]) for tensor_name, tensor in value.items()), what
@@ -66,11 +73,11 @@ def test_same_layout_is_bit_identical(saved: Path, name: str, warm: int):
             assert value == resumed[what], what
 
 
-@pytest.mark.parametrize("saved, name, warm", EVERY_RUN, indirect=["saved"])
-def test_other_layout_takes_the_same_next_steps(saved: Path, name: str, warm: int):
-    straight = torch.load(saved / f"{key(name, warm)}.straight.pt")
+@pytest.mark.parametrize("part, name, warm", EVERY_RUN)
+def test_other_layout_takes_the_same_next_steps(saved: Callable[[str], Path], part: str, name: str, warm: int):
+    straight = torch.load(saved(part) / f"{key(name, warm)}.straight.pt")
     for kind in ("other", "back"):
-        resumed = torch.load(saved / f"{key(name, warm)}.{kind}.pt")
+        resumed = torch.load(saved(part) / f"{key(name, warm)}.{kind}.pt")
         assert resumed["updates_done"] == straight["updates_done"] == warm
         for number in (10, 11):
             assert abs(resumed[f"loss{number}"] - straight[f"loss{number}"]) <= LOSS_BOUND
@@ -83,9 +90,8 @@ def test_other_layout_takes_the_same_next_steps(saved: Path, name: str, warm: in
                 assert error <= WEIGHT_BOUND, (kind, parameter, float(error))
 
 
-@pytest.mark.parametrize("saved", ["first"], indirect=True)
-def test_the_two_updates_move_the_weights(saved: Path):
+def test_the_two_updates_move_the_weights(saved: Callable[[str], Path]):
     """Else the comparisons above would compare nothing."""
-    after = torch.load(saved / f"{key('EP2 distributed optimizer', 2)}.straight.pt")
+    after = torch.load(saved("first") / f"{key('EP2 distributed optimizer', 2)}.straight.pt")
     moved = {name: float((after["weights11"][name] - tensor).abs().max()) for name, tensor in after["weights10"].items()}
     assert min(moved.values()) > 100 * WEIGHT_BOUND
