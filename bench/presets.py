@@ -3,10 +3,12 @@
     python bench/presets.py [--presets grpo dapo] [--steps 30] [--set rollout.max_running_requests=128]
 
 The quickstart experiment's own algorithm section is left out and the preset named instead; everything else is as shipped. The
-warm-up is made once, in FOLDER/start, and used again while it lies there. Writes bench/results/presets.{json,md}.
+warm-up is made once, in FOLDER/start, and used again while it lies there. Writes bench/results/presets.{json,md}, in which rows of
+presets that are not run again stay, each with its own commit.
 """
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
@@ -14,14 +16,14 @@ import sys
 import time
 from pathlib import Path
 
-from common import provenance, write_results
+from common import RESULTS, provenance, write_results
 
 from megagrpo.config_load import load_config, preset_folder
 from megagrpo.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted(path.stem for path in preset_folder().glob("*.yaml"))
-HEADER = ("preset", "accuracy before", "accuracy after", "rise", "dropped groups", "worst mismatch", "minutes", "objective")
+HEADER = ("preset", "accuracy before", "accuracy after", "rise", "dropped groups", "worst mismatch", "minutes", "commit", "objective")
 
 
 def main() -> None:
@@ -35,12 +37,14 @@ def main() -> None:
     if not (start / "model" / "config.json").is_file():
         for command in ("prepare", "sft"):
             _megagrpo(command, _experiment(start, start, "grpo"), [])
-    rows = []
+    written = RESULTS / "presets.json"
+    rows = {row["preset"]: row for row in json.loads(written.read_text())["rows"]} if written.is_file() else {}
     for name in args.presets:
         folder = start.with_name(name)
         shutil.rmtree(folder, ignore_errors=True)
-        rows.append(_measure(name, folder, _experiment(folder, start, name), [f"train.num_steps={args.steps}", *args.overrides]))
-        write_results("presets", {**provenance(), "overrides": args.overrides, "rows": rows}, HEADER, [_line(row) for row in rows])
+        rows[name] = _measure(name, folder, _experiment(folder, start, name), [f"train.num_steps={args.steps}", *args.overrides])
+        shown = [rows[preset] for preset in PRESETS if preset in rows]
+        write_results("presets", {**provenance(), "rows": shown}, HEADER, [_line(row) for row in shown])
 
 
 def _experiment(folder: Path, start: Path, preset: str) -> Path:
@@ -68,6 +72,8 @@ def _measure(name: str, folder: Path, config: Path, overrides: list[str]) -> dic
     accuracy = [(e["step"], e["eval/accuracy"]) for e in entries if "eval/accuracy" in e]
     return {
         "preset": name,
+        "commit": provenance()["commit"],
+        "overrides": overrides,
         "objective": load_config(config, overrides).algorithm.formula,
         "accuracy": accuracy,
         "before": accuracy[0][1],
@@ -81,7 +87,7 @@ def _measure(name: str, folder: Path, config: Path, overrides: list[str]) -> dic
 def _line(row: dict) -> tuple[str, ...]:
     figures = f"{row['before']:.3f}", f"{row['after']:.3f}", f"{row['after'] - row['before']:+.3f}", f"{row['dropped_groups']:.0f}"
     objective = row["objective"].replace("|", "\\|")
-    return row["preset"], *figures, f"{row['mismatch_max']:.1e}", f"{row['seconds'] / 60:.1f}", objective
+    return row["preset"], *figures, f"{row['mismatch_max']:.1e}", f"{row['seconds'] / 60:.1f}", row["commit"], objective
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Start a worker script as ranks of one world: many checks share a launch, because a launch costs seconds."""
 
 import json
-import subprocess
+import socket
 import sys
+import time
 from pathlib import Path
 
 from megagrpo import environment
@@ -17,8 +18,13 @@ def run_ranks(world: int, folder: Path, jobs: list[dict], script: str = "actor_r
     """Run `jobs` one after the other on `world` ranks; returns one result per job. AssertionError with the log's end."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    _run([sys.executable, "-W", "ignore", *torchrun, str(WORKERS / script), str(folder)], folder / "ranks.log", [], device)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # as torchrun would, less the seconds that its agent takes to import torch
+    meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    _run([WORKERS / script, folder], folder / "ranks.log", [], device, ranks)
     results = json.loads((folder / "results.json").read_text())
     assert len(results) == len(jobs)
     return results
@@ -26,18 +32,23 @@ def run_ranks(world: int, folder: Path, jobs: list[dict], script: str = "actor_r
 
 def run_hf_reference(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    _run([sys.executable, "-W", "ignore", str(WORKERS / "hf_reference.py"), str(folder)], folder / "hf.log", [str(SHIMS)], "cpu")
+    _run([WORKERS / "hf_reference.py", folder], folder / "hf.log", [str(SHIMS)], "cpu", [{}])
 
 
-def _run(command: list[str], log: Path, python_path: list[str], device: str) -> None:
-    root = str(Path(__file__).parents[3])
+def _run(words: list[Path], log: Path, python_path: list[str], device: str, ranks: list[dict[str, str]]) -> None:
+    """One process for each of `ranks`, its environment; the first to fail ends them all."""
+    command = [sys.executable, "-W", "ignore", *map(str, words)]
     variables = {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-    child = spawn(command, environment.child_environment(variables, [*python_path, root]), log)
+    paths = [*python_path, str(Path(__file__).parents[3])]
+    deadline = time.monotonic() + LIMIT_S
+    children = [spawn(command, environment.child_environment(variables | rank, paths), log) for rank in ranks]
     try:
-        status = child.wait(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        status = f"none after {LIMIT_S} s"
+        while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
+            assert time.monotonic() < deadline, f"no end after {LIMIT_S} s"
+            time.sleep(0.05)
+        statuses = [child.poll() for child in children]
     finally:
-        stop_tree(child.pid)
-        child.wait()
-    assert status == 0, f"status {status}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+        for child in children:
+            stop_tree(child.pid)
+            child.wait()
+    assert not any(statuses), f"status {statuses}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-40:])
