@@ -114,6 +114,7 @@ def test_one_node_trains_to_the_end(undisturbed):
     assert sorted(metrics(undisturbed)) == list(range(NUM_STEPS + 1)) and (undisturbed / "summary.md").exists()
 
 
+@pytest.mark.slow
 def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(slurm, experiments, undisturbed):
     """Two nodes train, one samples; a job of higher priority takes all nodes. No checkpoint but that of the stop."""
     folder, slow = experiments / "preempted", experiments / "slow"

@@ -22,6 +22,7 @@ SAMPLES = 32  # of a step
 WATCHED = {"rollout": {"deterministic": True, "extra_args": ["--log-level-http", "info"]}, "weights": {"bucket_mb": 0.02}}
 
 
+@pytest.mark.slow  # CI kills them in test_soak.py, and looks at their weights in test_exchange.py
 def test_engines_killed_during_a_rollout_and_during_an_update(long_run):
     """Every group arrives, with the samples of the run that nobody disturbed; the weights are proved after each restart."""
     folder = long_run[0].parent / "killed"
