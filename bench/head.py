@@ -8,7 +8,6 @@ gradients: on a CPU of the process (its largest resident size), on a GPU of torc
 """
 
 import argparse
-import datetime
 import json
 import os
 import resource
@@ -20,6 +19,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import provenance  # noqa: E402
 
 from megagrpo.algo.logprob import chunked_logprobs  # noqa: E402
 
@@ -84,9 +85,8 @@ def main() -> None:
             results[side].append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     two_matrices = 2 * 4 * args.tokens * args.vocab
     row = {"tokens": args.tokens, "vocab": args.vocab, "hidden": args.hidden, "device": args.device, "dtype": args.dtype}
-    commit = ["git", "rev-parse", "--short", "HEAD"]
-    row["commit"] = subprocess.run(commit, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or "unknown"
-    row |= {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), "threads": args.threads}
+    origin = provenance()
+    row |= {"commit": origin["commit"], "date": origin["date"], "cores": os.cpu_count(), "threads": args.threads}
     for side in SIDES:
         row[f"{side}_s"] = round(min(r["seconds"] for r in results[side]), 3)
         row[f"{side}_cpu_s"] = round(min(r["cpu_seconds"] for r in results[side]), 3)

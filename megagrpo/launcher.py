@@ -17,6 +17,7 @@ from megagrpo.processes import spawn, stop_tree
 from megagrpo.rollout.client import SERVICE_FILE
 from megagrpo.stop_request import STOP_FILE, STOPPED, StopRequest
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # that Signals may handle
 _POLL_S = 0.2
 _DEAD_LOCK_S = 150.0  # how long a file server keeps the lock of a node that died, whose job is started again elsewhere
 _SERVICE_GRACE_S = 30.0  # engines, Ray and the router end in order
@@ -185,7 +186,7 @@ def start(
 
 def ignore_signals() -> None:
     """The first act of a clean-up inside Signals, whose end undoes it."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -251,8 +252,7 @@ class Signals:
 
     def __enter__(self) -> StopRequest | None:
         def raise_ended(number, frame):
-            for every in self._old:
-                signal.signal(every, signal.SIG_IGN)
+            ignore_signals()
             raise Ended(number)
 
         def make_request(number, frame):
@@ -263,7 +263,9 @@ class Signals:
         if self._request is not None:
             self._request.withdraw()
         handlers = {number: raise_ended for number in self._end} | {number: make_request for number in self._ask}
-        self._old = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        self._old = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         return self._request
 
     def __exit__(self, *exc_info):

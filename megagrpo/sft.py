@@ -53,8 +53,9 @@ def _check_answers(prompts: Sequence[Prompt], tokenizer, path: Path) -> None:
     """ValueError where what is to be learned cannot be said in tokens."""
     if tokenizer.eos_token_id is None:
         raise ValueError("sft: the tokenizer has no end-of-sequence token, with which every answer should end")
-    for prompt in prompts if tokenizer.unk_token_id is not None else ():
-        if tokenizer.unk_token_id in tokenizer.encode(prompt.answer, add_special_tokens=False):
+    token_ids = tokenizer([prompt.answer for prompt in prompts], add_special_tokens=False)["input_ids"]
+    for prompt, ids in zip(prompts, token_ids, strict=True):
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             raise ValueError(f"{where(path, prompt.id)}: the tokenizer does not know every character of {prompt.answer!r:.80}")
 
 

@@ -57,6 +57,7 @@ def test_a_signal_in_a_clean_up_does_not_cut_it_short():
             signal.raise_signal(signal.SIGTERM)
             done.append("cleaned")
     assert done and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "ignored meanwhile, though not handled"
 
 
 def test_an_export_is_not_taken_for_the_run_beside_it(tmp_path):
