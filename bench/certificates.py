@@ -16,10 +16,10 @@ from pathlib import Path
 
 from common import provenance, write_results
 
-from megagrpo.config_load import preset_folder
+from megagrpo.config.load import PRESETS as PRESET_FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
-PRESETS = sorted(path.stem for path in preset_folder().glob("*.yaml"))
+PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 FAMILIES = ("qwen3", "qwen3_moe")
 HEADER = ("preset", "family", "layouts", "cases", "worst loss error", "worst gradient", "passed", "seconds")
 
@@ -28,14 +28,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layouts", help="as `megagrpo certify --layouts`; default: all that fit")
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="NAME", help=f"of {', '.join(PRESETS)}")
+    parser.add_argument(
+        "--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="NAME", help=f"of {', '.join(PRESETS)}"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "certificates")
     args = parser.parse_args()
     rows = []
     for family in FAMILIES:
         for preset in args.presets:
             rows.append(_certify(preset, family, args))
-            write_results("certificates", {**provenance(), "ranks": args.ranks, "rows": rows}, HEADER, [_line(row) for row in rows])
+            write_results(
+                "certificates",
+                {**provenance(), "ranks": args.ranks, "rows": rows},
+                HEADER,
+                [_line(row) for row in rows],
+            )
     return 0 if all(row["passed"] for row in rows) else 1
 
 
@@ -47,7 +54,9 @@ def _certify(preset: str, family: str, args: argparse.Namespace) -> dict:
     text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", text)
     assert found == 1, "quickstart.yaml has one algorithm section"
     text = text.replace("output_dir: runs/quickstart", f"output_dir: {folder}").replace("runs/quickstart", str(start))
-    text = text.replace("family: qwen3_moe", f"family: {family}").replace("path: " + str(start / "model"), f"path: {start / 'random'}")
+    text = text.replace("family: qwen3_moe", f"family: {family}").replace(
+        "path: " + str(start / "model"), f"path: {start / 'random'}"
+    )
     if family == "qwen3":
         text, found = re.subn(r"parallel: \{ep: 2\}", "parallel: {tp: 2}", text)
         assert found == 1, "the shipped layout has experts"
@@ -56,7 +65,9 @@ def _certify(preset: str, family: str, args: argparse.Namespace) -> dict:
     if not (start / "random" / "config.json").is_file():
         _megagrpo("prepare", config, [])
     started = time.time()
-    status = _megagrpo("certify", config, ["--ranks", str(args.ranks), *(["--layouts", args.layouts] if args.layouts else [])])
+    status = _megagrpo(
+        "certify", config, ["--ranks", str(args.ranks), *(["--layouts", args.layouts] if args.layouts else [])]
+    )
     report = json.loads((folder / "certify" / "report.json").read_text())
     cases = report["cases"]
     return {
@@ -78,7 +89,12 @@ def _megagrpo(command: str, config: Path, options: list[str]) -> int:
 
 
 def _line(row: dict) -> tuple[str, ...]:
-    figures = f"{row['loss_error']:.1e}", f"{row['gradient']:.1e}", "yes" if row["passed"] else "NO", f"{row['seconds']:.0f}"
+    figures = (
+        f"{row['loss_error']:.1e}",
+        f"{row['gradient']:.1e}",
+        "yes" if row["passed"] else "NO",
+        f"{row['seconds']:.0f}",
+    )
     return row["preset"], row["family"], ", ".join(row["layouts"]), str(row["cases"]), *figures
 
 

@@ -30,7 +30,7 @@ from ray_nodes import RayNodes  # noqa: E402
 from run_megagrpo import REPEATED, Job, assert_same_run, engine, megagrpo, metrics, rollouts, trainer, write_experiment  # noqa: E402
 
 from megagrpo.processes import is_live  # noqa: E402
-from megagrpo.rollout.client import find_service  # noqa: E402
+from megagrpo.rollout.generation import find_service  # noqa: E402
 
 SAMPLES = 32  # of a step
 STEPS_A_FAULT = 2
@@ -203,10 +203,15 @@ def strike(scene: Scene, name: str) -> dict:
     log = scene.log(fault.log) if fault.log else None
     begin = log.stat().st_size if log else 0
     fault.strike(scene)
-    started, before = time.monotonic(), max(before, scene.step())  # on a busy machine the moment may be missed in the first step
+    started, before = (
+        time.monotonic(),
+        max(before, scene.step()),
+    )  # on a busy machine the moment may be missed in the first step
     row = {"fault": name, "step": before + 1, "detected_s": REWARD_TIMEOUT_S}
     if log:
-        scene.wait(lambda: fault.sign in log.read_bytes()[begin:].decode(errors="replace"), f"{fault.sign} in {log.name}")
+        scene.wait(
+            lambda: fault.sign in log.read_bytes()[begin:].decode(errors="replace"), f"{fault.sign} in {log.name}"
+        )
         row["detected_s"] = time.monotonic() - started
     scene.wait(lambda: scene.step() >= before + 1, f"the end of step {before + 1}")
     return row | {"recovered_s": time.monotonic() - started}
@@ -216,7 +221,9 @@ def judge(row: dict, folder: Path, reference: Path) -> dict:
     """Whether the step of the fault, and the one after, are those of the undisturbed run, and how many of its samples are missing."""
     steps = range(row["step"], row["step"] + STEPS_A_FAULT)
     ours, theirs = ([(metrics(run)[s], rollouts(run)[s]) for s in steps] for run in (folder, reference))
-    same = all(a[1] == b[1] and all(a[0][name] == b[0][name] for name in REPEATED) for a, b in zip(ours, theirs, strict=True))
+    same = all(
+        a[1] == b[1] and all(a[0][name] == b[0][name] for name in REPEATED) for a, b in zip(ours, theirs, strict=True)
+    )
     equal = "yes" if same else "no"
     samples = [sample for group in rollouts(folder)[row["step"]] for sample in group["samples"]]
     unscored = [sample["outcome"]["status"] for sample in samples if sample["outcome"]["status"] != "score"]
@@ -236,7 +243,9 @@ def prepare(root: Path) -> None:
 def matrix(root: Path, names: list[str]) -> list[dict]:
     num_steps = STEPS_A_FAULT * len(names) + 1
     reference, folder = root / "undisturbed", root / "disturbed"
-    done = megagrpo("run", write_experiment(reference, **SETTINGS, train={"num_steps": num_steps}), timeout_s=LIMIT_S * 4)
+    done = megagrpo(
+        "run", write_experiment(reference, **SETTINGS, train={"num_steps": num_steps}), timeout_s=LIMIT_S * 4
+    )
     assert done.status == 0, done.stderr
     rows = []
     with Job("run", write_experiment(folder, **SETTINGS, train={"num_steps": num_steps})) as job:
@@ -296,7 +305,10 @@ def _on_two_nodes(config: Path, strike: Callable[[Scene, RayNodes], dict]) -> di
         with RayNodes(temporary) as nodes:
             nodes.start(1)
             nodes.start(2)
-            with Job("serve", config, "--ray-address", nodes.address, env=nodes.token) as service, Job("train", config) as job:
+            with (
+                Job("serve", config, "--ray-address", nodes.address, env=nodes.token) as service,
+                Job("train", config) as job,
+            ):
                 row = strike(Scene(job, config.with_suffix("")), nodes)
                 done = job.finish(LIMIT_S)
                 service.signal(signal.SIGTERM)
@@ -343,7 +355,10 @@ def main() -> None:
     if DISK in args.only:
         rows.append(full_disk(args.folder))
     header = ("fault", "detected in s", "recovered in s", "samples lost", "trajectory equal")
-    lines = [(r["fault"], f"{r['detected_s']:.1f}", f"{r['recovered_s']:.1f}", str(r["samples_lost"]), r["equal"]) for r in rows]
+    lines = [
+        (r["fault"], f"{r['detected_s']:.1f}", f"{r['recovered_s']:.1f}", str(r["samples_lost"]), r["equal"])
+        for r in rows
+    ]
     write_results("faults", provenance() | {"load": os.getloadavg(), "rows": rows}, header, lines)
 
 

@@ -20,9 +20,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import provenance  # noqa: E402
+from common import provenance
 
-from megagrpo.algo.logprob import chunked_logprobs  # noqa: E402
+from megagrpo.algo.logprob import chunked_logprobs
 
 SIDES = ("chunked", "plain")
 
@@ -58,15 +58,28 @@ def measure(side: str, args) -> dict:
     if device == "cuda":
         torch.cuda.synchronize()
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - start_cpu
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if device == "cuda"
+        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
     kept = sum(t.numel() * t.element_size() for t in (logprobs, entropy, hidden.grad, weight.grad))
-    torch.save([t.detach().float().cpu() for t in (logprobs, entropy, hidden.grad, weight.grad)], f"{args.folder}/{side}.pt")
+    torch.save(
+        [t.detach().float().cpu() for t in (logprobs, entropy, hidden.grad, weight.grad)], f"{args.folder}/{side}.pt"
+    )
     return {"seconds": seconds, "cpu_seconds": cpu_seconds, "extra_bytes": peak - before - kept}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("tokens", 2048), ("vocab", 151936), ("hidden", 1024), ("chunk", 2048), ("rounds", 3), ("threads", 2)):
+    for name, default in (
+        ("tokens", 2048),
+        ("vocab", 151936),
+        ("hidden", 1024),
+        ("chunk", 2048),
+        ("rounds", 3),
+        ("threads", 2),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
@@ -84,7 +97,13 @@ def main() -> None:
             command = [sys.executable, __file__, *sys.argv[1:], "--side", side]
             results[side].append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     two_matrices = 2 * 4 * args.tokens * args.vocab
-    row = {"tokens": args.tokens, "vocab": args.vocab, "hidden": args.hidden, "device": args.device, "dtype": args.dtype}
+    row = {
+        "tokens": args.tokens,
+        "vocab": args.vocab,
+        "hidden": args.hidden,
+        "device": args.device,
+        "dtype": args.dtype,
+    }
     origin = provenance()
     row |= {"commit": origin["commit"], "date": origin["date"], "cores": os.cpu_count(), "threads": args.threads}
     for side in SIDES:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common import provenance, write_results
 
-from megagrpo.metrics import read_metrics
+from megagrpo.monitor.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,9 +39,16 @@ def main() -> None:
 
 
 def _write(name: str, args: argparse.Namespace, rows: list[dict]) -> None:
-    shutil.copyfile(args.folder / f"{name}-{args.seeds[0]}" / "curve.png", ROOT / "bench" / "results" / f"learning_{name}.png")
+    shutil.copyfile(
+        args.folder / f"{name}-{args.seeds[0]}" / "curve.png", ROOT / "bench" / "results" / f"learning_{name}.png"
+    )
     header = ("run", "accuracy before", "accuracy after", "rise", "warm-up steps", "worst mismatch", "minutes")
-    write_results(f"learning_{name}", {**provenance(), "overrides": args.overrides, "rows": rows}, header, [_line(r) for r in rows])
+    write_results(
+        f"learning_{name}",
+        {**provenance(), "overrides": args.overrides, "rows": rows},
+        header,
+        [_line(r) for r in rows],
+    )
 
 
 def _seed(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
@@ -57,7 +64,11 @@ def _seed(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
 def _control(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
     folder, config = root / f"{name}-shuffled", root / f"{name}-shuffled.yaml"
     shutil.rmtree(folder, ignore_errors=True)
-    _write_config(name, config, {f"output_dir: runs/{name}": f"output_dir: {folder}", f"runs/{name}": str(root / f"{name}-{seed}")})
+    _write_config(
+        name,
+        config,
+        {f"output_dir: runs/{name}": f"output_dir: {folder}", f"runs/{name}": str(root / f"{name}-{seed}")},
+    )
     started = time.time()
     _megagrpo("run", config, [f"seed={seed}", "reward.shuffle=true", *overrides])
     return _measure(f"seed {seed}, rewards shuffled", folder, time.time() - started)
@@ -74,7 +85,9 @@ def _write_config(name: str, target: Path, replace: dict[str, str]) -> None:
 def _megagrpo(command: str, config: Path, overrides: list[str]) -> None:
     settings = [part for override in overrides for part in ("--set", override)]
     print(f"== megagrpo {command} {config.name} {' '.join(overrides)}", flush=True)
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings], check=True, cwd=ROOT
+    )
 
 
 def _measure(label: str, folder: Path, seconds: float) -> dict:

@@ -1,4 +1,4 @@
-"""Does every preset train? The quickstart task with each of configs/presets, all from the same warm-up.
+"""Does every preset train? The quickstart task with each of megagrpo/config/presets, all from the same warm-up.
 
     python bench/presets.py [--presets grpo dapo] [--steps 30] [--set rollout.max_running_requests=128]
 
@@ -18,17 +18,30 @@ from pathlib import Path
 
 from common import RESULTS, provenance, write_results
 
-from megagrpo.config_load import load_config, preset_folder
-from megagrpo.metrics import read_metrics
+from megagrpo.config.load import PRESETS as PRESET_FOLDER
+from megagrpo.config.load import load_config
+from megagrpo.monitor.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
-PRESETS = sorted(path.stem for path in preset_folder().glob("*.yaml"))
-HEADER = ("preset", "accuracy before", "accuracy after", "rise", "dropped groups", "worst mismatch", "minutes", "commit", "objective")
+PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
+HEADER = (
+    "preset",
+    "accuracy before",
+    "accuracy after",
+    "rise",
+    "dropped groups",
+    "worst mismatch",
+    "minutes",
+    "commit",
+    "objective",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="NAME", help=f"of {', '.join(PRESETS)}")
+    parser.add_argument(
+        "--presets", nargs="+", choices=PRESETS, default=PRESETS, metavar="NAME", help=f"of {', '.join(PRESETS)}"
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every run")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "presets")
@@ -42,7 +55,9 @@ def main() -> None:
     for name in args.presets:
         folder = start.with_name(name)
         shutil.rmtree(folder, ignore_errors=True)
-        rows[name] = _measure(name, folder, _experiment(folder, start, name), [f"train.num_steps={args.steps}", *args.overrides])
+        rows[name] = _measure(
+            name, folder, _experiment(folder, start, name), [f"train.num_steps={args.steps}", *args.overrides]
+        )
         shown = [rows[preset] for preset in PRESETS if preset in rows]
         write_results("presets", {**provenance(), "rows": shown}, HEADER, [_line(row) for row in shown])
 
@@ -62,7 +77,9 @@ def _experiment(folder: Path, start: Path, preset: str) -> Path:
 def _megagrpo(command: str, config: Path, overrides: list[str]) -> None:
     settings = [part for override in overrides for part in ("--set", override)]
     print(f"== megagrpo {command} {config.name} {' '.join(overrides)}", flush=True)
-    subprocess.run([sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings], check=True, cwd=ROOT
+    )
 
 
 def _measure(name: str, folder: Path, config: Path, overrides: list[str]) -> dict:
@@ -85,7 +102,12 @@ def _measure(name: str, folder: Path, config: Path, overrides: list[str]) -> dic
 
 
 def _line(row: dict) -> tuple[str, ...]:
-    figures = f"{row['before']:.3f}", f"{row['after']:.3f}", f"{row['after'] - row['before']:+.3f}", f"{row['dropped_groups']:.0f}"
+    figures = (
+        f"{row['before']:.3f}",
+        f"{row['after']:.3f}",
+        f"{row['after'] - row['before']:+.3f}",
+        f"{row['dropped_groups']:.0f}",
+    )
     objective = row["objective"].replace("|", "\\|")
     return row["preset"], *figures, f"{row['mismatch_max']:.1e}", f"{row['seconds'] / 60:.1f}", row["commit"], objective
 

@@ -19,10 +19,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megagrpo.schedule import balance, cheapest, cuts, fewest, load, longest, sample_cost  # noqa: E402
+from megagrpo.batching.balance import balance, cheapest, cuts, fewest, load, longest, sample_cost
 
 ROOT = Path(__file__).parents[1]
-HIDDEN, HEADS, KV, FFN, LAYERS, VOCAB = 4096, 32 * 128, 8 * 128, 12288, 36, 151936  # the model that the recorded figures assume
+HIDDEN, HEADS, KV, FFN, LAYERS, VOCAB = (
+    4096,
+    32 * 128,
+    8 * 128,
+    12288,
+    36,
+    151936,
+)  # the model that the recorded figures assume
 _LINEAR = LAYERS * (2 * HIDDEN * (HEADS + KV) + 3 * HIDDEN * FFN) + HIDDEN * VOCAB  # multiply-adds a token
 ATTENTION_LENGTH = _LINEAR // (LAYERS * HEADS)
 
@@ -33,7 +40,12 @@ def flops(length: int) -> float:
 
 
 def make_schedule(
-    lengths: Sequence[int], num_ranks: int, budget: int, packed: bool = True, multiple: int = 1, attention_length: int | None = None
+    lengths: Sequence[int],
+    num_ranks: int,
+    budget: int,
+    packed: bool = True,
+    multiple: int = 1,
+    attention_length: int | None = None,
 ) -> list[list[list[int]]]:
     """Sample indices by rank and micro-batch: what the ranks of a run decide together, here one after the other."""
     parts = balance([sample_cost(n, attention_length) for n in lengths], num_ranks)
@@ -56,7 +68,9 @@ def step_sync_waste(loads: Sequence[Sequence[float]]) -> float:
 
 def figures(lengths: Sequence[int], params: dict, attention_length: int | None) -> dict:
     start = time.perf_counter()
-    ranks = make_schedule(lengths, params["dp"], params["max_tokens_per_gpu"], True, params["mb_group"], attention_length)
+    ranks = make_schedule(
+        lengths, params["dp"], params["max_tokens_per_gpu"], True, params["mb_group"], attention_length
+    )
     seconds = time.perf_counter() - start
     tokens = [[sum(lengths[i] for i in b) for b in bins] for bins in ranks]
     work = [[sum(flops(lengths[i]) for i in b) for b in bins] for bins in ranks]
@@ -79,10 +93,19 @@ def compare(cases: list[dict]) -> list[dict]:
         if "step_sync_waste" not in case["outputs"]:
             continue
         lengths = case["inputs"].get("lengths") or lengths_of[case["inputs"]["same_as"]]
-        keys = ("micro_batches_per_rank", "step_sync_waste", "rank_flops_max_over_mean", "max_micro_tokens", "over_budget")
+        keys = (
+            "micro_batches_per_rank",
+            "step_sync_waste",
+            "rank_flops_max_over_mean",
+            "max_micro_tokens",
+            "over_budget",
+        )
         row = {"case": case["case"], "budget": case["params"]["max_tokens_per_gpu"], "ranks": case["params"]["dp"]}
         row["baseline"] = {key: round(case["outputs"][key], 5) for key in keys}
-        row |= {"by_tokens": figures(lengths, case["params"], None), "by_cost": figures(lengths, case["params"], ATTENTION_LENGTH)}
+        row |= {
+            "by_tokens": figures(lengths, case["params"], None),
+            "by_cost": figures(lengths, case["params"], ATTENTION_LENGTH),
+        }
         wasteful = row["baseline"]["step_sync_waste"] > 0.05
         row["holds"] = {
             name: row[name]["max_micro_tokens"] <= row["budget"]
@@ -108,7 +131,9 @@ def summary(rows: list[dict]) -> dict:
             "mean_step_sync_waste": sum(row[name]["step_sync_waste"] for row in rows) / len(rows),
             "worst_step_sync_waste_flops": max(row[name]["step_sync_waste_flops"] for row in rows),
             "mean_step_sync_waste_flops": sum(row[name]["step_sync_waste_flops"] for row in rows) / len(rows),
-            "worst_share_of_baseline": max(row[name]["step_sync_waste"] / row["baseline"]["step_sync_waste"] for row in wasteful),
+            "worst_share_of_baseline": max(
+                row[name]["step_sync_waste"] / row["baseline"]["step_sync_waste"] for row in wasteful
+            ),
             "micro_batches_over_budget": sum(row[name]["max_micro_tokens"] > row["budget"] for row in rows),
             "worst_rank_flops": max(row[name]["rank_flops_max_over_mean"] for row in rows),
             "more_micro_batches_than_baseline": sum(
@@ -122,12 +147,24 @@ def summary(rows: list[dict]) -> dict:
 
 def as_table(found: dict, header: str) -> str:
     names = ("baseline", "by_tokens", "by_cost")
-    lines = ["# Schedule: balance of ranks and micro-batches", "", header, "", f"| | {' | '.join(names)} |", "|---|---|---|---|"]
+    lines = [
+        "# Schedule: balance of ranks and micro-batches",
+        "",
+        header,
+        "",
+        f"| | {' | '.join(names)} |",
+        "|---|---|---|---|",
+    ]
     for key in found["by_cost"]:
         values = [found[name].get(key, "-") for name in names]
         lines.append(f"| {key} | {' | '.join(f'{v:.4f}' if isinstance(v, float) else str(v) for v in values)} |")
-    lines += ["", f"{found['schedules']} schedules, {found['with_baseline_waste_above_5_percent']} with a baseline waste above 5 %."]
-    lines.append("The bound, at most half of the baseline's waste in tokens, is one on by_tokens; by_cost evens out work, not tokens.")
+    lines += [
+        "",
+        f"{found['schedules']} schedules, {found['with_baseline_waste_above_5_percent']} with a baseline waste above 5 %.",
+    ]
+    lines.append(
+        "The bound, at most half of the baseline's waste in tokens, is one on by_tokens; by_cost evens out work, not tokens."
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -141,12 +178,18 @@ def main() -> None:
         return
     rows = compare(json.loads(args.golden.read_text()))
     found = summary(rows)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
     origin = {"commit": commit, "date": datetime.date.today().isoformat(), "cores": os.cpu_count()}
-    table = as_table(found, f"commit {commit}, {origin['date']}, {origin['cores']} cores; baselines recorded from public frameworks")
+    table = as_table(
+        found, f"commit {commit}, {origin['date']}, {origin['cores']} cores; baselines recorded from public frameworks"
+    )
     print(table)
     if args.out:
-        args.out.with_suffix(".json").write_text(json.dumps({**origin, "summary": found, "rows": rows}, indent=1) + "\n")
+        args.out.with_suffix(".json").write_text(
+            json.dumps({**origin, "summary": found, "rows": rows}, indent=1) + "\n"
+        )
         args.out.with_suffix(".md").write_text(table)
 
 

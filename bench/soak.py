@@ -15,7 +15,21 @@ from pathlib import Path
 
 import psutil
 from common import provenance, write_results
-from faults import FAULTS, LIMIT_S, ROOT, SAMPLES, SETTINGS, Job, Scene, is_live, metrics, prepare, rollouts, strike, write_experiment
+from faults import (
+    FAULTS,
+    LIMIT_S,
+    ROOT,
+    SAMPLES,
+    SETTINGS,
+    Job,
+    Scene,
+    is_live,
+    metrics,
+    prepare,
+    rollouts,
+    strike,
+    write_experiment,
+)
 
 GROWTH = 1.1  # of a process's memory over the steps that it lived, after its first ten
 WARM_STEPS, END = 10, 0.2  # the first and the last fifth of the run are compared
@@ -28,7 +42,11 @@ def resident(job: Job) -> dict[str, float]:
     for process in job.tree():
         try:
             words = process.cmdline()
-            kind = "trainer" if "train" in words and "torch.distributed.run" not in words else process.name()[:_NAME_CHARACTERS]
+            kind = (
+                "trainer"
+                if "train" in words and "torch.distributed.run" not in words
+                else process.name()[:_NAME_CHARACTERS]
+            )
             if is_live(process) and kind in ("trainer", "sglang::schedul"):
                 found[f"{kind} {process.pid}"] = process.memory_info().rss / 2**20
         except psutil.Error:
@@ -41,7 +59,11 @@ def soak(folder: Path, num_steps: int, every: int, names: list[str]) -> dict:
 
     Nothing is checked yet but that the run ended well and left no process.
     """
-    settings = SETTINGS | {"checkpoint": {"every": 1}, "sampling": {"max_response_tokens": 8}, "train": {"num_steps": num_steps}}
+    settings = SETTINGS | {
+        "checkpoint": {"every": 1},
+        "sampling": {"max_response_tokens": 8},
+        "train": {"num_steps": num_steps},
+    }
     memory: list[dict[str, float]] = []
     rows, started = [], time.monotonic()
     with Job("run", write_experiment(folder, **settings)) as job:
@@ -107,7 +129,10 @@ def main() -> None:
         ("finished", f"{result['steps']} steps, {len(result['faults'])} faults, {result['minutes']:.1f} minutes"),
         ("slowest recovery", f"{slowest:.1f} s"),
         ("samples lost", str(result["samples_lost"])),
-        ("mean reward, first and last fifth", f"{result['reward_first']:.3f}, {result['reward_last']:.3f} ({rise:+.3f})"),
+        (
+            "mean reward, first and last fifth",
+            f"{result['reward_first']:.3f}, {result['reward_last']:.3f} ({rise:+.3f})",
+        ),
         ("largest growth of a process's memory", f"{result['growth']:.3f} times"),
         ("processes left", "0"),
     ]

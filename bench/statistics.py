@@ -18,9 +18,9 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megagrpo.algo.estimators import grpo  # noqa: E402
-from megagrpo.algo.statistics import group_statistics  # noqa: E402
-from megagrpo.mesh import make_mesh  # noqa: E402
+from megagrpo.algo.estimators import grpo
+from megagrpo.algo.statistics import group_statistics
+from megagrpo.mesh import make_mesh
 
 GROUP_SIZE, REPEATS = 8, 40
 SIZES, WORLDS = (4096, 32768), (1, 2, 4)

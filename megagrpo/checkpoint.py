@@ -119,7 +119,9 @@ class PendingSave:
         def publish() -> None:
             _write_json(self.partial / "state.json", self._description)
             rest = sorted(p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written)
-            _write_json(self.partial / "manifest.json", written | {self._name(path): _size_and_crc(path) for path in rest})
+            _write_json(
+                self.partial / "manifest.json", written | {self._name(path): _size_and_crc(path) for path in rest}
+            )
             shutil.rmtree(self.target, ignore_errors=True)
             os.replace(self.partial, self.target)
             finished = _finished(self.target.parent)
@@ -146,7 +148,9 @@ class PendingSave:
         """Collective: if any rank failed, remove the folder and raise LeaderError on every rank."""
         error = ""
         if failure is not None:
-            free_mib = shutil.disk_usage(self.target.parent).free >> 20  # torch's writer does not say that the disk is full
+            free_mib = (
+                shutil.disk_usage(self.target.parent).free >> 20
+            )  # torch's writer does not say that the disk is full
             error = (
                 f"checkpoint {self.target}: rank {self._mesh.rank} could not write, {free_mib} MiB are free there: "
                 f"{type(failure).__name__}: {failure}"
@@ -184,7 +188,9 @@ def check(folder: Path, identity: dict, mesh: Mesh) -> None:
     """
     manifest_file = folder / "manifest.json"
     if not manifest_file.is_file():
-        raise ValueError(f"checkpoint {folder} has no manifest.json: it is not a checkpoint, or its save was interrupted")
+        raise ValueError(
+            f"checkpoint {folder} has no manifest.json: it is not a checkpoint, or its save was interrupted"
+        )
     try:
         manifest = json.loads(manifest_file.read_text())
         saved = json.loads((folder / "state.json").read_text())["identity"]
@@ -198,7 +204,11 @@ def check(folder: Path, identity: dict, mesh: Mesh) -> None:
             raise ValueError(f"checkpoint file {file} has {file.stat().st_size} bytes, its manifest says {size}")
         if _crc(file) != crc:
             raise ValueError(f"checkpoint file {file} is corrupt: its CRC-32 differs from the manifest")
-    different = [f"{key}: checkpoint {saved.get(key)!r}, this run {value!r}" for key, value in identity.items() if saved.get(key) != value]
+    different = [
+        f"{key}: checkpoint {saved.get(key)!r}, this run {value!r}"
+        for key, value in identity.items()
+        if saved.get(key) != value
+    ]
     if different:
         raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(different))
 

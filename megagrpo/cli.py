@@ -5,10 +5,9 @@ import sys
 from pathlib import Path
 
 from megagrpo import __version__
-from megagrpo.config import ExperimentConfig
-from megagrpo.config_load import load_config
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import under_torchrun
-
 
 _KINDS = ("one-job", "het", "one-node")
 
@@ -34,37 +33,58 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if config:
             command.add_argument("config", help="experiment YAML")
-            command.add_argument("--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="override one key")
+            command.add_argument(
+                "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="override one key"
+            )
         return command
 
     add("run", _run, "serve and train on this machine, and clean up")
-    serve = add("serve", _serve, "start the rollout service and watch over it; with --master-addr, this node's part of it")
+    serve = add(
+        "serve", _serve, "start the rollout service and watch over it; with --master-addr, this node's part of it"
+    )
     serve.add_argument("--ray-address", help="join this Ray cluster")
     _add_place(serve, "rollout", 30000)
     train = add("train", _train, "the trainer ranks of one node, against a running service (under torchrun: one rank)")
     train.add_argument("--service", help="URL of the service; default: as it stands in the run folder")
     _add_place(train, "trainer", 29500)
     submit = add("submit", _submit, "run the experiment as a Slurm job")
-    submit.add_argument("--kind", choices=_KINDS, default="one-job", help="first nodes train, last sample | heterogeneous job | one node")
+    submit.add_argument(
+        "--kind",
+        choices=_KINDS,
+        default="one-job",
+        help="first nodes train, last sample | heterogeneous job | one node",
+    )
     submit.add_argument("--trainer-nodes", type=int, default=1)
     submit.add_argument("--rollout-nodes", type=int, default=1)
     submit.add_argument("--gpus-per-node", type=int, help="of every node; default: none is asked for")
     submit.add_argument("--time", help="time limit, as sbatch takes it")
     submit.add_argument("--partition")
-    submit.add_argument("--grace-s", type=int, default=300, help="seconds for the rest of a step and a checkpoint before the limit")
-    submit.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="further option: --sbatch=--account=x")
+    submit.add_argument(
+        "--grace-s", type=int, default=300, help="seconds for the rest of a step and a checkpoint before the limit"
+    )
+    submit.add_argument(
+        "--sbatch", action="append", default=[], metavar="OPTION", help="further option: --sbatch=--account=x"
+    )
     submit.add_argument("--dry-run", action="store_true", help="print the script and sbatch's command line")
     add("sft", _sft, "supervised warm-up with the same actor")
     add("prepare", _prepare, "make the tiny model and data that the experiment asks for")
     add("check", _check, "explain the experiment without starting anything")
-    certify = add("certify", _certify, "prove on a tiny model of this architecture that no layout changes loss or gradients")
-    certify.add_argument("--ranks", type=int, default=2, help="processes on this machine; more of them cover more layouts (default 2)")
-    certify.add_argument("--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit")
+    certify = add(
+        "certify", _certify, "prove on a tiny model of this architecture that no layout changes loss or gradients"
+    )
+    certify.add_argument(
+        "--ranks", type=int, default=2, help="processes on this machine; more of them cover more layouts (default 2)"
+    )
+    certify.add_argument(
+        "--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit"
+    )
     certify.add_argument("--plant", help=argparse.SUPPRESS)  # a fault that must be found, see certify/faults.py
     export = add("export", _export, "write a checkpoint as a Hugging Face model folder")
     export.add_argument("output", help="folder to create")
     export.add_argument("--checkpoint", help="checkpoint folder; default: the latest of the run")
-    replay = add("replay", _replay, "update once more on a dumped batch: of a step that was not finite, or of log.dump_steps")
+    replay = add(
+        "replay", _replay, "update once more on a dumped batch: of a step that was not finite, or of log.dump_steps"
+    )
     replay.add_argument("dump", help="folder dumps/step_N of a run")
     add("report", _report, "summary table and learning curve of a run folder", config=False).add_argument("run_dir")
     status = add("status", _status, "state of the rollout service of a run", config=False)
@@ -82,12 +102,14 @@ def _add_place(parser: argparse.ArgumentParser, kind: str, port: int) -> None:
     parser.add_argument("--nnodes", type=int, default=1, help=f"how many {kind} nodes there are (default 1)")
     parser.add_argument("--node-rank", type=int, default=0, help=f"this {kind} node's number, from 0")
     parser.add_argument("--master-addr", help=f"address of {kind} node 0")
-    parser.add_argument("--master-port", type=int, default=port, help=f"port of {kind} node 0 where the nodes meet (default {port})")
+    parser.add_argument(
+        "--master-port", type=int, default=port, help=f"port of {kind} node 0 where the nodes meet (default {port})"
+    )
     parser.add_argument("--node-addr", help="this node's own address; default: that of the interface towards node 0")
 
 
 def _place(args: argparse.Namespace):
-    from megagrpo.nodes import Node
+    from megagrpo.cluster.nodes import Node
 
     return Node(args.node_rank, args.nnodes, args.node_addr, args.master_addr, args.master_port)
 
@@ -102,7 +124,7 @@ def _config(args: argparse.Namespace) -> ExperimentConfig:
 
 
 def _run(args) -> int:
-    from megagrpo.launcher import run
+    from megagrpo.cluster.machine import run
 
     return run(_config(args))
 
@@ -110,10 +132,10 @@ def _run(args) -> int:
 def _serve(args) -> int:
     config = _config(args)
     if args.master_addr is not None and args.ray_address is None:
-        from megagrpo.nodes import serve_node
+        from megagrpo.cluster.nodes import serve_node
 
         return serve_node(config, _experiment_words(args), _place(args))
-    from megagrpo.rollout.service import serve
+    from megagrpo.rollout.service.server import serve
 
     return serve(config, Path(config.output_dir), args.ray_address)
 
@@ -121,16 +143,18 @@ def _serve(args) -> int:
 def _train(args) -> int:
     config = _config(args)
     if under_torchrun():
-        from megagrpo.trainer import train_main
+        from megagrpo.entrypoints import train_main
 
         return train_main(config, args.service)
-    from megagrpo.nodes import train_node
+    from megagrpo.cluster.nodes import train_node
 
-    return train_node(config, [*_experiment_words(args), *(["--service", args.service] if args.service else [])], _place(args))
+    return train_node(
+        config, [*_experiment_words(args), *(["--service", args.service] if args.service else [])], _place(args)
+    )
 
 
 def _submit(args) -> int:
-    from megagrpo.submit import Request, submit
+    from megagrpo.cluster.submit import Request, submit
 
     names = ("kind", "trainer_nodes", "rollout_nodes", "gpus_per_node", "time", "partition", "grace_s")
     request = Request(**{name: getattr(args, name) for name in names}, options=tuple(args.sbatch))
@@ -143,16 +167,16 @@ def _sft(args) -> int:
     if config.sft is None:
         raise ValueError(f"{args.config} has no sft section: there is no warm-up to run")
     if under_torchrun():
-        from megagrpo.trainer import sft_main
+        from megagrpo.entrypoints import sft_main
 
         return sft_main(config)
-    from megagrpo.launcher import train_ranks
+    from megagrpo.cluster.machine import train_ranks
 
     return train_ranks(config, ["sft"])
 
 
 def _prepare(args) -> int:
-    from megagrpo.data.tiny import prepare
+    from megagrpo.tiny.model import prepare
 
     prepare(_config(args))
     return 0
@@ -176,10 +200,10 @@ def _certify(args) -> int:
 def _export(args) -> int:
     config = _config(args)
     if under_torchrun():
-        from megagrpo.trainer import export_main
+        from megagrpo.entrypoints import export_main
 
         return export_main(config, args.checkpoint, args.output)
-    from megagrpo.launcher import train_ranks
+    from megagrpo.cluster.machine import train_ranks
 
     return train_ranks(config, ["export", args.output, *(["--checkpoint", args.checkpoint] if args.checkpoint else [])])
 
@@ -187,29 +211,29 @@ def _export(args) -> int:
 def _replay(args) -> int:
     config = _config(args)
     if under_torchrun():
-        from megagrpo.trainer import replay_main
+        from megagrpo.entrypoints import replay_main
 
         return replay_main(config, args.dump)
-    from megagrpo.launcher import train_ranks
+    from megagrpo.cluster.machine import train_ranks
 
     return train_ranks(config, ["replay", args.dump])
 
 
 def _report(args) -> int:
-    from megagrpo.report import write_report
+    from megagrpo.monitor.report import write_report
 
     print(write_report(Path(args.run_dir)))
     return 0
 
 
 def _status(args) -> int:
-    from megagrpo.rollout.client import print_status
+    from megagrpo.rollout.control import print_status
 
     return print_status(Path(args.run_dir), args.json)
 
 
 def _engines(args) -> int:
-    from megagrpo.rollout.client import find_service
+    from megagrpo.rollout.control import find_service
 
     if (args.action == "drain") != bool(args.engine):
         raise ValueError("drain wants the name of an engine; add makes the next one, which has no name yet")

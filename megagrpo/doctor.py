@@ -39,7 +39,9 @@ def run_doctor() -> int:
     """Print the table; 0 when everything needed is there, else 1."""
     gpu = _has_gpu()
     findings = [_python(), *package_findings(gpu), *machine_findings(gpu)]
-    table = Table(title=f"megagrpo doctor: {'GPU' if gpu else 'CPU'} machine, {platform.machine()}", title_justify="left")
+    table = Table(
+        title=f"megagrpo doctor: {'GPU' if gpu else 'CPU'} machine, {platform.machine()}", title_justify="left"
+    )
     for heading in ("", "what", "wanted", "found", "remedy"):
         table.add_column(heading, overflow="fold")
     marks = {"ok": "[green]ok[/]", "warning": "[yellow]note[/]", "error": "[red]BAD[/]"}
@@ -55,7 +57,9 @@ def run_doctor() -> int:
 def _python() -> Finding:
     found = platform.python_version()
     enough = tuple(map(int, platform.python_version_tuple()[:2])) >= (3, 11)
-    return Finding("python", ">=3.11", found, "ok" if enough else "error", "" if enough else "install Python 3.11 or later")
+    return Finding(
+        "python", ">=3.11", found, "ok" if enough else "error", "" if enough else "install Python 3.11 or later"
+    )
 
 
 # ---- packages ------------------------------------------------------------------------------------------------------
@@ -68,7 +72,9 @@ def package_findings(gpu: bool) -> list[Finding]:
     extras = ["gpu"] if gpu else ["cpu", _CPU_ENGINE]
     wanted = {canonicalize_name(r.name): r for r in _requirements("megagrpo", extras)}
     shown = [_package_finding(wanted[name]) for name in _SHOWN if name in wanted]
-    bare = set() if gpu else {canonicalize_name(r.name) for r in _requirements("megagrpo", [_CPU_ENGINE], only_extra=True)}
+    bare = (
+        set() if gpu else {canonicalize_name(r.name) for r in _requirements("megagrpo", [_CPU_ENGINE], only_extra=True)}
+    )
     num_met, unmet = 0, []
     for owner, requirement in _closure("megagrpo", extras, bare):
         finding = _package_finding(requirement)
@@ -98,7 +104,10 @@ def _torch_build(gpu: bool) -> Finding:
     match = re.search(r"^cuda\b.*= ['\"]([\d.]+)['\"]", version_file.read_text(), re.MULTILINE)
     found = f"CUDA {match[1]}" if match else "CPU only"
     clash = gpu and match is None
-    remedy = "this torch cannot use the GPU: remove the environment, take PyTorch's CUDA build out of reach of CPU indexes, " + _INSTALL
+    remedy = (
+        "this torch cannot use the GPU: remove the environment, take PyTorch's CUDA build out of reach of CPU indexes, "
+        + _INSTALL
+    )
     return Finding("torch build", wanted, found, "error" if clash else "ok", remedy if clash else "")
 
 
@@ -114,7 +123,9 @@ def _requirements(name: str, extras: list[str], only_extra: bool = False) -> Ite
     for text in importlib.metadata.requires(name) or []:
         requirement = Requirement(text)
         always = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if always and not only_extra or not always and any(requirement.marker.evaluate({"extra": e}) for e in extras):
+        if (always and not only_extra) or (
+            not always and any(requirement.marker.evaluate({"extra": e}) for e in extras)
+        ):
             yield requirement
 
 
@@ -145,10 +156,33 @@ def machine_findings(gpu: bool) -> list[Finding]:
     return [
         _at_least("free memory", memory, 6 * _GIB, 4 * _GIB, "fewer actor ranks or engines, or a larger machine"),
         _at_least("free disk here", disk, 10 * _GIB, 2 * _GIB, "free some, or set output_dir to a larger disk"),
-        _at_least("free /dev/shm", shared, 1 * _GIB, _GIB // 16, "mount -o remount,size=4G /dev/shm (docker: --shm-size=4g)"),
-        _judge("CPU cores", "2", str(psutil.cpu_count()), psutil.cpu_count() >= 2, "warning", "everything shares one core: slow"),
-        _judge("open files", "4096", open_files, enough_files, "warning", f"ulimit -n {hard if 0 < hard < 65536 else 65536}"),
-        _judge("C++ compiler", compiler_use, compiler or "none", bool(compiler), "error" if gpu else "warning", "apt-get install g++"),
+        _at_least(
+            "free /dev/shm", shared, 1 * _GIB, _GIB // 16, "mount -o remount,size=4G /dev/shm (docker: --shm-size=4g)"
+        ),
+        _judge(
+            "CPU cores",
+            "2",
+            str(psutil.cpu_count()),
+            psutil.cpu_count() >= 2,
+            "warning",
+            "everything shares one core: slow",
+        ),
+        _judge(
+            "open files",
+            "4096",
+            open_files,
+            enough_files,
+            "warning",
+            f"ulimit -n {hard if 0 < hard < 65536 else 65536}",
+        ),
+        _judge(
+            "C++ compiler",
+            compiler_use,
+            compiler or "none",
+            bool(compiler),
+            "error" if gpu else "warning",
+            "apt-get install g++",
+        ),
         _loopback(),
     ]
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from math import comb
 
-from megagrpo.metrics import Metrics
-from megagrpo.setup import Run
+from megagrpo.monitor.metrics import Metrics
+from megagrpo.run import Run
 from megagrpo.types import RolloutGroup
 
 
@@ -29,7 +29,9 @@ def evaluation_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], num_sam
     metrics.add_mean("eval/accuracy", sum(flat), len(flat))
     metrics.add_mean("eval/unscored_fraction", sum(not o.ok for g in groups for o in g.outcomes), len(flat))
     metrics.add_mean("eval/length_mean", sum(len(s.token_ids) for g in groups for s in g.samples), len(flat))
-    metrics.add_mean("eval/truncated_fraction", sum(s.finish_reason == "length" for g in groups for s in g.samples), len(flat))
+    metrics.add_mean(
+        "eval/truncated_fraction", sum(s.finish_reason == "length" for g in groups for s in g.samples), len(flat)
+    )
     if num_samples > 1:
         passed = sum(pass_at_k(len(group), sum(s >= 1 for s in group), num_samples) for group in scores)
         metrics.add_mean("eval/pass_at_k", passed, len(scores))

@@ -4,11 +4,11 @@ import json
 import math
 from pathlib import Path
 
-from megagrpo.config import DataConfig, ExperimentConfig, ParallelConfig
+from megagrpo.config.schema import DataConfig, ExperimentConfig, ParallelConfig
 from megagrpo.data.prompts import read_rows
-from megagrpo.data.tiny_config import hf_config as tiny_hf_config
 from megagrpo.rewards.graders import load_grader
 from megagrpo.rollout.tools import load_tool
+from megagrpo.tiny.description import hf_config as tiny_hf_config
 
 _FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _MAX_RANK_ROWS = 32
@@ -18,7 +18,14 @@ def explain(config: ExperimentConfig) -> str:
     """Layout, one step's sizes, engines, memory and schedules as text, ending with every problem that `preflight` finds."""
     hf = model_description(config)
     title = f"{config.name}: {config.train.num_steps} steps into {config.output_dir}, seed {config.seed}"
-    parts = [_model(config, hf), _layout(config), _step(config), _rollout(config), _memory(config, hf), _schedule(config)]
+    parts = [
+        _model(config, hf),
+        _layout(config),
+        _step(config),
+        _rollout(config),
+        _memory(config, hf),
+        _schedule(config),
+    ]
     problems = preflight(config)
     verdict = [f"PROBLEMS ({len(problems)})", *(f"  {p}" for p in problems)] if problems else ["no problems found"]
     return "\n\n".join("\n".join(lines) for lines in ([title], *parts, verdict))
@@ -29,7 +36,9 @@ def preflight(config: ExperimentConfig) -> list[str]:
     problems = _missing_files(config) + _broken_lines(config) + _function_problems(config)
     hf = model_description(config)
     if hf is not None:
-        problems += check_against_model(config, hf, _largest_token_id(Path(config.model.tokenizer or config.model.path)))
+        problems += check_against_model(
+            config, hf, _largest_token_id(Path(config.model.tokenizer or config.model.path))
+        )
     return problems
 
 
@@ -52,7 +61,11 @@ def check_against_model(config: ExperimentConfig, hf_config: dict, largest_token
     family = hf_config.get("model_type")
     if family not in _FAMILIES:
         return [f"model.path: model_type {family!r} is not supported; supported: {', '.join(_FAMILIES)}"]
-    problems = [*_actor_problems(config, hf_config), *_engine_problems(config, hf_config), *_length_problems(config, hf_config)]
+    problems = [
+        *_actor_problems(config, hf_config),
+        *_engine_problems(config, hf_config),
+        *_length_problems(config, hf_config),
+    ]
     if largest_token_id is not None and largest_token_id >= hf_config["vocab_size"]:
         problems.append(
             f"model.tokenizer has token id {largest_token_id}, but the model only {hf_config['vocab_size']} embeddings (vocab_size)"
@@ -110,7 +123,10 @@ def _actor_problems(config: ExperimentConfig, hf: dict) -> list[str]:
     if not uneven:
         rules.append(("num_hidden_layers", hf["num_hidden_layers"], "pp x vpp", p.pp * p.vpp))
     if experts:
-        rules += [("num_experts", experts, "ep", p.ep), ("moe_intermediate_size", hf["moe_intermediate_size"], "etp", p.etp)]
+        rules += [
+            ("num_experts", experts, "ep", p.ep),
+            ("moe_intermediate_size", hf["moe_intermediate_size"], "etp", p.etp),
+        ]
     else:
         rules.append(("intermediate_size", hf["intermediate_size"], "tp", p.tp))
     problems = [
@@ -135,11 +151,17 @@ def _engine_problems(config: ExperimentConfig, hf: dict) -> list[str]:
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", hf["num_attention_heads"])
     problems = []
     if heads % tp:
-        problems.append(f"rollout.tp = {tp} does not divide the model's num_attention_heads = {heads}; it may be {_divisors(heads, tp)}")
+        problems.append(
+            f"rollout.tp = {tp} does not divide the model's num_attention_heads = {heads}; it may be {_divisors(heads, tp)}"
+        )
     if kv_heads % tp and tp % kv_heads:
-        problems.append(f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's num_key_value_heads = {kv_heads}")
+        problems.append(
+            f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's num_key_value_heads = {kv_heads}"
+        )
     if experts and experts % ep:
-        problems.append(f"rollout.ep = {ep} does not divide the model's num_experts = {experts}; it may be {_divisors(experts, ep)}")
+        problems.append(
+            f"rollout.ep = {ep} does not divide the model's num_experts = {experts}; it may be {_divisors(experts, ep)}"
+        )
     if ep > 1 and not experts:
         problems.append(f"rollout.ep = {ep}, but a {hf['model_type']} model has no experts; ep must be 1")
     return problems
@@ -150,9 +172,13 @@ def _length_problems(config: ExperimentConfig, hf: dict) -> list[str]:
     cache = config.rollout.max_total_tokens
     for section, length in _longest(config).items():
         if length > hf["max_position_embeddings"]:
-            problems.append(f"{section}: up to {length} tokens, but the model has {hf['max_position_embeddings']} positions")
+            problems.append(
+                f"{section}: up to {length} tokens, but the model has {hf['max_position_embeddings']} positions"
+            )
         if cache is not None and length > cache:
-            problems.append(f"{section}: up to {length} tokens, but an engine's cache holds {cache} (rollout.max_total_tokens)")
+            problems.append(
+                f"{section}: up to {length} tokens, but an engine's cache holds {cache} (rollout.max_total_tokens)"
+            )
     return problems
 
 
@@ -166,7 +192,11 @@ def _missing_files(config: ExperimentConfig) -> list[str]:
         wanted |= {"sft.model": config.sft.model, "sft.data.path": config.sft.data.path}
     if config.checkpoint.load is not None and not any(Path(config.output_dir, "checkpoints").glob("step_*")):
         wanted["checkpoint.load"] = config.checkpoint.load
-    problems = [f"{key}: {path} does not exist" for key, path in wanted.items() if not Path(path).exists() and not _is_made(config, path)]
+    problems = [
+        f"{key}: {path} does not exist"
+        for key, path in wanted.items()
+        if not Path(path).exists() and not _is_made(config, path)
+    ]
     if Path(config.model.path).is_dir() and not (Path(config.model.path) / "config.json").is_file():
         problems.append(f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model folder")
     return problems
@@ -204,7 +234,9 @@ def _is_made(config: ExperimentConfig, path: str) -> bool:
     prepare = config.prepare
     if prepare is None:
         return False
-    model_made = prepare.model is not None and (path == prepare.model.path or (config.sft is not None and path == config.model.path))
+    model_made = prepare.model is not None and (
+        path == prepare.model.path or (config.sft is not None and path == config.model.path)
+    )
     data_made = prepare.dataset is not None and Path(path).parent == Path(prepare.dataset.folder)
     return model_made or (data_made and Path(path).name in ("sft.jsonl", "train.jsonl", "eval.jsonl"))
 
@@ -227,7 +259,11 @@ def _model(config: ExperimentConfig, hf: dict | None) -> list[str]:
     if hf is None:
         return [f"model      {config.model.path} (no config.json there)"]
     dense, expert = parameter_counts(hf)
-    there = "" if Path(config.model.path).exists() else ", not there yet: made by megagrpo prepare" + (" and sft" if config.sft else "")
+    there = (
+        ""
+        if Path(config.model.path).exists()
+        else ", not there yet: made by megagrpo prepare" + (" and sft" if config.sft else "")
+    )
     active = f", {_count(dense + expert * hf['num_experts_per_tok'] // _num_experts(hf))} active" if expert else ""
     algorithm = config.algorithm
     off_policy = algorithm.loss.name == "gpg" and config.train.num_updates_per_step > 1
@@ -237,7 +273,11 @@ def _model(config: ExperimentConfig, hf: dict | None) -> list[str]:
         f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, {algorithm.aggregation}; {reference}",
         f"  loss     {algorithm.formula}",
         *(f"  ADVICE   {text}" for text in algorithm.advice),
-        *(["  ADVICE   loss gpg has no importance ratio: it takes every update of a step for the first"] if off_policy else []),
+        *(
+            ["  ADVICE   loss gpg has no importance ratio: it takes every update of a step for the first"]
+            if off_policy
+            else []
+        ),
     ]
 
 
@@ -267,7 +307,9 @@ def _step(config: ExperimentConfig) -> list[str]:
     samples, updates, dp = train.num_prompts_per_step * train.group_size, train.num_updates_per_step, actor.dp
     longest = _longest(config)["data"]
     per_rank = math.ceil(samples / updates / dp)
-    at_most = per_rank if longest > actor.micro_batch_tokens else math.ceil(per_rank / (actor.micro_batch_tokens // longest))
+    at_most = (
+        per_rank if longest > actor.micro_batch_tokens else math.ceil(per_rank / (actor.micro_batch_tokens // longest))
+    )
     shares = sorted({train.num_prompts_per_step // dp, math.ceil(train.num_prompts_per_step / dp)})
     lines = [
         f"a step     {train.num_prompts_per_step} prompts x {train.group_size} samples = {samples} samples",
@@ -279,7 +321,9 @@ def _step(config: ExperimentConfig) -> list[str]:
         f"a rank has about {per_rank} samples an update, in at most about {at_most}",
     ]
     if longest > actor.micro_batch_tokens:
-        lines.append(f"  note: a sample longer than micro_batch_tokens ({actor.micro_batch_tokens}) gets a micro-batch of its own")
+        lines.append(
+            f"  note: a sample longer than micro_batch_tokens ({actor.micro_batch_tokens}) gets a micro-batch of its own"
+        )
     lines.append(f"the run    {train.num_steps * updates} optimiser updates, {train.num_steps * samples:,} samples")
     return lines
 
@@ -295,7 +339,11 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         f"  {at_once} samples at once, so a step's {samples} come in {math.ceil(samples / at_once)} waves at best",
         f"  reward     {config.reward.grader} in {config.reward.workers} processes a leader, {config.reward.timeout_s:g} s a response"
         + (", SHUFFLED over the samples (control experiment)" if config.reward.shuffle else ""),
-        *([f"  tool       {tool.function}, asked at {tool.call_end!r}, at most {tool.max_turns} turns a response"] if tool else []),
+        *(
+            [f"  tool       {tool.function}, asked at {tool.call_end!r}, at most {tool.max_turns} turns a response"]
+            if tool
+            else []
+        ),
         f"  weights    {config.weights.transport} to every engine after each step, verified by digest",
     ]
     if config.weights.timeout_s <= r.start_timeout_s:
@@ -336,9 +384,14 @@ def _schedule(config: ExperimentConfig) -> list[str]:
         lines = ["evaluation none"]
     else:
         how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
-        lines = [f"evaluation {e.data.path}, {e.num_samples} samples a prompt, {how}: first, every {e.every} steps, last"]
+        lines = [
+            f"evaluation {e.data.path}, {e.num_samples} samples a prompt, {how}: first, every {e.every} steps, last"
+        ]
     when = f"every {c.every} steps and" if c.every else "only"
-    lines.append(f"checkpoint {when} at the end, {c.keep} kept, resume {c.resume}" + (", in the background" if c.asynchronous else ""))
+    lines.append(
+        f"checkpoint {when} at the end, {c.keep} kept, resume {c.resume}"
+        + (", in the background" if c.asynchronous else "")
+    )
     if not c.every:
         lines.append("  ADVICE   checkpoint.every 0: when a rank is lost, the run begins again at its first step")
     return lines

@@ -14,7 +14,14 @@ from torch import Tensor
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
+_DTYPES |= {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class HfFolder(Mapping[str, Tensor]):
@@ -26,19 +33,27 @@ class HfFolder(Mapping[str, Tensor]):
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_dir():
-            raise ValueError(f"{self.path}: no such folder; expected an HF checkpoint with config.json and *.safetensors")
+            raise ValueError(
+                f"{self.path}: no such folder; expected an HF checkpoint with config.json and *.safetensors"
+            )
         self._files: dict[str, object] = {}
-        self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # name -> shape and dtype, read from the headers
+        self.specs: dict[
+            str, tuple[tuple[int, ...], torch.dtype]
+        ] = {}  # name -> shape and dtype, read from the headers
         self._file_of: dict[str, str] = {}
         for file, names in self._layout().items():
             handle = self._open(file)
             missing = set(names or ()) - set(handle.keys())
             if missing:
-                raise ValueError(f"{self.path / file}: lacks {sorted(missing)[0]} ({len(missing)} in all) that {INDEX} names")
+                raise ValueError(
+                    f"{self.path / file}: lacks {sorted(missing)[0]} ({len(missing)} in all) that {INDEX} names"
+                )
             for name in names or handle.keys():
                 part = handle.get_slice(name)
                 if part.get_dtype() not in _DTYPES:
-                    raise ValueError(f"{self.path / file}: tensor {name} has dtype {part.get_dtype()}, which is not supported")
+                    raise ValueError(
+                        f"{self.path / file}: tensor {name} has dtype {part.get_dtype()}, which is not supported"
+                    )
                 self.specs[name] = (tuple(part.get_shape()), _DTYPES[part.get_dtype()])
                 self._file_of[name] = file
 
@@ -79,7 +94,9 @@ class HfFolder(Mapping[str, Tensor]):
         return len(self.specs)
 
 
-def write_hf_folder(target: str | Path, tensors: Iterator[dict[str, Tensor]], like: str | Path, dtype: torch.dtype) -> int:
+def write_hf_folder(
+    target: str | Path, tensors: Iterator[dict[str, Tensor]], like: str | Path, dtype: torch.dtype
+) -> int:
     """Write an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
 
     It is written beside `target` and renamed when complete and on disk: `target` is whole or absent, and an older one is
@@ -139,7 +156,11 @@ def _copy_description(like: Path, folder: Path, dtype: torch.dtype) -> None:
     if not (like / "config.json").exists():
         raise ValueError(f"{like / 'config.json'}: missing; it describes the checkpoint to be written")
     for file in like.iterdir():
-        if file.is_file() and file.suffix not in {".safetensors", ".bin", ".pt", ".pth"} and not file.name.endswith(".index.json"):
+        if (
+            file.is_file()
+            and file.suffix not in {".safetensors", ".bin", ".pt", ".pth"}
+            and not file.name.endswith(".index.json")
+        ):
             shutil.copyfile(file, folder / file.name)
     config = json.loads((like / "config.json").read_text())
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:

@@ -113,6 +113,25 @@ class Mesh:
         dist.broadcast_object_list(box, src=self.leader, group=self.replica_group, device=torch.device("cpu"))
         return box[0]
 
+    def from_main(self, make: Callable[[], T], what: str) -> T:
+        """Runs `make` on rank 0 and gives its result to every rank. Collective over the world.
+
+        Raises LeaderError on every rank when it failed there; `what` says in its message what was being done.
+        """
+        value, error = None, ""
+        if self.is_main:
+            try:
+                value = make()
+            except Exception as exc:
+                traceback.print_exc()  # for rank 0's log; the others need the reason
+                error = f"rank 0, {what}: {type(exc).__name__}: {exc}"
+        self.raise_any(error)
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
     def raise_any(self, error: str) -> None:
         """Collective over the world: raise LeaderError everywhere if any rank passes a non-empty text."""
         found = list(dict.fromkeys(text for text in self.gather_world(error) if text))  # what all found is said once

@@ -31,7 +31,10 @@ def spawn(
 
     def die_with_parent() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal))
-        for number in (signal.SIGUSR1, signal.SIGUSR2):  # said to a launcher; some Slurms say it to all that it started, too
+        for number in (
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+        ):  # said to a launcher; some Slurms say it to all that it started, too
             signal.signal(number, signal.SIG_IGN)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)

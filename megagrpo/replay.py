@@ -1,8 +1,8 @@
 """A step's batch on disk, and what `megagrpo replay` makes of it: kept when an update was not finite, or when asked.
 
-    run/dumps/step_000012/   named like the step's entry in metrics.jsonl: an update of weights 11
-        dp_0.pt ...          the tensors of one data-parallel rank's Batch, advantages included
-        step.json            weight version, algorithm with its present KL coefficient, metrics; written last
+run/dumps/step_000012/   named like the step's entry in metrics.jsonl: an update of weights 11
+    dp_0.pt ...          the tensors of one data-parallel rank's Batch, advantages included
+    step.json            weight version, algorithm with its present KL coefficient, metrics; written last
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megagrpo.config_algorithm import AlgorithmConfig
+from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch
 
@@ -23,7 +23,9 @@ def dump_folder(run_dir: Path, step: int) -> Path:
     return run_dir / "dumps" / f"step_{step:06d}"
 
 
-def write_dump(folder: Path, batch: Batch, algorithm: AlgorithmConfig, weight_version: int, values: dict[str, float], mesh: Mesh) -> None:
+def write_dump(
+    folder: Path, batch: Batch, algorithm: AlgorithmConfig, weight_version: int, values: dict[str, float], mesh: Mesh
+) -> None:
     """Collective. Keep a batch that is about to be, or was, trained on; LeaderError on every rank when it cannot be written."""
 
     def write() -> None:
@@ -71,7 +73,11 @@ def read_dump(folder: Path) -> Dump:
 
 def compare(dump: Dump, values: dict[str, float], version: int, source: str | Path) -> str:
     """Then and now, side by side, with the weights that were used."""
-    other = "" if version == dump.weight_version else f"; the step itself was made from version {dump.weight_version}: figures differ"
+    other = (
+        ""
+        if version == dump.weight_version
+        else f"; the step itself was made from version {dump.weight_version}: figures differ"
+    )
     lines = [f"weights of version {version} ({source}){other}", f"{'':32}{'then':>24}{'now':>24}"]
     for name, value in sorted(values.items()):
         then = dump.values.get(name)

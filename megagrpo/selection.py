@@ -12,21 +12,29 @@ import torch
 
 from megagrpo.algo.dynamic_sampling import Selection, select_groups
 from megagrpo.algo.reward_shaping import overlong_penalty
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig, TrainConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, RunStopped
-from megagrpo.metrics import Metrics
+from megagrpo.monitor.metrics import Metrics
 from megagrpo.types import Prompt, RolloutGroup, TrainState
 
 Refresh = Callable[[Sequence[str]], None]
 
 
 class Source(Protocol):
-    def next(self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int) -> list[RolloutGroup]: ...
+    def next(
+        self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int
+    ) -> list[RolloutGroup]: ...
 
 
 def next_groups(
-    source: Source, prompts: PromptSet, state: TrainState, config: ExperimentConfig, mesh: Mesh, refresh: Refresh, metrics: Metrics
+    source: Source,
+    prompts: PromptSet,
+    state: TrainState,
+    config: ExperimentConfig,
+    mesh: Mesh,
+    refresh: Refresh,
+    metrics: Metrics,
 ) -> list[RolloutGroup]:
     """This rank's groups of the step, their ids dense over all ranks. Moves state.data_cursor; collective over the world.
 
@@ -55,7 +63,9 @@ def next_groups(
 
 def gather_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
     """On the main rank the surplus of all ranks, by group id, for a checkpoint. Collective over data-parallel ranks."""
-    return sorted((group for part in mesh.gather_main(list(surplus)) for group in part), key=lambda group: group.group_id)
+    return sorted(
+        (group for part in mesh.gather_main(list(surplus)) for group in part), key=lambda group: group.group_id
+    )
 
 
 def deal_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
@@ -73,7 +83,9 @@ def _select(held: Sequence[RolloutGroup], num_held: int, config: ExperimentConfi
         lengths = torch.tensor([len(sample.token_ids) for _, sample, _ in rows], dtype=torch.int64)
         metric += overlong_penalty(lengths, config.sampling.max_response_tokens, algorithm.reward.overlong)
     ids = torch.tensor([group.group_id for group, *_ in rows], dtype=torch.int64)
-    valid = torch.tensor([outcome.ok and (g.greedy_outcome is None or g.greedy_outcome.ok) for g, _, outcome in rows], dtype=torch.bool)
+    valid = torch.tensor(
+        [outcome.ok and (g.greedy_outcome is None or g.greedy_outcome.ok) for g, _, outcome in rows], dtype=torch.bool
+    )
     metric, ids, valid = (tensor.to(mesh.device) for tensor in (metric, ids, valid))
     return select_groups(metric, ids, num_held, valid, config.train.num_prompts_per_step, mesh.reduce)
 
@@ -96,7 +108,9 @@ def _measure(metrics: Metrics, held: Sequence[RolloutGroup], carried: int, attem
     metrics.add_mean("dynamic_sampling/generated_reward_mean", sum(values), len(values))
 
 
-def _too_few(held: Sequence[RolloutGroup], num_held: int, selection: Selection, config: ExperimentConfig, mesh: Mesh) -> str:
+def _too_few(
+    held: Sequence[RolloutGroup], num_held: int, selection: Selection, config: ExperimentConfig, mesh: Mesh
+) -> str:
     options, wanted = config.algorithm.dynamic_sampling, config.train.num_prompts_per_step
     outcomes = [outcome for group in held for outcome in group.outcomes]
     scored, total = (_total(n, mesh) for n in (sum(outcome.ok for outcome in outcomes), len(outcomes)))
@@ -110,3 +124,33 @@ def _too_few(held: Sequence[RolloutGroup], num_held: int, selection: Selection, 
 
 def _total(number: int, mesh: Mesh) -> int:
     return int(mesh.reduce(torch.tensor(number, device=mesh.device), "sum"))
+
+
+def rollout_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh, train: TrainConfig) -> None:
+    """Add response lengths, truncation and grader failures. Collective over data-parallel ranks.
+
+    Raises RuntimeError on every rank when more than train.max_bad_fraction of the step's rewards are errors or timeouts.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    lengths = [len(sample.token_ids) for sample in samples]
+    metrics.add_mean("response/length_mean", sum(lengths), len(samples))
+    metrics.add_max("response/length_max", max(lengths, default=0))
+    metrics.add_mean("response/truncated_fraction", sum(s.finish_reason == "length" for s in samples), len(samples))
+    masks = [
+        sample.loss_mask for sample in samples if sample.loss_mask is not None
+    ]  # of responses that may call a tool
+    metrics.add_mean("response/tool_token_fraction", sum(mask.count(0) for mask in masks), sum(map(len, masks)))
+    metrics.add_mean("response/tool_use_fraction", sum(0 in mask for mask in masks), len(masks))
+    errors = [o for o in outcomes if o.status == "error"]
+    timeouts = [o for o in outcomes if o.status == "timeout"]
+    metrics.add_mean("reward/error_fraction", len(errors), len(samples))
+    metrics.add_mean("reward/timeout_fraction", len(timeouts), len(samples))
+    parts = mesh.gather_dp((len(errors), len(timeouts), len(samples), errors[0].detail if errors else ""))
+    bad, total = sum(e + t for e, t, _, _ in parts), sum(n for _, _, n, _ in parts)
+    if bad > train.max_bad_fraction * total:
+        detail = next((text for *_, text in parts if text), "timeouts")
+        raise RunStopped(
+            f"{bad} of {total} rewards of this step are errors or timeouts, more than train.max_bad_fraction "
+            f"{train.max_bad_fraction}; first: {detail}"
+        )

@@ -6,13 +6,13 @@ from pathlib import Path
 from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.step import likelihood_step
-from megagrpo.actor_weights import export_hf, load_initial_weights
-from megagrpo.config import ExperimentConfig
-from megagrpo.console import StepConsole
-from megagrpo.data.batch import build_batch
+from megagrpo.batching.batch import build_batch
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer, where
-from megagrpo.metrics import StepLog
+from megagrpo.monitor.console import StepConsole
+from megagrpo.monitor.metrics import StepLog
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 
 _DECAY = 0.95  # of the running mean of the loss: about the last 20 steps
 
@@ -37,7 +37,9 @@ def sft(config: ExperimentConfig) -> None:
             values = likelihood_step(actor, _supervised_batch(chosen, tokenizer, mesh))
             loss = values["loss/total"]  # all-reduced: every rank stops at the same step
             running = loss if running is None else _DECAY * running + (1 - _DECAY) * loss
-            done = step + 1 == options.num_steps or (options.stop_at_loss is not None and running < options.stop_at_loss)
+            done = step + 1 == options.num_steps or (
+                options.stop_at_loss is not None and running < options.stop_at_loss
+            )
             if mesh.is_main:
                 log.write(step + 1, values | {"loss/running": running})
                 if (step + 1) % 10 == 0 or done:
@@ -56,7 +58,9 @@ def _check_answers(prompts: Sequence[Prompt], tokenizer, path: Path) -> None:
     token_ids = tokenizer([prompt.answer for prompt in prompts], add_special_tokens=False)["input_ids"]
     for prompt, ids in zip(prompts, token_ids, strict=True):
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-            raise ValueError(f"{where(path, prompt.id)}: the tokenizer does not know every character of {prompt.answer!r:.80}")
+            raise ValueError(
+                f"{where(path, prompt.id)}: the tokenizer does not know every character of {prompt.answer!r:.80}"
+            )
 
 
 def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:

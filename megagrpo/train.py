@@ -3,10 +3,10 @@
 from megagrpo.actor.step import update, with_logprobs
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.reward_shaping import with_current_kl_coef
-from megagrpo.data.batch import build_batch, shuffle_rewards
+from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.evaluation import evaluate
-from megagrpo.metrics import Metrics, StepTimer
-from megagrpo.setup import Run
+from megagrpo.monitor.metrics import Metrics, StepTimer
+from megagrpo.run import Run
 
 
 def train(run: Run) -> None:
@@ -31,7 +31,9 @@ def train(run: Run) -> None:
         algorithm = with_current_kl_coef(config.algorithm, state.algo_state)
         with timer.phase("logprobs"):
             old = num_updates > 1 or algorithm.needs_old_logprobs
-            batch = with_logprobs(actor, batch, temperature, old, algorithm.kl.estimator if algorithm.uses_reference else None)
+            batch = with_logprobs(
+                actor, batch, temperature, old, algorithm.kl.estimator if algorithm.uses_reference else None
+            )
         batch, values = with_advantages(batch, algorithm, mesh.reduce, state.algo_state, max_tokens)  # the all-reduce
         with timer.phase("update"):
             values |= update(actor, batch, algorithm, temperature, max_tokens, num_updates)

@@ -60,6 +60,24 @@ class RolloutGroup:
 
 
 @dataclass(frozen=True)
+class EngineInfo:
+    """One engine as the rollout service describes it. It answers in the states "stale" (unverified weights) and "ready" only."""
+
+    id: str
+    url: str  # of its HTTP server; "" while starting
+    state: str  # starting | stale | ready | draining | dead
+    weight_version: int | None  # verified by a trainer
+    incarnation: int  # counts its starts
+    restarts: int
+    pid: int
+    reason: str  # of its last death
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ("stale", "ready")
+
+
+@dataclass(frozen=True)
 class ReferenceStates:
     """What the exact KL needs of the reference model: last hidden states of this rank's trained positions. Empty before the last stage."""
 

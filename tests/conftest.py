@@ -21,7 +21,9 @@ hypothesis.settings.load_profile("project")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--figures", action="store_true", help="write what the tests measure to bench/results, for the README")
+    parser.addoption(
+        "--figures", action="store_true", help="write what the tests measure to bench/results, for the README"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,9 +54,15 @@ def processes_of_session() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            ours = process.pid != os.getpid() and process.environ().get(SESSION_VARIABLE) == os.environ[SESSION_VARIABLE]
+            ours = (
+                process.pid != os.getpid() and process.environ().get(SESSION_VARIABLE) == os.environ[SESSION_VARIABLE]
+            )
             # multiprocessing's tracker belongs to this process and ends with it.
-            if ours and process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(process.cmdline()):
+            if (
+                ours
+                and process.status() != psutil.STATUS_ZOMBIE
+                and "resource_tracker" not in " ".join(process.cmdline())
+            ):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-NO_WORKERS = {"error": {"type": "Service Unavailable", "code": "no_available_workers", "message": "No available workers"}}
+NO_WORKERS = {
+    "error": {"type": "Service Unavailable", "code": "no_available_workers", "message": "No available workers"}
+}
 
 
 @dataclass
@@ -29,7 +31,9 @@ class FakeService:
         verified = self.version if self.state == "ready" else None
         engine = {"id": "engine-0", "url": self.url, "state": self.state, "weight_version": verified, "incarnation": 1}
         engine |= {"restarts": 0, "pid": 1, "reason": ""}
-        return web.json_response({"router": self.url, "failed": self.failed, "lost_hosts": self.lost_hosts, "engines": [engine]})
+        return web.json_response(
+            {"router": self.url, "failed": self.failed, "lost_hosts": self.lost_hosts, "engines": [engine]}
+        )
 
     async def ready(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -21,7 +21,9 @@ class PackedSequences(PackedSeqParams):
 
     query_at: tuple[Tensor, Tensor] | None = None  # sequence and place [T / cp] of this rank's tokens
     key_at: tuple[Tensor, Tensor] | None = None  # sequence and position [T] of all ranks' tokens, rank after rank
-    query_position: Tensor | None = None  # [k, longest / cp] under context parallelism: positions in the whole sequences
+    query_position: Tensor | None = (
+        None  # [k, longest / cp] under context parallelism: positions in the whole sequences
+    )
 
     @staticmethod
     def make(cu_seqlens: Tensor, max_seqlen: int) -> "PackedSequences":
@@ -58,18 +60,31 @@ def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_siz
 class CausalAttention(torch.nn.Module):
     """softmax(q k^T scale) v with a causal mask inside each sequence; grouped key/value heads."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, cp_comm_type=None, softmax_scale=None, pg_collection=None):
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        cp_comm_type=None,
+        softmax_scale=None,
+        pg_collection=None,
+    ):
         super().__init__()
         self.scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self.cp_size = config.context_parallel_size
 
-    def forward(self, query, key, value, attention_mask, /, *, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+    def forward(
+        self, query, key, value, attention_mask, /, *, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+    ):
         """Padded: q [s, b, heads, d], k and v [s, b, groups, d] -> [s, b, heads d]. Packed: no b -> [T, heads d].
 
         s and T are this context rank's. Padding is at the right, so the causal mask alone keeps it away from real tokens.
         """
         if self.cp_size > 1:
-            key, value = (gather_from_sequence_parallel_region(t, group=mpu.get_context_parallel_group()) for t in (key, value))
+            key, value = (
+                gather_from_sequence_parallel_region(t, group=mpu.get_context_parallel_group()) for t in (key, value)
+            )
         if packed_seq_params is None:
             return self._padded(query, key, value)
         if self.cp_size == 1 and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
@@ -81,7 +96,9 @@ class CausalAttention(torch.nn.Module):
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:  # written out: the grouped form has no fused kernel on every device
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
+        )
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = None
@@ -95,7 +112,9 @@ class CausalAttention(torch.nn.Module):
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         sequences, longest = len(packed.cu_seqlens_q) - 1, packed.max_seqlen_q
 
-        def grid(flat: Tensor, places: int, where: tuple[Tensor, Tensor]) -> Tensor:  # [T, heads, d] -> [k, heads, places, d]
+        def grid(
+            flat: Tensor, places: int, where: tuple[Tensor, Tensor]
+        ) -> Tensor:  # [T, heads, d] -> [k, heads, places, d]
             return flat.new_zeros(sequences, places, *flat.shape[1:]).index_put(where, flat).transpose(1, 2)
 
         mask = None
@@ -110,5 +129,7 @@ class CausalAttention(torch.nn.Module):
 
         cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         causal = (-1, 0)  # all of the past, nothing of the future
-        out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal, enable_gqa=True)
+        out = varlen_attn(
+            query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal, enable_gqa=True
+        )
         return out.flatten(1)

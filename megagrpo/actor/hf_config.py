@@ -8,10 +8,15 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from megagrpo.config import ActorConfig
+from megagrpo.config.schema import ActorConfig
 
 # the constants of Megatron's own llama3 scaling; only the factor is free
-_LLAMA3_SCALING = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -48,7 +53,9 @@ class Architecture:
         """Sequence length at which causal attention's products (queries with keys, weights with values) cost as much as all others."""
         heads = self.num_heads * self.head_dim
         projections = 2 * self.hidden_size * (heads + self.num_kv_heads * self.head_dim)
-        feed_forward = 3 * self.hidden_size * (self.experts_per_token * self.expert_ffn_size if self.is_moe else self.ffn_size)
+        feed_forward = (
+            3 * self.hidden_size * (self.experts_per_token * self.expert_ffn_size if self.is_moe else self.ffn_size)
+        )
         # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on average
         per_layer = projections + feed_forward + self.hidden_size * self.vocab_size // self.num_layers
         return max(per_layer // heads, 1)
@@ -66,12 +73,16 @@ def read_architecture(folder: str | Path) -> Architecture:
     rope = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
     if scaling and {key: scaling.get(key) for key in _LLAMA3_SCALING} != _LLAMA3_SCALING:
-        raise ValueError(f"{path}: rope scaling {scaling} is not supported; supported: none, or {_LLAMA3_SCALING} with any factor")
+        raise ValueError(
+            f"{path}: rope scaling {scaling} is not supported; supported: none, or {_LLAMA3_SCALING} with any factor"
+        )
     moe = family == "qwen3_moe"
     if moe and (hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1):
         raise ValueError(f"{path}: layers without experts between MoE layers are not supported")
-    if family != "qwen2" and hf.get("attention_bias") or hf.get("mlp_bias"):
-        raise ValueError(f"{path}: attention_bias and mlp_bias put biases on projections that are not loaded; they must be false")
+    if (family != "qwen2" and hf.get("attention_bias")) or hf.get("mlp_bias"):
+        raise ValueError(
+            f"{path}: attention_bias and mlp_bias put biases on projections that are not loaded; they must be false"
+        )
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{path}: hidden_act {hf['hidden_act']!r} is not supported; supported: silu")
     if hf.get("use_sliding_window"):

@@ -20,7 +20,7 @@ from megagrpo.actor.hf_config import check_layout, check_transformer_engine, rea
 from megagrpo.actor.model import build_chunk, load_hf
 from megagrpo.actor.reference import HostReference
 from megagrpo.actor.timing import ScheduleClock
-from megagrpo.config import ActorConfig, OptimizerConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
 
 
@@ -35,7 +35,9 @@ def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
         raise ValueError(f"torchrun started {world} ranks, but actor.world_size is {actor.world_size}")
     p = actor.parallel
     if device.type == "cpu" and p.etp > 1 and (p.ep > 1 or p.etp > p.tp):
-        raise ValueError(f"on a CPU actor.parallel.etp {p.etp} works with ep 1 and tp >= etp only: gloo gathers no unequal sizes")
+        raise ValueError(
+            f"on a CPU actor.parallel.etp {p.etp} works with ep 1 and tp >= etp only: gloo gathers no unequal sizes"
+        )
     if device.type == "cuda":
         torch.cuda.set_device(environment.get_int("LOCAL_RANK", 0))
     else:
@@ -85,7 +87,13 @@ class MegatronActor:
     """All ranks build one together. Weights are uninitialised until `load_hf` or a checkpoint has been read."""
 
     def __init__(
-        self, model_path: str | Path, actor: ActorConfig, optimizer: OptimizerConfig, num_updates: int, seed: int, device: torch.device
+        self,
+        model_path: str | Path,
+        actor: ActorConfig,
+        optimizer: OptimizerConfig,
+        num_updates: int,
+        seed: int,
+        device: torch.device,
     ):
         self.arch = read_architecture(model_path)
         check_layout(self.arch, actor)
@@ -96,14 +104,19 @@ class MegatronActor:
         self.optimizer_config, self.num_updates = optimizer, num_updates
         self.transformer = transformer_config(self.arch, actor)
         stages = range(actor.parallel.vpp) if actor.parallel.vpp > 1 else [None]
-        self.chunks = [build_chunk(self.arch, self.transformer, stage, actor.transformer_engine).to(device) for stage in stages]
+        self.chunks = [
+            build_chunk(self.arch, self.transformer, stage, actor.transformer_engine).to(device) for stage in stages
+        ]
         if self.transformer.bf16:
             self.chunks = [chunk.bfloat16() for chunk in self.chunks]
         # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be copied
         self.clock = ScheduleClock(device)
         self.transformer.timers, self.transformer.finalize_model_grads_func = self.clock, self._reduce_gradients
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=optimizer.distributed, grad_reduce_in_fp32=True)
-        self.model = [DistributedDataParallel(self.transformer, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(self.chunks)]
+        self.model = [
+            DistributedDataParallel(self.transformer, ddp, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(self.chunks)
+        ]
         self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, actor), self.model)
         self.updates_done = 0
         self.reference: HostReference | None = None
@@ -148,7 +161,9 @@ class MegatronActor:
         norm = float(self.optimizer.get_grad_norm())
         # one decision for all ranks: a rank that steps while another does not would leave the weights of no version
         if not self.mesh.all_true(math.isfinite(loss) and math.isfinite(norm)):
-            raise NonFiniteUpdate(f"update {self.updates_done}: loss {loss}, gradient norm {norm}; no weight was changed")
+            raise NonFiniteUpdate(
+                f"update {self.updates_done}: loss {loss}, gradient norm {norm}; no weight was changed"
+            )
         lr = learning_rate(self.optimizer_config, self.updates_done, self.num_updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

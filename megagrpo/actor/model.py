@@ -25,7 +25,6 @@ from torch import Tensor
 from megagrpo.actor.attention import CausalAttention
 from megagrpo.actor.hf_config import Architecture
 
-
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 
 
@@ -50,7 +49,9 @@ class HiddenStatesModel(GPTModel):
         return self.output_layer.weight
 
 
-def _block_spec(config: TransformerConfig, vp_stage: int | None, transformer_engine: bool) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, vp_stage: int | None, transformer_engine: bool
+) -> TransformerBlockSubmodules:
     """Both kinds have parameters of the same names, but for experts: norms stay modules of their own."""
     if transformer_engine:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -77,14 +78,18 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, transformer_eng
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm,
-            mlp=get_mlp_module_spec_for_backend(backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm),
+            mlp=get_mlp_module_spec_for_backend(
+                backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+            ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm)
 
 
-def build_chunk(arch: Architecture, config: TransformerConfig, vp_stage: int | None, transformer_engine: bool) -> HiddenStatesModel:
+def build_chunk(
+    arch: Architecture, config: TransformerConfig, vp_stage: int | None, transformer_engine: bool
+) -> HiddenStatesModel:
     """One pipeline stage's model on this rank (`vp_stage` with virtual pipelining). Its weights are uninitialised: load them."""
     scaling = arch.rope_scaling
     tp = config.tensor_model_parallel_size
@@ -184,7 +189,11 @@ def _load_qkv(parameter: Tensor, arch: Architecture, hf: Mapping[str, Tensor], p
     local = groups // mpu.get_tensor_model_parallel_world_size()
     tail = parameter.shape[1:]  # (hidden,) for the weight, () for the bias
     target = parameter.view(local, queries + 2, dim, *tail)
-    places = {"q": (slice(0, queries), queries), "k": (slice(queries, queries + 1), 1), "v": (slice(queries + 1, None), 1)}
+    places = {
+        "q": (slice(0, queries), queries),
+        "k": (slice(queries, queries + 1), 1),
+        "v": (slice(queries + 1, None), 1),
+    }
     for name, (place, heads) in places.items():
         source = hf[f"{prefix}self_attn.{name}_proj.{kind}"].view(groups, heads, dim, *tail)
         target[:, place].copy_(_tp_rows(source))

@@ -11,7 +11,9 @@ class HostReference:
     def __init__(self, parameters: Mapping[str, Tensor]):
         pin = torch.cuda.is_available()
         self._parameters = parameters
-        self._weights = {name: torch.empty_like(p, device="cpu", pin_memory=pin).copy_(p.detach()) for name, p in parameters.items()}
+        self._weights = {
+            name: torch.empty_like(p, device="cpu", pin_memory=pin).copy_(p.detach()) for name, p in parameters.items()
+        }
 
     @contextmanager
     def swapped_in(self):

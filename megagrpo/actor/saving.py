@@ -25,7 +25,9 @@ _MESSAGE_CHARACTERS = 300
 filesystem_async._results_queue = Queue()
 
 
-def save_actor(actor: MegatronActor, folder: Path, snapshot: bool = False) -> tuple[Callable[[], list[Path]], Callable[[], None]]:
+def save_actor(
+    actor: MegatronActor, folder: Path, snapshot: bool = False
+) -> tuple[Callable[[], list[Path]], Callable[[], None]]:
     """Collective. Plan a checkpoint in an existing empty folder; returns how this rank writes its files, and the collective end.
 
     The first may run in a thread, without any other rank, and returns the paths; the second comes when every rank's first is
@@ -36,9 +38,14 @@ def save_actor(actor: MegatronActor, folder: Path, snapshot: bool = False) -> tu
         request = dist_checkpointing.save(state, str(folder), content_metadata=_METADATA, async_sharded_save=True)
     except CheckpointException as exc:  # no Exception: it would pass every handler but a bare one
         raise OSError(_first_failure(exc)) from exc
-    buckets = request.preload_fn() if request.preload_fn else []  # on the host; for a model on a CPU these are the live tensors
+    buckets = (
+        request.preload_fn() if request.preload_fn else []
+    )  # on the host; for a model on a CPU these are the live tensors
     if snapshot and actor.mesh.device.type == "cpu":
-        buckets = [(path, name, (blobs, [(item, t.clone()) for item, t in tensors])) for path, name, (blobs, tensors) in buckets]
+        buckets = [
+            (path, name, (blobs, [(item, t.clone()) for item, t in tensors]))
+            for path, name, (blobs, tensors) in buckets
+        ]
 
     def finish() -> None:
         try:
@@ -58,7 +65,9 @@ def _write(request: AsyncRequest, buckets: list) -> list[Path]:
     for index, bucket in enumerate(buckets):
         outcome, turns = SimpleQueue(), Queue()
         turns.put(index)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, outcome, turns, use_fsync=True)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, index, bucket, outcome, turns, use_fsync=True
+        )
         _, results[index] = outcome.get()
         if isinstance(results[index], Exception):
             raise _root(results[index])
@@ -87,7 +96,9 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
     except CheckpointException as exc:
         raise ValueError(f"checkpoint {folder} does not fit this model and layout: {_first_failure(exc)}") from exc
     except (dist_checkpointing.core.CheckpointingException, OSError, RuntimeError, KeyError) as exc:
-        raise ValueError(f"checkpoint {folder} does not fit this model and layout: {type(exc).__name__}: {exc}") from exc
+        raise ValueError(
+            f"checkpoint {folder} does not fit this model and layout: {type(exc).__name__}: {exc}"
+        ) from exc
     for index, chunk in enumerate(actor.chunks):
         chunk.load_state_dict(state[f"model{index}"])
     if updates_done:

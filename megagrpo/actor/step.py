@@ -19,9 +19,9 @@ from megagrpo.actor.attention import PackedSequences
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
-from megagrpo.config_algorithm import AlgorithmConfig
-from megagrpo.microbatch import plan, targets
-from megagrpo.schedule import update_of_group
+from megagrpo.batching.balance import update_of_group
+from megagrpo.batching.microbatch import plan, targets
+from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -74,7 +74,9 @@ def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: b
         with actor.reference.swapped_in():
             if reference == "full":
                 return replace(batch, reference=hidden_states(actor, batch))
-            batch = replace(batch, ref_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the reference"))
+            batch = replace(
+                batch, ref_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the reference")
+            )
     return batch
 
 
@@ -85,7 +87,12 @@ def _finite(actor: MegatronActor, logprobs: Tensor, whose: str) -> Tensor:
 
 
 def update(
-    actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, temperature: float, max_response_tokens: int, num_updates: int
+    actor: MegatronActor,
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    temperature: float,
+    max_response_tokens: int,
+    num_updates: int,
 ) -> dict[str, float]:
     """Train on the batch in `num_updates` optimiser updates; returns the step's metrics, the same on every rank.
 
@@ -96,7 +103,11 @@ def update(
     actor.expert_load.enabled = True
     actor.clock.clear()
     for index in range(num_updates):
-        rows = [r for r, g in enumerate(batch.group_ids.tolist()) if update_of_group(g, batch.num_groups, num_updates) == index]
+        rows = [
+            r
+            for r, g in enumerate(batch.group_ids.tolist())
+            if update_of_group(g, batch.num_groups, num_updates) == index
+        ]
         denominators = denominators_of(actor, batch, rows, algorithm, max_response_tokens)
         if denominators.num_tokens == 0:
             skipped += 1
@@ -115,7 +126,11 @@ def update(
     padded, real, tokens = totals.pop("padded", 1.0), totals.pop("real", 1.0), totals.pop("tokens", 1.0)
     # losses are of an update and divided already, everything else is of a token that was trained on
     metrics = {name: value / max(taken if name.startswith("loss/") else tokens, 1.0) for name, value in totals.items()}
-    metrics = {"loss/total": 0.0} | metrics | {"batch/padding_waste": 1 - real / padded, "optim/skipped_updates": float(skipped), **optim}
+    metrics = (
+        {"loss/total": 0.0}
+        | metrics
+        | {"batch/padding_waste": 1 - real / padded, "optim/skipped_updates": float(skipped), **optim}
+    )
     metrics["optim/non_finite_updates"] = float(non_finite)
     return metrics | actor.clock.take() | _expert_metrics(actor)
 
@@ -125,11 +140,18 @@ def denominators_of(
 ) -> Denominators:
     """What the loss of these rows' update is divided by, counted over all data-parallel ranks. Collective over them."""
     counted = batch.loss_mask if batch.denominator_mask is None else batch.denominator_mask
-    return count_denominators(counted[rows], actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens)
+    return count_denominators(
+        counted[rows], actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens
+    )
 
 
 def backward(
-    actor: MegatronActor, batch: Batch, rows: Sequence[int], algorithm: AlgorithmConfig, temperature: float, denominators: Denominators
+    actor: MegatronActor,
+    batch: Batch,
+    rows: Sequence[int],
+    algorithm: AlgorithmConfig,
+    temperature: float,
+    denominators: Denominators,
 ) -> dict[str, float]:
     """Gradients of one update's loss, summed over all ranks into the main gradients; returns metric sums over all ranks."""
 
@@ -152,11 +174,15 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
 
     actor.zero_grad()
     actor.clock.clear()
-    sums = _sum_over_ranks(actor, _run(actor, batch, range(len(batch.tokens)), _over_tokens(actor, batch, 1.0, head), forward_only=False))
+    sums = _sum_over_ranks(
+        actor, _run(actor, batch, range(len(batch.tokens)), _over_tokens(actor, batch, 1.0, head), forward_only=False)
+    )
     return {"loss/total": sums["loss/total"], **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
 
-def _loss_inputs(batch: Batch, members: Tensor, logprobs: Tensor, entropy: Tensor, full_kl: Tensor | None) -> LossInputs:
+def _loss_inputs(
+    batch: Batch, members: Tensor, logprobs: Tensor, entropy: Tensor, full_kl: Tensor | None
+) -> LossInputs:
     def of_members(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[members]
 
@@ -175,7 +201,9 @@ def _loss_inputs(batch: Batch, members: Tensor, logprobs: Tensor, entropy: Tenso
     )
 
 
-def _over_tokens(actor: MegatronActor, batch: Batch, temperature: float, head: Head) -> Callable[[MicroBatch, object, Tensor], Loss]:
+def _over_tokens(
+    actor: MegatronActor, batch: Batch, temperature: float, head: Head
+) -> Callable[[MicroBatch, object, Tensor], Loss]:
     """For `_run`: what turns hidden states into the values of sampled tokens and gives them to `head`.
 
     head(members [n], logprobs [n, S], entropy [n, S], and full_kl [n, S] if batch.reference is there) -> (loss, metric sums); values
@@ -186,16 +214,25 @@ def _over_tokens(actor: MegatronActor, batch: Batch, temperature: float, head: H
         flat, grid_rows, columns = targets(micro, batch)
         by_token = _head(actor, chunk, hidden, flat, batch.tokens[grid_rows, columns], temperature)
         if batch.reference is not None:
-            by_token = (*by_token, _full_kl(actor, chunk, hidden, flat, batch.reference, (grid_rows, columns), temperature))
+            by_token = (
+                *by_token,
+                _full_kl(actor, chunk, hidden, flat, batch.reference, (grid_rows, columns), temperature),
+            )
         at = (torch.searchsorted(micro.members, grid_rows), columns)
         shape = (len(micro.members), batch.tokens.shape[1])
-        return head(micro.members, *(_all_context_ranks(values.new_zeros(shape).index_put(at, values)) for values in by_token))
+        return head(
+            micro.members, *(_all_context_ranks(values.new_zeros(shape).index_put(at, values)) for values in by_token)
+        )
 
     return loss
 
 
 def _run(
-    actor: MegatronActor, batch: Batch, rows: Sequence[int], on_last_stage: Callable[[MicroBatch, object, Tensor], Loss], forward_only: bool
+    actor: MegatronActor,
+    batch: Batch,
+    rows: Sequence[int],
+    on_last_stage: Callable[[MicroBatch, object, Tensor], Loss],
+    forward_only: bool,
 ) -> list[dict]:
     """Megatron's schedule over the micro-batches of `rows`; the last stage calls on_last_stage(micro, chunk, hidden [s / tp, b, h])."""
     config, device = actor.config, actor.mesh.device
@@ -222,21 +259,30 @@ def _run(
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=actor.model if len(actor.model) > 1 else actor.model[0],
         num_microbatches=len(micros),
-        seq_length=micros[0].tokens.shape[1] * layout.cp,  # of the whole; Megatron divides by cp and tp for what a stage receives
+        seq_length=micros[0].tokens.shape[1]
+        * layout.cp,  # of the whole; Megatron divides by cp and tp for what a stage receives
         micro_batch_size=micros[0].tokens.shape[0],
         forward_only=forward_only,
     )
     return [*collected, counts] if mpu.is_pipeline_last_stage(ignore_virtual=True) else []
 
 
-def _head(actor: MegatronActor, chunk, hidden: Tensor, flat: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _head(
+    actor: MegatronActor, chunk, hidden: Tensor, flat: Tensor, tokens: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Hidden states [s / tp, b, h] to log-probability and entropy [T] of `tokens` at the flat positions of [b, s]."""
     weight = chunk.output_weight()
     return chunked_logprobs(_gathered(actor, hidden)[flat], weight, tokens, temperature, *_vocabulary(actor, weight))
 
 
 def _full_kl(
-    actor: MegatronActor, chunk, hidden: Tensor, flat: Tensor, reference: ReferenceStates, at: tuple[Tensor, Tensor], temperature: float
+    actor: MegatronActor,
+    chunk,
+    hidden: Tensor,
+    flat: Tensor,
+    reference: ReferenceStates,
+    at: tuple[Tensor, Tensor],
+    temperature: float,
 ) -> Tensor:
     """Exact KL [T] to the reference at the flat positions, which predict the tokens at the Batch's rows and columns `at`."""
     index, weight = reference.index[at], chunk.output_weight()
@@ -263,7 +309,12 @@ def _vocabulary(actor: MegatronActor, weight: Tensor) -> tuple:
             dist.all_reduce(tensor, op=_TP_OPS[op], group=group)
             return tensor
 
-    return actor.config.logprob_chunk_tokens, mpu.get_tensor_model_parallel_rank() * weight.shape[0], actor.arch.vocab_size, reduce
+    return (
+        actor.config.logprob_chunk_tokens,
+        mpu.get_tensor_model_parallel_rank() * weight.shape[0],
+        actor.arch.vocab_size,
+        reduce,
+    )
 
 
 def _all_context_ranks(grid: Tensor) -> Tensor:
@@ -277,7 +328,9 @@ def _all_context_ranks(grid: Tensor) -> Tensor:
 
 def _from_last_stage(tensor: Tensor) -> Tensor:
     if mpu.get_pipeline_model_parallel_world_size() > 1:
-        dist.broadcast(tensor, src=mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group())
+        dist.broadcast(
+            tensor, src=mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group()
+        )
     return tensor
 
 
@@ -286,7 +339,9 @@ def _sum_over_ranks(actor: MegatronActor, collected: list[dict]) -> dict[str, fl
     names = sorted({name for sums in collected for name in sums})
     box = [names]
     if mpu.get_pipeline_model_parallel_world_size() > 1:
-        dist.broadcast_object_list(box, src=mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group())
+        dist.broadcast_object_list(
+            box, src=mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group()
+        )
     names = box[0]
     values = torch.zeros(len(names), dtype=torch.float64, device=actor.mesh.device)
     for sums in collected:

@@ -54,11 +54,17 @@ class ScheduleClock:
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        mine = torch.tensor([sum(map(_seconds, self._spans[kind])) for kind in ("compute", "schedule", "wait")], dtype=torch.float64)
+        mine = torch.tensor(
+            [sum(map(_seconds, self._spans[kind])) for kind in ("compute", "schedule", "wait")], dtype=torch.float64
+        )
         self.clear()
         everyone = self._all_ranks(mine.to(self._device))
         compute, schedule, wait = everyone.mean(0).tolist()
-        metrics = {"schedule/compute_s": compute, "schedule/wait_s": wait, "schedule/wait_max_s": float(everyone[:, 2].max())}
+        metrics = {
+            "schedule/compute_s": compute,
+            "schedule/wait_s": wait,
+            "schedule/wait_max_s": float(everyone[:, 2].max()),
+        }
         if mpu.get_pipeline_model_parallel_world_size() > 1 and schedule > 0:
             metrics["schedule/pipeline_bubble"] = max(1 - compute / schedule, 0.0)
         return metrics

@@ -6,14 +6,13 @@ whitening -> mask -> advantage clip. Statistics are exact and global over data-p
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from megagrpo.algo import estimators
 from megagrpo.algo.correction import kept, policy_weights
 from megagrpo.algo.reward_shaping import adapt_kl_coef, exact_row_sums, normalise_rewards, overlong_penalty, token_kl
 from megagrpo.algo.statistics import GroupStatistics, Reduce, group_statistics, moments
-from megagrpo.config_algorithm import (
+from megagrpo.config.algorithm import (
     AlgorithmConfig,
     DrGrpoAdvantage,
     GpgAdvantage,
@@ -44,7 +43,9 @@ def with_advantages(
     if _measures_kl(algorithm):
         kl = token_kl(batch.old_logprobs, batch.ref_logprobs, sampled, algorithm.kl)
         metrics["kl/coef"] = algorithm.kl.reward_coef or algorithm.kl.loss_coef
-        metrics["kl/reference_before_update"] = adapt_kl_coef(algorithm, algo_state, kl, sampled, _total(batch.valid, reduce), reduce)
+        metrics["kl/reference_before_update"] = adapt_kl_coef(
+            algorithm, algo_state, kl, sampled, _total(batch.valid, reduce), reduce
+        )
         penalty = -algorithm.kl.reward_coef * kl if algorithm.kl.reward_coef else None
     batch, mismatch_metrics = _with_trained_mask(batch, sampled, algorithm, reduce)
     advantages, stats = _estimate(batch, rewards, penalty, sampled, algorithm, reduce)
@@ -68,7 +69,9 @@ def shaped_rewards(
     if options.overlong is not None:
         metrics["reward/overlong_penalty"] = moments(penalty[batch.valid], reduce).mean
     rewards = (_scaled(batch.rewards, options) + penalty).masked_fill(~batch.valid, 0.0)
-    return normalise_rewards(rewards, batch.group_ids, batch.num_groups, batch.valid, reduce, options, algo_state), metrics
+    return normalise_rewards(
+        rewards, batch.group_ids, batch.num_groups, batch.valid, reduce, options, algo_state
+    ), metrics
 
 
 def _scaled(rewards: Tensor, options: RewardShapingConfig) -> Tensor:
@@ -98,13 +101,17 @@ def _estimate(
             assert batch.greedy_rewards is not None, "remax needs greedy_rewards"
             scalar = totals - _scaled(batch.greedy_rewards, algorithm.reward)
         case OpoAdvantage():
-            scalar = estimators.optimal_baseline(totals, ids, valid, sampled.sum(1), stats, reduce, options.single_sample)
+            scalar = estimators.optimal_baseline(
+                totals, ids, valid, sampled.sum(1), stats, reduce, options.single_sample
+            )
         case GpgAdvantage():
             scalar = estimators.gpg(totals, ids, valid, stats, reduce, options.alpha, options.single_sample)
     return scalar.masked_fill(~valid, 0.0)[:, None].expand(sampled.shape), stats
 
 
-def _with_trained_mask(batch: Batch, sampled: Tensor, algorithm: AlgorithmConfig, reduce: Reduce) -> tuple[Batch, dict[str, float]]:
+def _with_trained_mask(
+    batch: Batch, sampled: Tensor, algorithm: AlgorithmConfig, reduce: Reduce
+) -> tuple[Batch, dict[str, float]]:
     """The batch with the loss mask that is trained on, and the correction of the trainer/rollout mismatch."""
     options: MismatchConfig = algorithm.mismatch
     trained = sampled & ~batch.truncated[:, None] if algorithm.mask_truncated else sampled

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty
 from megagrpo.algo.statistics import Reduce, moments
-from megagrpo.config_algorithm import Band, Rejection, TruncatedImportance
+from megagrpo.config.algorithm import Band, Rejection, TruncatedImportance
 
 
 def policy_weights(log_ratio: Tensor, mask: Tensor, options: TruncatedImportance | Band, reduce: Reduce) -> Tensor:
@@ -35,7 +35,9 @@ def kept(log_ratio: Tensor, mask: Tensor, options: Rejection) -> Tensor:
         case "ratio":
             value = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         case "k2" | "k3":
-            value = kl_penalty(-log_ratio, torch.zeros_like(log_ratio), options.measure)  # of the rollout from the trainer
+            value = kl_penalty(
+                -log_ratio, torch.zeros_like(log_ratio), options.measure
+            )  # of the rollout from the trainer
     value = value.masked_fill(~mask, 0.0)
     match options.over:
         case "mean":

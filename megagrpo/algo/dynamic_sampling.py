@@ -16,7 +16,9 @@ class Selection:
     dropped: list[int]  # all responses alike
 
 
-def select_groups(metric: Tensor, group_ids: Tensor, num_groups: int, valid: Tensor, wanted: int, reduce: Reduce) -> Selection:
+def select_groups(
+    metric: Tensor, group_ids: Tensor, num_groups: int, valid: Tensor, wanted: int, reduce: Reduce
+) -> Selection:
     """Choose the first `wanted` groups whose valid responses differ in the metric; decided on all-reduced values.
 
     metric [N] float64; group_ids [N] int64 in 0..num_groups-1 over all ranks. One valid response, or none, is no difference.

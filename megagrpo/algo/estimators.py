@@ -93,7 +93,9 @@ def whiten(values: Tensor, spread: Moments) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8), unbiased variance; unchanged for 0 or 1 value."""
     if spread.count < 2:
         return values
-    return (values - spread.mean) / math.hypot(spread.std, WHITEN_EPS**0.5)  # hypot: the square of a huge std would overflow
+    return (values - spread.mean) / math.hypot(
+        spread.std, WHITEN_EPS**0.5
+    )  # hypot: the square of a huge std would overflow
 
 
 def _within_groups(advantages: Tensor, r: Tensor, g: Tensor, stats: GroupStatistics, single: str) -> Tensor:

@@ -33,7 +33,9 @@ def chunked_logprobs(
     PARTIAL sum over its columns, for the caller to all-reduce or reduce-scatter; the gradient of weight is complete.
     """
     columns = len(weight) if vocab_size is None else max(0, min(len(weight), vocab_size - vocab_start))
-    return _LogProbs.apply(hidden, weight, targets - vocab_start, targets < 0, temperature, chunk_tokens, columns, reduce)
+    return _LogProbs.apply(
+        hidden, weight, targets - vocab_start, targets < 0, temperature, chunk_tokens, columns, reduce
+    )
 
 
 class _LogProbs(torch.autograd.Function):
@@ -51,7 +53,9 @@ class _LogProbs(torch.autograd.Function):
             tile_mass = logits.sum(1)
             tile_moment = torch.linalg.vecdot(logits, shifted)
             top[rows], mass[rows], moment[rows] = _join(
-                torch.stack((top[rows], tile_top)), torch.stack((mass[rows], tile_mass)), torch.stack((moment[rows], tile_moment))
+                torch.stack((top[rows], tile_top)),
+                torch.stack((mass[rows], tile_mass)),
+                torch.stack((moment[rows], tile_moment)),
             )
         if reduce is not None:
             whole_top = reduce(top.clone(), "max")
@@ -135,7 +139,9 @@ class _FullKl(torch.autograd.Function):
             tops = torch.stack((top, ref_top))
             whole = reduce(tops.clone(), "max")
             factor = (tops - whole).exp()
-            mass, moment, ref_mass = reduce(torch.stack((mass * factor[0], moment * factor[0], ref_mass * factor[1])), "sum")
+            mass, moment, ref_mass = reduce(
+                torch.stack((mass * factor[0], moment * factor[0], ref_mass * factor[1])), "sum"
+            )
             top, ref_top = whole
         log_z, ref_log_z = top + mass.log(), ref_top + ref_mass.log()
         kl = moment / mass - log_z + ref_log_z
@@ -160,7 +166,9 @@ class _FullKl(torch.autograd.Function):
         return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 6
 
 
-def _tiles(hidden: Tensor, weight: Tensor, temperature: float, chunk_tokens: int, columns: int) -> Iterator[tuple[slice, slice, Tensor]]:
+def _tiles(
+    hidden: Tensor, weight: Tensor, temperature: float, chunk_tokens: int, columns: int
+) -> Iterator[tuple[slice, slice, Tensor]]:
     """(rows, columns, float32 logits) of every tile; the logits are overwritten by the next one."""
     buffer = None
     for start in range(0, len(hidden), chunk_tokens):

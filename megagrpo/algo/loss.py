@@ -11,7 +11,15 @@ from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty
 from megagrpo.algo.statistics import Reduce
-from megagrpo.config_algorithm import AlgorithmConfig, CispoLoss, GpgLoss, GspoLoss, PolicyLossConfig, PpoClipLoss, SapoLoss
+from megagrpo.config.algorithm import (
+    AlgorithmConfig,
+    CispoLoss,
+    GpgLoss,
+    GspoLoss,
+    PolicyLossConfig,
+    PpoClipLoss,
+    SapoLoss,
+)
 
 GSPO_VERL_LIMIT = 10.0
 
@@ -29,7 +37,9 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     full_kl: Tensor | None = None  # estimator "full": exact KL over the vocabulary
     policy_weights: Tensor | None = None  # correction of the trainer/rollout mismatch, see correction.py
-    counted_mask: Tensor | None = None  # what denominators count where that is more than loss_mask: rejected tokens that stay in them
+    counted_mask: Tensor | None = (
+        None  # what denominators count where that is more than loss_mask: rejected tokens that stay in them
+    )
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,9 @@ def count_denominators(loss_mask: Tensor, reduce: Reduce, scale: float) -> Denom
     return Denominators(tokens, sequences, scale)
 
 
-def objective(inputs: LossInputs, algorithm: AlgorithmConfig, denominators: Denominators) -> tuple[Tensor, dict[str, Tensor]]:
+def objective(
+    inputs: LossInputs, algorithm: AlgorithmConfig, denominators: Denominators
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Share of the loss (scalar, with gradient) and metric sums (float64) of one micro-batch.
 
     loss = aggregate(weights * policy + kl.loss_coef * KL - entropy_coef * entropy). Metric sums added up over micro-batches
@@ -80,7 +92,9 @@ def objective(inputs: LossInputs, algorithm: AlgorithmConfig, denominators: Deno
     return loss.to(inputs.logprobs.dtype), sums
 
 
-def aggregate(values: Tensor, mask: Tensor, aggregation: str, denominators: Denominators, counted: Tensor | None = None) -> Tensor:
+def aggregate(
+    values: Tensor, mask: Tensor, aggregation: str, denominators: Denominators, counted: Tensor | None = None
+) -> Tensor:
     """Scalar float64 share of the aggregated loss of values [n, S] (finite) under the bool mask.
 
     token-mean: sum / N_tok. seq-mean-token-sum: sum / N_seq. seq-mean-token-mean: sum_i (sum_t / T_i) / N_seq (arXiv 2402.03300).
@@ -100,12 +114,16 @@ def aggregate(values: Tensor, mask: Tensor, aggregation: str, denominators: Deno
     raise ValueError(f"unknown aggregation {aggregation!r}")
 
 
-def token_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, options: PolicyLossConfig) -> TokenLoss:
+def token_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, options: PolicyLossConfig
+) -> TokenLoss:
     """Per-token policy loss [n, S] of finite inputs; `mask` (bool) delimits the sequences of the sequence-level losses."""
     log_ratio = logprobs - old_logprobs
     match options:
         case PpoClipLoss():
-            return _ppo_clip(_ratio(log_ratio), advantages, options.clip_ratio_low, options.clip_ratio_high, options.dual_clip)
+            return _ppo_clip(
+                _ratio(log_ratio), advantages, options.clip_ratio_low, options.clip_ratio_high, options.dual_clip
+            )
         case GspoLoss():
             ratio = _sequence_ratio(logprobs, log_ratio, mask, options.clamp)
             return _ppo_clip(ratio, advantages, options.clip_ratio_low, options.clip_ratio_high, None)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megagrpo.algo.kl import kl_penalty
 from megagrpo.algo.statistics import DEGENERATE_RANGE, Reduce, alone, exact_group_sums, group_statistics, moments
-from megagrpo.config_algorithm import KL_ERROR_LIMIT, AlgorithmConfig, KlConfig, OverlongShaping, RewardShapingConfig
+from megagrpo.config.algorithm import KL_ERROR_LIMIT, AlgorithmConfig, KlConfig, OverlongShaping, RewardShapingConfig
 
 
 def overlong_penalty(response_lengths: Tensor, max_response_tokens: int, options: OverlongShaping | None) -> Tensor:
@@ -24,7 +24,13 @@ def overlong_penalty(response_lengths: Tensor, max_response_tokens: int, options
 
 
 def normalise_rewards(
-    rewards: Tensor, group_ids: Tensor, num_groups: int, valid: Tensor, reduce: Reduce, options: RewardShapingConfig, state: dict
+    rewards: Tensor,
+    group_ids: Tensor,
+    num_groups: int,
+    valid: Tensor,
+    reduce: Reduce,
+    options: RewardShapingConfig,
+    state: dict,
 ) -> Tensor:
     """(r - mean) / (std + eps), mean and std each over the group, the batch or all batches so far; clipped to +-clip.
 
@@ -41,7 +47,13 @@ def normalise_rewards(
 
 
 def _location_and_scale(
-    rewards: Tensor, group_ids: Tensor, num_groups: int, valid: Tensor, reduce: Reduce, options: RewardShapingConfig, state: dict
+    rewards: Tensor,
+    group_ids: Tensor,
+    num_groups: int,
+    valid: Tensor,
+    reduce: Reduce,
+    options: RewardShapingConfig,
+    state: dict,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What is subtracted and divided by, broadcastable to [N], and [N] bool: whether mean's scope is constant."""
     scopes = {options.mean, options.std}
@@ -100,7 +112,9 @@ def with_current_kl_coef(algorithm: AlgorithmConfig, state: dict) -> AlgorithmCo
     return algorithm.model_copy(update={"kl": algorithm.kl.model_copy(update={field: state["kl_coef"]})})
 
 
-def adapt_kl_coef(algorithm: AlgorithmConfig, state: dict, kl: Tensor, mask: Tensor, num_responses: int, reduce: Reduce) -> float:
+def adapt_kl_coef(
+    algorithm: AlgorithmConfig, state: dict, kl: Tensor, mask: Tensor, num_responses: int, reduce: Reduce
+) -> float:
     """Set state["kl_coef"] for the next step from this step's mean token KL, which is returned. arXiv 1909.08593, section 2.2."""
     current = moments(kl[mask], reduce).mean
     options = algorithm.kl.adaptive

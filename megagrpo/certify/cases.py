@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from megagrpo.config import ActorConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, ParallelConfig
 
 SMALL_BUDGET, LARGE_BUDGET = 48, 4096  # tokens of a micro-batch: one to three samples, or all of them
 
@@ -60,7 +60,11 @@ def layouts_of(actor: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
 
 
 def grid(
-    layouts: dict[str, tuple[int, dict[str, int]]], ranks: int, is_moe: bool, only: Sequence[str] | None, fault: str | None
+    layouts: dict[str, tuple[int, dict[str, int]]],
+    ranks: int,
+    is_moe: bool,
+    only: Sequence[str] | None,
+    fault: str | None,
 ) -> tuple[list[Case], dict[str, str]]:
     """The cases to run, the reference first, and for every layout that is left out the reason.
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from megagrpo.certify.cases import Case, grid, layouts_of
 from megagrpo.certify.report import write_report
 from megagrpo.certify.subject import make_models
-from megagrpo.config import ActorConfig, ExperimentConfig, ModelConfig
-from megagrpo.launcher import train_ranks
-from megagrpo.trainer import guarded
+from megagrpo.cluster.machine import train_ranks
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
+from megagrpo.entrypoints import guarded
 
 
 def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = None, fault: str | None = None) -> int:

@@ -91,7 +91,9 @@ def _router_differs_between_ranks() -> Iterator[Plant]:
             with torch.no_grad():
                 for name, parameter in actor.parameters().items():
                     if name.endswith("router.weight"):
-                        parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(actor.mesh.rank))
+                        parameter += 0.05 * torch.randn(
+                            parameter.shape, generator=torch.Generator().manual_seed(actor.mesh.rank)
+                        )
 
     yield after_build
 

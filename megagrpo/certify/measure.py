@@ -15,16 +15,16 @@ from megagrpo import environment
 from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
 from megagrpo.actor.step import backward, denominators_of, token_logprobs, with_logprobs
-from megagrpo.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.algo.advantage import with_advantages
+from megagrpo.batching.batch import build_batch
 from megagrpo.certify.cases import REFERENCE, Case
 from megagrpo.certify.faults import planted
 from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, NUM_GROUPS, longest, make_groups, near
-from megagrpo.config import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
-from megagrpo.data.batch import build_batch
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, RolloutGroup
+from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.plan import gather_buckets, gather_copies, make_gather_plan
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
@@ -33,7 +33,9 @@ _CHUNK_TOKENS = 32
 
 
 @contextmanager
-def joined(store: Path, actor: ActorConfig, optimizer: OptimizerConfig, model: str, num_updates: int = 10) -> Iterator[MegatronActor]:
+def joined(
+    store: Path, actor: ActorConfig, optimizer: OptimizerConfig, model: str, num_updates: int = 10
+) -> Iterator[MegatronActor]:
     """Inside, this process is a rank of a fresh world with this layout. `store`: a path that no world has used yet."""
     world, rank = environment.get_int("WORLD_SIZE", 1), environment.get_int("RANK", 0)
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
@@ -52,7 +54,9 @@ def whole(weights: ActorWeights, values: Mapping[str, Tensor], mesh: Mesh) -> di
     return {name: tensor.clone() for bucket in gather_buckets(plan, values, mesh) for name, tensor in bucket.items()}
 
 
-def ratios(weights: ActorWeights, values: Mapping[str, Tensor], reference: Mapping[str, Tensor], mesh: Mesh) -> dict[str, float]:
+def ratios(
+    weights: ActorWeights, values: Mapping[str, Tensor], reference: Mapping[str, Tensor], mesh: Mesh
+) -> dict[str, float]:
     """max|v - r| / max|r| by HF tensor, the largest of all ranks: replicas are compared too. The same on every rank; collective."""
     found: dict[str, float] = {}
     for copy in weights.copies:
@@ -61,7 +65,9 @@ def ratios(weights: ActorWeights, values: Mapping[str, Tensor], reference: Mappi
         largest = float(whole_tensor.abs().max())
         error = float((copy.view(values).cpu() - part).abs().max())
         ratio = error / largest if largest else (0.0 if error == 0 else float("inf"))
-        found[copy.hf] = max(found.get(copy.hf, 0.0), ratio if ratio == ratio else float("inf"))  # NaN compares with nothing
+        found[copy.hf] = max(
+            found.get(copy.hf, 0.0), ratio if ratio == ratio else float("inf")
+        )  # NaN compares with nothing
     everyone: list = [found] * mesh.world_size
     if mesh.world_size > 1:
         dist.all_gather_object(everyone, found)
@@ -74,9 +80,17 @@ def certify_ranks(config: ExperimentConfig) -> None:
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
     results = []
     for number, case in enumerate(cases):
-        results.append({"case": asdict(case), "variant": case.variant, **measure(config, case, folder.parent, folder / f"store{number}")})
+        results.append(
+            {
+                "case": asdict(case),
+                "variant": case.variant,
+                **measure(config, case, folder.parent, folder / f"store{number}"),
+            }
+        )
         if environment.get_int("RANK", 0) == 0:
-            print(f"certify: {case.ranks} ranks, {number + 1} of {len(cases)}: {case.layout}, {case.variant}", flush=True)
+            print(
+                f"certify: {case.ranks} ranks, {number + 1} of {len(cases)}: {case.layout}, {case.variant}", flush=True
+            )
     if environment.get_int("RANK", 0) == 0:
         partial = folder / "results.json.partial"
         partial.write_text(json.dumps(results))
@@ -121,16 +135,22 @@ def _backward(config: ExperimentConfig, actor: MegatronActor, groups: list[Rollo
     algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
     batch = _placed(actor, groups)
     everyone = [old := near(base, 0.15, seed=7), near(old, 0.02, seed=8)]
-    old, rollout = (t[batch.sample_ids.cpu(), : batch.tokens.shape[1]].to(mesh.device) * batch.loss_mask for t in everyone)
+    old, rollout = (
+        t[batch.sample_ids.cpu(), : batch.tokens.shape[1]].to(mesh.device) * batch.loss_mask for t in everyone
+    )
     batch = replace(batch, old_logprobs=old, rollout_logprobs=rollout)
-    batch = with_logprobs(actor, batch, temperature, old=False, reference=algorithm.kl.estimator if algorithm.uses_reference else None)
+    batch = with_logprobs(
+        actor, batch, temperature, old=False, reference=algorithm.kl.estimator if algorithm.uses_reference else None
+    )
     batch = with_advantages(batch, algorithm, mesh.reduce, {}, longest(config))[0]
     rows = range(len(batch.tokens))
     denominators = denominators_of(actor, batch, rows, algorithm, longest(config))
     return backward(actor, batch, rows, algorithm, temperature, denominators)["loss/total"]
 
 
-def _reference(config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], file: Path) -> dict:
+def _reference(
+    config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], file: Path
+) -> dict:
     batch = _placed(actor, groups)
     base = torch.zeros(len(batch.tokens), MAX_PROMPT + MAX_RESPONSE)
     base[:, : batch.tokens.shape[1]] = token_logprobs(actor, batch, config.sampling.temperature).cpu()
@@ -155,7 +175,9 @@ def _compare(
     loss = _backward(config, actor, groups, reference["base"])
     gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh) if readable_gradients else {}
     norm = actor.optimizer_step()["optim/grad_norm"]
-    tokens = MAX_RESPONSE if config.algorithm.aggregation == "seq-mean-token-sum" else 1  # a sum of as many terms rounds more
+    tokens = (
+        MAX_RESPONSE if config.algorithm.aggregation == "seq-mean-token-sum" else 1
+    )  # a sum of as many terms rounds more
     moved = ratios(weights, actor.parameters(), reference["weights"], actor.mesh)
     return {
         "loss": loss,

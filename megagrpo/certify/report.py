@@ -27,10 +27,14 @@ def failures(result: dict) -> list[str]:
 
 def worst_gradient(result: dict) -> tuple[str, float]:
     """The parameter with the largest max|g - g1| / max|g1|, and that; ("", 0) where gradients cannot be read."""
-    return max(result["gradients"].items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1], default=("", 0.0))
+    return max(
+        result["gradients"].items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1], default=("", 0.0)
+    )
 
 
-def write_report(folder: Path, name: str, family: str, results: list[dict], left_out: dict[str, str]) -> tuple[str, bool]:
+def write_report(
+    folder: Path, name: str, family: str, results: list[dict], left_out: dict[str, str]
+) -> tuple[str, bool]:
     """Write both files; returns the table and whether every case is within the bounds."""
     passed = all(not failures(result) for result in results)
     lines = [

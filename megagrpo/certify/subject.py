@@ -7,17 +7,39 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megagrpo.config import ExperimentConfig, ParallelConfig, TinyModelConfig
-from megagrpo.data.tiny import random_tensors
-from megagrpo.data.tiny_config import hf_config
+from megagrpo.config.schema import ExperimentConfig, ParallelConfig, TinyModelConfig
 from megagrpo.hf_files import write_hf_folder
+from megagrpo.tiny.description import hf_config
+from megagrpo.tiny.model import random_tensors
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 VOCAB = 131  # no tensor-parallel size divides it: padded vocabularies are part of every certificate
 NUM_GROUPS, MAX_PROMPT, MAX_RESPONSE = 5, 10, 24
-_SIZES = {"hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"}
-_SIZES |= {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "max_position_embeddings", "dtype"}
-_SIZES |= {"vocab_size", "torch_dtype", "layer_types", "max_window_layers", "bos_token_id", "eos_token_id", "pad_token_id"}
+_SIZES = {
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+}
+_SIZES |= {
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "max_position_embeddings",
+    "dtype",
+}
+_SIZES |= {
+    "vocab_size",
+    "torch_dtype",
+    "layer_types",
+    "max_window_layers",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+}
 
 
 def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig, seed: int) -> dict:
@@ -49,8 +71,12 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
     tiny = hf_config(sizes) | options | {"vocab_size": VOCAB, "num_hidden_layers": sizes.num_layers}
     generator = torch.Generator().manual_seed(seed)
     tensors = random_tensors(sizes, VOCAB, generator)
-    tensors = {name: t if t.dim() > 1 else t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
-    reference = {name: near(t, 0.02 * float(t.std()), seed + number) for number, (name, t) in enumerate(tensors.items())}
+    tensors = {
+        name: t if t.dim() > 1 else t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()
+    }
+    reference = {
+        name: near(t, 0.02 * float(t.std()), seed + number) for number, (name, t) in enumerate(tensors.items())
+    }
     description = folder / "description"
     description.mkdir(parents=True, exist_ok=True)
     (description / "config.json").write_text(json.dumps(tiny, indent=2))
@@ -89,8 +115,14 @@ def make_groups(config: ExperimentConfig, seed: int) -> list[RolloutGroup]:
             samples.append(Sample(index, tokens(length), (0.0,) * length, finish, 0, "", hole))
             reward = 1.0 if g == 0 else number(0, 4) / 4
             outcomes.append(Outcome("error", detail="planted") if (g, index) == (3, 1) else Outcome("score", reward))
-        greedy = (Sample(0, (1,), (0.0,), "stop", 0, ""), Outcome("score", 0.5)) if config.algorithm.needs_greedy_response else (None, None)
-        groups.append(RolloutGroup(g, Prompt(g, "", tokens(number(2, MAX_PROMPT)), ""), tuple(samples), tuple(outcomes), *greedy))
+        greedy = (
+            (Sample(0, (1,), (0.0,), "stop", 0, ""), Outcome("score", 0.5))
+            if config.algorithm.needs_greedy_response
+            else (None, None)
+        )
+        groups.append(
+            RolloutGroup(g, Prompt(g, "", tokens(number(2, MAX_PROMPT)), ""), tuple(samples), tuple(outcomes), *greedy)
+        )
     return groups
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from megagrpo.config import DataConfig, ModelConfig
+from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.types import Prompt
 
 
@@ -93,7 +93,9 @@ def load_prompts(data: DataConfig, tokenizer) -> PromptSet:
     kept = tuple(p for p in prompts if len(p.token_ids) <= data.max_prompt_tokens)
     if not kept:
         shortest = f"; the shortest has {min(len(p.token_ids) for p in prompts)} tokens" if prompts else " in the file"
-        raise ValueError(f"{path}: no prompt of at most {data.max_prompt_tokens} tokens (data.max_prompt_tokens){shortest}")
+        raise ValueError(
+            f"{path}: no prompt of at most {data.max_prompt_tokens} tokens (data.max_prompt_tokens){shortest}"
+        )
     return PromptSet(kept, len(prompts) - len(kept), data.shuffle)
 
 
@@ -146,7 +148,9 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict]]:
             except UnicodeDecodeError as exc:
                 raise ValueError(f"{where(path, i)}: not UTF-8: {exc}") from exc
             except json.JSONDecodeError as exc:
-                raise ValueError(f"{where(path, i)}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}") from exc
+                raise ValueError(
+                    f"{where(path, i)}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}"
+                ) from exc
             if not isinstance(row, dict):
                 raise ValueError(f'{where(path, i)}: should be an object like {{"prompt": ...}}, is {line[:60]!r}')
             yield i, row
@@ -190,7 +194,9 @@ def _render(data: DataConfig, tokenizer, prompt: Any, place: str) -> str:
     if not tokenizer.chat_template:
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **data.chat_template_args)
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **data.chat_template_args
+        )
     except Exception as exc:  # jinja's own errors, and KeyErrors from inside the template
         raise ValueError(f"{place}: the chat template refuses this prompt: {type(exc).__name__}: {exc}") from exc
 

@@ -30,7 +30,9 @@ def load_grader(name: str, args: dict) -> Grader:
         module = importlib.import_module(module_name)
     except Exception as exc:
         hint = "; is its folder on PYTHONPATH?" if isinstance(exc, ModuleNotFoundError) else ""
-        raise ValueError(f"reward.grader {name!r}: importing {module_name} failed: {type(exc).__name__}: {exc}{hint}") from exc
+        raise ValueError(
+            f"reward.grader {name!r}: importing {module_name} failed: {type(exc).__name__}: {exc}{hint}"
+        ) from exc
     function = getattr(module, function_name, None)
     if not callable(function):
         near = difflib.get_close_matches(function_name, dir(module), n=1)

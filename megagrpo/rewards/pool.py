@@ -10,7 +10,7 @@ import sys
 import threading
 from concurrent.futures import Future
 
-from megagrpo.config import RewardConfig
+from megagrpo.config.schema import RewardConfig
 from megagrpo.environment import child_environment
 from megagrpo.rewards.graders import load_grader
 from megagrpo.types import Outcome, Prompt

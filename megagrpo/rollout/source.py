@@ -17,21 +17,19 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
-from megagrpo.rollout.client import (
-    EngineInfo,
+from megagrpo.rollout.control import ServiceControl, ServiceUnreachable
+from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
     Response,
     RetryPolicy,
     SamplingParams,
-    ServiceControl,
-    ServiceUnreachable,
     sample_seed,
 )
 from megagrpo.rollout.tools import Tool, respond_with_tool
-from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import EngineInfo, Outcome, Prompt, RolloutGroup, Sample
 
 Refresh = Callable[[list[str]], None]
 _FIRST_POLL_S, _POLL_S = 0.02, 0.2
@@ -69,7 +67,9 @@ class RolloutSource:
         self._lost_hosts = 0  # of the service, as far as this rank's requests know
         self._client: GenerationClient | None = None  # in the thread that samples
 
-    def next(self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int = 0) -> list[RolloutGroup]:
+    def next(
+        self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int = 0
+    ) -> list[RolloutGroup]:
         """This rank's share of the groups of one step; `prompts` is the same on every rank.
 
         A group's id is its prompt's place in `prompts`. `attempt` counts the calls of a step: a prompt that comes again in it
@@ -78,16 +78,26 @@ class RolloutSource:
         """
         params = SamplingParams.of(self._config.sampling)
         again = f" batch {attempt}" if attempt else ""
-        groups = self._collect(_Job(f"train{again}", step, version, params, self._config.train.group_size), prompts, refresh)
+        groups = self._collect(
+            _Job(f"train{again}", step, version, params, self._config.train.group_size), prompts, refresh
+        )
         if not self._config.algorithm.needs_greedy_response:
             return groups
         # After the others and not among them: one greedy request (a top-k of 1) moves SGLang's whole batch to another sampling
         # routine, which draws other tokens from the same seeds.
         greedy = self._collect(_Job(f"greedy{again}", step, version, params.greedy(), 1), prompts, refresh)
-        return [replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0]) for g, b in zip(groups, greedy, strict=True)]
+        return [
+            replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0]) for g, b in zip(groups, greedy, strict=True)
+        ]
 
     def evaluate(
-        self, prompts: Sequence[Prompt], version: int, temperature: float, num_samples: int, max_tokens: int, refresh: Refresh
+        self,
+        prompts: Sequence[Prompt],
+        version: int,
+        temperature: float,
+        num_samples: int,
+        max_tokens: int,
+        refresh: Refresh,
     ) -> list[RolloutGroup]:
         """This rank's share of `num_samples` responses to each prompt, with the same seeds at every evaluation."""
         stops = SamplingParams.of(self._config.sampling)
@@ -173,7 +183,9 @@ class RolloutSource:
                 async with asyncio.timeout(rollout.step_timeout_s):
                     return list(await asyncio.gather(*tasks))
             except TimeoutError:
-                missing = [at.prompt.id for task, at in zip(tasks, share, strict=True) if not task.done() or task.cancelled()]
+                missing = [
+                    at.prompt.id for task, at in zip(tasks, share, strict=True) if not task.done() or task.cancelled()
+                ]
                 raise GenerationFailed(
                     f"{len(missing)} of {len(share)} groups did not come within {rollout.step_timeout_s:.0f} s "
                     f"(rollout.step_timeout_s): prompts {missing[:10]}; {client.num_retries} retries, "
@@ -195,9 +207,14 @@ class RolloutSource:
         by_owner: dict[str, list[int]] = {}
         for (_, prompt, _), owner in sorted(dict(self._pending).items()):
             by_owner.setdefault(owner, []).append(prompt)
-        return ", ".join(f"{len(ids)} sample(s) of {owner} (prompts {list(dict.fromkeys(ids))[:10]})" for owner, ids in by_owner.items())
+        return ", ".join(
+            f"{len(ids)} sample(s) of {owner} (prompts {list(dict.fromkeys(ids))[:10]})"
+            for owner, ids in by_owner.items()
+        )
 
-    async def _sample(self, client: GenerationClient, job: "_Job", place: "_Place", index: int) -> tuple[Sample, Outcome]:
+    async def _sample(
+        self, client: GenerationClient, job: "_Job", place: "_Place", index: int
+    ) -> tuple[Sample, Outcome]:
         key = place.group_id, place.prompt.id, index
         self._pending[key] = "the engines"
         try:
@@ -213,7 +230,11 @@ class RolloutSource:
         def turn(number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> Awaitable[Response]:
             purpose = f"{purpose_of_all} turn {number}" if number else purpose_of_all
             seed = sample_seed(self._config.seed, purpose, job.step, prompt.id, index)
-            params = replace(job.params, max_tokens=job.params.max_tokens - len(so_far), stop_token_ids=job.params.stop_token_ids + stops)
+            params = replace(
+                job.params,
+                max_tokens=job.params.max_tokens - len(so_far),
+                stop_token_ids=job.params.stop_token_ids + stops,
+            )
             return client.generate(prompt.token_ids + so_far, params, seed, job.version)
 
         if self._tool is None:
@@ -221,7 +242,9 @@ class RolloutSource:
         else:
             response, loss_mask = await respond_with_tool(turn, self._tool, self._decode, job.params.max_tokens)
         text = self._decode(response.token_ids)
-        return Sample(index, response.token_ids, response.logprobs, response.finish_reason, job.version, text, loss_mask)
+        return Sample(
+            index, response.token_ids, response.logprobs, response.finish_reason, job.version, text, loss_mask
+        )
 
 
 @dataclass(frozen=True)

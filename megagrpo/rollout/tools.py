@@ -11,9 +11,9 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from megagrpo.arithmetic import exact_value
-from megagrpo.config import ToolConfig
-from megagrpo.rollout.client import Response
+from megagrpo.config.schema import ToolConfig
+from megagrpo.rollout.generation import Response
+from megagrpo.tiny.arithmetic import exact_value
 
 ToolFunction = Callable[[str], str | None]
 Turn = Callable[[int, tuple[int, ...], tuple[int, ...]], Awaitable[Response]]
@@ -37,7 +37,9 @@ def load_tool(name: str) -> ToolFunction:
     if not colon:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(BUILT_IN)}"
-        raise ValueError(f"sampling.tool.function {name!r} is unknown; {hint} (your own is written package.module:function)")
+        raise ValueError(
+            f"sampling.tool.function {name!r} is unknown; {hint} (your own is written package.module:function)"
+        )
     try:
         module = importlib.import_module(module_name)
     except Exception as exc:
@@ -69,7 +71,9 @@ def make_tool(config: ToolConfig, tokenizer) -> Tool:
 
     ids = encode(config.call_end)
     if len(ids) != 1:
-        raise ValueError(f"sampling.tool.call_end {config.call_end!r} is {len(ids)} tokens; it must be one, at which sampling can stop")
+        raise ValueError(
+            f"sampling.tool.call_end {config.call_end!r} is {len(ids)} tokens; it must be one, at which sampling can stop"
+        )
     return Tool(load_tool(config.function), encode, ids[0], config.max_turns)
 
 
@@ -91,7 +95,9 @@ async def respond_with_tool(
             return Response(tokens, logprobs, said.finish_reason), mask
         if number + 1 == tool.max_turns:
             break
-        result = await asyncio.to_thread(tool.function, decode(tokens))  # a slow tool must not hold up the other samples
+        result = await asyncio.to_thread(
+            tool.function, decode(tokens)
+        )  # a slow tool must not hold up the other samples
         if result is None:
             return Response(tokens, logprobs, "stop"), mask
         ids = tuple(tool.encode(result))

@@ -5,11 +5,11 @@ import json
 import pickle
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 import httpx
 import torch
 
+from megagrpo.types import EngineInfo
 from megagrpo.weights.mailbox import Mailbox, encode
 from megagrpo.weights.record import Specs
 from megagrpo.weights.views import Box
@@ -17,16 +17,6 @@ from megagrpo.weights.views import Box
 LOADER = "megagrpo.weights.engine_loader.run"
 _CONNECT_S = 10.0
 _ANSWER_S = 30.0  # an answer is in the mailbox before the HTTP call returns
-
-
-class EngineInfo(Protocol):
-    """What the rollout service tells about an engine. It answers in the states "stale" (old weights) and "ready" only."""
-
-    id: str
-    url: str
-    state: str
-    incarnation: int  # counts its starts
-    restarts: int
 
 
 class EngineDown(RuntimeError):
@@ -57,11 +47,17 @@ class Slice:
     parameter: str
 
 
-class Engine:
+class EngineConnection:
     """A connection to one incarnation of an engine with `tp` ranks."""
 
     def __init__(self, info: EngineInfo, tp: int, mailbox: Mailbox, api_key: str, patience_s: float):
-        self.id, self.url, self.incarnation, self.tp, self.patience_s = info.id, info.url, info.incarnation, tp, patience_s
+        self.id, self.url, self.incarnation, self.tp, self.patience_s = (
+            info.id,
+            info.url,
+            info.incarnation,
+            tp,
+            patience_s,
+        )
         self.deadline = Deadline(0)  # set by every publish
         self.slices: list[list[Slice]] = []  # by rank, filled by `record`
         self.group = None  # broadcast transport's process group
@@ -131,9 +127,14 @@ class Engine:
         problems = [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         if problems:
             raise RuntimeError(f"{self} has parameters that the published tensors do not fill:\n" + "\n".join(problems))
-        self.slices = [[Slice(hf, Box(tuple(a), tuple(n)), parameter) for hf, a, n, parameter in x["copies"]] for x in answers]
+        self.slices = [
+            [Slice(hf, Box(tuple(a), tuple(n)), parameter) for hf, a, n, parameter in x["copies"]] for x in answers
+        ]
         if derived := sorted({name for answer in answers for name in answer["derived"]}):
-            print(f"{self}: no digest covers what it holds beside parameters and buffers: {', '.join(derived)}", flush=True)
+            print(
+                f"{self}: no digest covers what it holds beside parameters and buffers: {', '.join(derived)}",
+                flush=True,
+            )
 
     def digests(self, dtype: torch.dtype) -> tuple[list[list[int]], list[str]]:
         """Digests of the live parameters, by rank, in the order of `slices`, and problems found on the way."""
@@ -161,13 +162,18 @@ class Engine:
         base = request | {"operation": operation, "mailbox": [self.address, self._mailbox.port]}
         payloads = [_pickled(base | {"reply": key}) for key in keys]
         self.begin()
-        self.post("/update_weights_from_tensor", {"serialized_named_tensors": payloads, "load_format": LOADER, "flush_cache": False})
+        self.post(
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": payloads, "load_format": LOADER, "flush_cache": False},
+        )
         answers = []
         for rank, key in enumerate(keys):
             try:
                 answers.append(self._mailbox.take(key, min(_ANSWER_S, self.deadline.left)))
             except torch.distributed.DistStoreError as exc:
-                raise EngineDown(f"rank 0 waits for the {operation} of {self} rank {rank}: none after {_ANSWER_S:.0f} s") from exc
+                raise EngineDown(
+                    f"rank 0 waits for the {operation} of {self} rank {rank}: none after {_ANSWER_S:.0f} s"
+                ) from exc
         self.end()
         for rank, answer in enumerate(answers):
             if "error" in answer:

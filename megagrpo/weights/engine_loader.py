@@ -41,7 +41,10 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
 
 def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     """Copies and constants of this rank; problems: parameters that some HF tensors do not fill exactly once."""
-    specs = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in decode(store.get(request["specs"])).items()}
+    specs = {
+        name: (tuple(shape), getattr(torch, dtype))
+        for name, (shape, dtype) in decode(store.get(request["specs"])).items()
+    }
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
         recording = record(lambda hf: model.load_weights(list(hf.items())), specs, parameters | buffers)
@@ -64,13 +67,17 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
             values = copy.view(live)
             published = values.to(dtype)
             if values.dtype != dtype and not torch.equal(published.to(values.dtype), values):
-                problems.append(f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: holds values that {dtype} cannot represent")
+                problems.append(
+                    f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: holds values that {dtype} cannot represent"
+                )
             digests.append(slice_digest(published, copy.box, shapes[copy.hf]))
         for fill in recording.fills:
             tensor = live[fill.parameter]
             values = tensor.detach().as_strided(fill.size, fill.strides, tensor.storage_offset() + fill.offset)
             if not bool((values == fill.value).all()):
-                problems.append(f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else")
+                problems.append(
+                    f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
+                )
     return {"digests": torch.stack(digests).tolist() if digests else [], "problems": problems}
 
 

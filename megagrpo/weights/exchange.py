@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
+from megagrpo.types import EngineInfo
 from megagrpo.weights.digest import slice_digest
-from megagrpo.weights.engine_client import Deadline, Engine, EngineDown, EngineInfo, Slice
+from megagrpo.weights.engine_client import Deadline, EngineConnection, EngineDown
 from megagrpo.weights.mailbox import Mailbox, address_towards
 from megagrpo.weights.plan import gather_buckets, gather_copies, make_gather_plan, share_out
 from megagrpo.weights.record import Copy, Specs
@@ -70,8 +71,10 @@ class Exchange:
         self._own = {name: [copy for rank, copy in parts if rank == mesh.rank] for name, parts in shares.items()}
         self._slices: dict[tuple, int] = {}  # (HF tensor, box) -> place in the digest vector; the same on every rank
         self._parts: list[list[Copy]] = []  # by place: what this rank holds of it
-        self._transport = _TRANSPORTS[config.weights.transport](run_dir / "weights", Path(config.model.path), self._dtype, mesh.device)
-        self._engines: dict[str, Engine] = {}  # rank 0 only, as all below
+        self._transport = _TRANSPORTS[config.weights.transport](
+            run_dir / "weights", Path(config.model.path), self._dtype, mesh.device
+        )
+        self._engines: dict[str, EngineConnection] = {}  # rank 0 only, as all below
         self._lost: dict[str, EngineDown] = {}  # engines that died in this publish and are not back
         self._mailbox: Mailbox | None = None  # opened towards the first engine
 
@@ -82,7 +85,7 @@ class Exchange:
         Raises LeaderError on every rank: digests differ, an engine refuses, or one does not come back within weights.timeout_s.
         """
         timings, deadline = _Timings(), Deadline(self._config.weights.timeout_s)
-        todo = self._on_main(lambda: self._choose(only, deadline), "find engines")
+        todo = self._mesh.from_main(lambda: self._choose(only, deadline), "find engines")
         while todo:
             with timings("connect"):
                 self._connect(todo, deadline, writing=True)
@@ -90,15 +93,19 @@ class Exchange:
             with timings("digest"):
                 expected = self._expected()
             with timings("verify"):
-                self._on_main(lambda todo=todo, expected=expected: self._finish(version, todo, expected), "verify weights")
+                self._mesh.from_main(
+                    lambda todo=todo, expected=expected: self._finish(version, todo, expected), "verify weights"
+                )
             with timings("restart"):
-                todo = self._on_main(lambda: self._wait_for_lost(version, deadline), "wait for engines that died")
-        return self._on_main(lambda: timings.result() | {"bytes": float(self._plan.num_bytes)}, "report timings")
+                todo = self._mesh.from_main(
+                    lambda: self._wait_for_lost(version, deadline), "wait for engines that died"
+                )
+        return self._mesh.from_main(lambda: timings.result() | {"bytes": float(self._plan.num_bytes)}, "report timings")
 
     def verify(self, only: list[str] | None = None) -> None:
         """Compare the live parameters of the engines with the source's. Raises LeaderError naming what differs."""
         deadline = Deadline(self._config.weights.timeout_s)
-        ids = self._on_main(lambda: self._choose(only, deadline), "find engines")
+        ids = self._mesh.from_main(lambda: self._choose(only, deadline), "find engines")
         self._connect(ids, deadline, writing=False)
         expected = self._expected()
 
@@ -106,11 +113,13 @@ class Exchange:
             self._each(ids, lambda engine: self._check(engine, expected))
             self._each(ids, lambda engine: engine.post("/continue_generation"))
 
-        self._on_main(check, "verify weights")
+        self._mesh.from_main(check, "verify weights")
 
     def waiting(self) -> str:
         """Which engines have not answered which call, "" for none. From any thread."""
-        return ", ".join(f"{engine} to answer {engine.asked}" for engine in list(self._engines.values()) if engine.asked)
+        return ", ".join(
+            f"{engine} to answer {engine.asked}" for engine in list(self._engines.values()) if engine.asked
+        )
 
     def close(self) -> None:
         """Leave the engines' groups. The engines stay as they are; one that is gone is no error."""
@@ -126,7 +135,7 @@ class Exchange:
     def _connect(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
         """Pause the engines and learn what new ones copy; every rank then knows which slices to digest."""
         known = set(self._slices)
-        new = self._on_main(lambda: self._open(ids, deadline, writing, known), "connect to engines")
+        new = self._mesh.from_main(lambda: self._open(ids, deadline, writing, known), "connect to engines")
         for hf, box in new:
             self._slices[hf, box] = len(self._parts)
             parts = [(copy, copy.box.intersect(box)) for copy in self._own[hf]]
@@ -157,22 +166,6 @@ class Exchange:
             dist.all_reduce(total)
         return total.cpu()
 
-    def _on_main(self, make: Callable[[], T], what: str) -> T:
-        """Rank 0's result, or its failure, on every rank."""
-        value, error = None, ""
-        if self._mesh.is_main:
-            try:
-                value = make()
-            except Exception as exc:
-                traceback.print_exc()  # for this rank's log; the others need the reason
-                error = f"rank 0, {what}: {type(exc).__name__}: {exc}"
-        self._mesh.raise_any(error)
-        if self._mesh.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
-
     # What follows runs on rank 0.
 
     def _choose(self, only: list[str] | None, deadline: Deadline) -> list[str]:
@@ -182,11 +175,15 @@ class Exchange:
             infos = self._control.engines()
             usable = [info.id for info in infos if info.state in _USABLE]
             wanted = self._config.rollout.min_healthy_engines
-            if len(usable) >= wanted:  # of `only`, those that died or were drained meanwhile get their weights when they come back
+            if (
+                len(usable) >= wanted
+            ):  # of `only`, those that died or were drained meanwhile get their weights when they come back
                 return [id for id in usable if only is None or id in only]
             if deadline.over:
                 states = {info.id: info.state for info in infos}
-                raise TimeoutError(f"rank 0 waited {deadline.seconds:.0f} s for {wanted} usable engines; states: {states}")
+                raise TimeoutError(
+                    f"rank 0 waited {deadline.seconds:.0f} s for {wanted} usable engines; states: {states}"
+                )
             time.sleep(_POLL_S)
 
     def _open(self, ids: list[str], deadline: Deadline, writing: bool, known: set) -> list[tuple]:
@@ -203,7 +200,7 @@ class Exchange:
             # Half of what is left: an engine that hangs must leave time to restart it.
             self._engines[id].deadline = Deadline(deadline.left / 2)
 
-        def open_one(engine: Engine) -> None:
+        def open_one(engine: EngineConnection) -> None:
             if writing and not self._control.begin_update(engine.id, engine.incarnation):
                 raise EngineDown(f"{engine} died before it could be updated")
             engine.pause()
@@ -212,17 +209,19 @@ class Exchange:
                 engine.record(self._source.hf_specs)
 
         self._each(ids, open_one)
-        new = {(s.hf, s.box): None for id in ids if id not in self._lost for rank in self._engines[id].slices for s in rank}
+        new = {
+            (s.hf, s.box): None for id in ids if id not in self._lost for rank in self._engines[id].slices for s in rank
+        }
         return [key for key in new if key not in known]
 
-    def _new_engine(self, info: EngineInfo) -> Engine:
+    def _new_engine(self, info: EngineInfo) -> EngineConnection:
         rollout = self._config.rollout
         if self._mailbox is None:
             self._mailbox = Mailbox(address_towards(info.url), self._config.weights.timeout_s)
-        return Engine(info, rollout.tp, self._mailbox, self._control.api_key, rollout.health_timeout_s)
+        return EngineConnection(info, rollout.tp, self._mailbox, self._control.api_key, rollout.health_timeout_s)
 
     def _finish(self, version: int, ids: list[str], expected: Tensor) -> None:
-        def finish(engine: Engine) -> None:
+        def finish(engine: EngineConnection) -> None:
             engine.post("/flush_cache", timeout_s=engine.patience)  # keys and values of the old weights
             self._check(engine, expected)
             engine.resume(version)
@@ -231,19 +230,21 @@ class Exchange:
 
         self._each(ids, finish)
 
-    def _check(self, engine: Engine, expected: Tensor) -> None:
+    def _check(self, engine: EngineConnection, expected: Tensor) -> None:
         """Raise RuntimeError naming the engine, the parameters and the slices that differ from the trainers' weights."""
         digests, problems = engine.digests(self._dtype)
         for rank, (slices, found) in enumerate(zip(engine.slices, digests, strict=True)):
             assert len(slices) == len(found), (len(slices), len(found))
             for part, digest in zip(slices, found, strict=True):
                 if digest != int(expected[self._slices[part.hf, part.box]]):
-                    problems.append(f"{engine} rank {rank}: parameter {part.parameter} does not hold HF tensor {part.hf} {part.box}")
+                    problems.append(
+                        f"{engine} rank {rank}: parameter {part.parameter} does not hold HF tensor {part.hf} {part.box}"
+                    )
         if problems:
             shown = "\n".join(problems[:_MISMATCHES_SHOWN])
             raise RuntimeError(f"live weights differ from the trainers' in {len(problems)} places:\n{shown}")
 
-    def _each(self, ids: list[str], work: Callable[[Engine], None]) -> None:
+    def _each(self, ids: list[str], work: Callable[[EngineConnection], None]) -> None:
         """Run `work` for every engine that is alive, in threads. Engines that die are set aside; other failures are raised."""
         alive = [self._engines[id] for id in ids if id not in self._lost]
         if not alive:

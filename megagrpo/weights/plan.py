@@ -16,6 +16,7 @@ from megagrpo.mesh import Mesh
 from megagrpo.weights.record import Copy, Specs
 from megagrpo.weights.views import Box
 
+
 @dataclass(frozen=True)
 class Bucket:
     """Whole HF tensors that travel together, and each contributing rank's slices of them in the order they are packed."""
@@ -112,9 +113,14 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
         for copy in bucket.parts.get(0, ()):
             _at(full[copy.hf], copy.box).copy_(copy.view(parameters))
         for work in works:
-            _wait(work, f"rank 0 waits for slices of weights bucket {number + 1} ({bucket.names[0]} ...) of ranks {sorted(arrived)}")
+            _wait(
+                work,
+                f"rank 0 waits for slices of weights bucket {number + 1} ({bucket.names[0]} ...) of ranks {sorted(arrived)}",
+            )
         for rank, flat in arrived.items():
-            for copy, part in zip(bucket.parts[rank], flat.split([c.box.numel for c in bucket.parts[rank]]), strict=True):
+            for copy, part in zip(
+                bucket.parts[rank], flat.split([c.box.numel for c in bucket.parts[rank]]), strict=True
+            ):
                 _at(full[copy.hf], copy.box).copy_(part.view(copy.size))
         yield full
 
@@ -123,10 +129,15 @@ def _contribute(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) 
     sent = None
     for number, bucket in enumerate(plan.buckets):
         if mesh.rank in bucket.parts:
-            packed = torch.cat([c.view(parameters).to(mesh.device, plan.dtype).reshape(-1) for c in bucket.parts[mesh.rank]])
+            packed = torch.cat(
+                [c.view(parameters).to(mesh.device, plan.dtype).reshape(-1) for c in bucket.parts[mesh.rank]]
+            )
             if sent is not None:
                 for work in sent[0]:
-                    _wait(work, f"rank {mesh.rank} waits for rank 0 to take its slices of a weights bucket before {number + 1}")
+                    _wait(
+                        work,
+                        f"rank {mesh.rank} waits for rank 0 to take its slices of a weights bucket before {number + 1}",
+                    )
             sent = (dist.batch_isend_irecv([dist.P2POp(dist.isend, packed, 0)]), packed)
         yield {}
     for work in sent[0] if sent is not None else ():
@@ -142,7 +153,9 @@ def _receive(plan: GatherPlan, number: int, mesh: Mesh) -> tuple[dict[int, Tenso
         for rank, copies in sorted(plan.buckets[number].parts.items())
         if rank != 0
     }
-    return flats, dist.batch_isend_irecv([dist.P2POp(dist.irecv, flat, rank) for rank, flat in flats.items()]) if flats else []
+    return flats, dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, flat, rank) for rank, flat in flats.items()]
+    ) if flats else []
 
 
 def _wait(work: dist.Work, who: str) -> None:

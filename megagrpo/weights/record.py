@@ -103,7 +103,9 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.recording = Recording()
         self.hf = hf
-        self.traced = {_storage(t): _Traced(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()}
+        self.traced = {
+            _storage(t): _Traced(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()
+        }
         self.lost: dict[int, str] = {}  # storages computed from HF tensors by something else than a copy, and how
         self.parameters: dict[int, list[tuple[int, int, str]]] = {}  # many may share one flat buffer
         for name, tensor in parameters.items():
@@ -120,10 +122,14 @@ class _Recorder(TorchDispatchMode):
             if self._is_parameter(args[0]):
                 return self._fill(args[0], 0.0 if func is _aten.zero_.default else float(args[1]))
         sources = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        written = [args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if a.alias_info and a.alias_info.is_write]
+        written = [
+            args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if a.alias_info and a.alias_info.is_write
+        ]
         for tensor in written:
             if isinstance(tensor, Tensor) and self._is_parameter(tensor):
-                raise ValueError(f"parameter {self._parameter(tensor)[0]} is written by {func}, which is no copy: it cannot be traced")
+                raise ValueError(
+                    f"parameter {self._parameter(tensor)[0]} is written by {func}, which is no copy: it cannot be traced"
+                )
         origin = next((t for t in sources if _storage(t) in self.traced or _storage(t) in self.lost), None)
         if origin is None:
             return func(*args, **kwargs)
@@ -147,11 +153,16 @@ class _Recorder(TorchDispatchMode):
         lost = self.lost.get(_storage(source))
         if self._is_parameter(target):
             if lost or _storage(source) not in self.traced:
-                raise ValueError(f"parameter {self._parameter(target)[0]} is filled from {lost or 'a tensor that is no HF tensor'}")
+                raise ValueError(
+                    f"parameter {self._parameter(target)[0]} is filled from {lost or 'a tensor that is no HF tensor'}"
+                )
             self._record(target, source)
         elif lost or _storage(source) in self.traced:  # through a temporary
             self.keep.append(target)
-            whole = target.numel() * target.element_size() == target.untyped_storage().nbytes() and target.shape == source.shape
+            whole = (
+                target.numel() * target.element_size() == target.untyped_storage().nbytes()
+                and target.shape == source.shape
+            )
             if whole and not lost:
                 self._trace(target, source)
             else:
@@ -162,7 +173,9 @@ class _Recorder(TorchDispatchMode):
 
     def _record(self, target: Tensor, source: Tensor) -> None:
         if source.numel() != target.numel():
-            raise ValueError(f"parameter {self._parameter(target)[0]} is filled by broadcasting {self._name(source)}: it cannot be traced")
+            raise ValueError(
+                f"parameter {self._parameter(target)[0]} is filled by broadcasting {self._name(source)}: it cannot be traced"
+            )
         pad = target.dim() - source.dim()
         name, offset = self._parameter(target)
         shape, strides = (1,) * pad + tuple(source.shape), (0,) * pad + tuple(source.stride())
@@ -170,7 +183,9 @@ class _Recorder(TorchDispatchMode):
         target_strides = tuple(target.stride(dim) * scale for _, _, dim, scale in pieces)
         base = tuple(self.hf[hf].shape)
         try:
-            boxes = split_into_boxes(hf_offset, tuple(p[0] for p in pieces), tuple(p[1] for p in pieces), base, target_strides)
+            boxes = split_into_boxes(
+                hf_offset, tuple(p[0] for p in pieces), tuple(p[1] for p in pieces), base, target_strides
+            )
         except Untraceable as exc:
             raise ValueError(f"HF tensor {hf} -> parameter {name}: {exc}") from None
         for box, shift, box_strides in boxes:
@@ -238,7 +253,9 @@ def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) ->
         seen.add(place)
         done, total = sum(prod(size) for _, size, _ in writes.get(name, [])), tensor.numel()
         if done < total:
-            problems.append(f"parameter {name} {tuple(tensor.shape)}: {total - done} of {total} elements are never written")
+            problems.append(
+                f"parameter {name} {tuple(tensor.shape)}: {total - done} of {total} elements are never written"
+            )
         elif done > total or _overlap(writes[name], tensor):
             problems.append(f"parameter {name} {tuple(tensor.shape)}: some elements are written twice")
     return problems

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo import environment
-from megagrpo.weights.engine_client import Engine, EngineDown
+from megagrpo.weights.engine_client import EngineConnection, EngineDown
 from megagrpo.weights.mailbox import listening_store
 
-Each = Callable[[Callable[[Engine], None]], None]
+Each = Callable[[Callable[[EngineConnection], None]], None]
 _JOIN_S = 60.0  # the wait for an engine's ranks cannot be cut short when it refuses or dies
 
 
@@ -30,7 +30,7 @@ class BroadcastTransport:
         # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast. `wait` raises then.
         with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
             each(lambda engine: engine.group is not None or self._join(engine))
-        each(Engine.begin)
+        each(EngineConnection.begin)
         for bucket in buckets:
             flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in bucket.values()])
             dtype = str(self.dtype).removeprefix("torch.")
@@ -42,9 +42,9 @@ class BroadcastTransport:
                 "flush_cache": False,
             }
             each(lambda engine, flat=flat, body=body: self._send_bucket(engine, flat, body))
-        each(Engine.end)
+        each(EngineConnection.end)
 
-    def _join(self, engine: Engine) -> None:
+    def _join(self, engine: EngineConnection) -> None:
         """Make the group of rank 0 and the engine's ranks; both sides block until all have come."""
         name = f"weights-{uuid.uuid4().hex}"  # an engine outlives trainers, and refuses a name that it has seen
         store = listening_store(engine.address, min(_JOIN_S, engine.deadline.seconds))
@@ -62,12 +62,14 @@ class BroadcastTransport:
                 group = _new_group(store, name, 1 + engine.tp, self.device, engine.address)
             except RuntimeError as exc:
                 joined.result()  # the engine's own reason is the better one
-                raise EngineDown(f"rank 0 waits for the {engine.tp} ranks of {engine} to join group {name}: {exc}") from exc
+                raise EngineDown(
+                    f"rank 0 waits for the {engine.tp} ranks of {engine} to join group {name}: {exc}"
+                ) from exc
             joined.result()
         group.set_timeout(engine.deadline.seconds)
         engine.group = group
 
-    def _send_bucket(self, engine: Engine, flat: Tensor, body: dict) -> None:
+    def _send_bucket(self, engine: EngineConnection, flat: Tensor, body: dict) -> None:
         with ThreadPoolExecutor(1) as pool:
             group = engine.group
             request = body | {"group_name": group.name}

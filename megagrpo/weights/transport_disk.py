@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from megagrpo.hf_files import write_hf_folder
-from megagrpo.weights.engine_client import Engine
+from megagrpo.weights.engine_client import EngineConnection
 
-Each = Callable[[Callable[[Engine], None]], None]  # runs a function for every engine that is still alive, in threads
+Each = Callable[
+    [Callable[[EngineConnection], None]], None
+]  # runs a function for every engine that is still alive, in threads
 
 
 class DiskTransport:

@@ -65,7 +65,9 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
-def factor(offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+def factor(
+    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...]
+) -> tuple[tuple[int, ...], list[Piece]]:
     """Rewrite a view of a contiguous tensor of shape `base` so that every piece runs along one dimension of `base`.
 
     Returns the index in `base` of the view's first element, and the pieces, in the view's order of iteration (dimensions of
@@ -75,20 +77,28 @@ def factor(offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: 
     for stride in base_strides:
         first.append(rest // stride)
         rest %= stride
-    reach = list(first)  # the largest index touched so far, per dimension of base: staying below its size means no carry
+    reach = list(
+        first
+    )  # the largest index touched so far, per dimension of base: staying below its size means no carry
     pieces = []
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         inner_first, scale = [], 1
         while size > 1:
             k = next((k for k, n in enumerate(base) if n > 1 and 0 < base_strides[k] <= stride), None)
             if k is None or stride % base_strides[k]:
-                raise Untraceable(f"stride {stride} in a view of shape {shape} is no step along a tensor of shape {base}")
+                raise Untraceable(
+                    f"stride {stride} in a view of shape {shape} is no step along a tensor of shape {base}"
+                )
             step = stride // base_strides[k]
             take = size
-            if reach[k] + (size - 1) * step >= base[k]:  # leaves this dimension: must fill it, and go on in the one before
+            if (
+                reach[k] + (size - 1) * step >= base[k]
+            ):  # leaves this dimension: must fill it, and go on in the one before
                 take = base[k] // step
                 if take < 2 or take * step != base[k] or size % take or reach[k] + (take - 1) * step >= base[k]:
-                    raise Untraceable(f"a view of shape {shape} crosses dimension {k} of a tensor of shape {base} unevenly")
+                    raise Untraceable(
+                        f"a view of shape {shape} crosses dimension {k} of a tensor of shape {base} unevenly"
+                    )
             inner_first.append(Piece(take, k, step, dim, scale))
             reach[k] += (take - 1) * step
             size, stride, scale = size // take, stride * take, scale * take
@@ -114,11 +124,15 @@ def split_into_boxes(
             while parts and parts[0][1] == run[0] and parts[0][2] == run[0] * run[2]:
                 run = (run[0] * parts.pop(0)[0], 1, run[2])
         elif parts:
-            raise Untraceable(f"a view of shape {shape} takes every {parts[0][1]}th element of dimension {k} of a tensor of shape {base}")
+            raise Untraceable(
+                f"a view of shape {shape} takes every {parts[0][1]}th element of dimension {k} of a tensor of shape {base}"
+            )
         for _, size, _, run_strides in boxes:
             size[k], run_strides[k] = run[0], run[2]
         for count, step, stride in parts:  # not one run in the second view: one box for each
             boxes = [
-                ([*a[:k], a[k] + i * step, *a[k + 1 :]], list(n), o + i * stride, list(s)) for a, n, o, s in boxes for i in range(count)
+                ([*a[:k], a[k] + i * step, *a[k + 1 :]], list(n), o + i * stride, list(s))
+                for a, n, o, s in boxes
+                for i in range(count)
             ]
     return [(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]

@@ -30,7 +30,10 @@ class RayNodes:
         self._folder, self._wrap, self._host = folder, wrap, host
         self._nodes: dict[int, Popen] = {}
         self.address = ""
-        self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # for the environment of who joins
+        self.token = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }  # for the environment of who joins
 
     def __enter__(self) -> "RayNodes":
         return self
@@ -49,11 +52,29 @@ class RayNodes:
                 probe.bind(("", 0))
                 port = probe.getsockname()[1]
             self.address = f"{host}:{port}"
-            role = ["--head", "--port", str(port), "--include-dashboard", "false", "--temp-dir", str(self._folder / "ray")]
+            role = [
+                "--head",
+                "--port",
+                str(port),
+                "--include-dashboard",
+                "false",
+                "--temp-dir",
+                str(self._folder / "ray"),
+            ]
         command = [str(Path(sys.executable).with_name("ray")), "start", *role, "--node-ip-address", host, "--block"]
-        command += ["--num-cpus", str(places), "--num-gpus", "0", "--object-store-memory", str(80 * 2**20), "--disable-usage-stats"]
+        command += [
+            "--num-cpus",
+            str(places),
+            "--num-gpus",
+            "0",
+            "--object-store-memory",
+            str(80 * 2**20),
+            "--disable-usage-stats",
+        ]
         log = self._folder / f"ray-{number}-{time.monotonic():.0f}.log"
-        env = child_environment(_QUIET | self.token | {f"RAY_health_check_{name}": value for name, value in _HEALTH.items()})
+        env = child_environment(
+            _QUIET | self.token | {f"RAY_health_check_{name}": value for name, value in _HEALTH.items()}
+        )
         env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
         node = self._nodes[number] = spawn(self._wrap(number, command), env, log)
         deadline = time.monotonic() + _START_S

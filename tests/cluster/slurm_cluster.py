@@ -16,7 +16,17 @@ from megagrpo.environment import child_environment
 from megagrpo.processes import spawn, stop_tree
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"}
+ENDED = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+}
 _START_S = 60.0
 _SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -77,7 +87,10 @@ class SlurmCluster:
         self.root = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: munge's socket path ends at 107 characters
         self.root.chmod(0o755)  # munge refuses a socket that not everybody may reach
         self.env = child_environment({"SLURM_CONF": str(self.root / "slurm.conf")})
-        self._cpus, self._parameters = cpus_per_node, "preempt_send_user_signal" if user_signal_at_preemption else "enable_configless"
+        self._cpus, self._parameters = (
+            cpus_per_node,
+            "preempt_send_user_signal" if user_signal_at_preemption else "enable_configless",
+        )
         self._daemons: list[subprocess.Popen] = []
 
     def __enter__(self) -> "SlurmCluster":
@@ -86,14 +99,22 @@ class SlurmCluster:
             socket_path, key = self.root / "munge.sock", self.root / "munge.key"
             key.write_bytes(Path("/dev/urandom").open("rb").read(128))
             key.chmod(0o600)
-            files = {"key-file": key, "socket": socket_path, "pid-file": self.root / "munged.pid", "seed-file": self.root / "munge.seed"}
+            files = {
+                "key-file": key,
+                "socket": socket_path,
+                "pid-file": self.root / "munged.pid",
+                "seed-file": self.root / "munge.seed",
+            }
             self._start("munged", "--foreground", *(f"--{name}={path}" for name, path in files.items()))
             self._until(socket_path.exists, "munged's socket")
             self._start("slurmctld", "-D", "-c")
             for node in self.nodes:
                 (self.root / f"spool-{node}").mkdir()
                 self._start("slurmd", "-D", "-N", node, log=f"slurmd-{node}")
-            self._until(lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %t").split() == [str(len(self.nodes)), "idle"], "the nodes")
+            self._until(
+                lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %t").split() == [str(len(self.nodes)), "idle"],
+                "the nodes",
+            )
             return self
         except BaseException:
             self.__exit__()
@@ -122,7 +143,9 @@ class SlurmCluster:
 
     def job(self, job: int) -> dict[str, str]:
         """What `scontrol show job` says, by name; of a heterogeneous job its first component."""
-        return dict(re.findall(r"(\w[\w:/]*)=(\S*)", self.run("scontrol", "-o", "show", "job", str(job)).splitlines()[0]))
+        return dict(
+            re.findall(r"(\w[\w:/]*)=(\S*)", self.run("scontrol", "-o", "show", "job", str(job)).splitlines()[0])
+        )
 
     def wait(self, job: int, *states: str, timeout_s: float = 300.0) -> str:
         """Wait until the job is in one of `states` (default: it has ended, and is not to be run again); returns the state."""

@@ -34,7 +34,16 @@ class Run:
             nodes.start(number)
         self._children = [self._start(3, "serve.log", ["serve", str(config), "--ray-address", nodes.address])]
         for number in TRAINERS:
-            command = ["train", str(config), "--nnodes", "2", "--node-rank", str(number - 1), "--master-addr", hosts.address(1)]
+            command = [
+                "train",
+                str(config),
+                "--nnodes",
+                "2",
+                "--node-rank",
+                str(number - 1),
+                "--master-addr",
+                hosts.address(1),
+            ]
             self._children.append(self._start(number, f"trainer-{number}.log", [*command, "--master-port", "29500"]))
         self.service, *self.trainers = self._children
 
@@ -105,7 +114,10 @@ def assert_as_on_one_host(run: Run, experiments: Path, num_steps: int) -> None:
 @pytest.mark.slow
 def test_four_hosts_compute_what_one_does(hosts, experiments):
     """Same rewards, losses and gradients in the same bits, though tensors, prompts and weights cross links."""
-    run = Run(*hosts, write_experiment(experiments / "four", actor={"parallel": PARALLEL}, rollout=ROLLOUT, train={"num_steps": 2}))
+    run = Run(
+        *hosts,
+        write_experiment(experiments / "four", actor={"parallel": PARALLEL}, rollout=ROLLOUT, train={"num_steps": 2}),
+    )
     try:
         run.finish()
     finally:
@@ -131,7 +143,13 @@ def test_a_link_is_cut_and_healed(hosts, experiments, number):
         hosts[0].heal(number)
         run.finish()
         print(f"host {number} cut for {CUT_S:.0f} s; the run ended {time.monotonic() - cut:.0f} s after the cut")
-        print("\n".join(line for line in run.end().splitlines() if " died: " in line or " is up at " in line or "continues after" in line))
+        print(
+            "\n".join(
+                line
+                for line in run.end().splitlines()
+                if " died: " in line or " is up at " in line or "continues after" in line
+            )
+        )
     finally:
         run.stop()
     assert_as_on_one_host(run, experiments, steps)

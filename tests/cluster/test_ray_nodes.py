@@ -15,7 +15,6 @@ from tiny_model import make_tiny_model
 
 from megagrpo.processes import stop_tree
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -78,7 +77,11 @@ def test_one_engine_over_two_nodes(nodes, tmp_path):
             trainer.publish(model)
             trainer.step(trainer.version)
         assert states(service) == {"engine-0": ("ready", 2, 1)}
-        second = [line for line in (service.run_dir / "logs" / "engine-0.node-1.log").read_text().splitlines() if "node_rank" in line]
+        second = [
+            line
+            for line in (service.run_dir / "logs" / "engine-0.node-1.log").read_text().splitlines()
+            if "node_rank" in line
+        ]
         assert second, "its second server process runs too"
         nodes.kill(2)  # half of the engine
         nodes.start(3)

@@ -20,11 +20,11 @@ pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 NUM_STEPS = 8  # of the run that nobody disturbs
 END_S = 400  # a job, started again once
 # Rewards as in run_megagrpo.py; while the file `slow` is there a step lasts seconds, long enough to be met.
-SLOW_GRADER = '''
+SLOW_GRADER = """
 def slow_digits(text, answer):
     time.sleep(0.15 * Path(__file__).with_name("slow").exists())
     return low_digits(text, answer)
-'''
+"""
 SECTIONS = {
     "reward": {"grader": "graders_of_tests:slow_digits"},
     "rollout": {"deterministic": True, "host": "0.0.0.0"},
@@ -121,7 +121,11 @@ def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(slurm, exp
     slow.touch()
     job = submit(slurm, experiment(folder, 500), "--trainer-nodes", "2", "--partition", "low")
     wait_for(lambda: step_done(folder), "step 1", folder)
-    urgent = int(slurm.run("sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "-o", "/dev/null", "--wrap=true"))
+    urgent = int(
+        slurm.run(
+            "sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "-o", "/dev/null", "--wrap=true"
+        )
+    )
     wait_for(lambda: "back into the queue" in output(folder), "requeue", folder)
     slow.unlink()
     experiment(folder, NUM_STEPS)  # the job reads it again
@@ -162,7 +166,9 @@ def test_the_time_limit(slurm, experiments, undisturbed):
     text = finish(slurm, job, folder)
     assert slurm.job(job)["Restarts"] == "1" and f"continues after step {saved_step(text)}" in text
     ours, theirs = metrics(folder), metrics(undisturbed)
-    assert all(ours[step]["loss/total"] == theirs[step]["loss/total"] for step in range(1, NUM_STEPS + 1))  # it may have more steps
+    assert all(
+        ours[step]["loss/total"] == theirs[step]["loss/total"] for step in range(1, NUM_STEPS + 1)
+    )  # it may have more steps
 
 
 def test_scancel_leaves_nothing_behind(slurm, experiments):
@@ -183,12 +189,17 @@ def test_the_same_launchers_without_slurm(experiments, undisturbed):
         for number, again in enumerate((False, True)):
             place = {"MASTER_ADDR": "127.0.0.7", "NNODES": "2", "MASTER_PORT": str(31700 + number)}
             config = experiment(folder, NUM_STEPS if again else 500)
-            with Node("torchrun", config, "127.0.0.7", place, 0) as first, Node("torchrun", config, "127.0.0.8", place, 1) as second:
+            with (
+                Node("torchrun", config, "127.0.0.7", place, 0) as first,
+                Node("torchrun", config, "127.0.0.8", place, 1) as second,
+            ):
                 if not again:
                     wait_for(lambda: step_done(folder), "step 1", folder)
                     second.process.send_signal(signal.SIGTERM)
                 ended = [node.process.wait(END_S) for node in (first, second)]
-                assert ended == ([0, 0] if again else [STOPPED, STOPPED]), first.log.read_text() + second.log.read_text()
+                assert ended == ([0, 0] if again else [STOPPED, STOPPED]), (
+                    first.log.read_text() + second.log.read_text()
+                )
             slow.unlink(missing_ok=True)
     assert_same_run(folder, undisturbed, NUM_STEPS)
 
@@ -198,7 +209,13 @@ class Node:
 
     def __init__(self, kind: str, config: Path, address: str, place: dict[str, str], rank: int = 0):
         script = Path(__file__).parents[2] / "launch" / f"{kind}_node.sh"
-        env = {"NODE_ADDR": address, "NODE_RANK": str(rank), "MASTER_ADDR": address, "MEGAGRPO_VENV": sys.prefix, **place}
+        env = {
+            "NODE_ADDR": address,
+            "NODE_RANK": str(rank),
+            "MASTER_ADDR": address,
+            "MEGAGRPO_VENV": sys.prefix,
+            **place,
+        }
         self.log = config.with_suffix(f".{kind}-{rank}.log")
         self.process = subprocess.Popen(
             ["bash", str(script), str(config)],

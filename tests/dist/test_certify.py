@@ -12,8 +12,8 @@ import pytest
 from megagrpo.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
 from megagrpo.certify.report import failures, write_report
 from megagrpo.certify.subject import make_models
-from megagrpo.config import ActorConfig, ParallelConfig
-from megagrpo.config_load import load_config
+from megagrpo.config.schema import ActorConfig, ParallelConfig
+from megagrpo.config.load import load_config
 from tests.dist.workers.launch import run_ranks
 
 pytestmark = pytest.mark.timeout(900)

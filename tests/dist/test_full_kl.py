@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megagrpo.actor.step import backward, denominators_of, hidden_states, update, with_logprobs
-from megagrpo.actor_weights import load_initial_weights
+from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.certify.measure import joined
-from megagrpo.config import ActorConfig, OptimizerConfig, TinyModelConfig
-from megagrpo.config_algorithm import AlgorithmConfig
-from megagrpo.data.batch import build_batch
-from megagrpo.data.tiny import make_tiny_model
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, TinyModelConfig
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.batching.batch import build_batch
+from megagrpo.tiny.model import make_tiny_model
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 FULL = AlgorithmConfig.model_validate({"kl": {"loss_coef": 1.0, "estimator": "full"}})

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megagrpo.mesh import make_mesh
-from megagrpo.metrics import Metrics
+from megagrpo.monitor.metrics import Metrics
 
 WORLD = 3
 # Per rank: (numerator, denominator) of a mean, a sum, an extreme, (amount, seconds) of a rate.

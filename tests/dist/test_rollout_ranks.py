@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from fake_service import FakeService, running
 
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.rollout.client import ServiceControl
+from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.types import Outcome, Prompt
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megagrpo import checkpoint
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
-from megagrpo.metrics import Metrics
+from megagrpo.monitor.metrics import Metrics
 from megagrpo.selection import deal_surplus, gather_surplus, next_groups
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megagrpo.data.batch import build_batch, shuffle_rewards
+from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 

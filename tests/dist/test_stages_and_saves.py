@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.config import TinyModelConfig
-from megagrpo.data.tiny import random_tensors
-from megagrpo.data.tiny_config import hf_config
+from megagrpo.config.schema import TinyModelConfig
+from megagrpo.tiny.model import random_tensors
+from megagrpo.tiny.description import hf_config
 from megagrpo.hf_files import write_hf_folder
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import VOCAB

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.statistics import group_statistics, moments
-from megagrpo.config_algorithm import AlgorithmConfig
+from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.types import Batch
 

@@ -7,7 +7,7 @@ from run_megagrpo import LONG_RUN, Finished, megagrpo, write_experiment
 from running_service import START_S, RunningService, start_service, wait_for_service
 from tiny_model import make_tiny_model
 
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.processes import stop_tree
 
 
@@ -51,6 +51,12 @@ def experiments(tmp_path_factory) -> Path:
 def long_run(experiments) -> tuple[Path, Finished]:
     """(run folder, what the user saw) of ten undisturbed steps, weights through `broadcast`, with evaluations in between."""
     folder = experiments / "long"
-    held_out = {"data": {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8}, "every": 5, "num_samples": 2}
-    config = write_experiment(folder, **LONG_RUN, eval=held_out | {"temperature": 1.0}, log={"tensorboard": True, "dump_steps": [4]})
+    held_out = {
+        "data": {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8},
+        "every": 5,
+        "num_samples": 2,
+    }
+    config = write_experiment(
+        folder, **LONG_RUN, eval=held_out | {"temperature": 1.0}, log={"tensorboard": True, "dump_steps": [4]}
+    )
     return folder, megagrpo("run", config, timeout_s=560)

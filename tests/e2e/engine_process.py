@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import API_KEY, child_environment
-from megagrpo.rollout.engine import Place, engine_command, engine_environment, engine_python_path
+from megagrpo.rollout.service.engine_command import Place, engine_command, engine_environment, engine_python_path
 
 START_S = 240
 
@@ -48,7 +48,12 @@ class OneEngine:
         self.log = self.folder / f"engine-{self.info.incarnation}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                engine_command(self.config, place), env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                engine_command(self.config, place),
+                env=env,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_S
         while True:

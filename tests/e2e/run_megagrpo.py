@@ -15,9 +15,17 @@ import yaml
 
 from megagrpo.environment import child_environment
 from megagrpo.processes import is_live, process_tree, stop_tree
-from megagrpo.rollout.client import ServiceUnreachable, find_service
+from megagrpo.rollout.control import ServiceUnreachable, find_service
 
-REPEATED = ("loss/total", "loss/policy", "reward/mean", "reward/std", "optim/grad_norm", "policy/entropy", "mismatch/logprob_abs_mean")
+REPEATED = (
+    "loss/total",
+    "loss/policy",
+    "reward/mean",
+    "reward/std",
+    "optim/grad_norm",
+    "policy/entropy",
+    "mismatch/logprob_abs_mean",
+)
 # What write_experiment is told for the session's undisturbed run and for those that are compared with it.
 LONG_RUN = {"train": {"num_steps": 10}, "rollout": {"deterministic": True}, "checkpoint": {"every": 1, "keep": 20}}
 _TORCHVISION_HOOK = str(Path(__file__).parents[2] / "megagrpo" / "rollout" / "cpu")  # see its sitecustomize
@@ -56,7 +64,13 @@ def experiment(folder: Path, **sections) -> dict:
                 "num_experts": 4,
                 "expert_ffn_size": 48,
             },
-            "dataset": {"kind": "arithmetic", "folder": str(folder.parent / "data"), "num_sft": 64, "num_train": 400, "num_eval": 16},
+            "dataset": {
+                "kind": "arithmetic",
+                "folder": str(folder.parent / "data"),
+                "num_sft": 64,
+                "num_train": 400,
+                "num_eval": 16,
+            },
         },
         "model": {"path": str(folder.parent / "model")},
         "data": {"path": str(folder.parent / "data" / "train.jsonl"), "max_prompt_tokens": 8},
@@ -216,7 +230,10 @@ def metrics(run_dir: Path) -> dict[int, dict]:
 def rollouts(run_dir: Path) -> dict[int, list[dict]]:
     """rollouts/step_N.jsonl by step."""
     files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    return {int(re.sub(r"\D", "", file.stem)): [json.loads(line) for line in file.read_text().splitlines()] for file in files}
+    return {
+        int(re.sub(r"\D", "", file.stem)): [json.loads(line) for line in file.read_text().splitlines()]
+        for file in files
+    }
 
 
 def assert_same_run(folder: Path, reference: Path, num_steps: int, but: str = "") -> None:

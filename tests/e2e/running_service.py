@@ -9,17 +9,18 @@ from pathlib import Path
 import httpx
 import psutil
 
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import child_environment
 from megagrpo.processes import is_live, spawn, stop_tree
-from megagrpo.rollout.client import EngineInfo, ServiceControl, bearer, find_service
+from megagrpo.rollout.control import ServiceControl, bearer, find_service
+from megagrpo.types import EngineInfo
 
 START_S = 480.0
 _SERVE = """
 import sys
 from pathlib import Path
-from megagrpo.config import ExperimentConfig
-from megagrpo.rollout.service import serve
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.service.server import serve
 sys.exit(serve(ExperimentConfig.model_validate_json(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), *sys.argv[3:]))
 """
 
@@ -58,7 +59,9 @@ class RunningService:
         assert self.control.mark_ready(engine.id, engine.incarnation, version)
 
 
-def start_service(config: ExperimentConfig, run_dir: Path, *ray_address: str, env: dict[str, str] | None = None) -> subprocess.Popen:
+def start_service(
+    config: ExperimentConfig, run_dir: Path, *ray_address: str, env: dict[str, str] | None = None
+) -> subprocess.Popen:
     run_dir.mkdir(parents=True, exist_ok=True)
     file = run_dir / "experiment.json"
     file.write_text(config.model_dump_json())

@@ -45,9 +45,18 @@ def in_this_process(command: str, config: Path, *words: str, timeout_s: float) -
         ("train.group_size=four", "train.group_size = 'four': should be a valid integer"),
         ("actor.world_size=3", "world_size 3 is not a multiple of etp x ep x pp = 2; 4 would be"),
         ("actor.parallel={tp: 4, ep: 1}", "world_size 2 is not a multiple of tp x pp x cp = 4; 4 would be"),
-        ("actor={world_size: 8, parallel: {tp: 8}}", "actor.parallel.tp = 8 does not divide the model's num_attention_heads = 4"),
-        ("actor={world_size: 3, parallel: {pp: 3}}", "actor.parallel.pp x vpp = 3 does not divide the model's num_hidden_layers = 2"),
-        ("actor={world_size: 3, parallel: {ep: 3}}", "actor.parallel.ep = 3 does not divide the model's num_experts = 4"),
+        (
+            "actor={world_size: 8, parallel: {tp: 8}}",
+            "actor.parallel.tp = 8 does not divide the model's num_attention_heads = 4",
+        ),
+        (
+            "actor={world_size: 3, parallel: {pp: 3}}",
+            "actor.parallel.pp x vpp = 3 does not divide the model's num_hidden_layers = 2",
+        ),
+        (
+            "actor={world_size: 3, parallel: {ep: 3}}",
+            "actor.parallel.ep = 3 does not divide the model's num_experts = 4",
+        ),
         ("rollout.tp=3", "rollout.tp = 3 does not divide the model's num_attention_heads = 4"),
         ("data.path=nowhere.jsonl", "data.path: nowhere.jsonl does not exist"),
         ("model.path=nowhere", "model.path: nowhere does not exist"),
@@ -55,7 +64,10 @@ def in_this_process(command: str, config: Path, *words: str, timeout_s: float) -
         ("reward.grader=exat", "reward.grader 'exat' is unknown; did you mean 'exact'?"),
         ("reward.grader=graders_of_tests:low_digit", "has no function low_digit; did you mean 'low_digits'?"),
         ("reward.args={strict: true}", "reward.args do not fit grader"),
-        ("train.num_updates_per_step=3", "train.num_prompts_per_step 8 is not a multiple of train.num_updates_per_step 3"),
+        (
+            "train.num_updates_per_step=3",
+            "train.num_prompts_per_step 8 is not a multiple of train.num_updates_per_step 3",
+        ),
         ("weights.timeout_s=700", "weights.timeout_s 700 must be below actor.deadline_s 600: while rank 0"),
     ],
 )
@@ -65,11 +77,15 @@ def test_an_impossible_experiment(experiments, override, said):
 
 def test_what_prepare_has_not_made_yet(tmp_path):
     said = refused(write_experiment(tmp_path / "refused"))
-    assert f"not there yet: {tmp_path / 'model'}, {tmp_path / 'data' / 'train.jsonl'}; first `megagrpo prepare`\n" in said
+    assert (
+        f"not there yet: {tmp_path / 'model'}, {tmp_path / 'data' / 'train.jsonl'}; first `megagrpo prepare`\n" in said
+    )
 
 
 def test_every_problem_at_once(experiments):
-    said = refused(write_experiment(experiments / "refused"), "data.path=a.jsonl", "actor={world_size: 8, parallel: {tp: 8}}")
+    said = refused(
+        write_experiment(experiments / "refused"), "data.path=a.jsonl", "actor={world_size: 8, parallel: {tp: 8}}"
+    )
     assert "a.jsonl" in said and "num_attention_heads" in said and "num_key_value_heads" in said
 
 
@@ -105,7 +121,17 @@ def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
     """
     (config.parent / "graders_of_tests.py").write_text(GRADERS)
     sets = [word for override in overrides for word in ("--set", override)]
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megagrpo.cli", "train", str(config)]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "megagrpo.cli",
+        "train",
+        str(config),
+    ]
     done = subprocess.run(
         [sys.executable, *command, "--service", "http://127.0.0.1:9", *sets],
         env=child_environment({API_KEY: "of the run"}, [str(config.parent)]),
@@ -119,11 +145,15 @@ def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
 
 def test_a_service_that_is_not_there(experiments):
     """Prompts that are too long are reported on the way: counted, with the limit."""
-    config = write_experiment(experiments / "unreachable", data={"max_prompt_tokens": 5}, rollout={"start_timeout_s": 5.0})
+    config = write_experiment(
+        experiments / "unreachable", data={"max_prompt_tokens": 5}, rollout={"start_timeout_s": 5.0}
+    )
     done, reports = trainers_alone(config)
     assert done.status != 0
     assert len(set(reports)) == 1, "every rank knows why"
-    assert "no rollout service answers at http://127.0.0.1:9" in reports[0] and "is `megagrpo serve` running" in reports[0]
+    assert (
+        "no rollout service answers at http://127.0.0.1:9" in reports[0] and "is `megagrpo serve` running" in reports[0]
+    )
     assert reports[0].count("\n") == 0
     lines = (experiments / "data" / "train.jsonl").read_text().splitlines()
     too_long = sum(len(json.loads(line)["prompt"]) > 5 for line in lines)
@@ -171,12 +201,19 @@ def test_a_checkpoint_of_another_model(long_run):
     config = write_experiment(folder, **sections, checkpoint={"load": str(long_run[0] / "checkpoints" / "step_000010")})
     assert megagrpo("prepare", config).status == 0
     done, reports = trainers_alone(config)
-    assert done.status != 0 and "is of another model: model: checkpoint" in reports[0] and "'num_layers': 4" in reports[0]
+    assert (
+        done.status != 0 and "is of another model: model: checkpoint" in reports[0] and "'num_layers': 4" in reports[0]
+    )
     assert not (folder / "metrics.jsonl").exists()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
+)
 def test_transformer_engine_where_it_is_missing(experiments):
     done, reports = trainers_alone(write_experiment(experiments / "engineless"), "actor.transformer_engine=true")
     assert done.status != 0 and reports
-    assert all("actor.transformer_engine is true, but the package transformer_engine is not installed" in report for report in reports)
+    assert all(
+        "actor.transformer_engine is true, but the package transformer_engine is not installed" in report
+        for report in reports
+    )

@@ -19,10 +19,10 @@ from tiny_model import make_tiny_model
 from transformers import AutoTokenizer
 
 from megagrpo.cli import main
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.processes import process_tree, stop_tree
-from megagrpo.rollout.client import bearer
+from megagrpo.rollout.control import bearer
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.types import Outcome, Prompt
 from megagrpo.weights.exchange import Exchange
@@ -33,7 +33,13 @@ PROMPTS = [Prompt(i, "", (1, *range(40 + 3 * i, 60 + 4 * i)), "") for i in range
 
 
 def experiment(run_dir: Path, models: list[Path], **rollout) -> ExperimentConfig:
-    base = {"num_engines": 2, "deterministic": True, "start_timeout_s": START_S, "step_timeout_s": 300.0, "max_restarts": 9}
+    base = {
+        "num_engines": 2,
+        "deterministic": True,
+        "start_timeout_s": START_S,
+        "step_timeout_s": 300.0,
+        "max_restarts": 9,
+    }
     return ExperimentConfig.model_validate(
         {
             "name": "engines",
@@ -135,7 +141,9 @@ def wait_until(true, what: str, timeout_s: float = START_S) -> None:
 
 
 def states(service: RunningService) -> dict[str, tuple]:
-    return {engine.id: (engine.state, engine.weight_version, engine.incarnation) for engine in service.control.engines()}
+    return {
+        engine.id: (engine.state, engine.weight_version, engine.incarnation) for engine in service.control.engines()
+    }
 
 
 def test_both_transports_put_the_same_weights_into_both(trainer):
@@ -144,9 +152,16 @@ def test_both_transports_put_the_same_weights_into_both(trainer):
         report = trainer.publish(model)
         print(transport, {name: round(value, 3) for name, value in report.items()})
         assert states(trainer.service) == {f"engine-{i}": ("ready", trainer.version, 1) for i in range(2)}
-    body = {"input_ids": [1, 50, 51], "return_logprob": True, "sampling_params": {"max_new_tokens": 24, "sampling_seed": 7}}
+    body = {
+        "input_ids": [1, 50, 51],
+        "return_logprob": True,
+        "sampling_params": {"max_new_tokens": 24, "sampling_seed": 7},
+    }
     key = bearer(trainer.service.control.api_key)
-    said = [httpx.post(f"{e.url}/generate", json=body, headers=key, timeout=120).json() for e in trainer.service.control.engines()]
+    said = [
+        httpx.post(f"{e.url}/generate", json=body, headers=key, timeout=120).json()
+        for e in trainer.service.control.engines()
+    ]
     assert said[0]["output_ids"] == said[1]["output_ids"]
     assert said[0]["meta_info"]["output_token_logprobs"] == said[1]["meta_info"]["output_token_logprobs"]
     trainer.publish()
@@ -156,11 +171,17 @@ def test_nobody_is_heard_without_the_key(trainer):
     control, run_dir = trainer.service.control, trainer.service.run_dir
     engine, router = control.engines()[0].url, control.status().router
     calls = [("GET", f"{control.url}/status"), ("POST", f"{control.url}/shutdown"), ("POST", f"{engine}/generate")]
-    calls += [("POST", f"{engine}/update_weights_from_tensor"), ("GET", f"{engine}/server_info"), ("POST", f"{engine}/pause_generation")]
+    calls += [
+        ("POST", f"{engine}/update_weights_from_tensor"),
+        ("GET", f"{engine}/server_info"),
+        ("POST", f"{engine}/pause_generation"),
+    ]
     calls += [("POST", f"{router}/generate"), ("GET", f"{router}/workers"), ("POST", f"{router}/workers")]
     body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
     for headers in ({}, bearer("x" * len(control.api_key))):
-        answers = {url: httpx.request(method, url, json=body, headers=headers, timeout=60).status_code for method, url in calls}
+        answers = {
+            url: httpx.request(method, url, json=body, headers=headers, timeout=60).status_code for method, url in calls
+        }
         assert set(answers.values()) <= {401, 403}, answers
     # The key stands in one file, which is its owner's, and in no log and no command line.
     key = control.api_key.encode()
@@ -186,7 +207,9 @@ def test_services_listen_on_the_given_interface_only(trainer):
         if not any(other in words for other in others):
             found[f"{words[:200]} {process.pid}"] = elsewhere(process)
     assert any("sglang" in name for name in found)
-    assert len(found.pop(next(name for name in found if name.endswith(f" {service}")))) == 1, "Ray's own port in `serve`"
+    assert len(found.pop(next(name for name in found if name.endswith(f" {service}")))) == 1, (
+        "Ray's own port in `serve`"
+    )
     assert not {name: ports for name, ports in found.items() if ports} and not elsewhere(psutil.Process())
 
 
@@ -196,7 +219,9 @@ def test_router_killed(trainer):
     undisturbed, url = trainer.step(1), service.control.status().router
     port = int(url.rpartition(":")[2])
     ours = process_tree(service.process.pid)
-    router = next(p for p in ours if any(c.laddr.port == port for c in p.net_connections() if c.status == psutil.CONN_LISTEN))
+    router = next(
+        p for p in ours if any(c.laddr.port == port for c in p.net_connections() if c.status == psutil.CONN_LISTEN)
+    )
     assert trainer.step(1, router.kill) == undisturbed
     assert service.control.status().router == url and states(service) == before
     assert "sglang-router is gone: it is started again" in (service.run_dir / "serve.log").read_text()
@@ -212,13 +237,18 @@ def test_one_engine_killed_while_the_other_serves(trainer):
     assert states(service)["engine-1"] == ("ready", trainer.version, 1)
     service.wait_alive(0)
     trainer.step(3)
-    wait_until(lambda: states(service)["engine-0"][:2] == ("ready", trainer.version) or trainer.step(3) is None, "the engine is refreshed")
+    wait_until(
+        lambda: states(service)["engine-0"][:2] == ("ready", trainer.version) or trainer.step(3) is None,
+        "the engine is refreshed",
+    )
     assert states(service) == {"engine-0": ("ready", trainer.version, 2), "engine-1": ("ready", trainer.version, 1)}
     trainer.publish()
 
 
 def schedulers(pid: int) -> list[psutil.Process]:
-    return [p for p in psutil.Process(pid).children(recursive=True) if "scheduler" in " ".join([p.name(), *p.cmdline()])]
+    return [
+        p for p in psutil.Process(pid).children(recursive=True) if "scheduler" in " ".join([p.name(), *p.cmdline()])
+    ]
 
 
 def test_hung_scheduler_is_found_and_replaced(trainer):
@@ -262,12 +292,21 @@ def test_an_engine_is_added_and_another_drained(trainer, capsys):
     added = capsys.readouterr().out.removesuffix(" is starting\n")
     service.wait_alive(2)
     assert main(["status", folder, "--json"]) == 0
-    assert [engine["id"] for engine in json.loads(capsys.readouterr().out)["engines"]] == ["engine-0", "engine-1", added]
+    assert [engine["id"] for engine in json.loads(capsys.readouterr().out)["engines"]] == [
+        "engine-0",
+        "engine-1",
+        added,
+    ]
     assert states(service)[added] == ("stale", None, 1)
     assert trainer.step(5) == undisturbed
-    wait_until(lambda: states(service)[added] == ("ready", trainer.version, 1) or trainer.step(5) is None, "verified before traffic")
+    wait_until(
+        lambda: states(service)[added] == ("ready", trainer.version, 1) or trainer.step(5) is None,
+        "verified before traffic",
+    )
     drained = control.engines()[0]
-    assert trainer.step(5, lambda: threading.Thread(target=control.drain_engine, args=[drained.id]).start()) == undisturbed
+    assert (
+        trainer.step(5, lambda: threading.Thread(target=control.drain_engine, args=[drained.id]).start()) == undisturbed
+    )
     wait_until(lambda: drained.id not in states(service), "drained", 60)
     assert not psutil.pid_exists(drained.pid)
     assert states(service).keys() == {"engine-1", added} and trainer.step(5) == undisturbed

@@ -13,18 +13,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_process import Info, OneEngine
 from tiny_model import make_tiny_model
 
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.rollout.client import bearer
+from megagrpo.rollout.control import bearer
 from megagrpo.weights.engine_client import LOADER
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.record import record_copies
@@ -38,7 +38,10 @@ class PlainSource:
 
     def __init__(self, folder: Path, rank: int = 0, world: int = 1):
         self.hf_specs, self.rank, self.world = HfFolder(folder).specs, rank, world
-        self.live = {name: torch.zeros(self._rows(torch.empty(shape, device="meta")).shape) for name, (shape, _) in self.hf_specs.items()}
+        self.live = {
+            name: torch.zeros(self._rows(torch.empty(shape, device="meta")).shape)
+            for name, (shape, _) in self.hf_specs.items()
+        }
         self.copies = record_copies(self._load, self.hf_specs, self.live)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +72,9 @@ def experiment(model: Path, tp: int, transport: str, timeout_s: float = 120.0) -
     )
 
 
-def exchange_for(engine: OneEngine, source: PlainSource, transport: str, run_dir: Path, timeout_s: float = 120.0) -> Exchange:
+def exchange_for(
+    engine: OneEngine, source: PlainSource, transport: str, run_dir: Path, timeout_s: float = 120.0
+) -> Exchange:
     config = experiment(Path(engine.config.model.path), engine.config.rollout.tp, transport, timeout_s)
     return Exchange(config, make_mesh(0, 1, torch.device("cpu"), 60.0), source, engine, run_dir)
 
@@ -77,7 +82,11 @@ def exchange_for(engine: OneEngine, source: PlainSource, transport: str, run_dir
 def assert_engine_computes_with(url: str, model: Path, version: int) -> None:
     """Log-probs of sampled tokens equal those of HF transformers, and the answer names the version."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    body = {"input_ids": PROMPTS, "return_logprob": True, "sampling_params": {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True}}
+    body = {
+        "input_ids": PROMPTS,
+        "return_logprob": True,
+        "sampling_params": {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True},
+    }
     answer = httpx.post(f"{url}/generate", json=body, headers=KEY, timeout=120).raise_for_status()
     for prompt, out in zip(PROMPTS, answer.json(), strict=True):
         tokens = torch.tensor(prompt + out["output_ids"])
@@ -118,7 +127,9 @@ def moe_engine(moe_models, tmp_path_factory):
 
 def test_both_transports_put_weights_into_a_moe(moe_engine, moe_models, tmp_path):
     source = PlainSource(moe_models[0])
-    for version, (transport, model) in enumerate((("broadcast", moe_models[1]), ("disk", moe_models[2]), ("broadcast", moe_models[0])), 1):
+    for version, (transport, model) in enumerate(
+        (("broadcast", moe_models[1]), ("disk", moe_models[2]), ("broadcast", moe_models[0])), 1
+    ):
         exchange = exchange_for(moe_engine, source.load(model), transport, tmp_path)
         report = exchange.publish(version)
         exchange.verify()
@@ -215,7 +226,14 @@ def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
     models = []
     for seed in range(2):
         template = make_tiny_model(tmp_path / f"d{seed}", seed)  # tokenizer files
-        shape = dict(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+        shape = dict(
+            vocab_size=300,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+        )
         shape |= dict(intermediate_size=128, initializer_range=0.15, bos_token_id=1, eos_token_id=2)
         config = Qwen3Config(**shape, tie_word_embeddings=True)
         torch.manual_seed(seed)
@@ -230,10 +248,14 @@ def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
             exchange.publish(version)
             assert_engine_computes_with(engine.info.url, model, version)
         plant_fault(engine.info.url, 2, 1, "model.embed_tokens.weight", 0)  # rank 1 holds rows 160 to 299, and padding
-        with pytest.raises(LeaderError, match=r"rank 1: parameter model.embed_tokens.weight does not hold .*weight \[160:300, 0:64\]"):
+        with pytest.raises(
+            LeaderError, match=r"rank 1: parameter model.embed_tokens.weight does not hold .*weight \[160:300, 0:64\]"
+        ):
             exchange.verify()
         plant_fault(engine.info.url, 2, 1, "model.embed_tokens.weight", 150 * 64)
-        with pytest.raises(LeaderError, match=r"rank 1: parameter model.embed_tokens.weight: elements that the loader sets to 0.0"):
+        with pytest.raises(
+            LeaderError, match=r"rank 1: parameter model.embed_tokens.weight: elements that the loader sets to 0.0"
+        ):
             exchange.verify()
         exchange.close()
     finally:

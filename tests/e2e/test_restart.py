@@ -21,14 +21,18 @@ def test_killed_in_an_update_of_the_weights_and_in_a_rollout(long_run):
     with Job("run", config) as job:
         job.wait_for(lambda: (folder / "rollouts" / "step_000003.jsonl").exists(), "step 3", 400)
         first = kill_rank(job, folder, 0, during_update)
-        job.wait_for(lambda: (rank := trainer(job, 1)) and rank.create_time() > first.create_time() + 1, "the first restart", 120)
+        job.wait_for(
+            lambda: (rank := trainer(job, 1)) and rank.create_time() > first.create_time() + 1, "the first restart", 120
+        )
         kill_rank(job, folder, 1, during_rollout)
         done = job.finish(400)
     assert done.status == 0, done.stderr
     assert "for the 2. of 3 times" in done.stdout and "continues after step 2" in done.stdout
     assert_same_run(folder, long_run[0], NUM_STEPS)
     assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(folder).items() if step)
-    losses = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss/total" in line]
+    losses = [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss/total" in line
+    ]
     assert losses == list(range(1, NUM_STEPS + 1)), "each step once"
 
 

@@ -1,6 +1,5 @@
 """`megagrpo run` as a user runs it, with real trainers and a real engine: what it measures, writes, and repeats bit by bit."""
 
-import json
 import shutil
 import signal
 import statistics
@@ -8,7 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_megagrpo import LONG_RUN, Job, assert_same_run, engine, megagrpo, metrics, rollouts, transformers_accepts, write_experiment
+from run_megagrpo import (
+    LONG_RUN,
+    Job,
+    assert_same_run,
+    engine,
+    megagrpo,
+    metrics,
+    rollouts,
+    transformers_accepts,
+    write_experiment,
+)
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megagrpo.checkpoint import latest
@@ -38,7 +47,9 @@ def test_ten_steps_are_measured_and_agree_with_the_engine(long_run):
         assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
     for name in ("time/framework_fraction", "publish/total", "time/rollout_s", "time/update_s", "time/step_s"):
         print(f"{name}: median {statistics.median(entries[step][name] for step in range(1, NUM_STEPS + 1)):.3f}")
-    print(f"whole run {done.seconds:.0f} s, of which steps {sum(entries[s]['time/step_s'] for s in range(1, NUM_STEPS + 1)):.0f} s")
+    print(
+        f"whole run {done.seconds:.0f} s, of which steps {sum(entries[s]['time/step_s'] for s in range(1, NUM_STEPS + 1)):.0f} s"
+    )
 
 
 def test_every_sample_is_there_with_its_weights_and_its_reward(long_run):
@@ -95,7 +106,9 @@ def test_killed_and_run_again_it_is_the_same_run(long_run):
         job.signal(signal.SIGKILL)
         job.process.wait()
         assert not (left := job.left_behind(60)), left
-    reached = max(int(p.name.removeprefix("step_")) for p in (folder / "checkpoints").glob("step_*") if p.suffix != ".partial")
+    reached = max(
+        int(p.name.removeprefix("step_")) for p in (folder / "checkpoints").glob("step_*") if p.suffix != ".partial"
+    )
     if reached >= NUM_STEPS:  # a slow observer: go back to the middle, as a user would who deletes later checkpoints
         for path in (folder / "checkpoints").glob("step_*"):
             if int(path.name.removeprefix("step_")[:6]) > 5:
@@ -120,7 +133,9 @@ def test_three_steps_and_three_more_equal_six(experiments, parallel):
     assert megagrpo("run", parts, timeout_s=500).status == 0
     assert megagrpo("run", parts, "--set", "train.num_steps=6", timeout_s=500).status == 0
     assert_same_run(parts.with_suffix(""), whole.with_suffix(""), 6)
-    assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(whole.with_suffix("")).items() if step)
+    assert all(
+        entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(whole.with_suffix("")).items() if step
+    )
     assert_same_state(parts.with_suffix(""), whole.with_suffix(""))
 
 

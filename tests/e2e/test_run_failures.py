@@ -19,7 +19,10 @@ from megagrpo.mesh import make_mesh
 NUM_STEPS = 4
 SAMPLES = 32  # of a step
 # Access logs tell from outside where an engine is; small buckets make an update of the weights long enough to be met.
-WATCHED = {"rollout": {"deterministic": True, "extra_args": ["--log-level-http", "info"]}, "weights": {"bucket_mb": 0.02}}
+WATCHED = {
+    "rollout": {"deterministic": True, "extra_args": ["--log-level-http", "info"]},
+    "weights": {"bucket_mb": 0.02},
+}
 
 
 @pytest.mark.slow  # CI kills them in test_soak.py, and looks at their weights in test_exchange.py
@@ -94,14 +97,22 @@ def test_rewards_that_fail_are_no_zeros_and_too_many_end_the_run(experiments):
     assert "of 32 rewards of this step are errors or timeouts, more than train.max_bad_fraction 0.5" in done.stderr
     assert "graders_of_tests:sometimes_bad raised KeyError: 'no such column'" in done.stderr
     samples = [sample for group in rollouts(folder)[1] for sample in group["samples"]]
-    expected = [{0: "error", 1: "timeout", 2: "error"}.get(sum(map(ord, sample["text"])) % 8, "score") for sample in samples]
-    assert [sample["outcome"]["status"] for sample in samples] == expected and set(expected) == {"error", "timeout", "score"}
+    expected = [
+        {0: "error", 1: "timeout", 2: "error"}.get(sum(map(ord, sample["text"])) % 8, "score") for sample in samples
+    ]
+    assert [sample["outcome"]["status"] for sample in samples] == expected and set(expected) == {
+        "error",
+        "timeout",
+        "score",
+    }
     assert all(sample["reward"] == (5.0 if sample["outcome"]["status"] == "score" else None) for sample in samples)
     entry = metrics(folder)[1]
     assert entry["reward/mean"] == 5.0 and entry["reward/min"] == 5.0
     assert entry["reward/error_fraction"] == expected.count("error") / SAMPLES
     assert entry["reward/timeout_fraction"] == expected.count("timeout") / SAMPLES
-    assert [p.name for p in (folder / "checkpoints").iterdir()] == [f"step_{max(metrics(folder)):06}"], "what was learned is kept"
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == [f"step_{max(metrics(folder)):06}"], (
+        "what was learned is kept"
+    )
 
 
 def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(long_run):
@@ -116,7 +127,10 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(long_run):
     try:
         done = megagrpo("run", write_experiment(folder, checkpoint={"every": 1}), timeout_s=400)
         assert done.status == 1
-        assert f"checkpoint {checkpoints / 'step_000002'}" in done.stderr and "could not write, 0 MiB are free there" in done.stderr
+        assert (
+            f"checkpoint {checkpoints / 'step_000002'}" in done.stderr
+            and "could not write, 0 MiB are free there" in done.stderr
+        )
         assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 6, done.stderr
         assert [p.name for p in checkpoints.iterdir()] == ["step_000001"]
         identity = json.loads((checkpoints / "step_000001" / "state.json").read_text())["identity"]

@@ -10,17 +10,10 @@ import torch
 from tiny_model import EOS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
-from megagrpo.rollout.client import (
-    GenerationClient,
-    GenerationFailed,
-    RetryPolicy,
-    SamplingParams,
-    ServiceControl,
-    ServiceUnreachable,
-    print_status,
-)
+from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, print_status
+from megagrpo.rollout.generation import GenerationClient, GenerationFailed, RetryPolicy, SamplingParams
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.types import Outcome, Prompt
 
@@ -91,7 +84,11 @@ def test_a_seed_gives_the_same_tokens_in_any_company(ready):
 def test_how_a_response_ends(ready):
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     (whole,) = generate(ready, [(PROMPTS[0], greedy, 0)])
-    assert whole.finish_reason == "length" and len(whole.token_ids) == len(whole.logprobs) == 12 and EOS not in whole.token_ids
+    assert (
+        whole.finish_reason == "length"
+        and len(whole.token_ids) == len(whole.logprobs) == 12
+        and EOS not in whole.token_ids
+    )
     stop_at = whole.token_ids[5]
     first = whole.token_ids.index(stop_at)
     (stopped,) = generate(ready, [(PROMPTS[0], replace(greedy, stop_token_ids=(stop_at,)), 0)])
@@ -101,7 +98,9 @@ def test_how_a_response_ends(ready):
 
 
 def test_end_of_sequence_is_part_of_the_response(ready):
-    responses = generate(ready, [(PROMPTS[2], replace(SAMPLED, max_tokens=160, temperature=2.0), seed) for seed in range(8)])
+    responses = generate(
+        ready, [(PROMPTS[2], replace(SAMPLED, max_tokens=160, temperature=2.0), seed) for seed in range(8)]
+    )
     ended = [r for r in responses if r.finish_reason == "stop"]
     assert ended, "320 tokens at temperature 2: most of eight responses meet the end of sequence"
     assert all(r.token_ids[-1] == EOS and EOS not in r.token_ids[:-1] for r in ended)

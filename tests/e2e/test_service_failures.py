@@ -38,14 +38,20 @@ def test_engine_killed_during_a_rollout(service):
     assert (back.incarnation, back.state, back.weight_version) == (victim.incarnation + 1, "ready", 1)
     assert "killed by signal 9" in back.reason
     assert not psutil.pid_exists(victim.pid)
-    assert not service.control.mark_ready(victim.id, victim.incarnation, 2), "a word about the dead incarnation is not believed"
+    assert not service.control.mark_ready(victim.id, victim.incarnation, 2), (
+        "a word about the dead incarnation is not believed"
+    )
 
 
 def test_scheduler_killed(service):
     """Not the server process itself, but the one that computes: the supervisor sees the engine end."""
     service.set_version(1)
     before = service.control.engines()[0]
-    scheduler = next(p for p in psutil.Process(before.pid).children(recursive=True) if "scheduler" in p.name() or "sched" in p.cmdline()[0])
+    scheduler = next(
+        p
+        for p in psutil.Process(before.pid).children(recursive=True)
+        if "scheduler" in p.name() or "sched" in p.cmdline()[0]
+    )
     scheduler.kill()
     service.control.report_lost(before.id, before.incarnation)
     deadline = time.monotonic() + 60
@@ -58,7 +64,9 @@ def test_scheduler_killed(service):
 
 def test_model_that_does_not_exist(service, tmp_path):
     """The service ends by itself with the engine's own words, after one more try."""
-    broken = service.config.model_copy(update={"model": service.config.model.model_copy(update={"path": str(tmp_path / "nothing")})})
+    broken = service.config.model_copy(
+        update={"model": service.config.model.model_copy(update={"path": str(tmp_path / "nothing")})}
+    )
     process = start_service(broken, tmp_path / "run")
     try:
         assert process.wait(timeout=120) == 1
@@ -75,7 +83,7 @@ def test_nothing_is_left_when_the_service_is_killed(service, tmp_path):
     try:
         deadline = time.monotonic() + 120
         tree: dict[psutil.Process, list[str]] = {}
-        while not any("megagrpo.rollout.engine_process" in command for command in tree.values()):
+        while not any("megagrpo.rollout.service.engine_process" in command for command in tree.values()):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.2)
             tree = below(process.pid)

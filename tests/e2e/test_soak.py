@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from faults import prepare  # noqa: E402
-from soak import soak  # noqa: E402
+from faults import prepare
+from soak import soak
 
 NUM_STEPS, EVERY = 10, 2
 

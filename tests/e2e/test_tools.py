@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from running_service import RunningService
 from run_megagrpo import megagrpo, metrics, rollouts, write_experiment
+from running_service import RunningService
 from test_service import PROMPTS, LengthGrader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool
@@ -18,7 +18,10 @@ MAX_TOKENS, RESULT, GROUP_SIZE = 24, (90, 91, 92), 3
 
 def sample(service: RunningService, tool: Tool | None) -> list[tuple[Prompt, Sample]]:
     tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
-    values = service.config.model_dump() | {"train": {"group_size": GROUP_SIZE}, "sampling": {"max_response_tokens": MAX_TOKENS}}
+    values = service.config.model_dump() | {
+        "train": {"group_size": GROUP_SIZE},
+        "sampling": {"max_response_tokens": MAX_TOKENS},
+    }
     config, mesh = ExperimentConfig.model_validate(values), make_mesh(0, 1, torch.device("cpu"), 60.0)
     source = RolloutSource(config, mesh, service.control, LengthGrader(), tokenizer.decode, tool)
     prompts = [Prompt(i, "", ids, "") for i, ids in enumerate(PROMPTS)]
@@ -36,13 +39,20 @@ def test_turns_continue_the_tokens_that_were_sampled(service):
     model = AutoModelForCausalLM.from_pretrained(service.config.model.path, dtype=torch.float32).eval()
     turns = []
     for (prompt, before), (_, after) in zip(plain, with_tool, strict=True):
-        assert before.loss_mask is None and len(after.loss_mask) == len(after.token_ids) == len(after.logprobs) <= MAX_TOKENS
+        assert (
+            before.loss_mask is None
+            and len(after.loss_mask) == len(after.token_ids) == len(after.logprobs) <= MAX_TOKENS
+        )
         mask = torch.tensor(after.loss_mask)
         cut = before.token_ids.index(call_end) + 1 if call_end in before.token_ids else len(before.token_ids)
-        assert after.token_ids[:cut] == before.token_ids[:cut] and after.logprobs[:cut] == pytest.approx(before.logprobs[:cut], abs=1e-5)
+        assert after.token_ids[:cut] == before.token_ids[:cut] and after.logprobs[:cut] == pytest.approx(
+            before.logprobs[:cut], abs=1e-5
+        )
         put_in = torch.tensor(after.token_ids)[mask == 0].tolist()
         assert put_in == list(RESULT) * (len(put_in) // len(RESULT))
-        assert len(put_in) // len(RESULT) <= sum(t == call_end for t, m in zip(after.token_ids, after.loss_mask, strict=True) if m)
+        assert len(put_in) // len(RESULT) <= sum(
+            t == call_end for t, m in zip(after.token_ids, after.loss_mask, strict=True) if m
+        )
         tokens = torch.tensor([prompt.token_ids + after.token_ids])
         with torch.no_grad():
             logits = model(tokens).logits[0, len(prompt.token_ids) - 1 : -1]
@@ -58,7 +68,10 @@ def test_turns_continue_the_tokens_that_were_sampled(service):
 def test_dynamic_sampling_tools_and_exact_kl_together(experiments):
     """Three steps, then two more from the checkpoint with its surplus, equal five: the surplus and its order survive."""
     sections = {
-        "sampling": {"max_response_tokens": 10, "tool": {"function": "string:capwords", "call_end": ">", "max_turns": 3}},  # says it again
+        "sampling": {
+            "max_response_tokens": 10,
+            "tool": {"function": "string:capwords", "call_end": ">", "max_turns": 3},
+        },  # says it again
         "train": {"num_steps": 5, "num_prompts_per_step": 8, "group_size": 2, "num_updates_per_step": 2},
         "algorithm": {"dynamic_sampling": {}, "kl": {"loss_coef": 0.1, "estimator": "full"}},
         "rollout": {"deterministic": True},
@@ -68,11 +81,15 @@ def test_dynamic_sampling_tools_and_exact_kl_together(experiments):
     parts = write_experiment(experiments / "dynamic-parts", **sections)
     assert (done := megagrpo("run", whole, timeout_s=400)).status == 0, done.stderr
     for num_steps in (3, 5):
-        assert (done := megagrpo("run", parts, "--set", f"train.num_steps={num_steps}", timeout_s=400)).status == 0, done.stderr
+        assert (done := megagrpo("run", parts, "--set", f"train.num_steps={num_steps}", timeout_s=400)).status == 0, (
+            done.stderr
+        )
     entries, again = metrics(whole.with_suffix("")), metrics(parts.with_suffix(""))
     for step in range(1, 6):
         entry = entries[step]
-        generated, carried, dropped, surplus = (entry[f"dynamic_sampling/{n}"] for n in ("generated", "carried", "dropped", "surplus"))
+        generated, carried, dropped, surplus = (
+            entry[f"dynamic_sampling/{n}"] for n in ("generated", "carried", "dropped", "surplus")
+        )
         assert generated + carried == 8 + dropped + surplus
         assert carried == (entries[step - 1]["dynamic_sampling/surplus"] if step > 1 else 0)
         names = [n for n in entry if n.startswith(("dynamic_sampling/", "loss/", "reward/", "response/", "policy/"))]

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
 
 PAD, BOS, EOS = 0, 1, 2
 
@@ -38,5 +39,7 @@ def make_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.floa
     )
     torch.manual_seed(seed)
     Qwen3MoeForCausalLM(config).to(dtype).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    ).save_pretrained(folder)
     return folder

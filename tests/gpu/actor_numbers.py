@@ -10,12 +10,12 @@ import torch
 
 from megagrpo.actor import DEVICE, step
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor_weights import export_hf, load_initial_weights
 from megagrpo.certify.measure import joined, whole
-from megagrpo.config import ActorConfig, OptimizerConfig, TinyModelConfig
-from megagrpo.data.tiny import make_tiny_model
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, TinyModelConfig
 from megagrpo.hf_files import HfFolder
+from megagrpo.tiny.model import make_tiny_model
 from megagrpo.types import Batch
+from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of
 from tests.dist.workers.samples import VOCAB
 
@@ -27,7 +27,9 @@ def tiny_model(path: Path, **sizes) -> None:
 
 
 def on(batch: Batch, device: torch.device) -> Batch:
-    return replace(batch, **{name: value.to(device) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)})
+    return replace(
+        batch, **{name: value.to(device) for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    )
 
 
 def numbers_job(actor: MegatronActor, job: dict, folder: Path) -> dict:
@@ -36,7 +38,9 @@ def numbers_job(actor: MegatronActor, job: dict, folder: Path) -> dict:
     batch = on(batch_of(actor.mesh), DEVICE)
     rows = range(len(batch.tokens))
     logprobs = step.token_logprobs(actor, batch, 1.0)
-    loss = step.backward(actor, batch, rows, RICH, 1.0, step.denominators_of(actor, batch, rows, RICH, 32))["loss/total"]
+    loss = step.backward(actor, batch, rows, RICH, 1.0, step.denominators_of(actor, batch, rows, RICH, 32))[
+        "loss/total"
+    ]
     gradients = whole(weights, actor.gradients(), actor.mesh)
     export_hf(folder / "exported", weights, actor.mesh, like=job["model"], dtype=job["dtype"])
     written, source = HfFolder(folder / "exported"), HfFolder(job["model"])

@@ -35,8 +35,21 @@ def figures(tmp_path_factory, request):
     if request.config.getoption("--figures"):
         shown = ("logprob_mean", "logprob_max", "gradient", "worst_gradient", "loss")
         rows = [(*key, *(f"{row[name]:.2g}" for name in shown)) for key, row in found.items()]
-        raw = {**provenance(), "device": torch.cuda.get_device_name(), "rows": [[*key, row] for key, row in found.items()]}
-        head = ("family", "variant", "dtype", "mean log-prob difference", "largest", "gradient, relative", "worst parameter", "loss")
+        raw = {
+            **provenance(),
+            "device": torch.cuda.get_device_name(),
+            "rows": [[*key, row] for key, row in found.items()],
+        }
+        head = (
+            "family",
+            "variant",
+            "dtype",
+            "mean log-prob difference",
+            "largest",
+            "gradient, relative",
+            "worst parameter",
+            "loss",
+        )
         write_results("gpu_actor", raw, head, rows)
     return found
 
@@ -58,18 +71,26 @@ def compare(folder: Path, device: str) -> dict[tuple[str, str, str], dict]:
     assert {r["device"] for r in results} == {device}
     found = {}
     for key, job, result in zip(keys, jobs, results, strict=True):
-        found[key] = differences(torch.load(job["then"]), torch.load(f"{models[key[0]]}.truth.pt")) | {"export": result["export"]}
+        found[key] = differences(torch.load(job["then"]), torch.load(f"{models[key[0]]}.truth.pt")) | {
+            "export": result["export"]
+        }
     return found
 
 
 def differences(values: dict, truth: dict) -> dict[str, float]:
     """Log-probabilities and loss absolute; |g - g32| / |g32| in the 2-norm, of all gradients together and of the worst parameter."""
     gap = (values["logprobs"] - truth["logprobs"]).abs()[truth["logprobs"] != 0]
-    gradients = {n: float((values["gradients"][n] - g).norm() / g.norm()) for n, g in truth["gradients"].items() if g.norm() > 0}
+    gradients = {
+        n: float((values["gradients"][n] - g).norm() / g.norm()) for n, g in truth["gradients"].items() if g.norm() > 0
+    }
     worst = max(gradients, key=gradients.get)
     mine, theirs = (torch.cat([side["gradients"][name].flatten() for name in gradients]) for side in (values, truth))
     row = {"logprob_mean": float(gap.mean()), "logprob_max": float(gap.max())}
-    row |= {"gradient": float((mine - theirs).norm() / theirs.norm()), "worst_gradient": gradients[worst], "worst": worst}
+    row |= {
+        "gradient": float((mine - theirs).norm() / theirs.norm()),
+        "worst_gradient": gradients[worst],
+        "worst": worst,
+    }
     return row | {"loss": abs(values["loss"] - truth["loss"]), "norm": abs(values["norm"] / truth["norm"] - 1)}
 
 

@@ -26,7 +26,9 @@ def test_packed_attention_in_bfloat16(dim, heads, groups):
     attention = CausalAttention(SimpleNamespace(kv_channels=dim, context_parallel_size=1), 1, None, "self")
     lengths = [1, 7, 130, 64, 33]
     generator = torch.Generator().manual_seed(0)
-    parts = [torch.randn(sum(lengths), n, dim, generator=generator).to(CUDA, torch.bfloat16) for n in (heads, groups, groups)]
+    parts = [
+        torch.randn(sum(lengths), n, dim, generator=generator).to(CUDA, torch.bfloat16) for n in (heads, groups, groups)
+    ]
     weight = torch.randn(sum(lengths), heads * dim, generator=generator).to(CUDA)
     cu = torch.tensor([0, *lengths], device=CUDA).cumsum(0).int()
     packed = [p.clone().requires_grad_() for p in parts]
@@ -52,7 +54,16 @@ def test_chunked_head(dtype, bound, memory, tmp_path):
 
     In bfloat16 the weight's gradient is summed in float32, here a fourth of two matrices of logits, before it is rounded.
     """
-    command = [sys.executable, str(ROOT / "bench" / "head.py"), "--device", "cuda", "--dtype", dtype, "--folder", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(ROOT / "bench" / "head.py"),
+        "--device",
+        "cuda",
+        "--dtype",
+        dtype,
+        "--folder",
+        str(tmp_path),
+    ]
     row = json.loads(subprocess.run([*command, "--rounds", "1"], check=True, capture_output=True, text=True).stdout)
     assert row["memory_over_two_matrices"] <= memory, row
     assert all(value <= bound for name, value in row.items() if name.endswith("_difference")), row

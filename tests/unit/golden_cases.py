@@ -8,7 +8,9 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[3] / "shared" / "golden"
-needs_golden = pytest.mark.skipif(not FOLDER.is_dir(), reason="golden numbers are not beside this checkout (../shared/golden)")
+needs_golden = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason="golden numbers are not beside this checkout (../shared/golden)"
+)
 
 
 @cache
@@ -33,7 +35,9 @@ def tensor(values, dtype=torch.float64) -> torch.Tensor:
     return torch.tensor(_numbers(values), dtype=dtype)
 
 
-def close(mine: torch.Tensor, theirs, rtol: float = 1e-5, atol: float = 1e-6, where: torch.Tensor | None = None) -> None:
+def close(
+    mine: torch.Tensor, theirs, rtol: float = 1e-5, atol: float = 1e-6, where: torch.Tensor | None = None
+) -> None:
     theirs = tensor(theirs)
     mine = mine.detach().double()
     if where is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.reward_shaping import exact_row_sums, normalise_rewards, with_current_kl_coef
 from megagrpo.algo.statistics import alone
-from megagrpo.config_algorithm import AlgorithmConfig, RewardShapingConfig
+from megagrpo.config.algorithm import AlgorithmConfig, RewardShapingConfig
 from megagrpo.types import Batch
 
 EPS = 1e-6
@@ -112,13 +112,17 @@ def test_token_kl_in_the_reward_is_inside_the_statistics():
     assert metrics["kl/reference_before_update"] == pytest.approx(0.5 / 3) and metrics["kl/coef"] == 0.1
     advantages, _ = solve(batch, advantage={"name": "reinforce_plus_plus"}, kl=kl)
     returns = torch.tensor([0.95, 1.0, 2.0])
-    assert advantages[torch.tensor([[1, 1], [1, 0]]) > 0].tolist() == pytest.approx(((returns - returns.mean()) / returns.std()).tolist())
+    assert advantages[torch.tensor([[1, 1], [1, 0]]) > 0].tolist() == pytest.approx(
+        ((returns - returns.mean()) / returns.std()).tolist()
+    )
 
 
 def test_adaptive_kl_coefficient_is_used_then_changed():
     one = torch.ones(2, 1)
     batch = batch_of([0.0, 1.0], [0, 0], old_logprobs=-one, ref_logprobs=-2 * one)  # KL 1, five times the target
-    algorithm = AlgorithmConfig(kl={"reward_coef": 0.1, "estimator": "k1", "adaptive": {"target": 0.2, "horizon": 10.0}})
+    algorithm = AlgorithmConfig(
+        kl={"reward_coef": 0.1, "estimator": "k1", "adaptive": {"target": 0.2, "horizon": 10.0}}
+    )
     state: dict = {}
     assert with_current_kl_coef(algorithm, state) is algorithm
     with_advantages(batch, algorithm, alone, state, 100)
@@ -129,7 +133,10 @@ def test_adaptive_kl_coefficient_is_used_then_changed():
 
 def test_overlong_and_clip_come_before_the_estimator_and_advantage_clip_last():
     batch = batch_of([1.0, 1.0], [0, 0], [[1] * 8, [1] * 8], lengths=torch.tensor([8, 5]))
-    options = {"reward": {"overlong": {"buffer_tokens": 4, "factor": 2.0}, "clip": 0.5}, "advantage": {"name": "dr_grpo"}}
+    options = {
+        "reward": {"overlong": {"buffer_tokens": 4, "factor": 2.0}, "clip": 0.5},
+        "advantage": {"name": "dr_grpo"},
+    }
     result, metrics = with_advantages(batch, AlgorithmConfig(**options), alone, {}, max_response_tokens=8)
     assert metrics["reward/overlong_penalty"] == -1.25  # -2 at length 8, -0.5 at 5
     assert result.advantages[:, 0].tolist() == [-0.5, 0.5]  # -1 -> -0.5 and 0.5 -> 0.5
@@ -139,10 +146,18 @@ def test_overlong_and_clip_come_before_the_estimator_and_advantage_clip_last():
 
 def test_scale_and_shift_come_first_and_reach_the_greedy_baseline():
     batch = batch_of([1.0, 3.0], [0, 0])
-    assert solve(batch, advantage={"name": "dr_grpo"}, reward={"scale": 2.0, "shift": 5.0})[0][:, 0].tolist() == [-2.0, 2.0]
-    assert solve(batch, advantage={"name": "dr_grpo"}, reward={"scale": 2.0, "shift": 5.0, "clip": 8.0})[0][:, 0].tolist() == [-0.5, 0.5]
+    assert solve(batch, advantage={"name": "dr_grpo"}, reward={"scale": 2.0, "shift": 5.0})[0][:, 0].tolist() == [
+        -2.0,
+        2.0,
+    ]
+    assert solve(batch, advantage={"name": "dr_grpo"}, reward={"scale": 2.0, "shift": 5.0, "clip": 8.0})[0][
+        :, 0
+    ].tolist() == [-0.5, 0.5]
     batch = batch_of([1.0, 3.0], [0, 0], greedy_rewards=torch.tensor([2.0, 2.0], dtype=torch.float64))
-    assert solve(batch, advantage={"name": "remax"}, reward={"scale": 0.5, "shift": -1.0})[0][:, 0].tolist() == [-0.5, 0.5]
+    assert solve(batch, advantage={"name": "remax"}, reward={"scale": 0.5, "shift": -1.0})[0][:, 0].tolist() == [
+        -0.5,
+        0.5,
+    ]
 
 
 def test_invalid_truncated_and_rejected_samples_leave_the_mask():
@@ -217,10 +232,14 @@ def test_properties(samples, name, seed):
     assert torch.isfinite(advantages).all() and (advantages[batch.loss_mask == 0] == 0).all()
 
     order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed)).tolist()
-    moved = batch_of(*([x[i] for i in order] for x in (rewards, groups, mask)), valid=torch.tensor(valid)[order], num_groups=3)
+    moved = batch_of(
+        *([x[i] for i in order] for x in (rewards, groups, mask)), valid=torch.tensor(valid)[order], num_groups=3
+    )
     assert torch.equal(solve(moved, advantage={"name": name})[0], advantages[order])
 
-    invalid = batch_of([*rewards, 5.0], [*groups, 0], [*mask, [1, 1, 1]], valid=torch.tensor([*valid, False]), num_groups=3)
+    invalid = batch_of(
+        [*rewards, 5.0], [*groups, 0], [*mask, [1, 1, 1]], valid=torch.tensor([*valid, False]), num_groups=3
+    )
     more = solve(invalid, advantage={"name": name})[0]
     assert torch.equal(more[:-1], advantages) and (more[-1] == 0).all()
 
@@ -229,4 +248,7 @@ def test_properties(samples, name, seed):
         scalar = solve(every_token, advantage={"name": name})[0][:, 0].double()
         for g in range(3):
             of_group = scalar[torch.tensor(groups) == g]
-            assert abs(float(of_group.sum())) <= 1e-6 * max(float(of_group.abs().max()) if len(of_group) else 0.0, 1e-30) * 14
+            assert (
+                abs(float(of_group.sum()))
+                <= 1e-6 * max(float(of_group.abs().max()) if len(of_group) else 0.0, 1e-30) * 14
+            )

@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
-from megagrpo.config import ExperimentConfig
-from megagrpo.config_algorithm import AdvantageConfig, AlgorithmConfig, PolicyLossConfig
-from megagrpo.config_load import preset_folder
+from megagrpo.config.algorithm import AdvantageConfig, AlgorithmConfig, PolicyLossConfig
+from megagrpo.config.load import PRESETS as PRESET_FOLDER
+from megagrpo.config.schema import ExperimentConfig
 
 REFUSED = [  # options, part of the reason
     ({"advantage": {"name": "rloo", "eps": 1e-6}}, "eps"),  # leave-one-out divides by no std
@@ -39,7 +39,9 @@ def test_refused(options, reason):
         AlgorithmConfig(**options)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
+)
 def test_group_of_one_is_refused_where_it_teaches_nothing(name):
     algorithm = AlgorithmConfig(advantage={"name": name})
     with pytest.raises(ValueError, match="group_size"):
@@ -84,7 +86,10 @@ def test_overlong_buffer_is_a_fifth_of_the_longest_response_by_default():
 
 def test_what_must_be_computed_before_the_advantages():
     assert not AlgorithmConfig().needs_old_logprobs and not AlgorithmConfig().uses_reference
-    assert AlgorithmConfig(kl={"loss_coef": 0.1}).uses_reference and not AlgorithmConfig(kl={"loss_coef": 0.1}).needs_old_logprobs
+    assert (
+        AlgorithmConfig(kl={"loss_coef": 0.1}).uses_reference
+        and not AlgorithmConfig(kl={"loss_coef": 0.1}).needs_old_logprobs
+    )
     for options in (
         {"kl": {"reward_coef": 0.1}},
         {"kl": {"loss_coef": 0.1, "adaptive": {"target": 0.1, "horizon": 1e4}}},
@@ -99,7 +104,10 @@ def test_advice_and_formula():
     gspo = AlgorithmConfig(loss={"name": "gspo"})
     assert "seq-mean-token-mean" in gspo.advice[0]
     assert AlgorithmConfig(kl={"loss_coef": 0.1, "estimator": "k1"}).advice
-    assert AlgorithmConfig().formula == "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
+    assert (
+        AlgorithmConfig().formula
+        == "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
+    )
     for advantage in AdvantageConfig.__args__:
         for loss in PolicyLossConfig.__args__:
             names = (advantage.model_fields["name"].default, loss.model_fields["name"].default)
@@ -110,12 +118,12 @@ PRESETS = ("cispo", "dapo", "dr_grpo", "gspo", "grpo", "reinforce_pp", "remax", 
 
 
 def test_every_preset_is_listed():
-    assert {path.stem for path in preset_folder().glob("*.yaml")} == set(PRESETS)
+    assert {path.stem for path in PRESET_FOLDER.glob("*.yaml")} == set(PRESETS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset(name):
-    text = (preset_folder() / f"{name}.yaml").read_text()
+    text = (PRESET_FOLDER / f"{name}.yaml").read_text()
     data = yaml.safe_load(text)
     assert set(data) <= set(ExperimentConfig.model_fields) and "arXiv" in text
     algorithm = AlgorithmConfig(**data["algorithm"])

@@ -51,7 +51,9 @@ def test_only_the_logprob_may_be_used(problem):
     hidden, weight, targets = problem
     logprobs, _ = chunked_logprobs(hidden, weight, targets, 1.0, 4, 0, VOCAB)
     right, _ = plain(hidden, weight, targets, 1.0)
-    torch.testing.assert_close(gradients(logprobs.sum(), hidden)[0], gradients(right.sum(), hidden)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        gradients(logprobs.sum(), hidden)[0], gradients(right.sum(), hidden)[0], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_no_tokens_keep_the_graph(problem):
@@ -91,7 +93,9 @@ def test_full_kl(problem, monkeypatch, tile):
     right = (logp.exp() * (logp - logq)).sum(1)
     torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
     coefficients = torch.randn(TOKENS)
-    for a, b in zip(gradients(mine @ coefficients, hidden, weight), gradients(right @ coefficients, hidden, weight), strict=True):
+    for a, b in zip(
+        gradients(mine @ coefficients, hidden, weight), gradients(right @ coefficients, hidden, weight), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     itself = chunked_full_kl(hidden, weight, hidden.detach(), weight.detach(), 0.7, 4, 0, VOCAB)
     assert itself.abs().max() < 1e-5 and gradients(itself.sum(), hidden)[0].abs().max() < 1e-5
@@ -102,7 +106,9 @@ def test_largest_block_is_one_tile(problem, monkeypatch):
     monkeypatch.setattr(logprob, "TILE_COLUMNS", 6)
     sizes = []
     matmul = logprob._matmul
-    monkeypatch.setattr(logprob, "_matmul", lambda left, right, out: (sizes.append(out.numel()), matmul(left, right, out)))
+    monkeypatch.setattr(
+        logprob, "_matmul", lambda left, right, out: (sizes.append(out.numel()), matmul(left, right, out))
+    )
     hidden, weight, targets = problem
     logprobs, entropy = chunked_logprobs(hidden, weight, targets, 1.0, 4, 0, VOCAB)
     (logprobs.sum() + entropy.sum()).backward()

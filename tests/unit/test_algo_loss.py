@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megagrpo.algo.kl import kl_penalty
 from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denominators, objective, token_loss
 from megagrpo.algo.statistics import alone
-from megagrpo.config_algorithm import AlgorithmConfig, CispoLoss, GpgLoss, GspoLoss, PpoClipLoss, SapoLoss
+from megagrpo.config.algorithm import AlgorithmConfig, CispoLoss, GpgLoss, GspoLoss, PpoClipLoss, SapoLoss
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OLD = -1.0
@@ -78,7 +78,9 @@ def test_gspo_uses_one_ratio_per_sequence():
     assert logp.grad[0].tolist() == pytest.approx([-s / 4, -s / 4, 0.0])
 
 
-@pytest.mark.parametrize(("clamp", "log_ratio", "expected"), [("both", 50.0, 20.0), ("above", 50.0, 10.0), ("both", -50.0, -20.0)])
+@pytest.mark.parametrize(
+    ("clamp", "log_ratio", "expected"), [("both", 50.0, 20.0), ("above", 50.0, 10.0), ("both", -50.0, -20.0)]
+)
 def test_gspo_limits_the_mean_log_ratio(clamp, log_ratio, expected):
     logp = torch.full((1, 3), log_ratio, dtype=torch.float64)
     options = GspoLoss(clip_ratio_low=1.0, clip_ratio_high=1e10, clamp=clamp)
@@ -90,7 +92,9 @@ def test_log_ratio_is_clamped_without_gradient_and_counted():
     logp = torch.tensor([[60.0, 0.5]], dtype=torch.float64, requires_grad=True)
     zero = torch.zeros(1, 2, dtype=torch.float64)
     inputs = LossInputs(logp, zero, zero + 1, zero - 1, zero, zero)
-    loss, sums = objective(inputs, AlgorithmConfig(loss={"name": "ppo_clip", "clip_ratio_high": 1e12}), Denominators(2, 1, 1.0))
+    loss, sums = objective(
+        inputs, AlgorithmConfig(loss={"name": "ppo_clip", "clip_ratio_high": 1e12}), Denominators(2, 1, 1.0)
+    )
     loss.backward()
     assert logp.grad[0, 0] == 0 and logp.grad[0, 1] != 0 and float(sums["policy/clamped_fraction"]) == 1
     assert loss.item() == pytest.approx((math.exp(20) + math.exp(0.5)) / 2)
@@ -125,7 +129,9 @@ def test_kl_limits():
     kl = kl_penalty(x, torch.zeros(3).double(), "k3", value_clamp=10.0)
     kl.sum().backward()
     assert kl.tolist() == pytest.approx([10.0, 10.0, 10.0]) and x.grad.tolist() == [0.0, 0.0, 0.0]
-    assert float(kl_penalty(torch.tensor(1e-6), torch.tensor(0.0), "k3")) == pytest.approx(5e-13, rel=1e-2), "digits near 0"
+    assert float(kl_penalty(torch.tensor(1e-6), torch.tensor(0.0), "k3")) == pytest.approx(5e-13, rel=1e-2), (
+        "digits near 0"
+    )
 
 
 def test_kl_importance_weighs_by_the_ratio():
@@ -148,7 +154,11 @@ def test_full_kl_and_entropy_enter_with_their_coefficients():
     loss.backward()
     assert loss.item() == pytest.approx(0.3 - 0.02)
     assert entropy.grad.tolist() == [[-0.005] * 2] and full.grad.tolist() == [[0.05] * 2]
-    assert float(sums["loss/kl"]) == pytest.approx(0.3) and float(sums["policy/entropy"]) == 4.0 and float(sums["tokens"]) == 2
+    assert (
+        float(sums["loss/kl"]) == pytest.approx(0.3)
+        and float(sums["policy/entropy"]) == 4.0
+        and float(sums["tokens"]) == 2
+    )
 
 
 MATRIX = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
@@ -190,7 +200,9 @@ LOSSES = [PpoClipLoss(dual_clip=3.0), GspoLoss(), CispoLoss(), GpgLoss(), SapoLo
 
 
 def algorithm_of(loss, aggregation) -> AlgorithmConfig:
-    return AlgorithmConfig(loss=loss, aggregation=aggregation, kl={"loss_coef": 0.1, "estimator": "k3+"}, entropy_coef=0.01)
+    return AlgorithmConfig(
+        loss=loss, aggregation=aggregation, kl={"loss_coef": 0.1, "estimator": "k3+"}, entropy_coef=0.01
+    )
 
 
 def random_inputs(seed: int, n: int, width: int) -> LossInputs:
@@ -202,7 +214,17 @@ def random_inputs(seed: int, n: int, width: int) -> LossInputs:
     mask = (torch.rand(n, width, generator=generator) > 0.4).double()
     old = normal() - 2
     noise = 0.3 * normal()
-    return LossInputs(old + noise, normal().abs(), mask, normal(), old, old + 0.1 * normal(), old + 0.1 * normal(), None, normal().abs())
+    return LossInputs(
+        old + noise,
+        normal().abs(),
+        mask,
+        normal(),
+        old,
+        old + 0.1 * normal(),
+        old + 0.1 * normal(),
+        None,
+        normal().abs(),
+    )
 
 
 def solve(inputs: LossInputs, algorithm, denominators) -> tuple[float, torch.Tensor, dict]:
@@ -268,6 +290,8 @@ def test_weights_multiply_the_policy_term_only(loss):
     inputs, denominators = random_inputs(1, 3, 4), Denominators(7, 3, C)
     algorithm = algorithm_of(loss, "token-mean")
     without = solve(replace(inputs, policy_weights=torch.zeros(3, 4).double()), algorithm, denominators)
-    no_policy = solve(replace(inputs, policy_weights=None, advantages=torch.zeros(3, 4).double()), algorithm, denominators)
+    no_policy = solve(
+        replace(inputs, policy_weights=None, advantages=torch.zeros(3, 4).double()), algorithm, denominators
+    )
     assert without[0] == pytest.approx(no_policy[0]) and without[0] != 0
     torch.testing.assert_close(without[1], no_policy[1])

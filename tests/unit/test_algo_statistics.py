@@ -28,7 +28,9 @@ def as_ranks(world: int, work):
         def reduce(tensor: torch.Tensor, op: str) -> torch.Tensor:
             slots[rank] = tensor
             barrier.wait(timeout=5)
-            total = ops[op](torch.stack([slots[(rank + i) % world] for i in range(world)]))  # another order on every rank
+            total = ops[op](
+                torch.stack([slots[(rank + i) % world] for i in range(world)])
+            )  # another order on every rank
             barrier.wait(timeout=5)
             return total
 
@@ -44,7 +46,9 @@ def as_ranks(world: int, work):
 
 @given(st.lists(MODERATE, min_size=1, max_size=30), st.integers(0, 1))
 def test_against_rational_arithmetic(values, ddof):
-    stats = group_statistics(*tensors(values, [0] * len(values))[:2], 1, torch.ones(len(values), dtype=torch.bool), alone, ddof)
+    stats = group_statistics(
+        *tensors(values, [0] * len(values))[:2], 1, torch.ones(len(values), dtype=torch.bool), alone, ddof
+    )
     exact = [Fraction(v) for v in values]
     mean = sum(exact) / len(exact)
     largest = max(abs(v) for v in exact)
@@ -59,9 +63,11 @@ def test_against_rational_arithmetic(values, ddof):
 @given(st.lists(st.tuples(FINITE, st.integers(0, 3), st.booleans()), max_size=25), st.integers(0, 1))
 def test_never_nan(samples, ddof):
     """Constant, huge, tiny, mixed, single and empty groups."""
-    values, groups, valid = ([list(x) for x in zip(*samples, strict=True)] if samples else ([], [], []))
+    values, groups, valid = [list(x) for x in zip(*samples, strict=True)] if samples else ([], [], [])
     values = torch.tensor(values, dtype=torch.float64)
-    stats = group_statistics(values, torch.tensor(groups, dtype=torch.int64), 4, torch.tensor(valid, dtype=torch.bool), alone, ddof)
+    stats = group_statistics(
+        values, torch.tensor(groups, dtype=torch.int64), 4, torch.tensor(valid, dtype=torch.bool), alone, ddof
+    )
     for x in (stats.mean, stats.std, stats.min, stats.max):
         assert not torch.isnan(x).any() and torch.isfinite(stats.mean).all()
     assert (stats.degenerate | (stats.count > 1)).all() and (stats.mean[stats.count == 0] == 0).all()
@@ -73,7 +79,9 @@ def test_same_bits_for_any_split(samples, seed):
     values, groups, owners = (list(x) for x in zip(*samples, strict=True))
 
     def bits(stats) -> list:
-        return [x.double().view(torch.int64).tolist() for x in (stats.count, stats.mean, stats.std, stats.min, stats.max)]
+        return [
+            x.double().view(torch.int64).tolist() for x in (stats.count, stats.mean, stats.std, stats.min, stats.max)
+        ]
 
     order = list(range(len(values)))
 
@@ -98,7 +106,11 @@ def test_degenerate_is_about_the_range_and_not_the_std():
 def test_invalid_values_are_left_out_even_nan():
     values, groups, _ = tensors([1.0, float("nan"), 3.0, float("inf")], [0, 0, 0, 1])
     stats = group_statistics(values, groups, 2, torch.tensor([True, False, True, False]), alone, 1)
-    assert stats.mean.tolist() == [2.0, 0.0] and stats.count.tolist() == [2, 0] and stats.std[0].item() == pytest.approx(2**0.5)
+    assert (
+        stats.mean.tolist() == [2.0, 0.0]
+        and stats.count.tolist() == [2, 0]
+        and stats.std[0].item() == pytest.approx(2**0.5)
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -109,7 +121,9 @@ def test_a_valid_value_that_is_not_finite_is_an_error(bad):
 
 def test_cancellation_is_exact():
     values, groups, _ = tensors([1e16, 1.0, -1e16, 2.0**-30], [0] * 4)
-    total, along = exact_group_sums(values, groups, torch.tensor([1e16], dtype=torch.float64), alone, along=torch.tensor([7]))
+    total, along = exact_group_sums(
+        values, groups, torch.tensor([1e16], dtype=torch.float64), alone, along=torch.tensor([7])
+    )
     assert float(total) == 1.0 + 2.0**-30 and int(along) == 7
 
 

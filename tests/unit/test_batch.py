@@ -8,14 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.config import ParallelConfig
-from megagrpo.data.batch import build_batch, shuffle_rewards
+from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.microbatch import plan, targets
+from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
-from megagrpo.microbatch import plan, targets
 from megagrpo.types import Batch, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
 
 ALONE = Mesh(0, 1, 0, 1, None, None, 0, torch.device("cpu"))
-SHAPES = st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 12), min_size=1, max_size=4)), min_size=1, max_size=6)
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 6), st.lists(st.integers(0, 12), min_size=1, max_size=4)), min_size=1, max_size=6
+)
 
 
 def groups_of(shapes: list[tuple[int, list[int]]], masks: bool = False) -> list[RolloutGroup]:
@@ -34,7 +36,9 @@ def groups_of(shapes: list[tuple[int, list[int]]], masks: bool = False) -> list[
             )
             for i, length in enumerate(responses)
         )
-        outcomes = tuple(Outcome("score", 10.0 * g + i) if (g + i) % 5 else Outcome("timeout") for i in range(len(responses)))
+        outcomes = tuple(
+            Outcome("score", 10.0 * g + i) if (g + i) % 5 else Outcome("timeout") for i in range(len(responses))
+        )
         prompt = Prompt(g, "", tuple(1000 * g + t for t in range(prompt_length)), "")
         groups.append(RolloutGroup(g, prompt, samples, outcomes))
     return groups
@@ -55,11 +59,17 @@ def test_a_batch_holds_what_was_sampled_in_any_order_of_arrival(shapes, masks: b
             start, end = len(group.prompt.token_ids), len(group.prompt.token_ids) + len(sample.token_ids)
             assert int(batch.sample_ids[row]) == group.group_id * group_size + sample.index
             assert int(batch.group_ids[row]) == group.group_id
-            assert batch.tokens[row].tolist() == [*group.prompt.token_ids, *sample.token_ids, *[0] * (batch.tokens.shape[1] - end)]
+            assert batch.tokens[row].tolist() == [
+                *group.prompt.token_ids,
+                *sample.token_ids,
+                *[0] * (batch.tokens.shape[1] - end),
+            ]
             assert (int(batch.prompt_lengths[row]), int(batch.lengths[row])) == (start, end)
             mask = [1.0] * len(sample.token_ids) if sample.loss_mask is None else [float(m) for m in sample.loss_mask]
             assert batch.loss_mask[row, start:end].tolist() == mask and batch.loss_mask[row].sum() == sum(mask)
-            assert torch.equal(batch.rollout_logprobs[row, start:end], torch.tensor(sample.logprobs, dtype=torch.float32))
+            assert torch.equal(
+                batch.rollout_logprobs[row, start:end], torch.tensor(sample.logprobs, dtype=torch.float32)
+            )
             assert bool(batch.valid[row]) == outcome.ok and float(batch.rewards[row]) == outcome.value
             assert bool(batch.truncated[row]) == (sample.finish_reason == "length")
             row += 1
@@ -95,17 +105,23 @@ def test_shuffled_rewards_are_a_permutation_that_seed_and_step_decide(shapes, se
 
 def test_rewards_are_really_shuffled():
     batch = batch_of([(2, [3] * 4)] * 6)
-    orders = {tuple(shuffle_rewards(batch, seed, step, ALONE).rewards.tolist()) for seed in range(3) for step in range(3)}
+    orders = {
+        tuple(shuffle_rewards(batch, seed, step, ALONE).rewards.tolist()) for seed in range(3) for step in range(3)
+    }
     assert len(orders) == 9 and tuple(batch.rewards.tolist()) not in orders
 
 
-LAYOUTS = st.sampled_from([{}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}])
+LAYOUTS = st.sampled_from(
+    [{}, {"tp": 2}, {"tp": 4}, {"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}]
+)
 
 
 @given(SHAPES, st.integers(1, 60), st.booleans(), LAYOUTS)
 def test_every_token_is_in_one_micro_batch_and_none_is_above_the_budget(shapes, budget: int, packed: bool, sizes: dict):
     batch, layout = batch_of(shapes), ParallelConfig(**sizes)
-    by_rank = [plan(batch, range(len(batch.tokens)), budget, packed, layout, ALONE, cp_rank) for cp_rank in range(layout.cp)]
+    by_rank = [
+        plan(batch, range(len(batch.tokens)), budget, packed, layout, ALONE, cp_rank) for cp_rank in range(layout.cp)
+    ]
     seen = torch.zeros_like(batch.tokens)
     for micros in by_rank:
         assert len(micros) % (layout.pp if layout.vpp > 1 else 1) == 0
@@ -123,28 +139,41 @@ def check_micro_batch(micro: MicroBatch, batch: Batch, budget: int, packed: bool
     height, width = micro.tokens.shape
     assert width % layout.tp == 0 and (height == 1 or not packed)
     assert torch.equal(micro.columns >= 0, real)
-    assert torch.equal(micro.tokens[real], batch.tokens[micro.rows[real], micro.columns[real]]) and not micro.tokens[~real].any()
+    assert (
+        torch.equal(micro.tokens[real], batch.tokens[micro.rows[real], micro.columns[real]])
+        and not micro.tokens[~real].any()
+    )
     assert torch.equal(micro.positions[real], micro.columns[real]), "rotary positions are those in the sequence"
-    assert set(micro.rows[real].tolist()) <= set(micro.members.tolist()) and micro.members.tolist() == sorted(set(micro.members.tolist()))
+    assert set(micro.rows[real].tolist()) <= set(micro.members.tolist()) and micro.members.tolist() == sorted(
+        set(micro.members.tolist())
+    )
     unit = 2 * layout.cp if layout.cp > 1 else 1
     lengths = [-(-int(n) // unit) * unit for n in batch.lengths[micro.members]]
     if len(lengths) > 1:
         assert (sum(lengths) if packed else len(lengths) * max(lengths)) <= budget
     if packed:
         bounds = micro.cu_seqlens.tolist()
-        assert bounds[0] == 0 and bounds[-1] == width * layout.cp and micro.max_seqlen == max(b - a for a, b in zip(bounds, bounds[1:]))
+        assert (
+            bounds[0] == 0
+            and bounds[-1] == width * layout.cp
+            and micro.max_seqlen == max(b - a for a, b in zip(bounds, bounds[1:]))
+        )
     else:
         assert micro.cu_seqlens is None
 
 
 @given(SHAPES, st.integers(1, 60), st.booleans(), LAYOUTS, st.booleans())
-def test_targets_are_the_trained_tokens_each_from_the_position_before(shapes, budget: int, packed: bool, sizes: dict, masks: bool):
+def test_targets_are_the_trained_tokens_each_from_the_position_before(
+    shapes, budget: int, packed: bool, sizes: dict, masks: bool
+):
     batch, layout = batch_of(shapes, masks=masks), ParallelConfig(**sizes)
     found = torch.zeros_like(batch.loss_mask)
     for cp_rank in range(layout.cp):
         for micro in plan(batch, range(len(batch.tokens)), budget, packed, layout, ALONE, cp_rank):
             flat, rows, columns = targets(micro, batch)
-            assert torch.equal(micro.rows.flatten()[flat], rows) and torch.equal(micro.columns.flatten()[flat] + 1, columns)
+            assert torch.equal(micro.rows.flatten()[flat], rows) and torch.equal(
+                micro.columns.flatten()[flat] + 1, columns
+            )
             found[rows, columns] += 1
     assert torch.equal(found, batch.loss_mask)
 

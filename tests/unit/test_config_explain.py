@@ -8,23 +8,37 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config import ParallelConfig, TinyModelConfig
-from megagrpo.config_load import load_config, preset_folder
-from megagrpo.data.tiny import make_tiny_model
-from megagrpo.data.tiny_config import hf_config
+from megagrpo.config.load import PRESETS as PRESET_FOLDER
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import ParallelConfig, TinyModelConfig
 from megagrpo.explain import check_against_model, explain, parameter_counts, preflight, rank_coordinates
+from megagrpo.tiny.description import hf_config
+from megagrpo.tiny.model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-BIG = {"model_type": "qwen3_moe", "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4}
-BIG |= {"head_dim": 128, "moe_intermediate_size": 1536, "intermediate_size": 12288, "num_experts": 128, "num_experts_per_tok": 8}
+BIG = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+}
+BIG |= {
+    "head_dim": 128,
+    "moe_intermediate_size": 1536,
+    "intermediate_size": 12288,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
 BIG |= {"vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": False}
 DENSE = hf_config(TinyModelConfig(path="x", family="qwen3"))
 MOE = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
 
 
 @pytest.mark.parametrize(
-    "tp, cp, pp, ep, etp, world", [(2, 1, 2, 2, 1, 8), (2, 2, 2, 4, 1, 16), (4, 1, 1, 2, 2, 8), (1, 1, 1, 2, 1, 2), (2, 1, 4, 8, 1, 64)]
+    "tp, cp, pp, ep, etp, world",
+    [(2, 1, 2, 2, 1, 8), (2, 2, 2, 4, 1, 16), (4, 1, 1, 2, 2, 8), (1, 1, 1, 2, 1, 2), (2, 1, 4, 8, 1, 64)],
 )
 def test_ranks_stand_where_megatron_puts_them(tp, cp, pp, ep, etp, world):
     from megatron.core.parallel_state import RankGenerator
@@ -33,7 +47,10 @@ def test_ranks_stand_where_megatron_puts_them(tp, cp, pp, ep, etp, world):
     dense = RankGenerator(tp=tp, ep=1, dp=world // (tp * cp * pp), pp=pp, cp=cp, order=order)
     expert = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)
     places = [rank_coordinates(r, world, layout) for r in range(world)]
-    for generator, axes in ((dense, {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp"}), (expert, {"ep": "ep", "dp": "edp"})):
+    for generator, axes in (
+        (dense, {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp"}),
+        (expert, {"ep": "ep", "dp": "edp"}),
+    ):
         for axis, name in axes.items():
             for group in generator.get_ranks(axis):
                 assert [places[rank][name] for rank in group] == list(range(len(group))), (axis, group)
@@ -87,8 +104,12 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(tm
     found = preflight(load_config(QUICKSTART, ["prepare=null", "sft=null", "reward.grader=exakt"]))
     assert [p.split(":")[0] for p in found[:3]] == ["model.path", "data.path", "eval.data.path"]
     assert "did you mean 'exact'" in found[3] and len(found) == 4
-    Path("lines.jsonl").write_text('{"prompt": "1", "answer": "1", "by": "exact"}\n{"prompt": "1", "answer": "1", "by": "exakt"}\n')
-    found = preflight(load_config(QUICKSTART, ["data.path=lines.jsonl", "data.grader_key=by", "checkpoint.load=nowhere"]))
+    Path("lines.jsonl").write_text(
+        '{"prompt": "1", "answer": "1", "by": "exact"}\n{"prompt": "1", "answer": "1", "by": "exakt"}\n'
+    )
+    found = preflight(
+        load_config(QUICKSTART, ["data.path=lines.jsonl", "data.grader_key=by", "checkpoint.load=nowhere"])
+    )
     assert found[0] == "checkpoint.load: nowhere does not exist" and len(found) == 2
     assert "'exakt' is unknown; did you mean 'exact'" in found[1]
     alphabet = "".join(map(chr, range(33, 93)))
@@ -119,16 +140,18 @@ def test_explain_says_what_a_step_is(tmp_path, monkeypatch):
 def test_check_starts_nothing_and_loads_no_torch(tmp_path):
     code = f"""
 import json, sys
-from megagrpo.config_load import load_config, preset_folder
+from megagrpo.config.load import load_config, PRESETS as PRESET_FOLDER
 from megagrpo.explain import explain
 explain(load_config({str(QUICKSTART)!r}))
 print(json.dumps(sorted({{"torch", "transformers", "megatron", "ray", "sglang"}} & set(sys.modules))))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+    )
     assert json.loads(done.stdout) == []
 
 
-@pytest.mark.parametrize("preset", sorted(path.stem for path in preset_folder().glob("*.yaml")))
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
 def test_every_preset_fits_the_quickstart(tmp_path, preset):
     """As bench/presets.py runs it: the experiment's own algorithm section makes room for the preset."""
     text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", QUICKSTART.read_text())

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megagrpo.config import ExperimentConfig
-from megagrpo.config_load import ConfigError, dump_config, load_config, preset_folder
+from megagrpo.config.load import PRESETS as PRESET_FOLDER
+from megagrpo.config.load import ConfigError, dump_config, load_config
+from megagrpo.config.schema import ExperimentConfig
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
@@ -41,13 +42,20 @@ def test_every_shipped_config_loads_and_survives_being_written(path, tmp_path):
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
-@pytest.mark.parametrize("path", sorted(preset_folder().glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(PRESET_FOLDER.glob("*.yaml")), ids=lambda p: p.stem)
 def test_every_preset_loads(path, tmp_path):
     assert load(tmp_path, MINIMAL + f"preset: {path.stem}\n")
 
 
 def test_a_minimal_file_gets_the_defaults_and_overrides_win(tmp_path):
-    config = load(tmp_path, MINIMAL, "train.num_steps=7", "actor.optimizer.lr=1e-6", "sampling.stop=['a', b]", "reward.args.format=last")
+    config = load(
+        tmp_path,
+        MINIMAL,
+        "train.num_steps=7",
+        "actor.optimizer.lr=1e-6",
+        "sampling.stop=['a', b]",
+        "reward.args.format=last",
+    )
     assert config.train.num_steps == 7
     assert config.actor.optimizer.lr == 1e-6
     assert config.sampling.stop == ["a", "b"]
@@ -56,7 +64,8 @@ def test_a_minimal_file_gets_the_defaults_and_overrides_win(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text, value", [("1e-6", 1e-6), ("1E5", 1e5), ("1.5e+3", 1500.0), ("0.1", 0.1), (".5", 0.5), ("3", 3.0), ("1_000", 1000.0)]
+    "text, value",
+    [("1e-6", 1e-6), ("1E5", 1e5), ("1.5e+3", 1500.0), ("0.1", 0.1), (".5", 0.5), ("3", 3.0), ("1_000", 1000.0)],
 )
 def test_numbers_are_numbers(tmp_path, text, value):
     config = load(tmp_path, MINIMAL + f"actor: {{optimizer: {{lr: {text}}}}}\n")
@@ -178,7 +187,9 @@ def test_an_override_can_mend_a_bad_line(tmp_path):
 def test_an_override_of_the_variant_drops_what_belonged_to_the_old_one(tmp_path):
     text = MINIMAL + "algorithm: {loss: {name: ppo_clip, clip_ratio_low: 0.1, clip_ratio_high: 0.2}}\n"
     loss = load(tmp_path, text, "algorithm.loss.clip_ratio_high=5e-4", "algorithm.loss.name=gspo").algorithm.loss
-    assert (loss.name, loss.clip_ratio_low, loss.clip_ratio_high) == ("gspo", 3e-4, 5e-4), "the paper's, and what was asked for"
+    assert (loss.name, loss.clip_ratio_low, loss.clip_ratio_high) == ("gspo", 3e-4, 5e-4), (
+        "the paper's, and what was asked for"
+    )
     assert load(tmp_path, text, "algorithm.loss.name=ppo_clip").algorithm.loss.clip_ratio_high == 0.2
     found = problems(tmp_path, text, "algorithm.loss.name=gsqo")
     said = "--set algorithm.loss.name=gsqo: algorithm.loss.name = 'gsqo': unknown; did you mean 'gspo'"
@@ -192,7 +203,7 @@ def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
     folder.mkdir()
     preset = "algorithm:\n  advantage: {name: grpo, std_ddof: 0, eps: 1e-4}\n  aggregation: token-mean\ntrain: {num_steps: 3}\n"
     (folder / "mine.yaml").write_text(preset)
-    monkeypatch.setattr("megagrpo.config_load.preset_folder", lambda: folder)
+    monkeypatch.setattr("megagrpo.config.load.PRESETS", folder)
     config = load(tmp_path, MINIMAL + "preset: mine\nalgorithm: {advantage: {eps: 1e-5}}\n", "train.num_steps=4")
     assert (config.algorithm.advantage.std_ddof, config.algorithm.advantage.eps, config.train.num_steps) == (0, 1e-5, 4)
     other = load(tmp_path, MINIMAL + "preset: mine\nalgorithm: {advantage: {name: dr_grpo}}\n")
@@ -200,7 +211,9 @@ def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
     (folder / "mine.yaml").write_text(preset.replace("num_steps", "group_sise"))
     found = problems(tmp_path, MINIMAL + "preset: mine\n")
     assert found == ["presets/mine.yaml:4: train.group_sise = 3: unknown key; did you mean 'group_size'?"]
-    assert problems(tmp_path, MINIMAL + "preset: mime\n") == ["e.yaml:5: preset 'mime' is unknown; did you mean 'mine'?"]
+    assert problems(tmp_path, MINIMAL + "preset: mime\n") == [
+        "e.yaml:5: preset 'mime' is unknown; did you mean 'mine'?"
+    ]
 
 
 def test_bad_files(tmp_path):

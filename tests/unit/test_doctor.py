@@ -23,13 +23,25 @@ def environment(tmp_path, monkeypatch):
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
         extras = [f"Provides-Extra: {extra}" for extra in ("cpu", "gpu", "cpu-engine")]
-        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *extras, *(f"Requires-Dist: {r}" for r in requirements)]
+        lines = [
+            "Metadata-Version: 2.1",
+            f"Name: {name}",
+            f"Version: {version}",
+            *extras,
+            *(f"Requires-Dist: {r}" for r in requirements),
+        ]
         (folder / "METADATA").write_text("\n".join(lines) + "\n")
 
     return add
 
 
-OURS = ("torch==2.13.0", "rich>=14", 'sglang==0.5.21; extra == "cpu-engine"', 'scipy; extra == "cpu"', 'nvidia-thing; extra == "gpu"')
+OURS = (
+    "torch==2.13.0",
+    "rich>=14",
+    'sglang==0.5.21; extra == "cpu-engine"',
+    'scipy; extra == "cpu"',
+    'nvidia-thing; extra == "gpu"',
+)
 
 
 def statuses(gpu: bool = False) -> dict[str, str]:

@@ -7,7 +7,7 @@ from megagrpo.algo import estimators
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.reward_shaping import normalise_rewards
 from megagrpo.algo.statistics import alone, moments
-from megagrpo.config_algorithm import AlgorithmConfig, RewardShapingConfig
+from megagrpo.config.algorithm import AlgorithmConfig, RewardShapingConfig
 from megagrpo.types import Batch
 from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
 
@@ -98,7 +98,9 @@ def test_convention_under_its_option(case):
     matches(case, case["outputs"])
 
 
-@pytest.mark.parametrize("case", cases(FILE, ("defect",), lambda c: by_response(c) and set(c["defects"]) <= {"D1", "D2", "D6"}))
+@pytest.mark.parametrize(
+    "case", cases(FILE, ("defect",), lambda c: by_response(c) and set(c["defects"]) <= {"D1", "D2", "D6"})
+)
 def test_variance_and_credit_defects_give_the_expected_value(case):
     """D1 variance floor, D2 one-pass float32 variance, D6 credit cut at tool tokens: `expected` is the right answer."""
     matches(case, {**case["outputs"]["expected"], "max_abs_f32_vs_f64_run": 2e-6})
@@ -111,7 +113,9 @@ def test_constant_groups_are_exactly_zero(case):
     """N1: float32 mean noise over eps = 1e-6 becomes an advantage; constant rewards say nothing, so 0 is right."""
     mine = advantages_of(case)[:, 0]
     rewards, groups = tensor(case["inputs"]["token_level_rewards"]).sum(1), case["inputs"]["index"]
-    constant = [i for i, g in enumerate(groups) if len({float(r) for r, h in zip(rewards, groups, strict=True) if h == g}) == 1]
+    constant = [
+        i for i, g in enumerate(groups) if len({float(r) for r, h in zip(rewards, groups, strict=True) if h == g}) == 1
+    ]
     alone_in_group = {i for i in constant if groups.count(groups[i]) == 1}
     assert [i for i in constant if mine[i] != 0 and i not in alone_in_group] == []
     assert tensor(case["outputs"]["advantage_per_response"])[constant].abs().max() > 0, "no defect to show"
@@ -137,7 +141,9 @@ def test_no_std_flag_is_never_ignored(case):
     inputs = case["inputs"]
     mask = tensor(inputs["response_mask"]) > 0
     batch = batch_of(tensor(inputs["token_level_rewards"]).sum(1), mask, inputs["index"])
-    mine = with_advantages(batch, AlgorithmConfig(advantage={"name": "dr_grpo"}), alone, {}, mask.shape[1])[0].advantages
+    mine = with_advantages(batch, AlgorithmConfig(advantage={"name": "dr_grpo"}), alone, {}, mask.shape[1])[
+        0
+    ].advantages
     right = next(c for c in load(FILE) if c["case"] == "trainer_dispatch_nostd.0.grpo")
     if case["status"] == "reference":
         close(mine[:, 0], right["outputs"]["advantage_per_response"])
@@ -176,14 +182,18 @@ def tolerance_of(inputs: dict) -> dict:
     return {"rtol": 2e-5, "atol": 1.1 * mean_rounding(rewards) / min(float(rewards[:4].std()), 1.0)}
 
 
-@pytest.mark.parametrize("case", cases(FILE, ("reference",), lambda c: c["source"].startswith("roll") and "norm_mean_type" in c["params"]))
+@pytest.mark.parametrize(
+    "case", cases(FILE, ("reference",), lambda c: c["source"].startswith("roll") and "norm_mean_type" in c["params"])
+)
 def test_roll_reward_normalisation(case):
     params = case["params"]
     mine = normalised(case["inputs"], mean=params["norm_mean_type"] or "none", std=params["norm_std_type"] or "none")
     close(mine, case["outputs"]["advantage_per_response"], **tolerance_of(case["inputs"]))
 
 
-@pytest.mark.parametrize("case", cases(FILE, ("reference", "convention"), lambda c: c["source"].startswith(("slime", "miles"))))
+@pytest.mark.parametrize(
+    "case", cases(FILE, ("reference", "convention"), lambda c: c["source"].startswith(("slime", "miles")))
+)
 def test_slime_and_miles(case):
     inputs = case["inputs"]
     advantage = {"name": "grpo"} if case["params"]["std"] else {"name": "dr_grpo"}
@@ -193,7 +203,9 @@ def test_slime_and_miles(case):
     close(mine, case["outputs"]["advantage_per_response"], **tolerance_of(inputs))
 
 
-@pytest.mark.parametrize("case", cases(FILE, ("defect",), lambda c: c["case"].startswith("xf.") and "rewards" in c["inputs"]))
+@pytest.mark.parametrize(
+    "case", cases(FILE, ("defect",), lambda c: c["case"].startswith("xf.") and "rewards" in c["inputs"])
+)
 def test_per_response_defects(case):
     """D9 NaN for n = 1, D15 wrong shape, D16 KeyError, D21 leave-one-out std blow-up, N8 a short group swallows the batch."""
     inputs = case["inputs"]
@@ -204,7 +216,9 @@ def test_per_response_defects(case):
     mask = torch.ones(len(inputs["rewards"]), 1, dtype=torch.bool)
     batch = batch_of(tensor(inputs["rewards"]), mask, inputs["group"])
     for name in ("grpo", "dr_grpo", "rloo"):
-        mine = with_advantages(batch, AlgorithmConfig(advantage={"name": name}), alone, {}, 1)[0].advantages[:, 0].double()
+        mine = (
+            with_advantages(batch, AlgorithmConfig(advantage={"name": name}), alone, {}, 1)[0].advantages[:, 0].double()
+        )
         sizes = torch.bincount(batch.group_ids)
         sums = torch.zeros(batch.num_groups).double().index_add_(0, batch.group_ids, mine)
         assert torch.isfinite(mine).all() and mine.shape == batch.rewards.shape
@@ -217,7 +231,9 @@ def test_per_response_defects(case):
 
 def nemo_without_leave_one_out(case):
     one_pass_variance_in_float32 = case["case"].startswith("xf.offset1000")  # D2 again: off by a factor of 2
-    return case["source"].startswith("nemo") and not case["params"]["leave_one_out"] and not one_pass_variance_in_float32
+    return (
+        case["source"].startswith("nemo") and not case["params"]["leave_one_out"] and not one_pass_variance_in_float32
+    )
 
 
 @pytest.mark.parametrize("case", cases(FILE, ("convention",), nemo_without_leave_one_out))

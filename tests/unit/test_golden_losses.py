@@ -6,7 +6,7 @@ import torch
 from megagrpo.algo.kl import kl_penalty
 from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denominators, objective, token_loss
 from megagrpo.algo.statistics import alone
-from megagrpo.config_algorithm import AlgorithmConfig, CispoLoss, GpgLoss, KlConfig
+from megagrpo.config.algorithm import AlgorithmConfig, CispoLoss, GpgLoss, KlConfig
 from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
 
 LOSSES, AGGREGATION, KL = "policy_losses.json", "agg_loss.json", "kl.json"
@@ -77,7 +77,9 @@ def test_verl(case):
         num_tokens = int(problem.mask.sum())
         clipped = (sums["policy/clip_fraction_low"] + sums["policy/clip_fraction_high"]) / num_tokens
         assert float(clipped) == pytest.approx(outputs["pg_clipfrac"], abs=1e-6)
-        assert float(sums["policy/clip_fraction_dual"] / num_tokens) == pytest.approx(outputs["pg_clipfrac_lower"], abs=1e-6)
+        assert float(sums["policy/clip_fraction_dual"] / num_tokens) == pytest.approx(
+            outputs["pg_clipfrac_lower"], abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("case", cases(LOSSES, ("reference",), lambda c: c["source"].startswith("slime")))
@@ -104,7 +106,9 @@ def roll_loss(problem: Problem, params: dict) -> torch.Tensor:
     match params["pg_variant"]:
         case "ppo":
             dual = 1 + 2 * params["pg_clip"] if params["dual_clip_loss"] else None  # N9: their constant
-            return problem.objective({"name": "ppo_clip", "clip_ratio_low": low, "clip_ratio_high": high, "dual_clip": dual})[0]
+            return problem.objective(
+                {"name": "ppo_clip", "clip_ratio_low": low, "clip_ratio_high": high, "dual_clip": dual}
+            )[0]
         case "vanilla":
             return problem.objective({"name": "gpg"})[0]
         case "tis":  # weight min(ratio, 1)
@@ -115,7 +119,12 @@ def roll_loss(problem: Problem, params: dict) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "case", cases(LOSSES, ("reference", "convention"), lambda c: c["params"].get("pg_variant") in ("ppo", "vanilla", "tis", "cispo"))
+    "case",
+    cases(
+        LOSSES,
+        ("reference", "convention"),
+        lambda c: c["params"].get("pg_variant") in ("ppo", "vanilla", "tis", "cispo"),
+    ),
 )
 def test_roll(case):
     problem = Problem(case)
@@ -225,7 +234,9 @@ def kl_of(case: dict, value_clamp: float | None) -> None:
     value = kl_penalty(logp, tensor(inputs["ref_log_prob"]), ALIASES.get(name, name), value_clamp)
     if "importance_ratio" in params:
         value = value * (logp - tensor(inputs["old_log_prob"])).exp()
-    inside = (logp - tensor(inputs["ref_log_prob"])).abs() <= 20  # beyond it k3 is a constant here, infinite or clamped there
+    inside = (
+        logp - tensor(inputs["ref_log_prob"])
+    ).abs() <= 20  # beyond it k3 is a constant here, infinite or clamped there
     if case["source"].startswith("verl"):
         inside = torch.ones_like(inside)
     (gradient,) = torch.autograd.grad(value.sum(), logp)
@@ -242,7 +253,9 @@ def test_kl(case):
 
 @pytest.mark.parametrize("case", cases(KL, ("convention",)))
 def test_kl_beyond_a_clamp_under_its_option(case):
-    kl_of(case, value_clamp=None if case["params"].get("kl_loss_type") == "k3" else 10.0)  # slime's low_var_kl clamps, its k3 not
+    kl_of(
+        case, value_clamp=None if case["params"].get("kl_loss_type") == "k3" else 10.0
+    )  # slime's low_var_kl clamps, its k3 not
 
 
 @pytest.mark.parametrize("case", cases(KL, ("defect",)))
@@ -263,5 +276,7 @@ def test_kl_forms_that_raise_elsewhere(case):
 
 @needs_golden
 def test_every_defect_of_these_files_is_shown_above():
-    found = {d for name in (LOSSES, AGGREGATION, KL) for c in load(name) if c["status"] == "defect" for d in c["defects"]}
+    found = {
+        d for name in (LOSSES, AGGREGATION, KL) for c in load(name) if c["status"] == "defect" for d in c["defects"]
+    }
     assert found <= {"D3", "D4", "D8", "D20", "N10"}

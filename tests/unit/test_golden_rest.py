@@ -12,7 +12,7 @@ from megagrpo.algo.logprob import chunked_logprobs
 from megagrpo.algo.loss import aggregate, count_denominators, token_loss
 from megagrpo.algo.reward_shaping import overlong_penalty
 from megagrpo.algo.statistics import alone, moments
-from megagrpo.config_algorithm import Band, GpgLoss, OverlongShaping, PpoClipLoss, Rejection, TruncatedImportance
+from megagrpo.config.algorithm import Band, GpgLoss, OverlongShaping, PpoClipLoss, Rejection, TruncatedImportance
 from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
 
 CORRECTION, DAPO, STATS, LOSSES = "rollout_correction.json", "dapo.json", "stats_logits.json", "policy_losses.json"
@@ -75,7 +75,11 @@ def test_roll_weights_and_filter(case):
     close(policy_weights(log_ratio, mask, options, alone), case["outputs"]["weights"], where=mask)
     over = {"token": "token", "sequence": "sum", "geometric": "mean"}[params["weight_type"]]
     low, high = params["filter_ratio"]
-    close(kept(log_ratio, mask, Rejection(over=over, low=low, high=high)).double(), case["outputs"]["filter_mask"], where=mask)
+    close(
+        kept(log_ratio, mask, Rejection(over=over, low=low, high=high)).double(),
+        case["outputs"]["filter_mask"],
+        where=mask,
+    )
 
 
 @pytest.mark.parametrize("case", cases(LOSSES, ("reference", "convention"), lambda c: c["case"].startswith("bypass")))
@@ -89,7 +93,9 @@ def test_verl_bypass_mode(case):
         left = kept(log_ratio, mask, rejection(params["rollout_rs"], params["rollout_rs_threshold"]))
     if params["loss_type"] == "reinforce":
         options = TruncatedImportance(name="tis", over=params["rollout_is"], cap=float(params["rollout_is_threshold"]))
-        value = token_loss(logp, old, advantages, mask, GpgLoss()).value * policy_weights(log_ratio, mask, options, alone)
+        value = token_loss(logp, old, advantages, mask, GpgLoss()).value * policy_weights(
+            log_ratio, mask, options, alone
+        )
     else:
         value = token_loss(logp, old, advantages, mask, PpoClipLoss()).value  # its ratio is the correction already
     loss = aggregate(value, left, params["loss_agg_mode"], count_denominators(left, alone, 1.0))
@@ -119,11 +125,15 @@ def kept_groups(case: dict) -> list[int]:
     groups = case["inputs"]["group"]
     names = sorted(set(groups))
     ids, metric = torch.tensor([names.index(g) for g in groups]), tensor(case["inputs"]["metric"])
-    selection = select_groups(metric, ids, len(names), torch.ones(len(ids), dtype=torch.bool), wanted=1000, reduce=alone)
+    selection = select_groups(
+        metric, ids, len(names), torch.ones(len(ids), dtype=torch.bool), wanted=1000, reduce=alone
+    )
     return [names[i] for i in selection.chosen]
 
 
-@pytest.mark.parametrize("case", cases(DAPO, ("reference", "convention", "defect"), lambda c: c["case"].startswith("filter")))
+@pytest.mark.parametrize(
+    "case", cases(DAPO, ("reference", "convention", "defect"), lambda c: c["case"].startswith("filter"))
+)
 def test_dynamic_sampling(case):
     """D12: std > 0 keeps constant groups whose float mean is off by a bit. n = 1 is kept by verl; here it is no difference."""
     groups, outputs = case["inputs"]["group"], case["outputs"]
@@ -151,7 +161,9 @@ def test_logprobs_and_entropy(case):
     labels = torch.tensor(case["inputs"]["labels"], dtype=torch.int64)
     mine, entropy = chunked_logprobs(logits, torch.eye(logits.shape[1]), labels, 1.0, chunk_tokens=2)
     outputs = case["outputs"]
-    if case["status"] == "convention" or "offset_1e3" in case["case"]:  # float32 elsewhere: p * 1000 costs 2e-4 of the entropy
+    if (
+        case["status"] == "convention" or "offset_1e3" in case["case"]
+    ):  # float32 elsewhere: p * 1000 costs 2e-4 of the entropy
         truth = case["case"].rsplit(".", 1)[0] + ".f64"
         outputs = next(c["outputs"] for c in load(STATS) if c["case"] == truth)
     tolerance = {"rtol": 1e-5, "atol": 1e-5}
@@ -169,5 +181,7 @@ def test_logprobs_and_entropy(case):
 
 @needs_golden
 def test_every_defect_of_these_files_is_shown_above():
-    found = {d for name in (CORRECTION, DAPO, STATS) for c in load(name) if c["status"] == "defect" for d in c["defects"]}
+    found = {
+        d for name in (CORRECTION, DAPO, STATS) for c in load(name) if c["status"] == "defect" for d in c["defects"]
+    }
     assert found <= {"D12", "N5", "N6"}

@@ -6,13 +6,16 @@ import time
 
 import pytest
 
-from megagrpo.config import ExperimentConfig
-from megagrpo.launcher import Ended, Signals, _devices, alone_in, first_report, ignore_signals, watch
+from megagrpo.cluster.machine import _devices, alone_in
+from megagrpo.cluster.supervise import Ended, Signals, first_report, ignore_signals, watch
+from megagrpo.config.schema import ExperimentConfig
 
 
 def experiment(transport: str) -> ExperimentConfig:
     sections = {"actor": {"world_size": 2}, "rollout": {"num_engines": 2, "tp": 2}, "weights": {"transport": transport}}
-    return ExperimentConfig.model_validate({"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}} | sections)
+    return ExperimentConfig.model_validate(
+        {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}} | sections
+    )
 
 
 def test_each_has_its_own():
@@ -29,7 +32,10 @@ def test_too_few():
 
 def test_only_one_run_trains_into_a_folder(tmp_path):
     with alone_in(tmp_path / "run"):
-        with pytest.raises(ValueError, match="output_dir .*run: another run trains into this folder"), alone_in(tmp_path / "run"):
+        with (
+            pytest.raises(ValueError, match="output_dir .*run: another run trains into this folder"),
+            alone_in(tmp_path / "run"),
+        ):
             pass
         with alone_in(tmp_path / "other"):
             pass

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from megagrpo.config import LogConfig
-from megagrpo.metrics import Metrics, StepLog, StepTimer, read_metrics
+from megagrpo.config.schema import LogConfig
+from megagrpo.monitor.metrics import Metrics, StepLog, StepTimer, read_metrics
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 FILES_ONLY = LogConfig(tensorboard=False)

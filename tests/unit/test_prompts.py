@@ -7,11 +7,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megagrpo.config import DataConfig, ModelConfig, TinyModelConfig
+from megagrpo.config.schema import DataConfig, ModelConfig, TinyModelConfig
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.data.tiny import character_tokenizer, make_tiny_model
+from megagrpo.tiny.model import character_tokenizer, make_tiny_model
 
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}#{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}#{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,10 @@ def test_parquet_is_read_like_jsonl(tmp_path, tokenizer):
         (['{"prompt": "1", "answer": [1]}'], r"bad.jsonl:1: 'answer' should be a text or a number"),
         (['{"prompt": "1", "answer": null}'], r"bad.jsonl:1: 'answer' should be a text or a number, is None"),
         (['{"prompt": "", "answer": "1"}'], r"bad.jsonl:1: the prompt '' has no tokens"),
-        (['{"prompt": "1", "answer": "1"}', '{"prompt": "\\u00e9", "answer": "1"}'], r"bad.jsonl:2: the tokenizer does not know"),
+        (
+            ['{"prompt": "1", "answer": "1"}', '{"prompt": "\\u00e9", "answer": "1"}'],
+            r"bad.jsonl:2: the tokenizer does not know",
+        ),
         ([], r"bad.jsonl: no prompt of at most 1024 tokens \(data.max_prompt_tokens\) in the file"),
     ],
 )
@@ -99,7 +104,9 @@ def test_templates(tmp_path, tokenizer):
     templated = character_tokenizer("0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz")
     templated.chat_template = TEMPLATE
     assert load_prompts(chat, templated).prompts[0].text == "<system>be brief#<user>1+1=#>"
-    messages = json.dumps({"prompt": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "answer": "2"})
+    messages = json.dumps(
+        {"prompt": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "answer": "2"}
+    )
     several = DataConfig(path=write(tmp_path / "m.jsonl", [messages]), chat_template=True)
     assert load_prompts(several, templated).prompts[0].text == "<user>hi#<assistant>yo#>"
     with pytest.raises(ValueError, match="m.jsonl:1: 'prompt' should be a text"):

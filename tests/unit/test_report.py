@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from megagrpo.console import StepConsole, minutes
-from megagrpo.metrics import write_json_lines
-from megagrpo.report import series, summary, write_report
+from megagrpo.monitor.console import StepConsole, minutes
+from megagrpo.monitor.metrics import write_json_lines
+from megagrpo.monitor.report import series, summary, write_report
 
 
 def run(num_steps: int) -> list[dict]:
@@ -39,7 +39,9 @@ def test_values_that_were_not_finite_are_left_out():
     assert series([{"step": 1, "a/b": None}, {"step": 2, "a/b": 3.0}, {"step": 3}], "a/b") == ([2], [3.0])
 
 
-@pytest.mark.parametrize("entries", [run(30), run(1), [{"step": 0, "eval/accuracy": 0.5}], [{"step": 1, "reward/mean": -2.0}]])
+@pytest.mark.parametrize(
+    "entries", [run(30), run(1), [{"step": 0, "eval/accuracy": 0.5}], [{"step": 1, "reward/mean": -2.0}]]
+)
 def test_files_are_written(tmp_path, entries):
     write_json_lines(tmp_path / "metrics.jsonl", entries)
     text = write_report(tmp_path)
@@ -64,7 +66,9 @@ def test_plain_lines_without_a_terminal():
     note, first, second = stream.getvalue().splitlines()
     assert note == "grpo resumed at step 1"
     assert first.startswith("grpo 2/4  reward 0.500  eval 0.250  eta ")
-    assert second.startswith("grpo 3/4  reward 0.750  eval 0.250  tok/s 1,234  eta ")  # the evaluation stays on the line
+    assert second.startswith(
+        "grpo 3/4  reward 0.750  eval 0.250  tok/s 1,234  eta "
+    )  # the evaluation stays on the line
 
 
 def test_live_line_in_a_terminal():

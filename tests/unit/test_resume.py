@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo import setup
-from megagrpo.config import ExperimentConfig
+from megagrpo import run as run_module
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.types import TrainState
 
@@ -20,14 +20,16 @@ def start(tmp_path, monkeypatch):
     read = []
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(setup, "run_identity", lambda config, actor: {})
-    monkeypatch.setattr(setup.checkpoint, "load", lambda folder, *_: read.append(folder) or TrainState(**vars(SAVED)))
+    monkeypatch.setattr(run_module, "run_identity", lambda config, actor: {})
+    monkeypatch.setattr(
+        run_module.checkpoint, "load", lambda folder, *_: read.append(folder) or TrainState(**vars(SAVED))
+    )
 
     def resume(**options) -> tuple[TrainState, SimpleNamespace, list[Path]]:
         sections = {"model": {"path": "m"}, "data": {"path": "d"}, "checkpoint": options}
         config = ExperimentConfig.model_validate({"name": "t", "output_dir": str(tmp_path)} | sections)
         actor = SimpleNamespace(mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5)
-        return setup.resume(config, tmp_path, actor), actor, read
+        return run_module.resume(config, tmp_path, actor), actor, read
 
     return resume
 
@@ -52,7 +54,10 @@ def test_resume_never_is_about_an_earlier_start(start, tmp_path, monkeypatch):
     (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
     with pytest.raises(ValueError, match="checkpoint.resume is never, but .*step_000005 is there"):
         start(resume="never")
-    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):  # ranks that start again, a job that was requeued
+    for name in (
+        "TORCHELASTIC_RESTART_COUNT",
+        "SLURM_RESTART_COUNT",
+    ):  # ranks that start again, a job that was requeued
         with monkeypatch.context() as patch:
             patch.setenv(name, "1")
             assert start(resume="never")[0] == SAVED

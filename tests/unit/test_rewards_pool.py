@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config import RewardConfig
+from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.graders import load_grader
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
 
-GRADERS = '''
+GRADERS = """
 import math, os, re, signal, subprocess, time
 def good(text, answer): return len(text)
 def flag(text, answer): return text == answer
@@ -43,7 +43,7 @@ def by_text(text, answer):
     if text == "raise": raise ValueError("bad text")
     return float(text)
 def scaled(text, answer, scale): return scale * len(text)
-'''
+"""
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_workers_end_when_the_trainer_is_killed(graders, tmp_path):
     code = f"""
 import sys, time
 sys.path.insert(0, {str(tmp_path)!r})
-from megagrpo.config import RewardConfig
+from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
 pool = RewardPool(RewardConfig(grader="own_graders:hangs_holding_the_lock", workers=2, timeout_s=0.5))

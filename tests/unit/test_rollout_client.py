@@ -10,18 +10,15 @@ import pytest
 import torch
 from fake_service import FakeService, running
 
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.rollout.client import (
+from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable, find_service
+from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
     Response,
     RetryPolicy,
     SamplingParams,
-    ServiceControl,
-    ServiceFailed,
-    ServiceUnreachable,
-    find_service,
     sample_seed,
 )
 from megagrpo.rollout.source import RolloutSource
@@ -68,7 +65,11 @@ def test_sample_that_saw_two_versions_is_refused():
 
 @pytest.mark.parametrize(
     "problem, said",
-    [(500, "status 500: on purpose"), ("hang", "TimeoutError"), ({"weight_version": "1"}, r"version \['1'\], wanted 0")],
+    [
+        (500, "status 500: on purpose"),
+        ("hang", "TimeoutError"),
+        ({"weight_version": "1"}, r"version \['1'\], wanted 0"),
+    ],
     ids=str,
 )
 def test_out_of_retries_says_why(problem, said):
@@ -120,7 +121,9 @@ def make_source(service: FakeService, **rollout) -> RolloutSource:
     config |= {"rollout": {"request_timeout_s": 5.0, "step_timeout_s": 5.0} | rollout}
     mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
     decode = lambda ids: "".join(map(str, ids))  # noqa: E731
-    return RolloutSource(ExperimentConfig.model_validate(config), mesh, ServiceControl(service.url, "key"), Grader(), decode)
+    return RolloutSource(
+        ExperimentConfig.model_validate(config), mesh, ServiceControl(service.url, "key"), Grader(), decode
+    )
 
 
 def test_groups_come_in_order_and_graded():
@@ -130,7 +133,12 @@ def test_groups_come_in_order_and_graded():
     for group in groups:
         for index, (sample, outcome) in enumerate(zip(group.samples, group.outcomes, strict=True)):
             digits = str(sample_seed(0, "train", 7, group.prompt.id, index))[-4:]
-            assert (sample.index, sample.text, sample.weight_version, outcome.value) == (index, digits, 3, float(digits))
+            assert (sample.index, sample.text, sample.weight_version, outcome.value) == (
+                index,
+                digits,
+                3,
+                float(digits),
+            )
 
 
 def test_stale_engine_is_refreshed_and_the_step_completes():
@@ -155,7 +163,9 @@ def test_engine_of_another_version_is_refreshed():
 def test_deadline_names_what_is_missing():
     with running(FakeService(script=["hang"])) as service:
         started = time.monotonic()
-        with pytest.raises(LeaderError, match=r"train step 2.*1 of 5 groups did not come within 1 s.*step_timeout_s.*prompts \[0\]"):
+        with pytest.raises(
+            LeaderError, match=r"train step 2.*1 of 5 groups did not come within 1 s.*step_timeout_s.*prompts \[0\]"
+        ):
             make_source(service, step_timeout_s=1.0).next(2, PROMPTS, 0, refresh=None)
     assert time.monotonic() - started < 5
 

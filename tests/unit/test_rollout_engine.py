@@ -5,9 +5,16 @@ import sys
 
 import torch
 
-from megagrpo.config import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import child_environment
-from megagrpo.rollout.engine import CPU_SHIMS, WEIGHT_LOADER, Place, engine_command, engine_environment, engine_python_path
+from megagrpo.rollout.service.engine_command import (
+    CPU_SHIMS,
+    WEIGHT_LOADER,
+    Place,
+    engine_command,
+    engine_environment,
+    engine_python_path,
+)
 
 
 def config(**rollout) -> ExperimentConfig:
@@ -18,7 +25,11 @@ def config(**rollout) -> ExperimentConfig:
 def options(command: list[str]) -> dict[str, str | None]:
     """Flag -> its value, None for a switch."""
     words = command[3:] + ["--"]
-    return {w: None if words[i + 1].startswith("--") else words[i + 1] for i, w in enumerate(words[:-1]) if w.startswith("--")}
+    return {
+        w: None if words[i + 1].startswith("--") else words[i + 1]
+        for i, w in enumerate(words[:-1])
+        if w.startswith("--")
+    }
 
 
 def place(cuda: bool, node_rank: int = 0) -> Place:
@@ -27,7 +38,11 @@ def place(cuda: bool, node_rank: int = 0) -> Place:
 
 def test_cpu_engine():
     found = options(engine_command(config(deterministic=True), place(cuda=False)))
-    assert found["--device"] == "cpu" and found["--attention-backend"] == "torch_native" and found["--sampling-backend"] == "pytorch"
+    assert (
+        found["--device"] == "cpu"
+        and found["--attention-backend"] == "torch_native"
+        and found["--sampling-backend"] == "pytorch"
+    )
     assert found["--max-total-tokens"] == "20000" and found["--dtype"] == "float32" and found["--tokenizer-path"] == "m"
     assert found["--custom-weight-loader"] == WEIGHT_LOADER == "megagrpo.weights.engine_loader.run"
     for switch in ("--sleep-on-idle", "--skip-server-warmup", "--enable-deterministic-inference"):
@@ -43,9 +58,17 @@ def test_gpu_engine_is_plain():
     command = engine_command(config(tp=8, ep=4, dtype="bfloat16", extra_args=["--x", "y"]), place(cuda=True))
     found = options(command)
     assert (found["--tp"], found["--ep-size"], found["--mem-fraction-static"]) == ("8", "4", "0.85")
-    assert not {"--device", "--max-total-tokens", "--attention-backend", "--sleep-on-idle", "--enable-deterministic-inference"} & set(found)
+    assert not {
+        "--device",
+        "--max-total-tokens",
+        "--attention-backend",
+        "--sleep-on-idle",
+        "--enable-deterministic-inference",
+    } & set(found)
     assert command[-2:] == ["--x", "y"]
-    assert engine_python_path(place(cuda=True)) == [] and "SGLANG_USE_CPU_ENGINE" not in engine_environment(config(), place(cuda=True))
+    assert engine_python_path(place(cuda=True)) == [] and "SGLANG_USE_CPU_ENGINE" not in engine_environment(
+        config(), place(cuda=True)
+    )
 
 
 def test_engine_over_two_nodes():
@@ -53,7 +76,9 @@ def test_engine_over_two_nodes():
     second = options(engine_command(two, place(cuda=False, node_rank=1)))
     assert (second["--nnodes"], second["--node-rank"], second["--dist-init-addr"]) == ("2", "1", "10.0.0.1:20002")
     environment = engine_environment(two, place(cuda=False, node_rank=1))
-    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1", "a core for every rank of the engine, not of the node alone"
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1", (
+        "a core for every rank of the engine, not of the node alone"
+    )
 
 
 def in_engine_python(code: str) -> str:
@@ -66,7 +91,12 @@ def in_engine_python(code: str) -> str:
 def test_shims_are_there_for_the_engine_alone():
     code = "import sys, sgl_kernel, sitecustomize; print(sgl_kernel.__file__, sitecustomize.__file__)"
     assert in_engine_python(code) == f"{CPU_SHIMS}/sgl_kernel/__init__.py {CPU_SHIMS}/sitecustomize.py"
-    assert subprocess.run([sys.executable, "-c", "import sgl_kernel"], env=child_environment(), capture_output=True).returncode != 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", "import sgl_kernel"], env=child_environment(), capture_output=True
+        ).returncode
+        != 0
+    )
 
 
 def test_kernels_are_defined_and_not_run():

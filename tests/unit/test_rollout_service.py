@@ -5,15 +5,17 @@ import stat
 import pytest
 
 from megagrpo import environment
-from megagrpo.rollout.service import make_key
-from megagrpo.rollout.service_node import free_port, interface_of, own_address
+from megagrpo.rollout.service.node import free_port, interface_of, own_address
+from megagrpo.rollout.service.server import make_key
 
 
 def test_host_is_an_address_or_an_interface():
     assert own_address("127.0.0.1") == own_address("lo") == own_address("localhost") == "127.0.0.1"
     assert own_address("0.0.0.0") == "0.0.0.0" and interface_of("0.0.0.0") is None
     assert interface_of("127.0.0.1") == "lo"
-    with pytest.raises(ValueError, match=r"rollout.host eht0 is no interface and no IPv4 address of .*'lo': \['127.0.0.1'\]"):
+    with pytest.raises(
+        ValueError, match=r"rollout.host eht0 is no interface and no IPv4 address of .*'lo': \['127.0.0.1'\]"
+    ):
         own_address("eht0")
     assert free_port("127.0.0.1") in range(20_000, 30_000)
 

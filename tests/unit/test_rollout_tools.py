@@ -8,14 +8,15 @@ import torch
 from fake_service import FakeService, running
 
 from megagrpo.algo.advantage import with_advantages
-from megagrpo.config import ExperimentConfig, ToolConfig
-from megagrpo.config_algorithm import AlgorithmConfig
-from megagrpo.data.batch import build_batch
-from megagrpo.data.tiny import character_tokenizer
+from megagrpo.batching.batch import build_batch
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.schema import ExperimentConfig, ToolConfig
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.rollout.client import Response, ServiceControl, sample_seed
+from megagrpo.rollout.control import ServiceControl
+from megagrpo.rollout.generation import Response, sample_seed
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool, calculator, load_tool, make_tool, respond_with_tool
+from megagrpo.tiny.model import character_tokenizer
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 TOKENIZER = character_tokenizer("0123456789+-*/=.()<># ")
@@ -42,13 +43,19 @@ def ids(text: str, end: bool = False) -> list[int]:
 
 def says(text: str, end: bool = False, reason: str = "stop") -> dict:
     """A turn of the fake engine."""
-    return {"output_token_logprobs": [[-0.25, token, None] for token in ids(text, end)], "finish_reason": {"type": reason}}
+    return {
+        "output_token_logprobs": [[-0.25, token, None] for token in ids(text, end)],
+        "finish_reason": {"type": reason},
+    }
 
 
 def respond(*turns: dict, max_tokens: int = 32, **tool) -> tuple[Sample, list[dict], str]:
     """(the sample, the requests that were sent, the text that was graded)"""
     config = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}, "train": {"group_size": 1}}
-    config |= {"algorithm": {"advantage": {"name": "reinforce_plus_plus"}}, "rollout": {"request_timeout_s": 5.0, "step_timeout_s": 5.0}}
+    config |= {
+        "algorithm": {"advantage": {"name": "reinforce_plus_plus"}},
+        "rollout": {"request_timeout_s": 5.0, "step_timeout_s": 5.0},
+    }
     config |= {"sampling": {"max_response_tokens": max_tokens, "stop_token_ids": [EOS], "tool": CALCULATOR | tool}}
     config = ExperimentConfig.model_validate(config)
     with running(FakeService(version=3, script=list(turns))) as service:
@@ -103,7 +110,9 @@ def test_a_tool_that_fails_ends_the_step_with_its_reason():
         async def turn(number, so_far, stops):
             return Response(tuple(ids("<1>")), (0.0,) * 3, "stop")
 
-        with pytest.raises((ZeroDivisionError, ValueError), match="division by zero|does not know every character of 'é'"):
+        with pytest.raises(
+            (ZeroDivisionError, ValueError), match="division by zero|does not know every character of 'é'"
+        ):
             asyncio.run(respond_with_tool(turn, tool, TOKENIZER.decode, 20))
     with pytest.raises(LeaderError, match="KeyError"):
         respond(says("<1>"), function="test_rollout_tools:broken")
@@ -114,7 +123,11 @@ def broken(text: str) -> str:
 
 
 def test_tools_that_cannot_be_used_are_refused():
-    for name, said in (("calculater", "did you mean 'calculator'"), ("no.such:f", "PYTHONPATH"), ("json:nothing", "no function nothing")):
+    for name, said in (
+        ("calculater", "did you mean 'calculator'"),
+        ("no.such:f", "PYTHONPATH"),
+        ("json:nothing", "no function nothing"),
+    ):
         with pytest.raises(ValueError, match=said):
             load_tool(name)
     with pytest.raises(ValueError, match="'>>' is 2 tokens"):
@@ -125,7 +138,15 @@ def test_tools_that_cannot_be_used_are_refused():
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("<48/2>", "24"), ("<1+1>2<(3-5)*.5>", "-1"), ("48/2>", None), ("<48/2> ", None), ("<<1>>", None), ("<9**9>", None), ("<>", None)],
+    [
+        ("<48/2>", "24"),
+        ("<1+1>2<(3-5)*.5>", "-1"),
+        ("48/2>", None),
+        ("<48/2> ", None),
+        ("<<1>>", None),
+        ("<9**9>", None),
+        ("<>", None),
+    ],
 )
 def test_calculator(text, said):
     assert calculator(text) == said
@@ -152,7 +173,10 @@ def test_masked_tokens_reach_neither_the_statistics_nor_the_loss_and_credit_pass
             batch = build_batch([RolloutGroup(0, PROMPT, tuple(samples), outcomes)], 1, 1, MESH)
             batch, _ = with_advantages(batch, algorithm, MESH.reduce, {}, 32)
             places = batch.loss_mask > 0
-            assert float(batch.advantages[~places].abs().max()) == 0.0 and float(batch.rollout_logprobs[~places].abs().max()) == 0.0
+            assert (
+                float(batch.advantages[~places].abs().max()) == 0.0
+                and float(batch.rollout_logprobs[~places].abs().max()) == 0.0
+            )
             sampled.append(batch.advantages[places])
             first = batch.advantages[:, len(PROMPT.token_ids)]
             assert (first != 0).all(), f"{name}: the reward at the end does not reach the tokens before the tool's"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.schedule import flops, make_schedule, step_sync_waste
-from megagrpo.schedule import balance, cheapest, cuts, fewest, load, longest, sample_cost
+from megagrpo.batching.balance import balance, cheapest, cuts, fewest, load, longest, sample_cost
 
 GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "balancing.json"
 LENGTHS = st.lists(st.integers(1, 300), max_size=40)
@@ -41,7 +41,9 @@ def test_arrival_order_changes_nothing(lengths, num_ranks, random):
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=9))
 def test_two_parts_are_close_to_the_best(costs):
     best = min(
-        max(chosen, sum(costs) - chosen) for size in range(len(costs) + 1) for chosen in (sum(c) for c in combinations(costs, size))
+        max(chosen, sum(costs) - chosen)
+        for size in range(len(costs) + 1)
+        for chosen in (sum(c) for c in combinations(costs, size))
     )
     parts = balance(costs, 2)
     found = max(sum(costs[i] for i in part) for part in parts)
@@ -81,7 +83,9 @@ def test_empty_ranks_and_samples_above_the_budget():
     assert cuts([], 100, True, 2, [50, 0]) == [[[], []]] * 3
 
 
-@pytest.mark.skipif(not GOLDEN.is_file(), reason="the recorded baselines (golden/balancing.json) are not beside the repository")
+@pytest.mark.skipif(
+    not GOLDEN.is_file(), reason="the recorded baselines (golden/balancing.json) are not beside the repository"
+)
 def test_at_most_half_of_the_recorded_waste():
     cases = json.loads(GOLDEN.read_text())
     lengths_of = {case["case"]: case["inputs"].get("lengths") for case in cases}

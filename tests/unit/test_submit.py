@@ -4,15 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config import ExperimentConfig
-from megagrpo.submit import SCRIPTS, Request, misfits, sbatch_command, seconds
+from megagrpo.cluster.submit import SCRIPTS, Request, misfits, sbatch_command, seconds
+from megagrpo.config.schema import ExperimentConfig
 
 ROOT = Path(__file__).parents[2]
 
 
 def experiment(**sections) -> ExperimentConfig:
     base = {"name": "x", "output_dir": "runs/x", "model": {"path": "m"}, "data": {"path": "d.jsonl"}}
-    return ExperimentConfig.model_validate(base | {"actor": {"world_size": 16}, "rollout": {"host": "0.0.0.0"}} | sections)
+    return ExperimentConfig.model_validate(
+        base | {"actor": {"world_size": 16}, "rollout": {"host": "0.0.0.0"}} | sections
+    )
 
 
 FITS = [
@@ -23,13 +25,25 @@ FITS = [
     ({"rollout": {"num_engines": 2}, "actor": {"world_size": 4}}, Request("one-node", gpus_per_node=8)),
 ]
 REFUSED = [
-    ({}, Request("one-job", 3, 1), "--trainer-nodes 3: actor.world_size is 16, they do not divide; it may be 1, 2, 4, 8, 16"),
+    (
+        {},
+        Request("one-job", 3, 1),
+        "--trainer-nodes 3: actor.world_size is 16, they do not divide; it may be 1, 2, 4, 8, 16",
+    ),
     ({}, Request("one-job", 0, 1), "--trainer-nodes 0"),
     ({}, Request("het", 1, 1, gpus_per_node=8), "16 ranks a node on 8 GPUs; it may be 2, 4, 8, 16"),
     ({}, Request("one-job", 2, 2), "--rollout-nodes 2: 1 engine(s) over 1 node(s) each, so it may be 1 to 1"),
     ({"rollout": {"host": "0.0.0.0", "tp": 2, "nodes_per_engine": 2}}, Request("one-job", 2, 1), "it may be 2 to 2"),
-    ({"rollout": {"host": "0.0.0.0", "num_engines": 4, "tp": 4}}, Request("one-job", 2, 1, gpus_per_node=8), "it may be 2 to 4"),
-    ({"rollout": {"host": "0.0.0.0", "tp": 16}}, Request("one-job", 2, 1, gpus_per_node=8), "raise rollout.nodes_per_engine"),
+    (
+        {"rollout": {"host": "0.0.0.0", "num_engines": 4, "tp": 4}},
+        Request("one-job", 2, 1, gpus_per_node=8),
+        "it may be 2 to 4",
+    ),
+    (
+        {"rollout": {"host": "0.0.0.0", "tp": 16}},
+        Request("one-job", 2, 1, gpus_per_node=8),
+        "raise rollout.nodes_per_engine",
+    ),
     ({"rollout": {}}, Request("one-job", 2, 1), "rollout.host 127.0.0.1: trainers on other nodes cannot reach it"),
     ({}, Request("one-node", gpus_per_node=8), "16 trainer ranks and 1 engine ranks want 17 GPUs, not 8"),
     ({}, Request("one-job", time="5", grace_s=300), "--time 5 is 300 s, all of them within the last --grace-s 300"),
@@ -57,15 +71,32 @@ def test_time_limits():
 
 def test_the_command_line():
     def command(request: Request) -> list[str]:
-        return sbatch_command(experiment(), ["/x.yaml", "--set", "seed=1"], request, ROOT / "slurm" / SCRIPTS[request.kind])
+        return sbatch_command(
+            experiment(), ["/x.yaml", "--set", "seed=1"], request, ROOT / "slurm" / SCRIPTS[request.kind]
+        )
 
-    one = command(Request("one-job", 2, 1, gpus_per_node=8, time="4:00:00", partition="gpu", grace_s=600, options=("--account=a",)))
+    one = command(
+        Request(
+            "one-job", 2, 1, gpus_per_node=8, time="4:00:00", partition="gpu", grace_s=600, options=("--account=a",)
+        )
+    )
     assert one[-4:] == [str(ROOT / "slurm" / "one_job.sbatch"), "/x.yaml", "--set", "seed=1"]
-    assert {"--nodes=3", "--gpus-per-node=8", "--time=4:00:00", "--partition=gpu", "--account=a", "--signal=B:USR1@600"} < set(one)
-    assert "--dependency=singleton" in one and any(word.startswith("--export=ALL,") and "TRAINER_NODES=2" in word for word in one)
+    assert {
+        "--nodes=3",
+        "--gpus-per-node=8",
+        "--time=4:00:00",
+        "--partition=gpu",
+        "--account=a",
+        "--signal=B:USR1@600",
+    } < set(one)
+    assert "--dependency=singleton" in one and any(
+        word.startswith("--export=ALL,") and "TRAINER_NODES=2" in word for word in one
+    )
     het = command(Request("het", 2, 1, time="4:00:00"))
     middle = het.index(":")
     assert "--nodes=2" in het[:middle] and het[middle + 2 : middle + 4] == ["--nodes=1", "--time=4:00:00"]
     names = [word for word in het if word.startswith("--job-name=")]
-    assert len(set(names)) == 2 and names[1] == het[middle + 1], "singleton counts by name: the second would wait for the first"
+    assert len(set(names)) == 2 and names[1] == het[middle + 1], (
+        "singleton counts by name: the second would wait for the first"
+    )
     assert not any(word.startswith("--nodes") for word in command(Request("one-node")))

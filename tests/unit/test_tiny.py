@@ -12,14 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
-from megagrpo.arithmetic import exact_value
-from megagrpo.config import DatasetConfig, TinyModelConfig
-from megagrpo.data.datasets import make_dataset
-from megagrpo.data.tiny import character_tokenizer, make_tiny_model
+from megagrpo.config.schema import DatasetConfig, TinyModelConfig
 from megagrpo.rollout.tools import calculator
+from megagrpo.tiny.arithmetic import exact_value
+from megagrpo.tiny.datasets import make_dataset
+from megagrpo.tiny.model import character_tokenizer, make_tiny_model
 
 GSM8K = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"
-SMALL = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "head_dim": 16, "ffn_size": 96, "num_experts": 4, "expert_ffn_size": 48}
+SMALL = {
+    "hidden_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "head_dim": 16,
+    "ffn_size": 96,
+    "num_experts": 4,
+    "expert_ffn_size": 48,
+}
 
 
 def load_in_transformers(folder):
@@ -89,7 +97,9 @@ def test_impossible_sizes_write_nothing(tmp_path, change, said):
 
 
 def read(folder):
-    return {p.stem: [json.loads(line) for line in p.read_text().splitlines()] for p in sorted(Path(folder).glob("*.jsonl"))}
+    return {
+        p.stem: [json.loads(line) for line in p.read_text().splitlines()] for p in sorted(Path(folder).glob("*.jsonl"))
+    }
 
 
 def check_files(files, sizes):
@@ -120,14 +130,18 @@ def test_arithmetic(tmp_path):
 
 
 def test_arithmetic_uses_every_problem_once(tmp_path):
-    config = DatasetConfig(kind="arithmetic", folder=str(tmp_path), num_sft=100, num_train=100, num_eval=100, max_operand=9)
+    config = DatasetConfig(
+        kind="arithmetic", folder=str(tmp_path), num_sft=100, num_train=100, num_eval=100, max_operand=9
+    )
     make_dataset(config, seed=0)
     check_files(read(config.folder), {"eval": 100, "sft": 100, "train": 100})
 
 
 def test_arithmetic_with_a_calculator(tmp_path):
     """The warm-up shows the call, with what the tool will say; problems and right answers stay as they are."""
-    config = DatasetConfig(kind="arithmetic", folder=str(tmp_path / "a"), num_sft=50, num_train=20, num_eval=10, max_operand=999)
+    config = DatasetConfig(
+        kind="arithmetic", folder=str(tmp_path / "a"), num_sft=50, num_train=20, num_eval=10, max_operand=999
+    )
     make_dataset(config, seed=0)
     make_dataset(config.model_copy(update={"folder": str(tmp_path / "b"), "calculator": True}), seed=0)
     plain, called = read(tmp_path / "a"), read(tmp_path / "b")
@@ -146,11 +160,17 @@ def gsm8k_line(*annotations):
 def test_gsm8k_calc_keeps_exact_expressions_and_counts_the_rest(tmp_path):
     source = tmp_path / "gsm8k"
     source.mkdir()
-    train = [gsm8k_line("48/2=24", "48+24=72"), gsm8k_line("0.2*50=10", "48 / 2 = 24"), gsm8k_line("1/3=.33", "5=5", "1+1+1+1+1+1+1+1+1=9")]
+    train = [
+        gsm8k_line("48/2=24", "48+24=72"),
+        gsm8k_line("0.2*50=10", "48 / 2 = 24"),
+        gsm8k_line("1/3=.33", "5=5", "1+1+1+1+1+1+1+1+1=9"),
+    ]
     test = [gsm8k_line("48/2=24", "9-12=-3", "10*(2+3)=50", "1/8=0.125", "20%*5=1")]
     (source / "train.jsonl").write_text("\n".join(train))
     (source / "test.jsonl").write_text("\n".join(test))
-    config = DatasetConfig(kind="gsm8k_calc", folder=str(tmp_path / "out"), source=str(source), num_sft=5, num_train=3, num_eval=3)
+    config = DatasetConfig(
+        kind="gsm8k_calc", folder=str(tmp_path / "out"), source=str(source), num_sft=5, num_train=3, num_eval=3
+    )
     counts = make_dataset(config, seed=0)
     files = read(config.folder)
     check_files(files, {"eval": 3, "sft": 5, "train": 3})
@@ -178,7 +198,9 @@ def test_gsm8k_calc_keeps_exact_expressions_and_counts_the_rest(tmp_path):
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")
 def test_gsm8k_calc_on_the_real_data(tmp_path):
-    config = DatasetConfig(kind="gsm8k_calc", folder=str(tmp_path), source=str(GSM8K), num_sft=8000, num_train=6000, num_eval=1000)
+    config = DatasetConfig(
+        kind="gsm8k_calc", folder=str(tmp_path), source=str(GSM8K), num_sft=8000, num_train=6000, num_eval=1000
+    )
     counts = make_dataset(config, seed=0)
     check_files(read(config.folder), {"eval": 1000, "sft": 8000, "train": 6000})
     assert counts["different expressions in train"] == 10_548
@@ -186,7 +208,15 @@ def test_gsm8k_calc_on_the_real_data(tmp_path):
 
 @pytest.mark.parametrize(
     "text, value",
-    [("48/2", "24"), ("0.2*50", "10"), (".5*.1", "0.05"), ("-(3-5)*2", "4"), ("7/8", "0.875"), ("1-1.25", "-0.25"), ("3", "3")]
+    [
+        ("48/2", "24"),
+        ("0.2*50", "10"),
+        (".5*.1", "0.05"),
+        ("-(3-5)*2", "4"),
+        ("7/8", "0.875"),
+        ("1-1.25", "-0.25"),
+        ("3", "3"),
+    ]
     + [(bad, None) for bad in ("1/3", "5%", "10/0", "2**3", "007+1", "a+1", "1+", "", "f(2)", "1_0+True")],
 )
 def test_exact_value(text, value):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagrpo.config import ParallelConfig
+from megagrpo.config.schema import ParallelConfig
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,26 @@ def test_layers_of_stages(num_layers, sizes, stages):
     ("num_layers", "sizes", "message"),
     [
         (5, {"pp": 2}, "num_hidden_layers = 5 cannot be cut into 2 equal stages"),
-        (5, {"pp": 2, "first_stage_layers": 5}, "num_hidden_layers = 5 less first_stage_layers and last_stage_layers, 5 together, cannot"),
-        (3, {"pp": 2, "first_stage_layers": 4}, "less first_stage_layers and last_stage_layers, 4 together, cannot be cut into 1 equal"),
-        (6, {"pp": 2, "first_stage_layers": 3, "last_stage_layers": 2}, "5 together, cannot be cut into 0 equal stages"),
-        (6, {"pp": 2, "vpp": 2, "first_stage_layers": 3}, "a stage of 3 layers does not divide into vpp = 2 virtual stages"),
+        (
+            5,
+            {"pp": 2, "first_stage_layers": 5},
+            "num_hidden_layers = 5 less first_stage_layers and last_stage_layers, 5 together, cannot",
+        ),
+        (
+            3,
+            {"pp": 2, "first_stage_layers": 4},
+            "less first_stage_layers and last_stage_layers, 4 together, cannot be cut into 1 equal",
+        ),
+        (
+            6,
+            {"pp": 2, "first_stage_layers": 3, "last_stage_layers": 2},
+            "5 together, cannot be cut into 0 equal stages",
+        ),
+        (
+            6,
+            {"pp": 2, "vpp": 2, "first_stage_layers": 3},
+            "a stage of 3 layers does not divide into vpp = 2 virtual stages",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_said(num_layers, sizes, message):

@@ -39,7 +39,10 @@ def test_definition(values):
 
 def test_adds_up_over_any_split_and_memory_layout(values):
     parts = [Box((0, 0), (10, 5)), Box((0, 5), (3, 7)), Box((3, 5), (7, 7))]
-    views = [values.t().contiguous().t()[b.start[0] : b.start[0] + b.size[0], b.start[1] : b.start[1] + b.size[1]] for b in parts]
+    views = [
+        values.t().contiguous().t()[b.start[0] : b.start[0] + b.size[0], b.start[1] : b.start[1] + b.size[1]]
+        for b in parts
+    ]
     total = sum(slice_digest(view, box, SHAPE) for view, box in zip(views, parts, strict=True))
     assert int(total) == whole(values)
 
@@ -58,7 +61,11 @@ def test_every_single_bit_flip_changes_it(dtype, place, bit):
     before = whole(values)
     bits = values.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).flatten()
     mask = 1 << (bit % 16 if dtype == torch.bfloat16 else bit)
-    bits[place] ^= mask - (1 << 32) if mask == 1 << 31 else (mask - (1 << 16) if dtype == torch.bfloat16 and mask == 1 << 15 else mask)
+    bits[place] ^= (
+        mask - (1 << 32)
+        if mask == 1 << 31
+        else (mask - (1 << 16) if dtype == torch.bfloat16 and mask == 1 << 15 else mask)
+    )
     assert whole(values) != before
 
 

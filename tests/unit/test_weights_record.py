@@ -118,7 +118,11 @@ def test_constants_are_recorded_with_their_value():
         (lambda hf, x: (x.copy_(hf["a"]), x[:2].copy_(hf["b"][:2])), (8, 6), "parameter x .* written twice"),
         (lambda hf, x: (x[:5].copy_(hf["a"][:5]), x[:3].copy_(hf["b"][:3])), (8, 6), "parameter x .* written twice"),
         (lambda hf, x: x.copy_(hf["a"] + 1), (8, 6), "parameter x is filled from aten.add.Tensor of HF tensor a"),
-        (lambda hf, x: x.copy_(torch.cat([hf["a"], hf["b"]])), (16, 6), "parameter x is filled from aten.cat.default of HF tensor a"),
+        (
+            lambda hf, x: x.copy_(torch.cat([hf["a"], hf["b"]])),
+            (16, 6),
+            "parameter x is filled from aten.cat.default of HF tensor a",
+        ),
         (lambda hf, x: x.add_(hf["a"]), (8, 6), "parameter x is written by aten.add_.Tensor"),
         (lambda hf, x: x.copy_(torch.ones(8, 6)), (8, 6), "parameter x is filled from a tensor that is no HF tensor"),
         (lambda hf, x: x.copy_(hf["a"][0]), (8, 6), "parameter x is filled by broadcasting a"),

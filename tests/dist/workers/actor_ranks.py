@@ -16,10 +16,10 @@ from megagrpo import checkpoint
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
-from megagrpo.actor_weights import ActorWeights, export_hf, load_initial_weights
+from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
 from megagrpo.certify.measure import joined, ratios, whole
-from megagrpo.config import ActorConfig, OptimizerConfig, ParallelConfig
-from megagrpo.config_algorithm import AlgorithmConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.hf_files import HfFolder
 from megagrpo.types import Batch, TrainState
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples

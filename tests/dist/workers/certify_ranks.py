@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megagrpo.certify.cases import Case
 from megagrpo.certify.measure import measure
-from megagrpo.config import ModelConfig
-from megagrpo.config_algorithm import AlgorithmConfig
-from megagrpo.config_load import load_config
+from megagrpo.config.schema import ModelConfig
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.load import load_config
 
 
 def main(folder: Path) -> None:

@@ -11,12 +11,12 @@ import torch
 
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
-from megagrpo.actor_weights import load_initial_weights
+from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.certify.measure import joined
-from megagrpo.config import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.replay import compare, read_dump
-from megagrpo.schedule import update_of_group
-from megagrpo.setup import Run
+from megagrpo.batching.balance import update_of_group
+from megagrpo.run import Run
 from megagrpo.types import Batch, TrainState
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of
 

@@ -15,9 +15,9 @@ from megagrpo import checkpoint
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
-from megagrpo.actor_weights import ActorWeights, load_initial_weights
+from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.certify.measure import joined, ratios, whole
-from megagrpo.config import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.types import TrainState
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, gradient, recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, WIDTH

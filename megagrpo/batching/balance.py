@@ -1,0 +1,192 @@
+"""Which sample goes to which rank and which micro-batch: pure functions of lengths, the same on every rank.
+
+Invariants (asserted, tested): every sample is in exactly one micro-batch of one rank; no micro-batch of several samples is
+above the token budget; every rank runs the same number of micro-batches, largest first; the plan depends on the lengths and
+not on the order in which samples arrived.
+
+Two things are balanced. Ranks, by cost, since they meet at the end of an update (`balance`). And the k-th micro-batches of
+all ranks, by tokens, since experts and pipelines make ranks meet in every one of them: `cuts` offers several ways to cut a
+rank's samples, and the ranks together take the way whose slowest micro-batches are the shortest (`cheapest`).
+"""
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
+
+_MAX_ROUNDS = 1000  # of exchanges; each shortens the fullest part, and a few dozen are usual
+_CLOSE_ENOUGH = 1000  # parts that differ by less than a thousandth are left alone
+
+
+def sample_cost(length: int, attention_length: int | None = None) -> int:
+    """Cost of a sample in units of one token's matrix products: linear, plus attention where its length is given.
+
+    attention_length: the sequence length at which causal attention costs as much as everything else in the model.
+    """
+    return length if attention_length is None else length + length * length // attention_length
+
+
+def balance(costs: Sequence[int], num_parts: int, head_start: Sequence[int] | None = None) -> list[list[int]]:
+    """Split indices so that the largest sum of costs is small: longest first to the emptiest part, then exchanges.
+
+    head_start: a cost that each part begins with, 0 by default. Returns one sorted list of indices per part. Longest-first
+    alone is at most 4/3 of the best (Graham 1969); exchanges between the fullest part and another go on for as long as they
+    shorten the fuller of the two.
+    """
+    assert num_parts > 0
+    head_start = head_start or [0] * num_parts
+    order = _longest_first(costs)
+    sizes = [
+        costs[i] for i in order
+    ]  # from here on members are places in this order: equal costs are alike, however they arrived
+    heap = [(cost, part) for part, cost in enumerate(head_start)]
+    heapq.heapify(heap)
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for member, size in enumerate(sizes):
+        lightest, part = heapq.heappop(heap)
+        parts[part].append(member)
+        heapq.heappush(heap, (lightest + size, part))
+    loads = [start + sum(sizes[i] for i in part) for start, part in zip(head_start, parts, strict=True)]
+    for _ in range(_MAX_ROUNDS):
+        if not _exchange(sizes, parts, loads):
+            break
+    return [sorted(order[i] for i in part) for part in parts]
+
+
+def _longest_first(costs: Sequence[int]) -> list[int]:
+    return sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+
+
+def _exchange(sizes: Sequence[int], parts: list[list[int]], loads: list[int]) -> bool:
+    """Move or swap one member of the fullest part; False when nothing makes the fuller of two parts shorter."""
+    full = max(range(len(parts)), key=lambda p: (loads[p], -p))
+    for other in sorted(range(len(parts)), key=lambda p: (loads[p], p)):
+        excess = loads[full] - loads[other]
+        if excess * _CLOSE_ENOUGH < loads[full] or excess < 2:
+            break  # the parts that follow are fuller still
+        shortest_first = sorted(parts[other], key=lambda i: (sizes[i], i))
+        keys = [sizes[i] for i in shortest_first]
+        options = []  # (distance from moving half the excess, doubled; tokens moved; what leaves; what comes back)
+        for leaves in sorted(parts[full]):
+            place = bisect_left(keys, sizes[leaves] - excess / 2)
+            for comes in ([], *([i] for i in shortest_first[max(place - 1, 0) : place + 1])):
+                moved = sizes[leaves] - sum(sizes[i] for i in comes)
+                options.append((abs(excess - 2 * moved), moved, leaves, comes))
+        distance, moved, leaves, comes = min(options, default=(excess, 0, 0, []))
+        if distance < excess:
+            parts[full] = [i for i in parts[full] if i != leaves] + comes
+            parts[other] = [i for i in parts[other] if i not in comes] + [leaves]
+            loads[full] -= moved
+            loads[other] += moved
+            return True
+    return False
+
+
+def load(members: Sequence[int], lengths: Sequence[int], packed: bool) -> int:
+    """Tokens of a micro-batch: packed the sum of its members' lengths, padded their number times the longest."""
+    own = [lengths[i] for i in members]
+    return sum(own) if packed else len(own) * max(own, default=0)
+
+
+def fewest(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:
+    """One rank's samples in as few micro-batches as the rules here find: full ones, with the rest in the last, where that does it."""
+    filled = _filled(lengths, budget, packed)
+    if packed:
+        for count in range(-(-sum(lengths) // budget), len(filled)):
+            if _fits(even := balance(lengths, count), lengths, budget, packed):
+                return even
+    return filled
+
+
+def longest(lengths: Sequence[int], count: int) -> list[int]:
+    """The `count` largest lengths of one rank, largest first, with zeros where there are fewer."""
+    return sorted([*lengths, *[0] * count], reverse=True)[:count]
+
+
+def cuts(
+    lengths: Sequence[int], budget: int, packed: bool, count: int, longest_of_all: Sequence[int]
+) -> list[list[list[int]]]:
+    """Ways to cut one rank's samples into `count` micro-batches, not below `fewest`; each ordered by tokens, largest first.
+
+    longest_of_all: the largest `longest` of all ranks, one by one. The same number of ways on every rank, so that ranks can
+    compare them: full micro-batches and the rest; even ones; even ones but for the first, which meet other ranks' long samples.
+    """
+    order = _longest_first(lengths)
+    lengths = [lengths[i] for i in order]
+    safe = fewest(lengths, budget, packed)
+    ways = [safe]
+    if packed:
+        targets = _targets(sum(lengths), count, [min(length, budget) for length in longest_of_all])
+        ways += [balance(lengths, count), balance(lengths, count, [max(targets) - target for target in targets])]
+    ways = [_with_count(way if _fits(way, lengths, budget, packed) else safe, count) for way in ways]
+    ways = [sorted(way, key=lambda b: (-load(b, lengths, packed), b)) for way in ways]
+    return [[sorted(order[i] for i in b) for b in way] for way in ways]
+
+
+def _targets(total: int, count: int, pieces: Sequence[int]) -> list[int]:
+    """How many of `total` tokens each micro-batch should have: as many as the piece that it meets, what is left evenly."""
+    targets: list[int] = []
+    for piece in pieces:
+        if piece * (count - len(targets)) <= total:
+            break
+        targets.append(min(piece, total))
+        total -= targets[-1]
+    return targets + [total // (count - len(targets))] * (count - len(targets)) if len(targets) < count else targets
+
+
+def cheapest(slowest: Sequence[Sequence[int]], one_shape: bool) -> int:
+    """Which way takes the least time, given for each the tokens of the slowest rank in every micro-batch.
+
+    one_shape: all micro-batches are padded to the largest, as pipeline stages need it.
+    """
+    totals = [max(way, default=0) * len(way) if one_shape else sum(way) for way in slowest]
+    return totals.index(min(totals))
+
+
+def _fits(bins: list[list[int]], lengths: Sequence[int], budget: int, packed: bool) -> bool:
+    return all(len(b) < 2 or load(b, lengths, packed) <= budget for b in bins)
+
+
+def _filled(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:
+    """As few micro-batches as a simple rule finds; a sample above the budget gets one of its own.
+
+    Packed: best-fit decreasing. Padded: neighbours in length together.
+    """
+    bins: list[list[int]] = []
+    if packed:
+        room: list[int] = []
+        for index in _longest_first(lengths):
+            fits = [(space, b) for b, space in enumerate(room) if space >= lengths[index]]
+            if fits:
+                _, b = min(fits)
+                bins[b].append(index)
+                room[b] -= lengths[index]
+            else:
+                bins.append([index])
+                room.append(budget - lengths[index])
+    else:
+        for index in _longest_first(lengths):
+            if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= budget:
+                bins[-1].append(index)
+            else:
+                bins.append([index])
+    return [sorted(b) for b in bins]
+
+
+def _with_count(bins: list[list[int]], count: int) -> list[list[int]]:
+    """Raise the number of micro-batches to `count` by halving the fullest; empty ones (a dummy forward) when all are single."""
+    assert len(bins) <= count, f"{len(bins)} micro-batches cannot become {count}"
+    bins = [list(b) for b in bins]
+    while len(bins) < count:
+        widest = max(range(len(bins)), key=lambda b: (len(bins[b]), -b), default=None)
+        if widest is None or len(bins[widest]) < 2:
+            bins.append([])
+            continue
+        members = bins[widest]
+        bins[widest], extra = members[::2], members[1::2]
+        bins.append(extra)
+    return bins
+
+
+def update_of_group(group_id: int, num_groups: int, num_updates: int) -> int:
+    """Which optimiser update of the step a group belongs to: contiguous, equal parts."""
+    return group_id * num_updates // num_groups

@@ -1,0 +1,110 @@
+"""Groups to tensors: samples are balanced over data-parallel ranks by length, then padded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megagrpo.batching.balance import balance, sample_cost, update_of_group
+from megagrpo.mesh import Mesh
+from megagrpo.types import Batch, RolloutGroup
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One sample on its way to the rank that trains on it."""
+
+    sample_id: int
+    group_id: int
+    tokens: tuple[int, ...]  # prompt + response
+    prompt_length: int
+    response_mask: tuple[int, ...] | None
+    logprobs: tuple[float, ...]
+    reward: float
+    valid: bool
+    truncated: bool
+    greedy_reward: float
+
+
+def build_batch(
+    groups: Sequence[RolloutGroup], num_groups: int, num_updates: int, mesh: Mesh, attention_length: int | None = None
+) -> Batch:
+    """Collective over data-parallel ranks: every rank brings the groups it sampled and leaves with its share of the samples.
+
+    Samples of each optimiser update are balanced separately, by `sample_cost`, so that every update is. Rows are ordered by sample id.
+    """
+    group_size = max((len(g.samples) for g in groups), default=0)
+    group_size = max(mesh.gather_dp(group_size))
+    mine = [row for group in groups for row in _rows(group, group_size)]
+    sizes = sorted(
+        pair for part in mesh.gather_dp([(r.sample_id, r.group_id, len(r.tokens)) for r in mine]) for pair in part
+    )
+    owner: dict[int, int] = {}
+    for update in range(num_updates):
+        members = [s for s in sizes if update_of_group(s[1], num_groups, num_updates) == update]
+        for rank, part in enumerate(
+            balance([sample_cost(length, attention_length) for _, _, length in members], mesh.dp_size)
+        ):
+            owner.update((members[i][0], rank) for i in part)
+    outgoing = [[row for row in mine if owner[row.sample_id] == rank] for rank in range(mesh.dp_size)]
+    received = [row for part in mesh.exchange_dp(outgoing) for row in part]
+    has_greedy = any(g.greedy_outcome is not None for g in groups)
+    has_greedy = any(mesh.gather_dp(has_greedy))
+    return _to_tensors(sorted(received, key=lambda r: r.sample_id), num_groups, has_greedy).to(mesh.device)
+
+
+def _rows(group: RolloutGroup, group_size: int) -> list[_Row]:
+    greedy = (
+        group.greedy_outcome.value if group.greedy_outcome is not None and group.greedy_outcome.ok else float("nan")
+    )
+    return [
+        _Row(
+            sample_id=group.group_id * group_size + sample.index,
+            group_id=group.group_id,
+            tokens=group.prompt.token_ids + sample.token_ids,
+            prompt_length=len(group.prompt.token_ids),
+            response_mask=sample.loss_mask,
+            logprobs=sample.logprobs,
+            reward=outcome.value if outcome.ok else 0.0,
+            valid=outcome.ok and (group.greedy_outcome is None or group.greedy_outcome.ok),
+            truncated=sample.finish_reason == "length",
+            greedy_reward=greedy,
+        )
+        for sample, outcome in zip(group.samples, group.outcomes, strict=True)
+    ]
+
+
+def _to_tensors(rows: Sequence[_Row], num_groups: int, has_greedy: bool) -> Batch:
+    n, width = len(rows), max((len(r.tokens) for r in rows), default=1)
+    tokens = torch.zeros(n, width, dtype=torch.int64)
+    mask, logprobs = torch.zeros(n, width), torch.zeros(n, width)
+    for i, row in enumerate(rows):
+        start, end = row.prompt_length, len(row.tokens)
+        tokens[i, :end] = torch.tensor(row.tokens)
+        mask[i, start:end] = 1.0 if row.response_mask is None else torch.tensor(row.response_mask, dtype=torch.float32)
+        logprobs[i, start:end] = torch.tensor(row.logprobs, dtype=torch.float32)
+    return Batch(
+        sample_ids=torch.tensor([r.sample_id for r in rows], dtype=torch.int64),
+        group_ids=torch.tensor([r.group_id for r in rows], dtype=torch.int64),
+        num_groups=num_groups,
+        tokens=tokens,
+        lengths=torch.tensor([len(r.tokens) for r in rows], dtype=torch.int64),
+        prompt_lengths=torch.tensor([r.prompt_length for r in rows], dtype=torch.int64),
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        rewards=torch.tensor([r.reward for r in rows], dtype=torch.float64),
+        valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
+        truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
+        greedy_rewards=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64) if has_greedy else None,
+    )
+
+
+def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
+    """The batch with rewards permuted over the valid samples of the step, by sample id, so any layout shuffles alike. Collective."""
+    rows = zip(batch.sample_ids.tolist(), batch.rewards.tolist(), batch.valid.tolist(), strict=True)
+    scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
+    everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)
+    order = torch.randperm(len(everyone), generator=torch.Generator().manual_seed(seed * 1_000_003 + step)).tolist()
+    moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
+    rewards = [moved.get(i, 0.0) for i in batch.sample_ids.tolist()]
+    return replace(batch, rewards=torch.tensor(rewards, dtype=torch.float64, device=batch.rewards.device))

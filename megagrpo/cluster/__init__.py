@@ -1,0 +1,1 @@
+"""The processes of a run: on one machine, on one node of many, as a Slurm job."""

@@ -1,0 +1,157 @@
+"""`megagrpo submit`: an experiment as a Slurm job. Checks that it fits, then hands one of slurm/*.sbatch to sbatch."""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import megagrpo
+from megagrpo import environment
+from megagrpo.config.schema import ExperimentConfig, RolloutConfig
+from megagrpo.explain import preflight
+
+SCRIPTS = {"one-job": "one_job.sbatch", "het": "het_job.sbatch", "one-node": "one_node.sbatch"}
+_LOOPBACK = ("127.0.0.1", "localhost", "lo")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of Slurm. `None`: Slurm's own default, or for nodes what `kind` makes of it."""
+
+    kind: str  # a key of SCRIPTS
+    trainer_nodes: int = 1
+    rollout_nodes: int = 1
+    gpus_per_node: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    grace_s: int = 300  # before the time limit or pre-emption: for the rest of a step and a checkpoint
+    options: tuple[str, ...] = ()  # further ones of sbatch, for every node
+
+
+def submit(config: ExperimentConfig, experiment: list[str], request: Request, dry_run: bool) -> int:
+    """Submit `experiment` (its file and overrides, as the job's command line has them) and return sbatch's exit status.
+
+    `dry_run` prints the script and the command instead. ValueError naming everything that does not fit.
+    """
+    problems = misfits(config, request) + preflight(config)
+    script = Path(megagrpo.__file__).parent.parent / "slurm" / SCRIPTS[request.kind]
+    if not script.is_file():
+        problems.append(
+            f"{script} is not there: submit from a checkout of the repository, not from an installed package"
+        )
+    if not dry_run and shutil.which("sbatch") is None:
+        problems.append("sbatch is not on the PATH: submit from a login node, or look with --dry-run")
+    if problems:
+        raise ValueError("this job cannot run:\n  " + "\n  ".join(problems))
+    command = sbatch_command(config, experiment, request, script)
+    if dry_run:
+        print(f"{script.read_text()}\n# {shlex.join(command)}")
+        return 0
+    Path(config.output_dir, "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for the job's output
+    return subprocess.run(command, env=environment.child_environment()).returncode
+
+
+def misfits(config: ExperimentConfig, request: Request) -> list[str]:
+    """Why this experiment does not fit on these nodes, each with what would."""
+    if request.kind != "one-node":
+        return (
+            _time_misfits(request)
+            + _trainer_misfits(config.actor.world_size, request)
+            + _rollout_misfits(config.rollout, request)
+        )
+    problems, gpus = _time_misfits(request), request.gpus_per_node
+    if (request.trainer_nodes, request.rollout_nodes) != (1, 1):
+        problems.append(
+            "one-node: everything runs on one node; leave --trainer-nodes and --rollout-nodes out, or take another --kind"
+        )
+    ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
+    if gpus and ranks + engine_ranks > gpus:
+        problems.append(
+            f"one-node: {ranks} trainer ranks and {engine_ranks} engine ranks want {ranks + engine_ranks} GPUs, not {gpus}"
+        )
+    return problems
+
+
+def _time_misfits(request: Request) -> list[str]:
+    """A job that is told to stop as soon as it starts would go back into the queue for ever."""
+    if request.time is None or (limit := seconds(request.time)) > request.grace_s:
+        return []
+    return [
+        f"--time {request.time} is {limit} s, all of them within the last --grace-s {request.grace_s}, when the job stops"
+    ]
+
+
+def seconds(limit: str) -> int:
+    """Of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. ValueError for anything else."""
+    days, dash, clock = limit.rpartition("-")
+    try:
+        parts = [int(part) for part in clock.split(":")]
+        if dash:
+            parts = [int(days), *parts, 0, 0][:4]
+        else:
+            parts = [0, *{1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]]
+    except (ValueError, KeyError):
+        raise ValueError(f"--time {limit}: should be like 30 (minutes), 4:00:00 or 1-12:00:00") from None
+    return sum(part * unit for part, unit in zip(parts, (86_400, 3600, 60, 1), strict=True))
+
+
+def _trainer_misfits(world_size: int, request: Request) -> list[str]:
+    nodes, gpus = request.trainer_nodes, request.gpus_per_node or world_size
+    fitting = [n for n in range(1, world_size + 1) if world_size % n == 0 and world_size // n <= gpus]
+    if nodes in fitting:
+        return []
+    ranks = (
+        f"{world_size // nodes} ranks a node on {gpus} GPUs"
+        if nodes > 0 and world_size % nodes == 0
+        else "they do not divide"
+    )
+    return [
+        f"--trainer-nodes {nodes}: actor.world_size is {world_size}, {ranks}; it may be {', '.join(map(str, fitting))}"
+    ]
+
+
+def _rollout_misfits(rollout: RolloutConfig, request: Request) -> list[str]:
+    nodes, parts, ranks = (
+        request.rollout_nodes,
+        rollout.num_engines * rollout.nodes_per_engine,
+        rollout.tp // rollout.nodes_per_engine,
+    )
+    on_a_node = request.gpus_per_node // ranks if request.gpus_per_node else parts
+    problems = []
+    if on_a_node == 0:
+        problems.append(
+            f"an engine has {ranks} ranks a node, but a node {request.gpus_per_node} GPUs: raise rollout.nodes_per_engine"
+        )
+    elif not (least := max(rollout.nodes_per_engine, -(-parts // on_a_node))) <= nodes <= parts:
+        engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
+        problems.append(f"--rollout-nodes {nodes}: {engines}, so it may be {least} to {parts}")
+    if rollout.host in _LOOPBACK:
+        problems.append(
+            f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; name the interface between nodes, as eth0"
+        )
+    return problems
+
+
+def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Request, script: Path) -> list[str]:
+    """sbatch's whole command line. A second submit of a run folder waits for the first to end, then goes on from its checkpoint."""
+    run_dir = Path(config.output_dir).absolute()
+    name = f"{config.name}@{run_dir}"
+    exported = (
+        f"ALL,MEGAGRPO_ROOT={script.parent.parent},MEGAGRPO_VENV={sys.prefix},TRAINER_NODES={request.trainer_nodes}"
+    )
+    once = ["--parsable", f"--job-name={name}", "--dependency=singleton", f"--signal=B:USR1@{request.grace_s}"]
+    once += [f"--output={run_dir}/logs/slurm-%j.out", f"--export={exported}"]
+    asked = {"time": request.time, "partition": request.partition, "gpus-per-node": request.gpus_per_node}
+    every = [*(f"--{option}={value}" for option, value in asked.items() if value), *request.options]
+    match request.kind:
+        case "one-job":
+            nodes = [f"--nodes={request.trainer_nodes + request.rollout_nodes}", *every]
+        case "het":
+            # a name of its own: Slurm gives it the dependency too, and it would wait for the first component for ever
+            second = [f"--job-name={name}/rollout", f"--nodes={request.rollout_nodes}"]
+            nodes = [f"--nodes={request.trainer_nodes}", *every, ":", *second, *every]
+        case _:
+            nodes = every
+    return ["sbatch", *once, *nodes, str(script), *experiment]

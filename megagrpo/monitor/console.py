@@ -1,0 +1,88 @@
+"""What a person watching a run sees: one live line with a progress bar in a terminal, one plain line per step elsewhere."""
+
+import sys
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+# Metric, label and format, in the order shown. A value stays on the line until a newer one comes: evaluations are rare.
+_SHOWN = (
+    ("reward/mean", "reward", "{:.3f}"),
+    ("eval/accuracy", "eval", "{:.3f}"),
+    ("loss/total", "loss", "{:.4f}"),
+    ("mismatch/logprob_abs_mean", "mismatch", "{:.1e}"),
+    ("perf/tokens_per_s", "tok/s", "{:,.0f}"),
+)
+
+
+class StepConsole:
+    """Progress of a loop of `num_steps` steps of which `start_step` are finished. Use as a context manager, on the main rank.
+
+    `enabled` False shows nothing. `stream` is stdout unless given.
+    """
+
+    def __init__(
+        self, title: str, num_steps: int, start_step: int = 0, enabled: bool = True, stream: TextIO | None = None
+    ) -> None:
+        self._title, self._num_steps, self._first = title, num_steps, start_step
+        self._enabled = enabled
+        self._stream = stream or sys.stdout
+        self._latest: dict[str, float] = {}
+        self._started = time.monotonic()
+        self._bar: Progress | None = None
+        if enabled and self._stream.isatty():
+            self._bar = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[values]}"),
+                TimeElapsedColumn(),
+                TextColumn("eta"),
+                TimeRemainingColumn(),
+                console=Console(file=self._stream),
+            )
+            self._task = self._bar.add_task(title, total=num_steps, completed=start_step, values="")
+
+    def __enter__(self) -> "StepConsole":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, step: int, values: dict[str, float]) -> None:
+        """Show `step` finished steps with these metrics; unknown names are ignored."""
+        self._latest.update(values)
+        shown = "  ".join(
+            f"{label} {form.format(self._latest[name])}" for name, label, form in _SHOWN if name in self._latest
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, values=shown)
+        elif self._enabled:
+            print(
+                f"{self._title} {step}/{self._num_steps}  {shown}  eta {self._eta(step)}", file=self._stream, flush=True
+            )
+
+    def note(self, text: str) -> None:
+        """A line of its own that stays, above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif self._enabled:
+            print(f"{self._title} {text}", file=self._stream, flush=True)
+
+    def _eta(self, step: int) -> str:
+        done = step - self._first
+        if done <= 0:
+            return "-"
+        return minutes((time.monotonic() - self._started) / done * (self._num_steps - step))
+
+
+def minutes(seconds: float) -> str:
+    """Seconds as 1:02 or 3:04:05."""
+    total = round(seconds)
+    hours, rest = divmod(total, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

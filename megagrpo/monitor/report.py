@@ -1,0 +1,205 @@
+"""What a run achieved: a summary table and a picture of its learning curve, made from the run folder alone."""
+
+import statistics
+from pathlib import Path
+
+from megagrpo.monitor.metrics import read_metrics
+
+_INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
+_REWARD, _EVAL, _MISMATCH, _LENGTH = "#2f6fb3", "#d9622b", "#6b4fa1", "#2a8c6e"
+
+
+def write_report(run_dir: str | Path) -> str:
+    """Write run_dir/summary.md and run_dir/curve.png from its metrics.jsonl; returns the summary's text.
+
+    Raises ValueError when the run has measured nothing yet.
+    """
+    run_dir = Path(run_dir)
+    entries = read_metrics(run_dir)
+    if not entries:
+        raise ValueError(f"{run_dir / 'metrics.jsonl'} is empty: nothing was measured yet")
+    text = summary(entries, run_dir.name)
+    (run_dir / "summary.md").write_text(text, encoding="utf-8")
+    _draw(entries, run_dir / "curve.png", run_dir.name)
+    places = (("table", "summary.md"), ("curve", "curve.png"), ("samples", "rollouts"), ("TensorBoard", "tensorboard"))
+    return text + "\n" + "".join(f"{words}: {run_dir / name}\n" for words, name in places if (run_dir / name).exists())
+
+
+def series(entries: list[dict], name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of one metric where it was measured and finite."""
+    points = [(entry["step"], entry[name]) for entry in entries if entry.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def summary(entries: list[dict], title: str) -> str:
+    """The run in two Markdown tables: how metrics went from first to last, and where the time of a step went."""
+    lines = [
+        f"# {title}: {entries[-1]['step']} steps",
+        "",
+        *_table(_course_rows(entries), ("metric", "first", "last", "best", "mean")),
+    ]
+    times = _time_rows(entries)
+    if times:
+        lines += ["", *_table(times, ("phase", "mean s a step", "share"))]
+    return "\n".join(lines) + "\n"
+
+
+def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
+    """Rows for what a reader asks first; a metric that the run did not measure has none."""
+    asked = (  # metric, words, format, which end is better
+        ("eval/accuracy", "held-out accuracy", "{:.3f}", max),
+        ("eval/pass_at_k", "held-out pass@k", "{:.3f}", max),
+        ("reward/mean", "reward", "{:.3f}", max),
+        ("group/degenerate_fraction", "degenerate groups, fraction", "{:.3f}", None),
+        ("loss/total", "loss", "{:.4f}", None),
+        ("loss/kl", "KL to the reference", "{:.4f}", None),
+        ("policy/entropy", "entropy", "{:.3f}", None),
+        ("optim/grad_norm", "gradient norm", "{:.3f}", None),
+        ("response/length_mean", "response tokens", "{:.1f}", None),
+        ("response/truncated_fraction", "truncated, fraction", "{:.3f}", None),
+        ("mismatch/logprob_abs_mean", "mean abs(trainer - rollout) log-prob", "{:.1e}", min),
+        ("moe/load_imbalance", "expert load imbalance", "{:.2f}", None),
+        ("batch/padding_waste", "padding waste, fraction", "{:.3f}", min),
+        ("schedule/wait_max_s", "longest wait for another rank, s", "{:.2f}", min),
+        ("schedule/pipeline_bubble", "pipeline bubble, fraction", "{:.3f}", min),
+        ("perf/tokens_per_s", "tokens per second", "{:,.0f}", max),
+        ("time/framework_fraction", "framework's share of time", "{:.3f}", min),
+    )
+    rows = []
+    for name, words, form, better in asked:
+        _, values = series(entries, name)
+        if values:
+            best = form.format(better(values)) if better else ""
+            rows.append(
+                (words, form.format(values[0]), form.format(values[-1]), best, form.format(statistics.fmean(values)))
+            )
+    return rows
+
+
+def _time_rows(entries: list[dict]) -> list[tuple[str, ...]]:
+    """Mean seconds per step of every phase, longest first. A phase that not every step has is spread over all steps."""
+    steps = [entry for entry in entries if entry.get("time/step_s") is not None]
+    names = {name for entry in steps for name in entry if name.startswith("time/") and name.endswith("_s")}
+    if not steps:
+        return []
+    mean = {name: sum(entry.get(name) or 0.0 for entry in steps) / len(steps) for name in names}
+    total = mean.pop("time/step_s")
+    longest_first = sorted(mean, key=mean.get, reverse=True)
+    rows = [(name.removeprefix("time/").removesuffix("_s"), mean[name]) for name in longest_first]
+    rows += [("unnamed rest", max(0.0, total - sum(mean.values()))), ("whole step", total)]
+    return [(words, f"{seconds:.2f}", f"{seconds / total:.0%}") for words, seconds in rows]
+
+
+def _table(rows: list[tuple[str, ...]], header: tuple[str, ...]) -> list[str]:
+    """A Markdown table whose source is aligned too: first column left, numbers right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(cells: tuple[str, ...]) -> str:
+        padded = [
+            cells[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)),
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = "|" + "-" * (widths[0] + 2) + "|" + "|".join("-" * (width + 1) + ":" for width in widths[1:]) + "|"
+    return [line(header), rule, *map(line, rows)]
+
+
+# ---- the picture ---------------------------------------------------------------------------------------------------
+
+
+def _draw(entries: list[dict], path: Path, title: str) -> None:
+    """Above: accuracy and reward, what was to be learned. Below: trainer/rollout agreement and response length."""
+    import matplotlib  # a second of import that the training loop need not pay
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(
+        {"font.size": 10, "text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _MUTED, "ytick.color": _MUTED}
+    ):
+        figure = plt.figure(figsize=(9, 6.4), dpi=140, layout="constrained")
+        grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
+        main, left, right = (
+            figure.add_subplot(grid[0, :]),
+            figure.add_subplot(grid[1, 0]),
+            figure.add_subplot(grid[1, 1]),
+        )
+        _draw_learning(main, entries, title)
+        _draw_small(left, entries, "mismatch/logprob_abs_mean", "mean |trainer − rollout| log-prob", _MISMATCH)
+        _draw_small(right, entries, "response/length_mean", "response tokens", _LENGTH)
+        steps = [entry["step"] for entry in entries]
+        for axes in (main, left, right):
+            axes.set_xlim(min(steps), max(max(steps), min(steps) + 1))
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        right.set_xlabel("finished steps", color=_MUTED)
+        left.set_xlabel("finished steps", color=_MUTED)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _style(axes) -> None:
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_MUTED)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.margins(x=0)
+
+
+def _draw_learning(axes, entries: list[dict], title: str) -> None:
+    _style(axes)
+    steps, rewards = series(entries, "reward/mean")
+    axes.plot(steps, rewards, color=_REWARD, linewidth=0.8, alpha=0.35)
+    axes.plot(steps, _smooth(rewards), color=_REWARD, linewidth=2, label="training reward (thin: each step)")
+    at, accuracy = series(entries, "eval/accuracy")
+    axes.plot(
+        at,
+        accuracy,
+        color=_EVAL,
+        linewidth=2,
+        marker="o",
+        markersize=5,
+        label="held-out accuracy",
+        clip_on=False,
+        zorder=3,
+    )
+    ends = list(zip(at, accuracy, strict=True))
+    for index, (step, value) in enumerate(ends[:1] + ends[1:][-1:]):
+        axes.annotate(
+            f"{value:.3f}",
+            (step, value),
+            xytext=(8, -17) if index == 0 else (-6, 8),
+            textcoords="offset points",
+            ha="left" if index == 0 else "right",
+            color=_EVAL,
+            fontweight="bold",
+        )
+    axes.set_title(title, loc="left", fontweight="bold")
+    if steps or at:
+        axes.legend(frameon=False, loc="best")
+    if rewards + accuracy and min(rewards + accuracy) >= 0 and max(rewards + accuracy) <= 1:
+        axes.set_ylim(0, 1.02)
+
+
+def _draw_small(axes, entries: list[dict], name: str, title: str, colour: str) -> None:
+    _style(axes)
+    steps, values = series(entries, name)
+    axes.plot(steps, values, color=colour, linewidth=1.6)
+    axes.set_title(title, loc="left", fontsize=10)
+    if values and min(values) > 0 and max(values) > 20 * min(values):
+        axes.set_yscale("log")
+    elif values:
+        axes.set_ylim(bottom=min(0.0, *values), top=max(values) * 1.15 or 1.0)
+    else:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_MUTED)
+
+
+def _smooth(values: list[float], weight: float = 0.8) -> list[float]:
+    """Exponential average that starts unbiased: early values are divided by the weight seen so far."""
+    out, total, seen = [], 0.0, 0.0
+    for value in values:
+        total, seen = weight * total + (1 - weight) * value, weight * seen + (1 - weight)
+        out.append(total / seen)
+    return out

@@ -1,0 +1,246 @@
+"""Who waits for whom: every rank says in a file where it is, and a deadline about to expire becomes one page with all stacks.
+
+    run/logs/ranks/rank_3.json     step, phase, since when, last sign of life; written by a thread of that rank
+    run/logs/ranks/rank_3.stacks   its Python stacks, when a page asks for them or when its interpreter does not move at all
+    run/logs/deadline_TIME.txt     the page: who holds up whom, and the stacks
+
+The page is written a little before the deadline itself, which ends the processes: NCCL's does so without a Python exception.
+It asks nothing of the network, which may be what is broken: ranks meet in files.
+"""
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.mesh import Mesh
+
+_POLL_S = 0.5
+_BEAT_S = 5.0  # at least so often a rank's file is written
+_SILENT_S = 15.0  # without: something is wrong with the process itself
+_ANSWER_S = 10.0  # how long the page waits for stacks
+_EARLY = 0.9  # of a deadline
+
+
+class Watchdog:
+    """One rank's. Use as a context manager; construction is collective over the world.
+
+    `step` counts finished steps. `waits`: each says what a part of this rank waits for outside the trainers, or "".
+    """
+
+    def __init__(self, config: ExperimentConfig, mesh: Mesh, logs: Path, step: Callable[[], int]):
+        started = mesh.gather_world(time.strftime("%Y%m%d-%H%M%S"))[0]
+        self._mesh, self._step = mesh, step
+        self.waits: list[Callable[[], str]] = []
+        self._logs, self._ranks = logs, logs / "ranks"
+        self._request = self._ranks / f"asked_{started}"  # by the rank that writes a page; another start has another
+        self._deadline_s = config.actor.deadline_s
+        attempts = config.algorithm.dynamic_sampling.max_num_gen_batches if config.algorithm.dynamic_sampling else 1
+        passes = attempts * (2 if config.algorithm.needs_greedy_response else 1)
+        request_s = config.rollout.step_timeout_s
+        self._limits = {"publish": config.weights.timeout_s, "rollout": passes * request_s, "evaluate": request_s}
+        self._name, self._since, self._moved, self._entered = "start", time.time(), time.time(), 0
+        self._written, self._reported, self._ended = (
+            0.0,
+            -1,
+            threading.Event(),
+        )  # _reported: the phase that is on a page
+        self._main = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        self._ranks.mkdir(parents=True, exist_ok=True)
+        self._hung = self._stacks_file(self._mesh.rank).open("w")
+        self._say(time.time())
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self._ended.set()
+        self._thread.join(_ANSWER_S)
+        faulthandler.cancel_dump_traceback_later()
+        self._hung.close()
+
+    def enter(self, phase: str) -> None:
+        """The main thread begins another part of the step."""
+        self._name, self._since = phase, time.time()
+        self._moved, self._entered = self._since, self._entered + 1
+
+    def alive(self) -> None:
+        """The main thread, and with it every other rank's, has moved inside its phase."""
+        self._moved = time.time()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_POLL_S):
+            # Without this thread to put it off, because C code holds the interpreter, another thread of C writes the stacks.
+            faulthandler.dump_traceback_later(2 * _SILENT_S, file=self._hung)
+            now, limit = time.time(), self._limits.get(self._name, self._deadline_s)
+            if now - self._written > _BEAT_S or self._since > self._written:
+                self._say(now)
+            if self._reported == self._entered:
+                continue
+            if self._request.exists():
+                self._reported = self._entered
+                self._say(now)
+                self._stacks_file(self._mesh.rank).write_text(self._stacks())
+            elif now - self._since > _EARLY * limit or now - self._moved > _EARLY * self._deadline_s:
+                self._reported = self._entered
+                self._write_page(now)
+
+    def _say(self, now: float) -> None:
+        place = {"rank": self._mesh.rank, "host": socket.gethostname(), "pid": os.getpid()}
+        place |= {
+            "step": self._step() + 1,
+            "phase": self._name,
+            "since": self._since,
+            "entered": self._entered,
+            "beat": now,
+        }
+        place |= {"where": self._where(), "waits": [text for wait in self.waits if (text := wait())]}
+        file = self._ranks / f"rank_{self._mesh.rank}.json"
+        draft = file.with_suffix(".tmp")
+        draft.write_text(json.dumps(place))
+        draft.replace(file)
+        self._written = now
+
+    def _stacks_file(self, rank: int) -> Path:
+        return self._ranks / f"rank_{rank}.stacks"
+
+    def _where(self) -> str:
+        """Where the main thread is: the innermost call, and the line of ours that made it."""
+        frames = traceback.extract_stack(sys._current_frames()[self._main])
+        ours = next((frame for frame in reversed(frames) if "megagrpo" in Path(frame.filename).parts), frames[-1])
+        inner = frames[-1]
+        by = f"{Path(ours.filename).parent.name}/{Path(ours.filename).name}:{ours.lineno} {ours.name}"
+        return by if inner is ours else f"{inner.name} ({Path(inner.filename).name}), called by {by}"
+
+    def _stacks(self) -> str:
+        frames = sys._current_frames()
+        parts = []
+        for thread in threading.enumerate():
+            if thread is not self._thread and thread.ident in frames:
+                parts += [f"thread {thread.name}:\n", *traceback.format_stack(frames[thread.ident])]
+        return "".join(parts)
+
+    def _write_page(self, now: float) -> None:
+        try:
+            self._request.open("x").close()
+        except FileExistsError:  # another rank writes it
+            self._stacks_file(self._mesh.rank).write_text(self._stacks())
+            return
+        others = set(range(self._mesh.world_size)) - {self._mesh.rank}
+        asked = self._request.stat().st_mtime
+        end = time.monotonic() + _ANSWER_S
+        while time.monotonic() < end and any(not _newer(self._stacks_file(rank), asked) for rank in others):
+            time.sleep(_POLL_S)
+        self._stacks_file(self._mesh.rank).write_text(self._stacks())
+        self._say(time.time())
+        places = [_read_place(self._ranks / f"rank_{rank}.json", rank) for rank in range(self._mesh.world_size)]
+        files = {rank: self._stacks_file(rank) for rank in range(len(places))}
+        stacks = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.exists()}
+        seen = f"rank {self._mesh.rank} is in {self._name} of step {self._step() + 1} for {now - self._since:.0f} s"
+        page = f"{seen}, and nothing has moved for {now - self._moved:.0f} s\n{describe(places, time.time())}\n\n{_grouped(stacks)}"
+        path = self._logs / f"deadline_{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}.txt"
+        draft = path.with_suffix(".tmp")
+        draft.write_text(page)
+        draft.replace(path)
+        self._request.unlink()
+
+
+def describe(places: list[dict], now: float) -> str:
+    """Who holds up the others, and where these wait. `places`: what each rank's file says, {"rank": n} when it has none."""
+    held_by = _behind(places, now)
+    lines = []
+    for place in held_by:
+        lines.append(f"HELD UP BY rank {place['rank']}{_person(place)}: {_state(place, now)}")
+    waiting: dict[str, list[int]] = {}
+    for place in places:
+        if place not in held_by:
+            waiting.setdefault(_state(place, now), []).append(place["rank"])
+    for state, ranks in waiting.items():
+        lines.append(f"{'WAITING' if held_by else 'ALL ALIKE'}: rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}: {state}")
+    return "\n".join(lines)
+
+
+def _behind(places: list[dict], now: float) -> list[dict]:
+    """The ranks that the others wait for: those that give no sign of life, else those that wait for somebody outside, else those
+    that are in an earlier phase, else those outside a collective while the others are in one. None when all are alike."""
+    first = min((place["entered"] for place in places if "entered" in place), default=0)
+    for late in (
+        lambda place: "beat" not in place or now - place["beat"] > _SILENT_S,
+        lambda place: place["waits"],
+        lambda place: place["entered"] == first,
+        lambda place: "distributed_c10d" not in place["where"],
+    ):
+        found = [place for place in places if late(place)]
+        if found and (len(found) < len(places) or (late(places[0]) and len(places) == 1)):
+            return found
+    return []
+
+
+def _state(place: dict, now: float) -> str:
+    if "beat" not in place:
+        return "it never said where it is"
+    text = f"{place['phase']} of step {place['step']} since {_clock(place['since'])}"
+    if now - place["beat"] > _SILENT_S:
+        return f"no sign of life since {_clock(place['beat'])}, when it was in {text}{_process(place)}"
+    waits = "".join(f"; waits for {wait}" for wait in place["waits"])
+    return f"in {text}{waits}; at {place['where']}"
+
+
+def _person(place: dict) -> str:
+    return f" ({place['host']}, pid {place['pid']})" if "pid" in place else ""
+
+
+def _process(place: dict) -> str:
+    if place["host"] != socket.gethostname():
+        return ""
+    try:
+        return f"; its process is {psutil.Process(place['pid']).status()}"
+    except psutil.NoSuchProcess:
+        return "; its process is gone"
+
+
+def _grouped(stacks: dict[int, str]) -> str:
+    """Every distinct text once, with its ranks."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in stacks.items():
+        by_text.setdefault(text or "(no stacks: the process does not run)\n", []).append(rank)
+    return "\n".join(
+        f"== stacks of rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}\n{text}" for text, ranks in by_text.items()
+    )
+
+
+def _ranges(ranks: list[int]) -> str:
+    """[0, 1, 2, 5] as 0-2, 5."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _read_place(file: Path, rank: int) -> dict:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {"rank": rank}
+
+
+def _newer(file: Path, than: float) -> bool:
+    return file.exists() and file.stat().st_size > 0 and file.stat().st_mtime >= than
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(seconds))

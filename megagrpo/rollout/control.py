@@ -1,0 +1,139 @@
+"""What trainers and people say to the control endpoint of a rollout service, and where they find it."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+
+from megagrpo import environment
+from megagrpo.types import EngineInfo
+
+_CONTROL_TIMEOUT_S = 120.0  # marking an engine ready waits until the router lists it
+SERVICE_FILE = "service.json"
+KEY_FILE = "service.key"  # readable by its owner only, gone when the service ends
+
+
+class ServiceUnreachable(RuntimeError):
+    """Nobody answers where the service, its router or an engine should be."""
+
+
+class ServiceFailed(RuntimeError):
+    """The service says that it cannot go on, and why."""
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    router: str
+    failed: str | None
+    lost_hosts: int  # since the service started: connections to them hang instead of breaking
+    engines: tuple[EngineInfo, ...]
+
+
+class ServiceControl:
+    """The control endpoint of a running service. Every call raises ServiceUnreachable when nobody answers."""
+
+    def __init__(self, url: str, api_key: str):
+        self.url, self.api_key = url, api_key
+        self._http = httpx.Client(base_url=url, timeout=_CONTROL_TIMEOUT_S, trust_env=False, headers=bearer(api_key))
+
+    def status(self) -> ServiceStatus:
+        answer = self._call("GET", "/status").json()
+        engines = tuple(EngineInfo(**engine) for engine in answer.pop("engines"))
+        return ServiceStatus(**answer, engines=engines)
+
+    def healthy_status(self) -> ServiceStatus:
+        """Raises ServiceFailed when the service has given up."""
+        status = self.status()
+        if status.failed:
+            raise ServiceFailed(f"the rollout service at {self.url} failed: {status.failed}")
+        return status
+
+    def engines(self) -> list[EngineInfo]:
+        """Raises ServiceFailed when the service has given up."""
+        return list(self.healthy_status().engines)
+
+    def begin_update(self, engine_id: str, incarnation: int) -> bool:
+        """Weights are about to be written into it: it is not healthy or ill by its silence now. False: it died meanwhile."""
+        return self._call("POST", f"/engines/{engine_id}/update", {"incarnation": incarnation}).status_code == 200
+
+    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
+        """This incarnation was verified to hold `weight_version`: requests may go to it. False: it died meanwhile."""
+        body = {"incarnation": incarnation, "weight_version": weight_version}
+        return self._call("POST", f"/engines/{engine_id}/ready", body).status_code == 200
+
+    def report_lost(self, engine_id: str, incarnation: int) -> None:
+        """An update failed half-way: the service starts the engine again, if it has not already."""
+        self._call("POST", f"/engines/{engine_id}/lost", {"incarnation": incarnation})
+
+    def add_engine(self) -> str:
+        """Its id. It starts, gets the present weights from the trainers, and takes part."""
+        return self._call("POST", "/engines").json()["id"]
+
+    def drain_engine(self, engine_id: str) -> None:
+        """It finishes the requests that it has, and goes. Raises ValueError when it is unknown or cannot be spared."""
+        answer = self._call("POST", f"/engines/{engine_id}/drain")
+        if answer.status_code == 409:
+            raise ValueError(f"{engine_id} cannot be drained: {answer.text}")
+
+    def shutdown(self) -> None:
+        self._call("POST", "/shutdown")
+
+    def _call(self, method: str, path: str, body: dict | None = None) -> httpx.Response:
+        try:
+            answer = self._http.request(method, path, json=body)
+        except httpx.TransportError as exc:
+            raise ServiceUnreachable(
+                f"no rollout service answers at {self.url} ({type(exc).__name__}: {exc}); is `megagrpo serve` running, and can this "
+                "machine reach it?"
+            ) from exc
+        if answer.status_code == 401:
+            raise ServiceUnreachable(
+                f"{self.url} refuses the API key, which is that in the run's {KEY_FILE} or in {environment.API_KEY}"
+            )
+        if answer.status_code == 409:  # about an engine or incarnation that is gone: the caller's business
+            return answer
+        if answer.is_error:
+            raise ServiceUnreachable(f"{method} {self.url}{path} answered {answer.status_code}: {answer.text[:500]}")
+        return answer
+
+
+def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) -> ServiceControl:
+    """The service of this run, or the one at `url`, waiting until it answers: files may be what a killed service left.
+
+    Its key is the environment's, else the run folder's. Raises ServiceUnreachable.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            where = url or json.loads((run_dir / SERVICE_FILE).read_text())["url"]
+            control = ServiceControl(where, environment.get(environment.API_KEY) or (run_dir / KEY_FILE).read_text())
+            control.status()
+            return control
+        except FileNotFoundError as exc:
+            problem = f"{exc.filename} did not appear" + (f" (nor is {environment.API_KEY} set)" if url else "")
+        except ServiceUnreachable as exc:
+            problem = f"{url or run_dir / SERVICE_FILE} is of a service that is gone ({exc}), and no new one came"
+        if time.monotonic() > deadline:
+            raise ServiceUnreachable(f"{problem} in {timeout_s:.0f} s: `megagrpo serve` has not started its engines")
+        time.sleep(0.2)
+
+
+def bearer(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+def print_status(run_dir: Path, as_json: bool = False) -> int:
+    """State of the service of a run, for people or as JSON. Returns 1 when it has failed."""
+    if not (run_dir / SERVICE_FILE).exists():
+        raise ValueError(f"{run_dir / SERVICE_FILE} does not exist: no rollout service runs for this folder")
+    status = find_service(run_dir).status()
+    if as_json:
+        print(json.dumps(asdict(status), indent=2))
+        return 1 if status.failed else 0
+    print(f"router {status.router}" + (f"\nFAILED: {status.failed}" if status.failed else ""))
+    for engine in status.engines:
+        weights = "not verified" if engine.weight_version is None else f"version {engine.weight_version}"
+        print(f"{engine.id}: {engine.state}, {engine.url or 'no URL'}, weights {weights}, {engine.restarts} restart(s)")
+    return 1 if status.failed else 0

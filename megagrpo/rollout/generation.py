@@ -1,0 +1,191 @@
+"""Asking the rollout service for samples: token ids in, token ids and their log-probabilities out."""
+
+import asyncio
+import hashlib
+import json
+import random
+from dataclasses import dataclass, replace
+
+import aiohttp
+
+from megagrpo.config.schema import ExperimentConfig, SamplingConfig
+from megagrpo.rollout.control import bearer
+
+
+class GenerationFailed(RuntimeError):
+    """A sample did not come within its retries or its deadline."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one response is drawn."""
+
+    temperature: float
+    max_tokens: int
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, sampling: SamplingConfig) -> "SamplingParams":
+        return cls(
+            sampling.temperature,
+            sampling.max_response_tokens,
+            sampling.top_p,
+            sampling.top_k,
+            tuple(sampling.stop_token_ids),
+            tuple(sampling.stop),
+        )
+
+    def greedy(self) -> "SamplingParams":
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
+
+
+@dataclass(frozen=True)
+class Response:
+    """Token ids as sampled, the one that ended it included, with the engine's log-probability of each."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str  # "stop" | "length"
+
+
+def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:
+    """63 bits that depend on nothing but the arguments: not on the process, the engine or the order of arrival."""
+    key = json.dumps([run_seed, purpose, step, prompt_id, index]).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Waits of base, 2 base, 4 base, ... at most `cap` seconds, each shortened by up to half at random."""
+
+    retries: int
+    request_timeout_s: float
+    base_s: float = 0.25
+    cap_s: float = 15.0
+
+    @classmethod
+    def of(cls, config: ExperimentConfig) -> "RetryPolicy":
+        return cls(config.rollout.retries, config.rollout.request_timeout_s)
+
+    def wait_s(self, attempt: int) -> float:
+        return min(self.cap_s, self.base_s * 2**attempt) * random.uniform(0.5, 1.0)
+
+
+class _Refused(Exception):
+    """One attempt that gave no usable sample. `waiting`: no engine is ready, which is no fault of the request."""
+
+    def __init__(self, text: str, waiting: bool = False):
+        super().__init__(text)
+        self.waiting = waiting
+
+
+class GenerationClient:
+    """Asks the router for samples, one request each. Belongs to one event loop; use as an async context manager.
+
+    `max_in_flight` keeps requests here instead of in an engine's queue, where they would use up their time limit.
+    """
+
+    def __init__(self, router_url: str, api_key: str, retry: RetryPolicy, max_in_flight: int):
+        self._url, self._headers, self._retry = f"{router_url}/generate", bearer(api_key), retry
+        self._slots = asyncio.Semaphore(max_in_flight)
+        self._attempts: set[asyncio.Task] = set()
+        self.num_retries = 0
+        self.last_problem = ""
+
+    async def __aenter__(self) -> "GenerationClient":
+        timeout = aiohttp.ClientTimeout(total=self._retry.request_timeout_s)
+        self._http = aiohttp.ClientSession(
+            timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=self._headers
+        )
+        return self
+
+    async def __aexit__(self, *exc_info) -> None:
+        await self._http.close()
+
+    async def generate(
+        self, prompt: tuple[int, ...], params: SamplingParams, seed: int, weight_version: int
+    ) -> Response:
+        """One response by weights of exactly `weight_version`.
+
+        Retried with back-off; time without any ready engine or without the router (one is being restarted) does not count
+        against the retries, the caller's deadline bounds it. Raises GenerationFailed.
+        """
+        failures = waits = 0
+        async with self._slots:
+            while True:
+                attempt = asyncio.create_task(self._attempt(prompt, params, seed, weight_version))
+                self._attempts.add(attempt)
+                try:
+                    return await attempt
+                except asyncio.CancelledError:
+                    if asyncio.current_task().cancelling():  # not the attempt alone
+                        attempt.cancel()
+                        raise
+                    problem, waiting = "the host of an engine was lost", True
+                except _Refused as exc:
+                    problem, waiting = str(exc), exc.waiting
+                except (aiohttp.ClientError, TimeoutError) as exc:
+                    # No router there: it is being started again.
+                    problem, waiting = f"{type(exc).__name__}: {exc}", isinstance(exc, aiohttp.ClientConnectorError)
+                finally:
+                    self._attempts.discard(attempt)
+                self.last_problem = problem
+                self.num_retries += 1
+                waits, failures = (waits + 1, failures) if waiting else (waits, failures + 1)
+                if failures > self._retry.retries:
+                    raise GenerationFailed(
+                        f"{self._url} gave no sample in {failures} tries of at most {self._retry.request_timeout_s:.0f} s "
+                        f"(rollout.retries, rollout.request_timeout_s); the last problem: {problem}"
+                    )
+                await asyncio.sleep(self._retry.wait_s(min(waits, 3) if waiting else failures))
+
+    def ask_again(self) -> None:
+        """Give up the present attempts of all requests and make others. A request whose engine went down with its host would
+        otherwise wait for its whole time limit, and which those are the router does not tell."""
+        for attempt in self._attempts:
+            attempt.cancel()
+
+    async def _attempt(
+        self, prompt: tuple[int, ...], params: SamplingParams, seed: int, weight_version: int
+    ) -> Response:
+        body = {"input_ids": list(prompt), "sampling_params": _sampling_body(params, seed), "return_logprob": True}
+        async with self._http.post(self._url, json=body) as answer:
+            if answer.status == 400:  # the request itself is wrong: trying again would say the same
+                raise GenerationFailed(f"{self._url} refused a request: {(await answer.text())[:1000]}")
+            if answer.status != 200:
+                text = (await answer.text())[:500]
+                raise _Refused(
+                    f"status {answer.status}: {text}", waiting=answer.status == 503 and "no_available_workers" in text
+                )
+            return read_response(await answer.json(), weight_version)
+
+
+def _sampling_body(params: SamplingParams, seed: int) -> dict:
+    body = {
+        "temperature": params.temperature,
+        "max_new_tokens": params.max_tokens,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "sampling_seed": seed,  # heeded in deterministic mode only
+    }
+    if params.stop_token_ids:
+        body["stop_token_ids"] = list(params.stop_token_ids)
+    if params.stop:
+        body["stop"] = list(params.stop)
+    return body
+
+
+def read_response(answer: dict, weight_version: int) -> Response:
+    """Check and unpack what /generate answers."""
+    meta = answer["meta_info"]
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length"):  # "abort": the engine was paused or is going down
+        raise _Refused(f"the engine ended the request: {meta['finish_reason']}")
+    versions = {span["version"] for span in meta.get("weight_versions") or []} | {meta["weight_version"]}
+    if versions != {str(weight_version)}:
+        raise _Refused(f"sampled by weights of version {sorted(versions)}, wanted {weight_version}")
+    pairs = meta["output_token_logprobs"]
+    return Response(tuple(pair[1] for pair in pairs), tuple(pair[0] for pair in pairs), reason)

@@ -1,0 +1,1 @@
+"""The rollout service: Ray places engines, a supervisor watches each, sglang-router stands in front. The only package that imports ray."""

@@ -1,0 +1,154 @@
+"""sglang-router: one URL in front of the engines whose weights are verified."""
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+from subprocess import Popen
+
+import aiohttp
+
+from megagrpo.environment import API_KEY, child_environment
+from megagrpo.processes import spawn, stop_tree
+
+_START_S = 60.0
+_ADD_S = 60.0
+_ASK_AGAIN_S = 15.0
+_POLL_S = 0.1
+_WATCH_S = 0.5
+_MAX_RESTARTS = 5  # in a row: one that has run for _STEADY_S starts the count again
+_STEADY_S = 120.0
+_HUNG_S = 30.0  # it answers for a list in memory
+# The key must not stand in the command line, which every user of the machine can read.
+_PROGRAM = f"""
+import os, sys
+from sglang_router.launch_router import main
+sys.argv.append("--api-key=" + os.environ["{API_KEY}"])
+main()
+"""
+
+
+class RouterFailed(RuntimeError):
+    """The router did not start, or did not take a worker, in time."""
+
+
+class Router:
+    """The child process and the engines that it should know. `watch` makes the router's own list equal to that at all times:
+    after a restart, and after an engine came or went while the router could not be told."""
+
+    def __init__(self, bind_host: str, url: str, metrics_port: int, request_timeout_s: float, api_key: str, log: Path):
+        self.url = url
+        self._api_key, self._log = api_key, log
+        self._command = [sys.executable, "-c", _PROGRAM, "--host", bind_host, "--port", url.rpartition(":")[2]]
+        self._command += [
+            "--prometheus-host",
+            "127.0.0.1",
+            "--prometheus-port",
+            str(metrics_port),
+            "--log-level",
+            "warn",
+        ]
+        self._command += [
+            "--request-timeout-secs",
+            str(int(request_timeout_s) + 1),
+            "--worker-startup-check-interval",
+            "1",
+        ]
+        # Even load matters more than a shared prompt prefix: a step is as slow as its slowest engine.
+        self._command += ["--policy", "round_robin"]
+        # One judge of an engine's health and one place that retries: the supervisor and the trainers' client.
+        self._command += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check"]
+        self._wanted: set[str] = set()
+        self._asked: dict[str, float] = {}  # when the router was last told to take that engine
+        self._process: Popen | None = None
+        self._started = 0.0
+        self._restarts_in_a_row = self.restarts = 0
+
+    async def start(self, http: aiohttp.ClientSession) -> None:
+        """Raises RouterFailed."""
+        self._http = http
+        direct = {"NO_PROXY": "*", "no_proxy": "*"}  # a cluster's web proxy does not know the engines
+        self._process = spawn(self._command, child_environment(direct | {API_KEY: self._api_key}), self._log)
+        self._started = time.monotonic()
+        deadline = self._started + _START_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                async with http.get(f"{self.url}/health") as answer:
+                    if answer.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(_POLL_S)
+        raise RouterFailed(f"sglang-router did not start in {_START_S:.0f} s, see {self._log}")
+
+    async def watch(self) -> None:
+        """Start it again, at the same URL, whenever it ends or hangs. Raises RouterFailed when that does not help."""
+        answered = time.monotonic()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            try:
+                await self._reconcile()
+                answered = time.monotonic()
+            except (aiohttp.ClientError, TimeoutError):
+                pass
+            if self._process.poll() is None and time.monotonic() - answered < _HUNG_S:
+                continue
+            await self.stop()
+            self.restarts += 1
+            self._restarts_in_a_row = 1 if time.monotonic() - self._started > _STEADY_S else self._restarts_in_a_row + 1
+            if self._restarts_in_a_row > _MAX_RESTARTS:
+                raise RouterFailed(f"sglang-router ended {self._restarts_in_a_row} times in a row, see {self._log}")
+            print("sglang-router is gone: it is started again", flush=True)
+            self._asked.clear()
+            await self.start(self._http)
+            answered = time.monotonic()
+
+    async def add(self, engine_url: str) -> None:
+        """Returns when requests reach the engine; adding one that is there changes nothing. Raises RouterFailed."""
+        self._wanted.add(engine_url)
+        deadline = time.monotonic() + _ADD_S
+        while engine_url in self._wanted and time.monotonic() < deadline:
+            try:
+                if engine_url in (await self._reconcile()):
+                    return
+            except (aiohttp.ClientError, TimeoutError):
+                pass  # `watch` starts it again
+            await asyncio.sleep(_POLL_S)
+        raise RouterFailed(
+            f"sglang-router did not take the engine at {engine_url} within {_ADD_S:.0f} s, see {self._log}"
+        )
+
+    async def remove(self, engine_url: str) -> None:
+        self._wanted.discard(engine_url)
+        try:
+            await self._reconcile()
+        except (aiohttp.ClientError, TimeoutError):
+            pass  # it is down or slow: `watch` will see to it
+
+    async def _reconcile(self) -> set[str]:
+        """Tell the router who came and went; returns the engines that it sends requests to."""
+        async with self._request("GET", "/workers") as answer:
+            answer.raise_for_status()
+            workers = {worker["url"]: worker for worker in (await answer.json())["workers"]}
+        now = time.monotonic()
+        for url in self._wanted - workers.keys():
+            if now - self._asked.get(url, -_ASK_AGAIN_S) < _ASK_AGAIN_S:
+                continue
+            self._asked[url] = now
+            async with self._request("POST", "/workers", {"url": url, "api_key": self._api_key}) as answer:
+                answer.raise_for_status()  # accepted: the router asks the engine about itself, then lists it
+        for url in workers.keys() - self._wanted:
+            async with self._request("DELETE", f"/workers/{workers[url]['id']}") as answer:
+                answer.raise_for_status()
+        return {url for url, worker in workers.items() if worker["is_healthy"]} & self._wanted
+
+    def _request(self, method: str, path: str, body: dict | None = None):
+        headers = {"Authorization": f"Bearer {self._api_key}"}
+        return self._http.request(
+            method, f"{self.url}{path}", json=body, headers=headers, timeout=aiohttp.ClientTimeout(total=10.0)
+        )
+
+    async def stop(self) -> None:
+        if self._process is not None:
+            await asyncio.to_thread(stop_tree, self._process.pid, 0.5)  # its own grace is for other people's requests
+            self._process.wait()
