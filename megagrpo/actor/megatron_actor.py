@@ -76,10 +76,10 @@ def learning_rate(optimizer: OptimizerConfig, update: int, num_updates: int) -> 
     """Linear warm-up, then constant, or linear or cosine decay to min_lr at the last of `num_updates` (update counts from 0)."""
     if update < optimizer.warmup_steps:
         return optimizer.lr * (update + 1) / optimizer.warmup_steps
-    if optimizer.schedule == "constant":
+    if optimizer.lr_schedule == "constant":
         return optimizer.lr
     done = min((update - optimizer.warmup_steps) / max(num_updates - 1 - optimizer.warmup_steps, 1), 1.0)
-    left = 1 - done if optimizer.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    left = 1 - done if optimizer.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * left
 
 

@@ -1,36 +1,34 @@
-"""From a YAML file and `--set` overrides to an ExperimentConfig, with every problem reported at once.
+"""Reads a YAML file and `--set` overrides into an ExperimentConfig, and reports every problem at once.
 
-Three steps: read each source into plain data that remembers where every key stands, merge (preset, then the file, then
-overrides), validate with the schema and say each complaint in the words of the file.
+Three steps: read each source into plain data that remembers where every key stands; merge them (preset, then the file,
+then the overrides); validate with the schema, and report each problem in the words of the file.
 """
 
 import difflib
-import os
 import re
-import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
+from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, keys_of, sections, variant_names
 from megagrpo.config.schema import ExperimentConfig
-
-KeyPath = tuple[str | int, ...]
-
-
-class ConfigError(ValueError):
-    """The experiment cannot be run as written; the text lists every problem with its place and remedy."""
-
+from megagrpo.run_folder import write_whole
 
 PRESETS = Path(__file__).with_name("presets")
 
 
+class ConfigError(ValueError):
+    """The experiment cannot be run as written; the text lists every problem with its place and its remedy."""
+
+
 @dataclass
 class _Source:
-    """Plain data plus where each key path was written, for messages."""
+    """Holds plain data, where each key path was written, and what is wrong with the text itself."""
 
     data: Any
     places: dict[KeyPath, str] = field(default_factory=dict)
@@ -38,9 +36,9 @@ class _Source:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars: 1e-6 is a float, only true/false are booleans, no octal, base-60 or date surprises."""
+    """Reads YAML 1.2 scalars: 1e-6 is a float, only true and false are booleans, nothing is octal or a date."""
 
-    yaml_implicit_resolvers = {}
+    yaml_implicit_resolvers: dict[str, list] = {}  # noqa: RUF012  # PyYAML's own declaration of the attribute
 
 
 for _tag, _pattern, _first in (
@@ -57,8 +55,8 @@ for _tag, _pattern, _first in (
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value.replace("_", "")))
 
 
-def load_config(path: str | Path, overrides: list[str] = ()) -> ExperimentConfig:
-    """Read an experiment file; `overrides` are "a.b=c" with c in YAML.
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """Reads an experiment file; `overrides` are "a.b=c" with c in YAML.
 
     Raises ConfigError naming every unknown key, wrong value and impossible combination, with file, line and remedy.
     """
@@ -67,13 +65,13 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> ExperimentConfig
         source.problems.append(f"{path}: the file is empty")
     if source.problems:
         raise _error(path, source.problems)
-    # a preset and the choice of a variant come before what is set inside them, wherever they stand on the command line
-    for text in (text for text in overrides if _is_set(text, "preset")):
+    # A preset and the choice of a variant come before what is set inside them, wherever they stand on the command line.
+    presets = [text for text in overrides if _sets(text, "preset")]
+    others = [text for text in overrides if not _sets(text, "preset")]
+    for text in presets:
         _override(source, text)
     source = _with_preset(source, path)
-    for text in sorted(
-        (text for text in overrides if not _is_set(text, "preset")), key=lambda text: not _is_set(text, "name")
-    ):
+    for text in sorted(others, key=lambda text: not _sets(text, "name")):
         _override(source, text)
     if source.problems:
         raise _error(path, source.problems)
@@ -84,18 +82,9 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> ExperimentConfig
 
 
 def dump_config(config: ExperimentConfig, path: str | Path) -> None:
-    """Write the resolved experiment as YAML that load_config reads back to an equal config; whole file or nothing."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes the resolved experiment as YAML that load_config reads back to an equal config; whole file or nothing."""
     text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(Path(path), text)
 
 
 def _error(path: str | Path, problems: list[str]) -> ConfigError:
@@ -167,7 +156,7 @@ def _with_preset(source: _Source, path: str | Path) -> _Source:
 
 
 def _merge(below: Any, above: Any, path: KeyPath) -> Any:
-    """`above` wins key by key; a section whose `name` changes is another variant and replaces the old one whole."""
+    """Lays `above` over `below`, key by key; a section with another `name` is another variant and replaces it."""
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     if path and "name" in above and above["name"] != below.get("name"):
@@ -178,12 +167,15 @@ def _merge(below: Any, above: Any, path: KeyPath) -> Any:
     return out
 
 
-def _is_set(override: str, key: str) -> bool:
+def _sets(override: str, key: str) -> bool:
     return override.partition("=")[0].strip().split(".")[-1] == key
 
 
 def _override(source: _Source, text: str) -> None:
-    """Set one key; a section that gets another `name` is another variant, and loses what was written for the old one, as in _merge."""
+    """Sets one key.
+
+    A section that gets another `name` is another variant and loses what was written for the old one, as in _merge.
+    """
     dotted, equals, value = text.partition("=")
     keys = tuple(dotted.strip().split("."))
     place = f"--set {text}"
@@ -211,37 +203,36 @@ def _override(source: _Source, text: str) -> None:
     source.places[keys] = place
 
 
-# ---- saying what is wrong ------------------------------------------------------------------------------------------
+# ---- what is wrong, in words ---------------------------------------------------------------------------------------
 
 
 def _explain_errors(exc: ValidationError, source: _Source, name: str) -> list[str]:
-    """One line per offending key; a union of scalar types complains once per member, which is said once."""
-    by_path: dict[KeyPath, list[tuple[dict, KeyPath]]] = {}
+    """Returns one line for each problem. pydantic reports a union of scalar types once a member; one line is enough."""
+    by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in exc.errors(include_url=False):
-        path = _data_path(error["loc"], error["type"], source.data)
-        by_path.setdefault(path, []).append((error, path))
+        by_path.setdefault(_data_path(error["loc"], error["type"], source.data), []).append(error)
     lines = []
     for path, errors in by_path.items():
         place = next((source.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in source.places), name)
         value = _value_at(source.data, path)
-        for said in dict.fromkeys(_say(error, path, value, len(errors)) for error, _ in errors):
-            lines.append(f"{place}: {said}")
-            if len(errors) > 1 and errors[0][0]["type"].endswith("_type"):
-                break
+        if len(errors) > 1 and errors[0]["type"].endswith("_type"):
+            problems = [f"{_dotted(path)} = {_show(value)}: should be a text, a number, true or false"]
+        else:
+            problems = list(dict.fromkeys(_describe(error, path, value) for error in errors))
+        lines += [f"{place}: {problem}" for problem in problems]
     return lines
 
 
-def _data_path(loc: KeyPath, kind: str, data: Any) -> KeyPath:
-    """pydantic's location without the union tags that it puts between keys."""
-    path: list = []
+def _data_path(loc: tuple[Any, ...], kind: str, data: Any) -> KeyPath:
+    """Returns pydantic's location without the union tags that it puts between keys."""
+    path: list[str | int] = []
     for i, key in enumerate(loc):
-        last = i == len(loc) - 1
-        if (isinstance(data, dict) and key in data) or (
-            isinstance(data, list) and isinstance(key, int) and key < len(data)
-        ):
+        in_dict = isinstance(data, dict) and key in data
+        in_list = isinstance(data, list) and isinstance(key, int) and key < len(data)
+        if in_dict or in_list:
             data = data[key]
             path.append(key)
-        elif last and kind == "missing":
+        elif i == len(loc) - 1 and kind == "missing":
             path.append(key)
     return tuple(path)
 
@@ -254,8 +245,9 @@ def _value_at(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def _say(error: dict, path: KeyPath, value: Any, num_errors: int) -> str:
+def _describe(error: ErrorDetails, path: KeyPath, value: Any) -> str:
     kind, dotted, context = error["type"], _dotted(path), error.get("ctx", {})
+    allowed = annotations_at(ExperimentConfig, path)
     match kind:
         case "extra_forbidden":
             return f"{dotted} = {_show(value)}: unknown key{_remedy_unknown(path)}"
@@ -264,17 +256,16 @@ def _say(error: dict, path: KeyPath, value: Any, num_errors: int) -> str:
         case "value_error":
             return f"{dotted + ': ' if dotted else ''}{context['error']}"
         case "union_tag_not_found":
-            names = ", ".join(_variant_names(path))
-            return f"{dotted} = {_show(value)}: needs a 'name', one of {names}"
+            return f"{dotted} = {_show(value)}: needs a 'name', one of {', '.join(variant_names(sections(allowed)))}"
         case "union_tag_invalid":
             tag = str(context["tag"])
-            return f"{dotted}.name = {_show(tag)}: unknown{_nearest(tag, _variant_names(path))}"
+            return f"{dotted}.name = {_show(tag)}: unknown{_nearest(tag, variant_names(sections(allowed)))}"
         case "literal_error":
-            return f"{dotted} = {_show(value)}: not a choice{_nearest(str(value), _choices(path), context['expected'])}"
+            near = _nearest(str(value), choices(allowed), context["expected"])
+            return f"{dotted} = {_show(value)}: not a choice{near}"
         case "model_type" | "model_attributes_type":
-            return f"{dotted} = {_show(value)}: should be a section with keys {', '.join(_fields(_section_at(path)))}"
-    if num_errors > 1 and kind.endswith("_type"):
-        return f"{dotted} = {_show(value)}: should be a text, a number, true or false"
+            keys = ", ".join(keys_of(sections(allowed)))
+            return f"{dotted} = {_show(value)}: should be a section with keys {keys}"
     return f"{dotted} = {_show(value)}: {_plain(error['msg'])}{_type_remedy(kind, value)}"
 
 
@@ -295,10 +286,9 @@ def _type_remedy(kind: str, value: Any) -> str:
 
 
 def _remedy_unknown(path: KeyPath) -> str:
-    section = _section_at(path[:-1])
-    siblings = _fields(section) if section else []
+    siblings = keys_of(sections(annotations_at(ExperimentConfig, path[:-1])))
     near = difflib.get_close_matches(str(path[-1]), siblings, n=1, cutoff=0.6)
-    elsewhere = [p for p in _all_paths(ExperimentConfig) if p.split(".")[-1] == path[-1]]
+    elsewhere = [p for p in all_paths(ExperimentConfig) if p.split(".")[-1] == path[-1]]
     if elsewhere and not near:
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
     return _nearest(str(path[-1]), siblings)
@@ -319,52 +309,3 @@ def _show(value: Any) -> str:
 
 def _dotted(path: KeyPath) -> str:
     return ".".join(str(key) for key in path)
-
-
-# ---- walking the schema --------------------------------------------------------------------------------------------
-
-
-def _annotations(annotation: Any) -> list[Any]:
-    """The members of a possibly annotated, possibly optional union."""
-    if get_origin(annotation) is Annotated:
-        return _annotations(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        return [member for arg in get_args(annotation) for member in _annotations(arg)]
-    return [annotation]
-
-
-def _annotation_at(path: KeyPath) -> list[Any]:
-    members: list[Any] = [ExperimentConfig]
-    for key in path:
-        fields = [m.model_fields[key] for m in _models(members) if key in m.model_fields]
-        members = [member for f in fields for member in _annotations(f.annotation)]
-    return members
-
-
-def _models(members: list[Any]) -> list[type[BaseModel]]:
-    return [m for m in members if isinstance(m, type) and issubclass(m, BaseModel)]
-
-
-def _section_at(path: KeyPath) -> list[type[BaseModel]]:
-    return _models(_annotation_at(path))
-
-
-def _fields(models: list[type[BaseModel]]) -> list[str]:
-    return list(dict.fromkeys(name for model in models for name in model.model_fields))
-
-
-def _choices(path: KeyPath) -> list[str]:
-    return [str(value) for m in _annotation_at(path) if get_origin(m) is Literal for value in get_args(m)]
-
-
-def _variant_names(path: KeyPath) -> list[str]:
-    return [str(value) for model in _section_at(path) for value in get_args(model.model_fields["name"].annotation)]
-
-
-def _all_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
-    out = []
-    for name, info in model.model_fields.items():
-        out.append(prefix + name)
-        for inner in _models(_annotations(info.annotation)):
-            out += _all_paths(inner, f"{prefix}{name}.")
-    return list(dict.fromkeys(out))

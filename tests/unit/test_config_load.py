@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megagrpo.config.fields import all_paths, annotations_at, sections
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import ConfigError, dump_config, load_config
 from megagrpo.config.schema import ExperimentConfig
@@ -73,10 +74,22 @@ def test_numbers_are_numbers(tmp_path, text, value):
 
 
 def test_scalars_hold_no_surprises(tmp_path):
-    text = "name: no\noutput_dir: 2026-11-21\nmodel: {path: m}\ndata: {path: d, limit: 010}\nsampling: {stop: [on, 1:30]}\neval: ~\n"
+    text = "name: no\noutput_dir: 2026-11-21\nmodel: {path: m}\ndata: {path: d, limit: 010}\n"
+    text += "sampling: {stop: [on, 1:30]}\neval: ~\n"
     config = load(tmp_path, text)
     assert config.eval is None and config.data.limit == 10
     assert (config.name, config.output_dir, config.sampling.stop) == ("no", "2026-11-21", ["on", "1:30"])
+
+
+def test_every_key_has_a_description_in_the_schema():
+    missing = []
+    for *parents, key in (path.split(".") for path in all_paths(ExperimentConfig)):
+        for section in sections(annotations_at(ExperimentConfig, tuple(parents))):
+            field = section.model_fields.get(key)
+            chooses_variant = bool(parents) and key == "name"  # the heading of the variant names it
+            if field is not None and not chooses_variant and not field.description:
+                missing.append(f"{section.__name__}.{key}")
+    assert not missing
 
 
 BAD = """\
@@ -131,30 +144,67 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
     "more, said",
     [
         ("sampling:\n  temprature: 1\n", "e.yaml:6: sampling.temprature = 1: unknown key; did you mean 'temperature'?"),
-        ("algorithm: {advantage: {eps: 1e-6}}\n", "e.yaml:5: algorithm.advantage = {'eps': 1e-06}: needs a 'name', one of grpo, dr_grpo"),
-        ("algorithm: {advantage: {name: dr_grpo, std_ddof: 0}}\n", "e.yaml:5: algorithm.advantage.std_ddof = 0: unknown key"),
+        (
+            "algorithm: {advantage: {eps: 1e-6}}\n",
+            "e.yaml:5: algorithm.advantage = {'eps': 1e-06}: needs a 'name', one of grpo, dr_grpo",
+        ),
+        (
+            "algorithm: {advantage: {name: dr_grpo, std_ddof: 0}}\n",
+            "e.yaml:5: algorithm.advantage.std_ddof = 0: unknown key",
+        ),
         ("train: [1]\n", "e.yaml:5: train = [1]: should be a section with keys num_steps"),
         ("train:\n", "e.yaml:5: train = None: should be a section with keys num_steps"),
         ("seed: -1\n", "e.yaml:5: seed = -1: should be greater than or equal to 0"),
         ("seed: true\n", "e.yaml:5: seed = True: should be a valid integer"),
         ("data: {path: d}\n", "e.yaml:5: data is written twice (first at e.yaml:4); remove one"),
-        ("train:\n  num_steps: 1\n  num_steps: 2\n", "e.yaml:7: train.num_steps is written twice (first at e.yaml:6); remove one"),
+        (
+            "train:\n  num_steps: 1\n  num_steps: 2\n",
+            "e.yaml:7: train.num_steps is written twice (first at e.yaml:6); remove one",
+        ),
         ("train: {num_steps: 1\n", "e.yaml:6: not valid YAML"),
         ("train:\n\tnum_steps: 1\n", "e.yaml:6: not valid YAML"),
         ("name2: !!python/object:os.system {}\n", "e.yaml:5: name2 = {}: unknown key; did you mean 'name'?"),
         ("preset: no_such\n", "e.yaml:5: preset 'no_such' is unknown"),
-        ("actor: {world_size: 3, parallel: {tp: 2}}\n", "e.yaml:5: actor: world_size 3 is not a multiple of tp x pp x cp = 2; 4 would be"),
-        ("actor: {world_size: 4, parallel: {ep: 3}}\n", "e.yaml:5: actor: world_size 4 is not a multiple of etp x ep x pp = 3; 6 would be"),
+        (
+            "actor: {world_size: 3, parallel: {tp: 2}}\n",
+            "e.yaml:5: actor: world_size 3 is not a multiple of tp x pp x cp = 2; 4 would be",
+        ),
+        (
+            "actor: {world_size: 4, parallel: {ep: 3}}\n",
+            "e.yaml:5: actor: world_size 4 is not a multiple of etp x ep x pp = 3; 6 would be",
+        ),
         ("actor: {parallel: {vpp: 2}}\n", "e.yaml:5: actor.parallel: vpp 2 needs pp > 1"),
         ("rollout: {tp: 3, ep: 2}\n", "e.yaml:5: rollout: tp 3 is not a multiple of ep 2"),
-        ("sft: {model: m, data: {path: d, system_prompt: hi}}\n", "e.yaml:5: sft.data: system_prompt has no effect without chat_template"),
-        ("sft: {model: m, data: {path: d, add_bos: true, chat_template: true}}\n", "the template writes its own special tokens"),
-        ("actor: {optimizer: {min_lr: 1e-7}}\n", "e.yaml:5: actor.optimizer: min_lr 1e-07 has no effect with schedule constant"),
-        ("actor: {optimizer: {min_lr: 1, schedule: linear}}\n", "e.yaml:5: actor.optimizer: min_lr 1 is above lr 1e-06"),
-        ("algorithm: {kl: {loss_coef: 0.1, adaptive: {target: 0.1, horizon: 100}}}\n", "horizon 100 is too short for 512 responses a step"),
-        ("train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n", "9 is not a multiple of train.num_updates_per_step 2"),
+        (
+            "sft: {model: m, data: {path: d, system_prompt: hi}}\n",
+            "e.yaml:5: sft.data: system_prompt has no effect without chat_template",
+        ),
+        (
+            "sft: {model: m, data: {path: d, add_bos: true, chat_template: true}}\n",
+            "the template writes its own special tokens",
+        ),
+        (
+            "actor: {optimizer: {min_lr: 1e-7}}\n",
+            "e.yaml:5: actor.optimizer: min_lr 1e-07 has no effect with lr_schedule constant",
+        ),
+        (
+            "actor: {optimizer: {min_lr: 1, lr_schedule: linear}}\n",
+            "e.yaml:5: actor.optimizer: min_lr 1 is above lr 1e-06",
+        ),
+        (
+            "algorithm: {kl: {loss_coef: 0.1, adaptive: {target: 0.1, horizon: 100}}}\n",
+            "horizon 100 is too short for 512 responses a step",
+        ),
+        (
+            "actor: {optimizer: {schedule: linear}}\n",
+            "e.yaml:5: actor.optimizer.schedule = 'linear': unknown key; did you mean 'lr_schedule'?",
+        ),
+        (
+            "train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n",
+            "9 is not a multiple of train.num_updates_per_step 2",
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_bad_line(tmp_path, more, said):
     found = problems(tmp_path, MINIMAL + more)
     assert len(found) == 1 and said in found[0]
@@ -201,7 +251,8 @@ def test_an_override_of_the_variant_drops_what_belonged_to_the_old_one(tmp_path)
 def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
     folder = tmp_path / "presets"
     folder.mkdir()
-    preset = "algorithm:\n  advantage: {name: grpo, std_ddof: 0, eps: 1e-4}\n  aggregation: token-mean\ntrain: {num_steps: 3}\n"
+    preset = "algorithm:\n  advantage: {name: grpo, std_ddof: 0, eps: 1e-4}\n  aggregation: token-mean\n"
+    preset += "train: {num_steps: 3}\n"
     (folder / "mine.yaml").write_text(preset)
     monkeypatch.setattr("megagrpo.config.load.PRESETS", folder)
     config = load(tmp_path, MINIMAL + "preset: mine\nalgorithm: {advantage: {eps: 1e-5}}\n", "train.num_steps=4")
@@ -218,7 +269,7 @@ def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
 
 def test_bad_files(tmp_path):
     (tmp_path / "experiment.yaml").write_text(MINIMAL)
-    with pytest.raises(ConfigError, match="exporiment.yaml: no such file; did you mean .*experiment.yaml"):
+    with pytest.raises(ConfigError, match=r"exporiment\.yaml: no such file; did you mean .*experiment\.yaml"):
         load_config(tmp_path / "exporiment.yaml")
     assert problems(tmp_path, "# nothing\n") == ["e.yaml: the file is empty"]
     assert "should be sections like 'model:'" in problems(tmp_path, "- a\n")[0]

@@ -1,0 +1,131 @@
+"""The `actor` section: how the learner is cut over ranks, what it computes in, and its optimizer."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from megagrpo.config.section import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class ParallelConfig(Section):
+    """Megatron's layout. Data parallel: world_size / (tp pp cp) ranks; sequence parallelism is on when tp > 1."""
+
+    tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks.")
+    pp: PositiveInt = Field(default=1, description="Pipeline stages.")
+    vpp: PositiveInt = Field(default=1, description="Virtual pipeline stages of each rank; more than 1 needs pp > 1.")
+    cp: PositiveInt = Field(default=1, description="Context-parallel ranks, which share one sequence.")
+    ep: PositiveInt = Field(default=1, description="Expert-parallel ranks.")
+    etp: PositiveInt = Field(default=1, description="Tensor-parallel ranks of each expert.")
+    first_stage_layers: PositiveInt | None = Field(
+        default=None, description="Layers of the first pipeline stage; default: stages that are not given are equal."
+    )
+    last_stage_layers: PositiveInt | None = Field(
+        default=None, description="Layers of the last pipeline stage; default: stages that are not given are equal."
+    )
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline")
+        for name, layers in (
+            ("first_stage_layers", self.first_stage_layers),
+            ("last_stage_layers", self.last_stage_layers),
+        ):
+            if layers is not None and self.pp == 1:
+                raise ValueError(f"{name} {layers} needs pp > 1: without a pipeline one stage has all layers")
+        return self
+
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Returns the number of layers of each pipeline stage.
+
+        Raises ValueError saying why `num_layers` cannot be cut like this.
+        """
+        given = [n for n in (self.first_stage_layers, self.last_stage_layers) if n is not None]
+        middle, left = self.pp - len(given), num_layers - sum(given)
+        if (left > 0) != (middle > 0) or left < 0 or (middle and left % middle):
+            rest = f" less first_stage_layers and last_stage_layers, {sum(given)} together," if given else ""
+            raise ValueError(f"num_hidden_layers = {num_layers}{rest} cannot be cut into {middle} equal stages")
+        stages = [self.first_stage_layers] if self.first_stage_layers else []
+        stages += [left // middle] * middle if middle else []
+        stages += [self.last_stage_layers] if self.last_stage_layers else []
+        uneven = [n for n in stages if n % self.vpp]
+        if uneven:
+            raise ValueError(f"a stage of {uneven[0]} layers does not divide into vpp = {self.vpp} virtual stages")
+        return stages
+
+
+class OptimizerConfig(Section):
+    """Adam with decoupled weight decay, and the learning rate over time."""
+
+    lr: PositiveFloat = Field(default=1e-6, description="Learning rate after the warm-up.")
+    min_lr: NonNegativeFloat = Field(
+        default=0.0, description="Learning rate at the last update, for linear and cosine decay."
+    )
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        description="Learning rate after the warm-up: constant, or decaying to `min_lr` at the last update.",
+    )
+    warmup_steps: NonNegativeInt = Field(default=0, description="Optimizer updates of linear warm-up.")
+    weight_decay: NonNegativeFloat = Field(
+        default=0.0, description="Decoupled weight decay; norms and biases are spared."
+    )
+    adam_beta1: float = Field(default=0.9, description="Decay of Adam's first moment.")
+    adam_beta2: float = Field(default=0.999, description="Decay of Adam's second moment.")
+    adam_eps: PositiveFloat = Field(default=1e-8, description="Added to the root of Adam's second moment.")
+    clip_grad: NonNegativeFloat = Field(default=1.0, description="Largest global gradient norm; 0: no clipping.")
+    distributed: bool = Field(default=True, description="Shard the optimizer's state over data-parallel ranks.")
+
+    @model_validator(mode="after")
+    def _decay(self) -> Self:
+        if self.min_lr and self.lr_schedule == "constant":
+            raise ValueError(f"min_lr {self.min_lr:g} has no effect with lr_schedule constant; choose linear or cosine")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
+        return self
+
+
+class ActorConfig(Section):
+    """The Megatron-Core learner."""
+
+    world_size: PositiveInt = Field(default=1, description="Trainer ranks, over all nodes.")
+    dtype: Dtype = Field(
+        default="float32", description="Type of weights and activations; sums and optimizer state are float32."
+    )
+    parallel: ParallelConfig = Field(
+        default=ParallelConfig(), description="How model and samples are cut over the ranks."
+    )
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Adam and its learning rate.")
+    micro_batch_tokens: PositiveInt = Field(
+        default=4096, description="Most tokens in one forward pass, padding included."
+    )
+    packing: bool = Field(default=True, description="Lay several sequences into one row, without padding between them.")
+    recompute: Literal["none", "selective", "full"] = Field(
+        default="none", description="Activations computed again in the backward pass: none, those of attention, or all."
+    )
+    transformer_engine: bool = Field(
+        default=False, description="Use Transformer Engine's layers, attention and grouped experts; needs CUDA."
+    )
+    logprob_chunk_tokens: PositiveInt = Field(
+        default=1024,
+        description="Tokens whose logits exist at once: [chunk, vocab / tp] is the largest block ever held.",
+    )
+    threads: PositiveInt = Field(default=1, description="Threads of a rank's operators on a CPU.")
+    deadline_s: PositiveFloat = Field(default=1800.0, description="Seconds that any collective may wait.")
+    max_restarts: NonNegativeInt = Field(
+        default=3,
+        description="Times in a run that all ranks start again from the last checkpoint because one was lost.",
+    )
+
+    @property
+    def dp(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.world_size // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
+
+    @model_validator(mode="after")
+    def _world_divides(self) -> Self:
+        p = self.parallel
+        for what, size in (("tp x pp x cp", p.tp * p.pp * p.cp), ("etp x ep x pp", p.etp * p.ep * p.pp)):
+            if self.world_size % size:
+                up = -(-self.world_size // size) * size
+                raise ValueError(f"world_size {self.world_size} is not a multiple of {what} = {size}; {up} would be")
+        return self

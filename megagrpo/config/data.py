@@ -1,0 +1,90 @@
+"""The sections that say what goes in and what counts as right: `model`, `data`, `reward`, `eval`."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from megagrpo.config.section import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+
+
+class ModelConfig(Section):
+    """The model to train."""
+
+    path: str = Field(description="Hugging Face folder with config.json, tokenizer files and safetensors.")
+    tokenizer: str | None = Field(
+        default=None, description="Another Hugging Face folder with the tokenizer; default: `path`."
+    )
+
+
+class DataConfig(Section):
+    """A file of prompts and answers, one object a row."""
+
+    path: str = Field(description="File that ends in .jsonl or .parquet.")
+    prompt_key: str = Field(
+        default="prompt", description="Column with the prompt: a text, or chat messages with `chat_template`."
+    )
+    answer_key: str = Field(default="answer", description="Column with the answer that the grader compares with.")
+    grader_key: str | None = Field(
+        default=None, description="Column that names a grader for each row; default: `reward.grader`."
+    )
+    chat_template: bool = Field(default=False, description="Render prompts with the tokenizer's chat template.")
+    chat_template_args: dict[str, str | int | float | bool] = Field(
+        default={}, description="Arguments of the chat template, such as `enable_thinking: false` for Qwen3."
+    )
+    system_prompt: str | None = Field(
+        default=None, description="System message before every prompt; needs `chat_template`."
+    )
+    prompt_template: str = Field(
+        default="{prompt}", description="Text around `{prompt}`, applied before the chat template."
+    )
+    add_bos: bool = Field(
+        default=False, description="Begin prompts with the tokenizer's <bos>; not with `chat_template`."
+    )
+    max_prompt_tokens: PositiveInt = Field(
+        default=1024, description="Longest prompt in tokens; longer ones are dropped and counted."
+    )
+    shuffle: bool = Field(
+        default=True, description="Draw the prompts in a new random order each epoch instead of file order."
+    )
+    limit: PositiveInt | None = Field(default=None, description="Use only the first rows, this many; default: all.")
+
+    @model_validator(mode="after")
+    def _one_source_of_special_tokens(self) -> Self:
+        if self.add_bos and self.chat_template:
+            raise ValueError("add_bos with chat_template: the template writes its own special tokens; remove add_bos")
+        for key, value in (("system_prompt", self.system_prompt), ("chat_template_args", self.chat_template_args)):
+            if value and not self.chat_template:
+                raise ValueError(f"{key} has no effect without chat_template: true")
+        return self
+
+
+class RewardConfig(Section):
+    """How responses are graded."""
+
+    grader: str = Field(
+        default="gsm8k", description='`exact`, `format`, `gsm8k`, `math`, or your own as "package.module:function".'
+    )
+    args: dict[str, str | int | float | bool] = Field(default={}, description="Keyword arguments of the grader.")
+    workers: PositiveInt = Field(default=2, description="Grader processes of each rank that samples.")
+    timeout_s: PositiveFloat = Field(
+        default=10.0,
+        description="Seconds for one response; then its outcome is a timeout, which is never learned from.",
+    )
+    shuffle: bool = Field(
+        default=False,
+        description="Control experiment: permute the rewards over the step's samples, so that they say nothing.",
+    )
+
+
+class EvalConfig(Section):
+    """Held-out evaluation: before the first step, every `every` steps, and after the last."""
+
+    data: DataConfig = Field(description="Held-out prompts; same keys as `data`.")
+    every: PositiveInt = Field(default=10, description="Steps between evaluations.")
+    num_samples: PositiveInt = Field(
+        default=1, description="Responses a prompt; with more than 1, pass@k is reported too."
+    )
+    temperature: NonNegativeFloat = Field(default=0.0, description="Sampling temperature; 0 is greedy.")
+    max_response_tokens: PositiveInt | None = Field(
+        default=None, description="Longest response in tokens; default: `sampling.max_response_tokens`."
+    )

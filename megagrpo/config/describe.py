@@ -1,0 +1,143 @@
+"""Writes the reference of every configuration key, from the schema.
+
+python -m megagrpo.config.describe > docs/configuration.md
+"""
+
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megagrpo.config.fields import choices, members, sections
+from megagrpo.config.schema import ExperimentConfig
+
+_HEAD = """\
+# Configuration
+
+Every key of an experiment, with its type, default and meaning. This page is generated from the schema
+(`python -m megagrpo.config.describe > docs/configuration.md`), and a test compares the two.
+
+An experiment is one YAML file. Unknown keys, wrong types and impossible combinations are refused at start, all of them
+at once, each with its line, the nearest valid name and the remedy. On the command line, `--set section.key=value`
+wins over the file, and the file wins over its `preset: NAME` (see [algorithms](algorithms.md)). `megagrpo check CONFIG`
+explains what an experiment amounts to and starts nothing. Numbers follow YAML 1.2: `1e-6` is a number, `no` is a text.
+
+A *required* key has no default; *none* is written `null`.
+"""
+_SCALARS = {int: "integer", float: "number", str: "text", bool: "true or false"}
+
+
+def reference() -> str:
+    """Returns docs/configuration.md."""
+    lines = [_HEAD]
+    _add_section(lines, "", ExperimentConfig, seen=set())
+    return "\n".join(lines)
+
+
+def _add_section(lines: list[str], path: str, section: type[BaseModel], seen: set[type[BaseModel]]) -> None:
+    """Appends the table of `section` at `path`, then those of the sections inside it that are not `seen`."""
+    if section in seen:
+        return
+    seen.add(section)
+    lines += [f"## {f'`{path}`' if path else 'Top level'}", "", *_doc(section)]
+    lines += _table(path, section)
+    for name, field in section.model_fields.items():
+        inner, below = sections(members(field.annotation)), f"{path}.{name}".lstrip(".")
+        if len(inner) == 1:
+            _add_section(lines, below, inner[0], seen)
+        elif inner:
+            _add_variants(lines, below, inner)
+
+
+def _add_variants(lines: list[str], path: str, variants: list[type[BaseModel]]) -> None:
+    lines += [f"## `{path}`", "", "One of these variants; its `name` chooses.", ""]
+    for variant in variants:
+        names = " and ".join(f"`name: {name}`" for name in choices([variant.model_fields["name"].annotation]))
+        lines += [f"### `{path}`, {names}", "", *_doc(variant)]
+        lines += _table(path, variant)
+
+
+def _doc(section: type[BaseModel]) -> list[str]:
+    return [" ".join(section.__doc__.split()), ""] if section.__doc__ else []
+
+
+def _table(path: str, section: type[BaseModel]) -> list[str]:
+    rows = [
+        f"| `{name}` | {_type(field)} | {_default(field)} | {field.description or ''} |"
+        for name, field in section.model_fields.items()
+        if not _is_variant_name(name, field, path)
+    ]
+    return ["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
+
+
+def _is_variant_name(name: str, field: FieldInfo, path: str) -> bool:
+    """Whether the field only chooses the variant, which its heading says already."""
+    return bool(path) and name == "name" and get_origin(field.annotation) is Literal
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "required"
+    if isinstance(field.default, BaseModel):
+        changed = field.default.model_dump(exclude_defaults=True)
+        if len(sections(members(field.annotation))) > 1:
+            changed = {"name": field.default.model_dump()["name"], **changed}
+        return _value(changed) if changed else ""
+    return _value(field.default)
+
+
+def _value(value: Any) -> str:
+    match value:
+        case None:
+            return "none"
+        case bool():
+            return f"`{str(value).lower()}`"
+        case str():
+            return f'`"{value}"`'
+        case float():
+            return f"`{value:g}`"
+        case dict():
+            return f"`{{{', '.join(f'{key}: {item}' for key, item in value.items())}}}`"
+    return f"`{value}`"
+
+
+def _type(field: FieldInfo) -> str:
+    parts = [_member(member) for member in members(field.annotation) if member is not type(None)]
+    bounds = [text for item in (*field.metadata, *_inner_metadata(field.annotation)) for text in _bounds(item)]
+    return f"{' or '.join(dict.fromkeys(parts))} {' and '.join(bounds)}".strip()
+
+
+def _member(member: Any) -> str:
+    if get_origin(member) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(member))
+    if get_origin(member) is list:
+        return f"list of {_member(members(get_args(member)[0])[0])}s"
+    if get_origin(member) is dict:
+        return "map of scalars"
+    return _SCALARS.get(member, "section")
+
+
+def _inner_metadata(annotation: Any) -> list[Any]:
+    """Returns the constraints inside an optional or a list type, which pydantic does not lift to the field."""
+    annotated = [argument for argument in get_args(annotation) if get_origin(argument) is Annotated]
+    fields = [item for argument in annotated for item in argument.__metadata__ if isinstance(item, FieldInfo)]
+    return [constraint for field in fields for constraint in field.metadata]
+
+
+def _bounds(constraint: Any) -> list[str]:
+    match constraint:
+        case annotated_types.Ge():
+            return [f">= {constraint.ge}"]
+        case annotated_types.Gt():
+            return [f"> {constraint.gt}"]
+        case annotated_types.Le():
+            return [f"<= {constraint.le}"]
+        case annotated_types.Lt():
+            return [f"< {constraint.lt}"]
+    return []
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

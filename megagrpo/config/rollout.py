@@ -1,0 +1,118 @@
+"""The sections of the sampling side: `sampling`, `rollout`, `weights`."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from megagrpo.config.section import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class ToolConfig(Section):
+    """A tool called in the middle of a response: its output is put in, masked from the loss, and sampling goes on."""
+
+    function: str = Field(
+        description='`calculator`, or "package.module:function", called with the text so far; None ends the response.'
+    )
+    call_end: str = Field(description="The one token at which the model stops and the tool is asked.")
+    max_turns: Annotated[int, Field(ge=2)] = Field(
+        default=4, description="Turns of the model; `max_response_tokens` counts the tool's tokens too."
+    )
+
+
+class SamplingConfig(Section):
+    """How responses are sampled."""
+
+    temperature: PositiveFloat = Field(
+        default=1.0, description="Sampling temperature; log-probabilities are of the same distribution."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Nucleus of probability sampled from; 1: all."
+    )
+    top_k: int = Field(default=-1, description="Most probable tokens sampled from; -1: all.")
+    max_response_tokens: PositiveInt = Field(default=512, description="Longest response in tokens.")
+    stop_token_ids: list[int] = Field(
+        default=[], description="Token ids that end a response, beside the model's own end of sequence."
+    )
+    stop: list[str] = Field(default=[], description="Texts that end a response.")
+    tool: ToolConfig | None = Field(default=None, description="A tool called inside responses; default: none.")
+    allow_truncated_distribution: bool = Field(
+        default=False, description="Accept top_p < 1 or top_k > 0, for which log-probabilities are not renormalised."
+    )
+
+    @model_validator(mode="after")
+    def _full_distribution(self) -> Self:
+        if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_distribution:
+            raise ValueError(
+                "top_p < 1 or top_k > 0 samples from another distribution than the log-probs describe; "
+                "set allow_truncated_distribution: true to accept that"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    """The SGLang service: its engines, their size, and what is waited for how long."""
+
+    num_engines: PositiveInt = Field(default=1, description="Engines at the start.")
+    tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks of one engine.")
+    ep: PositiveInt = Field(default=1, description="Expert-parallel ranks of one engine; divides `tp`.")
+    nodes_per_engine: PositiveInt = Field(default=1, description="Nodes that one engine spans; divides `tp`.")
+    dtype: Dtype = Field(default="float32", description="Type of the engines' weights and activations.")
+    deterministic: bool = Field(
+        default=False, description="Batch-invariant kernels and one seed a sample: a run can be repeated bit by bit."
+    )
+    max_running_requests: PositiveInt = Field(default=128, description="Requests that one engine works on at once.")
+    max_total_tokens: PositiveInt | None = Field(
+        default=None, description="Tokens in one engine's KV cache; default: SGLang's choice (20,000 on a CPU)."
+    )
+    mem_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.85, description="Fraction of GPU memory for weights and KV cache."
+    )
+    extra_args: list[str] = Field(default=[], description="Words appended to the engine's command line.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="What the services bind to: an address, or an interface that every machine has, such as eth0.",
+    )
+    request_timeout_s: PositiveFloat = Field(default=600.0, description="Seconds for one request.")
+    step_timeout_s: PositiveFloat = Field(
+        default=3600.0,
+        description="Seconds for all groups of a step, of each batch under dynamic sampling, or of an evaluation.",
+    )
+    retries: PositiveInt = Field(default=8, description="Times that one request is tried again.")
+    start_timeout_s: PositiveFloat = Field(default=300.0, description="Seconds for an engine, or for Ray, to start.")
+    health_timeout_s: PositiveFloat = Field(
+        default=60.0,
+        description="Seconds of silence after which an engine is started again; longer than the longest forward pass.",
+    )
+    max_restarts: NonNegativeInt = Field(default=5, description="Restarts of one engine over the run.")
+    min_healthy_engines: PositiveInt = Field(
+        default=1,
+        description="Engines that must hold the new weights for a publish to return without waiting for the others.",
+    )
+    max_staleness: Literal[0] = Field(
+        default=0, description="Updates that the sampled weights may lag behind; 0: asynchrony is not built yet."
+    )
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        if self.tp % self.nodes_per_engine:
+            raise ValueError(f"tp {self.tp} does not divide over nodes_per_engine {self.nodes_per_engine}")
+        if self.tp % self.ep:
+            raise ValueError(f"tp {self.tp} is not a multiple of ep {self.ep}")
+        if self.min_healthy_engines > self.num_engines:
+            raise ValueError(
+                f"min_healthy_engines {self.min_healthy_engines} is more than num_engines {self.num_engines}"
+            )
+        return self
+
+
+class WeightsConfig(Section):
+    """How the actor's weights reach the engines after every step."""
+
+    transport: Literal["disk", "broadcast"] = Field(
+        default="broadcast",
+        description="Through process groups, or through a checkpoint on a disk that engines and trainers share.",
+    )
+    bucket_mb: PositiveFloat = Field(default=512.0, description="MiB of weights transferred at once.")
+    timeout_s: PositiveFloat = Field(
+        default=600.0, description="Seconds for one publish, restarted engines included; below `actor.deadline_s`."
+    )
