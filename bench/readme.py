@@ -1,20 +1,96 @@
-"""Copies the tables of bench/results into the README, below the comments that name them: `<!-- bench/results/NAME.md -->`.
+"""Refreshes what README.md and docs/ copy from elsewhere, between a comment that names it and `<!-- end -->`.
+
+`<!-- bench/results/NAME.md -->`  a measured table      `<!-- loop -->`    the loop of megagrpo/train.py
+`<!-- rooms -->`                  the tree by folder    `<!-- layers -->`  what may import what
+`<!-- modules -->`                the package by folder and top-level module
 
 python bench/readme.py
 """
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-_PLACE = re.compile(r"(<!-- (bench/results/\w+\.md) -->\n)(.*?)(\n<!-- end -->)", re.DOTALL)
+PACKAGE = ROOT / "megagrpo"
+_PLACE = re.compile(r"(?<=<!-- )(?!end )(\S+)( -->\n)(?:.*?\n)??(?=<!-- end -->)", re.DOTALL)
+_SHORT = 98  # characters beside the name of a folder
+_OTHER_FOLDERS = [
+    ("configs/", "Experiments: quickstart, gsm8k_calc, calculator (laptop), gsm8k (one GPU node), moe_235b (cluster)"),
+    ("launch/, slurm/", "Shell scripts: installation, quickstart, tests, one node of a cluster, Slurm jobs"),
+    ("tests/", "unit/ (seconds), dist/ (gloo ranks), e2e/ (engines), cluster/ (Slurm, Ray, namespaces), gpu/ (CUDA)"),
+    ("bench/", "Programs that measure; results/ holds what they wrote"),
+]
+
+
+def pages() -> list[Path]:
+    """Returns README.md and the handbook."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def refreshed(text: str) -> str:
-    """README text with every named table, and the line that says where it was measured, as in its file."""
-    return _PLACE.sub(lambda place: place[1] + (ROOT / place[2]).read_text().strip() + place[4], text)
+    """Returns the text of a page with every copied part as it is now at its source."""
+    return _PLACE.sub(lambda place: f"{place[1]}{place[2]}{_copied(place[1]).strip()}\n", text)
+
+
+def _copied(source: str) -> str:
+    match source:
+        case "loop":
+            return f"```python\n{_loop()}\n```"
+        case "rooms":
+            return _tree([*((name, _shortened(text)) for name, text in _folders()), *_OTHER_FOLDERS])
+        case "modules":
+            return _tree([*_folders(), *_modules()])
+        case "layers":
+            return _layers()
+    return (ROOT / source).read_text(encoding="utf-8")
+
+
+def _loop() -> str:
+    text = (PACKAGE / "train.py").read_text(encoding="utf-8")
+    (function,) = (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef))
+    start = next(node.lineno for node in function.body if isinstance(node, ast.For))
+    return textwrap.dedent("\n".join(text.splitlines()[start - 1 : function.end_lineno]))
+
+
+def _tree(lines: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in lines) + 2
+    wrapped = [
+        textwrap.fill(text, 120, initial_indent=name.ljust(width), subsequent_indent=" " * width)
+        for name, text in lines
+    ]
+    return "\n".join(["```", *wrapped, "```"])
+
+
+def _folders() -> list[tuple[str, str]]:
+    return [(f"megagrpo/{path.parent.name}/", _summary(path)) for path in sorted(PACKAGE.glob("*/__init__.py"))]
+
+
+def _modules() -> list[tuple[str, str]]:
+    return [(f"megagrpo/{path.name}", _summary(path)) for path in sorted(PACKAGE.glob("[a-z]*.py"))]
+
+
+def _shortened(text: str) -> str:
+    """Returns the first sentence, up to a comma that leaves it short enough for one line."""
+    sentence = text.partition(". ")[0].rstrip(".")
+    return sentence if len(sentence) <= _SHORT else sentence[:_SHORT].rpartition(",")[0]
+
+
+def _summary(path: Path) -> str:
+    """Returns the first paragraph of a module's docstring."""
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.partition("\n\n")[0].split())
+
+
+def _layers() -> str:
+    """Returns LAYERS of the architecture test, lowest first."""
+    tree = ast.parse((ROOT / "tests" / "unit" / "test_architecture.py").read_text(encoding="utf-8"))
+    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    layers = ast.literal_eval(assigned["LAYERS"])
+    return "\n".join(f"{number}. {', '.join(sorted(parts))}" for number, parts in enumerate(layers, start=1))
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(refreshed(readme.read_text()))
+    for page in pages():
+        page.write_text(refreshed(page.read_text(encoding="utf-8")), encoding="utf-8")
