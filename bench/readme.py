@@ -57,7 +57,9 @@ def _loop() -> str:
 def _tree(lines: list[tuple[str, str]]) -> str:
     width = max(len(name) for name, _ in lines) + 2
     wrapped = [
-        textwrap.fill(text, 120, initial_indent=name.ljust(width), subsequent_indent=" " * width)
+        textwrap.fill(
+            text, 120, initial_indent=name.ljust(width), subsequent_indent=" " * width, break_on_hyphens=False
+        )
         for name, text in lines
     ]
     return "\n".join(["```", *wrapped, "```"])

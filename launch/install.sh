@@ -49,7 +49,7 @@ with open("pyproject.toml", "rb") as file:
 # --no-compile: bytecode is made when a module is first imported, which is for a fraction of the files and saves half a minute.
 install_cpu() {
     say "1/2 megagrpo, torch, Megatron-Core, Ray and the engine's light requirements"
-    "$venv/bin/python" -m pip install --no-compile --editable '.[cpu,test]'
+    "$venv/bin/python" -m pip install --no-compile --editable '.[cpu,test,lint]'
     say "2/2 SGLang without its CUDA requirements"
     extra cpu-engine | "$venv/bin/python" -m pip install --no-compile --no-deps --requirement /dev/stdin
 }
@@ -58,7 +58,7 @@ install_gpu() {
     say "1/2 torch and what builds Transformer Engine"
     "$venv/bin/python" -m pip install torch==2.13.0 'setuptools>=77' wheel ninja pybind11
     say "2/2 megagrpo, SGLang and Transformer Engine (compiled here: many minutes)"
-    "$venv/bin/python" -m pip install --no-build-isolation --editable '.[gpu,test]'
+    "$venv/bin/python" -m pip install --no-build-isolation --editable '.[gpu,test,lint]'
 }
 
 mkdir -p "$venv"

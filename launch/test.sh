@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what is missing and runs the tests: unit, dist (several ranks), e2e (real engine), cluster (real Slurm), gpu.
+# Installs what is missing, lints, and runs the tests: unit, dist (several ranks), e2e (real engine), cluster (real Slurm), gpu.
 # usage: launch/test.sh [--full] [pytest arguments]     --full: the slow ones too; paths replace the five folders
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,6 +22,7 @@ folders=(tests/unit tests/dist tests/e2e tests/cluster tests/gpu)
 for argument in "$@"; do
     [ ! -e "${argument%%::*}" ] || folders=()
 done
+[ ${#folders[@]} = 0 ] || bash launch/lint.sh
 existing=()
 for folder in "${folders[@]}"; do
     [ -z "$(find "$folder" -name 'test_*.py' -print -quit 2>/dev/null)" ] || existing+=("$folder")

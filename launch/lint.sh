@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Lints, checks the format and checks the types, with the settings in pyproject.toml.
+# usage: launch/lint.sh [--fix]     --fix: mends what can be mended, and formats
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bin="${MEGAGRPO_VENV:-.venv}/bin"
+if [ "${1:-}" = --fix ]; then
+    "$bin/ruff" check --fix
+    "$bin/ruff" format
+else
+    "$bin/ruff" check
+    "$bin/ruff" format --check
+fi
+"$bin/mypy"
