@@ -64,11 +64,11 @@ def _doc(section: type[BaseModel]) -> list[str]:
 
 
 def _table(path: str, section: type[BaseModel]) -> list[str]:
-    rows = [
-        f"| `{name}` | {_type(field)} | {_default(field)} | {field.description or ''} |"
-        for name, field in section.model_fields.items()
-        if not _is_variant_name(name, field, path)
-    ]
+    rows = []
+    for name, field in section.model_fields.items():
+        if not _is_variant_name(name, field, path):
+            meaning = (field.description or "").replace("|", "\\|")  # a bar ends a cell
+            rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {meaning} |")
     return ["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
 
 

@@ -132,6 +132,16 @@ def test_the_loop_in_the_readme_is_the_one_that_runs():
     assert all(f"    {line}" in source.splitlines() for line in shown.splitlines())
 
 
+def test_the_table_of_files_to_open_counts_them():
+    """In docs/architecture.md: the number of files touched is the number of the package's files and folders named."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (?:read|find|add) .*$", page, re.MULTILINE)
+    assert len(rows) >= 9
+    for row in rows:
+        _, _, files, touched, _, _ = row.split("|")
+        assert len(re.findall(rf"`{FOLDERS}", files)) == int(touched), row
+
+
 def test_measured_tables_are_shown():
     shown = {name for page in pages() for name in re.findall(r"<!-- (bench/results/\w+\.md) -->", page.read_text())}
     names = "learning_quickstart learning_gsm8k_calc faults soak presets certificates layouts"
