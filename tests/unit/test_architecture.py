@@ -61,7 +61,7 @@ def part_of(path: str) -> str:
 
 
 def imports(path: str, top_level_only: bool = False) -> list[str]:
-    """Full names of imported modules; `from megagrpo.a import b` counts as megagrpo.a.b. TYPE_CHECKING blocks are left out."""
+    """Full names of imported modules; `from megagrpo.a import b` counts as megagrpo.a.b. No TYPE_CHECKING blocks."""
     found = []
 
     def visit(node: ast.AST) -> None:

@@ -148,6 +148,12 @@ def test_measured_tables_are_shown():
     assert {f"bench/results/{name}.md" for name in names.split()} <= shown
 
 
+def test_figures_in_prose_are_measured():
+    text = (ROOT / "README.md").read_text().replace("\n", " ")
+    before, after = re.search(r"Seed 0 of the quickstart.*? from (0\.\d+) to (0\.\d+);", text).groups()
+    assert f"| seed 0 | {before} | {after} |" in (ROOT / "bench/results/learning_quickstart.md").read_text()
+
+
 def test_the_configuration_page_is_fresh():
     page = (ROOT / "docs" / "configuration.md").read_text()
     assert page == reference(), "python -m megagrpo.config.describe > docs/configuration.md"

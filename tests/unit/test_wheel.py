@@ -45,8 +45,8 @@ def installed(tmp_path_factory) -> Path:
     assert run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder).returncode == 0
     install = run(*pip, "--python", python, "install", "--no-deps", wheel, cwd=folder)
     assert install.returncode == 0, install.stderr
-    # Other people's packages come from the environment of the tests. The .pth files in a folder that a .pth names are not
-    # read, so an editable installation of this checkout stays out of reach.
+    # Other people's packages come from the environment of the tests. The .pth files in a folder that a .pth names are
+    # not read, so an editable installation of this checkout stays out of reach.
     (site,) = environment.glob("lib/python*/site-packages")
     (site / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
