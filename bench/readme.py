@@ -2,12 +2,13 @@
 
 `<!-- bench/results/NAME.md -->`  a measured table      `<!-- loop -->`    the loop of megagrpo/train.py
 `<!-- rooms -->`                  the tree by folder    `<!-- layers -->`  what may import what
-`<!-- modules -->`                the package by folder and top-level module
+`<!-- modules -->`                the package by room      `<!-- presets -->`  the presets
 
 python bench/readme.py
 """
 
 import ast
+import itertools
 import re
 import textwrap
 from pathlib import Path
@@ -44,6 +45,8 @@ def _copied(source: str) -> str:
             return _tree([*_folders(), *_modules()])
         case "layers":
             return _layers()
+        case "presets":
+            return _presets()
     return (ROOT / source).read_text(encoding="utf-8")
 
 
@@ -91,6 +94,15 @@ def _layers() -> str:
     assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
     layers = ast.literal_eval(assigned["LAYERS"])
     return "\n".join(f"{number}. {', '.join(sorted(parts))}" for number, parts in enumerate(layers, start=1))
+
+
+def _presets() -> str:
+    """Returns a table of the presets with the comment at the head of each file."""
+    rows = []
+    for path in sorted((PACKAGE / "config" / "presets").glob("*.yaml")):
+        head = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        rows.append(f"| `{path.stem}` | {' '.join(line.removeprefix('#').strip() for line in head)} |")
+    return "\n".join(["| preset | what it is |", "|---|---|", *rows])
 
 
 if __name__ == "__main__":

@@ -120,9 +120,9 @@ class ExperimentConfig(Section):
         full = kl.estimator == "full" and self.algorithm.uses_reference
         if full and parallel.cp > 1 and train.num_updates_per_step > 1 and not self.actor.packing:
             raise ValueError(
-                f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp}, {train.num_updates_per_step} updates "
-                "a step: they need actor.packing: true; padded, the reference's positions would lie on other ranks than "
-                "the actor's"
+                f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {train.num_updates_per_step} updates"
+                " a step need actor.packing: true; padded, the reference's positions would lie on other ranks than the"
+                " actor's"
             )
         self.algorithm.check_group_size(train.group_size)
         self.algorithm.check_responses(train.num_prompts_per_step * train.group_size)
