@@ -166,3 +166,9 @@ def test_papers():
     assert citation["license"] == project["license"] and citation["title"] == project["name"]
     version = re.search(r'__version__ = "(.*)"', (ROOT / "megagrpo" / "__init__.py").read_text())[1]
     assert citation["version"] == version and version in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_commit_hooks_fetch_nothing():
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repository["repo"] for repository in repositories] == ["local"]
+    assert {hook["language"] for repository in repositories for hook in repository["hooks"]} == {"system"}
