@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what is missing, lints, and runs the tests: unit, dist (several ranks), e2e (real engine), cluster (real Slurm), gpu.
+# Installs what is missing and runs the tests: unit, dist (several ranks), e2e (real engine), cluster (real Slurm), gpu.
 # usage: launch/test.sh [--full] [pytest arguments]     --full: the slow ones too; paths replace the five folders
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,6 +9,7 @@ if [[ "${1:-}" == --full ]]; then
     shift
 fi
 bash launch/install.sh
+[ $# -gt 0 ] || bash launch/lint.sh # all tests: the linters first, which need seconds
 
 # The cluster tests want Debian's Slurm and network namespaces; without root or apt-get they skip and say why.
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmctld && command -v munged && command -v ip; } >/dev/null; then
@@ -22,7 +23,6 @@ folders=(tests/unit tests/dist tests/e2e tests/cluster tests/gpu)
 for argument in "$@"; do
     [ ! -e "${argument%%::*}" ] || folders=()
 done
-[ ${#folders[@]} = 0 ] || bash launch/lint.sh
 existing=()
 for folder in "${folders[@]}"; do
     [ -z "$(find "$folder" -name 'test_*.py' -print -quit 2>/dev/null)" ] || existing+=("$folder")
