@@ -18,8 +18,9 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megagrpo.algo.estimators import grpo
+from megagrpo.algo.estimators import EstimatorInputs, grpo
 from megagrpo.algo.statistics import group_statistics
+from megagrpo.config.estimators import GrpoAdvantage
 from megagrpo.mesh import make_mesh
 
 GROUP_SIZE, REPEATS = 8, 40
@@ -28,7 +29,18 @@ SIZES, WORLDS = (4096, 32768), (1, 2, 4)
 
 def exact(rewards, ids, num_groups, valid, reduce):
     stats = group_statistics(rewards, ids, num_groups, valid, reduce, std_ddof=1)
-    return grpo(rewards, ids, stats, 1e-6, "zero").float()
+    inputs = EstimatorInputs(
+        rewards=rewards,
+        token_rewards=None,
+        totals=rewards,
+        greedy_rewards=None,
+        group_ids=ids,
+        valid=valid,
+        sampled=valid[:, None],
+        stats=stats,
+        reduce=reduce,
+    )
+    return grpo(inputs, GrpoAdvantage()).float()
 
 
 def plain(rewards, ids, num_groups, valid, reduce):

@@ -115,6 +115,16 @@ def exact_group_sums(
     return sums * up, along
 
 
+def exact_row_sums(values: Tensor) -> Tensor:
+    """Returns the sums [N] over the columns of [N, S] float64.
+
+    They do not depend on S, the padded width, which differs between layouts.
+    """
+    rows = torch.arange(len(values), device=values.device)[:, None].expand(values.shape)
+    bound = values.abs().amax(1) if values.numel() else values.new_zeros(len(values))
+    return exact_group_sums(values.reshape(-1), rows.reshape(-1), bound, alone)[0]
+
+
 def _sums_of_scaled(
     values: Tensor, group_ids: Tensor, num_groups: int, reduce: Reduce, along: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

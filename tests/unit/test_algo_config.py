@@ -3,8 +3,10 @@
 import pytest
 import yaml
 
-from megagrpo.config.algorithm import AdvantageConfig, AlgorithmConfig, PolicyLossConfig
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.estimators import ESTIMATOR_CONFIGS
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
+from megagrpo.config.policy_loss import POLICY_LOSS_CONFIGS
 from megagrpo.config.schema import ExperimentConfig
 
 REFUSED = [  # options, part of the reason
@@ -108,8 +110,8 @@ def test_advice_and_formula():
         AlgorithmConfig().formula
         == "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
     )
-    for advantage in AdvantageConfig.__args__:
-        for loss in PolicyLossConfig.__args__:
+    for advantage in ESTIMATOR_CONFIGS:
+        for loss in POLICY_LOSS_CONFIGS:
             names = (advantage.model_fields["name"].default, loss.model_fields["name"].default)
             assert AlgorithmConfig(advantage={"name": names[0]}, loss={"name": names[1]}).formula
 

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from megagrpo.algo.kl import kl_penalty
-from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denominators, objective, token_loss
+from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denominators, objective
+from megagrpo.algo.policy_loss import PolicyInputs, token_loss
 from megagrpo.algo.statistics import alone
-from megagrpo.config.algorithm import AlgorithmConfig, CispoLoss, GpgLoss, KlConfig
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.kl import KlConfig
+from megagrpo.config.policy_loss import CispoLoss, GpgLoss
 from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
 
 LOSSES, AGGREGATION, KL = "policy_losses.json", "agg_loss.json", "kl.json"
@@ -137,7 +140,7 @@ def test_roll_topr_is_two_of_our_losses(case):
     problem = Problem(case)
     positive = torch.tensor([score > 0 for score in scores_of(case["notes"])])[:, None]
     right, wrong = (
-        token_loss(problem.logp, problem.old, problem.advantages, problem.mask, options).value
+        token_loss(PolicyInputs(problem.logp, problem.old, problem.advantages, problem.mask), options).value
         for options in (GpgLoss(), CispoLoss(clip_ratio_high=0.0))
     )
     value = aggregate(torch.where(positive, right, wrong), problem.mask, problem.aggregation, problem.denominators)

@@ -9,10 +9,13 @@ from megagrpo.algo.correction import kept, policy_weights
 from megagrpo.algo.dynamic_sampling import select_groups
 from megagrpo.algo.estimators import whiten
 from megagrpo.algo.logprob import chunked_logprobs
-from megagrpo.algo.loss import aggregate, count_denominators, token_loss
+from megagrpo.algo.loss import aggregate, count_denominators
+from megagrpo.algo.policy_loss import PolicyInputs, token_loss
 from megagrpo.algo.reward_shaping import overlong_penalty
 from megagrpo.algo.statistics import alone, moments
-from megagrpo.config.algorithm import Band, GpgLoss, OverlongShaping, PpoClipLoss, Rejection, TruncatedImportance
+from megagrpo.config.correction import Band, Rejection, TruncatedImportance
+from megagrpo.config.policy_loss import GpgLoss, PpoClipLoss
+from megagrpo.config.reward_shaping import OverlongShaping
 from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
 
 CORRECTION, DAPO, STATS, LOSSES = "rollout_correction.json", "dapo.json", "stats_logits.json", "policy_losses.json"
@@ -89,15 +92,14 @@ def test_verl_bypass_mode(case):
     old, advantages = tensor(inputs["old_log_prob"]), tensor(inputs["advantages"])
     logp, mask = tensor(inputs["log_prob"]).requires_grad_(), tensor(inputs["response_mask"]) > 0
     log_ratio, left = (logp - old).detach(), mask
+    policy = PolicyInputs(logp, old, advantages, mask)
     if params["rollout_rs"]:
         left = kept(log_ratio, mask, rejection(params["rollout_rs"], params["rollout_rs_threshold"]))
     if params["loss_type"] == "reinforce":
         options = TruncatedImportance(name="tis", over=params["rollout_is"], cap=float(params["rollout_is_threshold"]))
-        value = token_loss(logp, old, advantages, mask, GpgLoss()).value * policy_weights(
-            log_ratio, mask, options, alone
-        )
+        value = token_loss(policy, GpgLoss()).value * policy_weights(log_ratio, mask, options, alone)
     else:
-        value = token_loss(logp, old, advantages, mask, PpoClipLoss()).value  # its ratio is the correction already
+        value = token_loss(policy, PpoClipLoss()).value  # its ratio is the correction already
     loss = aggregate(value, left, params["loss_agg_mode"], count_denominators(left, alone, 1.0))
     (gradient,) = torch.autograd.grad(loss, logp)
     close(loss, case["outputs"]["loss"])
