@@ -149,10 +149,10 @@ class AlgoState:
 
 @dataclass
 class TrainState:
-    """All that a checkpoint keeps beside weights and optimiser. `step` counts finished steps and is the weight version."""
+    """Holds all that a checkpoint keeps beside weights and optimiser."""
 
-    step: int = 0
+    step: int = 0  # steps finished; also the version of the weights
     data_cursor: int = 0  # prompts consumed so far, over all epochs
     algo_state: AlgoState = AlgoState()
-    # Dynamic sampling: groups for the next step, ids dense over all ranks. This rank's; in a checkpoint those of all ranks.
+    # Dynamic sampling: groups for the next step, ids dense over all ranks. This rank's; in a checkpoint those of all.
     surplus: list[RolloutGroup] = field(default_factory=list)

@@ -21,10 +21,10 @@ from megagrpo.types import AlgoState, Batch
 def with_advantages(
     batch: Batch, algorithm: AlgorithmConfig, reduce: Reduce, state: AlgoState, max_response_tokens: int
 ) -> tuple[Batch, AlgoState, dict[str, float]]:
-    """Collective over data-parallel ranks. Returns the batch with advantages [N, S], the next state and global metrics.
+    """Collective over data-parallel ranks. Returns the batch with advantages [N, S], the next state and metrics.
 
-    Invalid, truncated (if asked) and rejected samples lose their loss mask. Where algorithm.needs_old_logprobs the batch
-    has old_logprobs, where algorithm.uses_reference ref_logprobs.
+    Invalid, truncated (if asked) and rejected samples lose their loss mask. Where algorithm.needs_old_logprobs is true
+    the batch has old_logprobs, where algorithm.uses_reference is, ref_logprobs. max_response_tokens: of a response.
     """
     sampled = (batch.loss_mask > 0) & batch.valid[:, None]
     metrics = _spread("reward", batch.rewards[batch.valid], reduce)
@@ -67,7 +67,7 @@ def with_advantages(
 def _kl_in_reward(
     batch: Batch, sampled: Tensor, algorithm: AlgorithmConfig, state: AlgoState, reduce: Reduce
 ) -> tuple[Tensor | None, AlgoState, dict[str, float]]:
-    """Returns the token rewards [N, S] float64 or None, the state with the next KL coefficient, and metrics of the KL."""
+    """Returns the token rewards [N, S] float64 or None, the state with the next KL coefficient, and metrics."""
     options = algorithm.kl
     if not algorithm.measures_kl_before_update:
         return None, state, {}

@@ -1,7 +1,7 @@
 """Advantage estimators, one pure function each: rewards and statistics in, a float64 number per response or token out.
 
-Constant groups get exactly 0 from every function that compares the responses of a group. To add an estimator: its variant
-in config/estimators.py, its function here and its row in ESTIMATORS.
+Constant groups get exactly 0 from every function that compares the responses of a group. To add an estimator: its
+variant in config/estimators.py, its function here and its row in ESTIMATORS.
 """
 
 import math
@@ -157,10 +157,11 @@ def estimate(inputs: EstimatorInputs, options: Estimator) -> Tensor:
 
 
 def discounted_returns(rewards: Tensor, token_rewards: Tensor | None, mask: Tensor, gamma: float) -> Tensor:
-    """Returns G_t = R_t + gamma G_next over unmasked tokens [N, S], R = token_rewards plus the reward at the last of them.
+    """Returns G_t = R_t + gamma G_next [N, S] over unmasked tokens, 0 on the others.
 
-    rewards [N] float64; token_rewards [N, S]; mask [N, S] bool. Credit passes through masked tokens (tool output)
-    undiscounted, as if they were not there. Column by column, so the result does not depend on the padded width.
+    R is token_rewards, plus the reward at the last unmasked token. rewards [N] float64; token_rewards [N, S]; mask
+    [N, S] bool. Credit passes through masked tokens (tool output) undiscounted, as if they were not there. Column
+    by column, so the result does not depend on the padded width.
     """
     out = torch.zeros(mask.shape, dtype=torch.float64, device=rewards.device)
     carry = rewards.clone()  # gamma has nothing to discount before the last unmasked token is met

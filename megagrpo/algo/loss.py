@@ -60,8 +60,9 @@ def objective(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns the share of the loss (scalar, with gradient) and metric sums (float64) of one micro-batch.
 
-    loss = aggregate(weights * policy + kl.loss_coef * KL - entropy_coef * entropy). Metric sums added up over micro-batches
-    and ranks are divided by the sum `tokens`, those trained on; `loss/...` are shares of the loss and only added up.
+    loss = aggregate(weights * policy + kl.loss_coef * KL - entropy_coef * entropy). Metric sums added up over
+    micro-batches and ranks are divided by the sum `tokens`, those trained on; `loss/...` are shares of the loss and
+    only added up.
     """
     mask = inputs.loss_mask > 0
     inputs = _without_masked(inputs, mask)

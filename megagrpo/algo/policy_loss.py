@@ -72,10 +72,8 @@ def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
     """
     log_ratio, mask = inputs.logprobs - inputs.old_logprobs, inputs.mask
     mean = (log_ratio.detach() * mask).sum(1) / mask.sum(1).clamp(min=1)
-    if options.clamp == "both":
-        mean = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    else:
-        mean = mean.clamp(max=GSPO_VERL_LIMIT)
+    lowest, highest = (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) if options.clamp == "both" else (None, GSPO_VERL_LIMIT)
+    mean = mean.clamp(lowest, highest)
     ratio = mean.exp()[:, None] * (inputs.logprobs - inputs.logprobs.detach()).exp()
     return _clipped_surrogate(ratio, inputs.advantages, options.clip_ratio_low, options.clip_ratio_high)
 

@@ -48,7 +48,7 @@ class ShapedRewards:
 
 
 class RewardFunction(Protocol):
-    """Takes the rewards of the step before, what else may be looked at, and the options; collective where it reduces."""
+    """Takes the rewards of the step before, what else may be looked at, and the options. Collective if it reduces."""
 
     def __call__(self, rewards: ShapedRewards, inputs: RewardInputs, options: Any, /) -> ShapedRewards: ...
 
@@ -56,7 +56,7 @@ class RewardFunction(Protocol):
 def shape_rewards(
     rewards: Tensor, inputs: RewardInputs, options: RewardShapingConfig, state: AlgoState
 ) -> ShapedRewards:
-    """Collective over data-parallel ranks. Takes the grader's rewards [N] through every step of REWARD_STEPS in its order."""
+    """Collective over data-parallel ranks. Takes the grader's rewards [N] through REWARD_STEPS, in its order."""
     shaped = ShapedRewards(rewards.double().masked_fill(~inputs.valid, 0.0), state, {})
     for step in REWARD_STEPS.values():
         shaped = _step(step, shaped, inputs, options)

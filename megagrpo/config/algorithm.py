@@ -18,8 +18,8 @@ class DynamicSampling(Section):
 
     metric: Literal["reward", "shaped_reward"] = Field(
         default="reward",
-        description="In what the responses of a group must differ: the grader's reward, or that scaled and after overlong "
-        "shaping.",
+        description="In what the responses of a group must differ: the grader's reward, or that scaled and after "
+        "overlong shaping.",
     )
     max_num_gen_batches: int = Field(
         default=10, ge=1, description="Batches of prompts a step may generate before the run stops."
@@ -112,8 +112,8 @@ class AlgorithmConfig(Section):
         adaptive = self.kl.adaptive
         if adaptive is not None and adaptive.horizon <= KL_ERROR_LIMIT * num_responses:
             raise ValueError(
-                f"algorithm.kl.adaptive.horizon {adaptive.horizon:g} is too short for {num_responses} responses a step: "
-                f"the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x {num_responses} / horizon at worst; "
+                f"algorithm.kl.adaptive.horizon {adaptive.horizon:g} is too short for {num_responses} responses a "
+                f"step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x {num_responses} / horizon at worst; "
                 f"use more than {KL_ERROR_LIMIT * num_responses:g}"
             )
 

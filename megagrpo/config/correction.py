@@ -14,8 +14,8 @@ class TruncatedImportance(Section):
     name: Literal["tis"] = Field(description="Selects truncated importance sampling.")
     over: Literal["token", "sequence", "geometric"] = Field(
         default="token",
-        description="What the ratio is of: a token, a sequence (the product of its tokens' ratios), or the geometric mean "
-        "of a sequence's ratios.",
+        description="What the ratio is of: a token, a sequence (the product of its tokens' ratios), or the geometric "
+        "mean of a sequence's ratios.",
     )
     cap: Positive = Field(default=2.0, description="Largest weight.")
     floor: NonNegative = Field(default=0.0, description="Smallest weight.")
@@ -54,8 +54,8 @@ class Rejection(Section):
     )
     over: Literal["mean", "sum", "max", "token"] = Field(
         default="mean",
-        description="How a sequence is judged: by the mean over its tokens (of the log-ratio: the geometric mean of the "
-        "ratio), the sum or the extremes. token: every token for itself.",
+        description="How a sequence is judged: by the mean over its tokens (of the log-ratio: the geometric mean "
+        "of the ratio), the sum or the extremes. token: every token for itself.",
     )
     low: NonNegative = Field(
         default=0.0, description="Smallest ratio that is kept; a KL estimate has an upper limit only."

@@ -153,8 +153,8 @@ class GpgAdvantage(_ComparesResponses):
     name: Literal["gpg"] = Field(default="gpg", description=_CHOOSES)
     alpha: Literal["non_degenerate", "nonzero_reward"] = Field(
         default="non_degenerate",
-        description="What alpha divides the number of responses by: those in groups whose rewards differ, or those with "
-        "a reward other than 0, as verl does.",
+        description="What alpha divides the number of responses by: those in groups whose rewards differ, or those "
+        "with a reward other than 0, as verl does.",
     )
 
 

@@ -1,7 +1,7 @@
 """Policy losses: the fields and the formula of each.
 
-To add one: write its variant here and name it in PolicyLossConfig, then write its function and its row in POLICY_LOSSES of
-algo/policy_loss.py. A variant without a row fails when that module is imported.
+To add one: write its variant here and name it in PolicyLossConfig, then write its function and its row in POLICY_LOSSES
+of algo/policy_loss.py. A variant without a row fails when that module is imported.
 """
 
 from typing import Annotated, ClassVar, Literal, get_args

@@ -13,7 +13,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 class Variant(Section):
-    """Holds the fields of one choice; `name` selects it in YAML. Class variables describe it to the rest of the program."""
+    """Holds the fields of one choice, which `name` selects in YAML; class variables describe it to the program."""
 
     formula: ClassVar[str]  # in the papers' notation, for AlgorithmConfig.formula
     aggregations: ClassVar[tuple[Aggregation, ...] | None] = None  # those the paper's objective needs; None: any

@@ -1,4 +1,4 @@
-"""Statistics and advantages are the same bits for every data-parallel size, rank order and placement, over real gloo ranks."""
+"""Statistics and advantages are the same bits for every data-parallel size, rank order and placement, over gloo."""
 
 from dataclasses import fields, replace
 

@@ -1,4 +1,4 @@
-"""The algorithm section: combinations that cannot work are refused with the reason, presets are the papers' settings."""
+"""The algorithm section: impossible combinations are refused with the reason, presets are the papers' settings."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""Every loss, KL form and aggregation: closed-form value and gradient; shares add up; nothing leaks from masked tokens."""
+"""Every loss, KL form and aggregation: closed-form value and gradient; shares add up; masked tokens leak nothing."""
 
 import math
 from dataclasses import fields, replace
@@ -185,7 +185,7 @@ def test_aggregation(name):
 
 
 def test_rejected_tokens_may_stay_in_every_denominator():
-    """Two of four tokens were rejected: with counted_mask the others weigh 1/4 each, not 1/2, and metrics are of the trained two."""
+    """Two of four tokens were rejected: with counted_mask the others weigh 1/4 each, not 1/2; metrics see those two."""
     trained, counted = torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
     zeros, logprobs = torch.zeros_like(counted), torch.zeros_like(counted).requires_grad_()
     inputs = LossInputs(logprobs, zeros, trained, counted, zeros, zeros, counted_mask=counted)

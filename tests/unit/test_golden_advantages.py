@@ -212,7 +212,7 @@ def test_slime_and_miles(case):
     "case", cases(FILE, ("defect",), lambda c: c["case"].startswith("xf.") and "rewards" in c["inputs"])
 )
 def test_per_response_defects(case):
-    """D9 NaN for n = 1, D15 wrong shape, D16 KeyError, D21 leave-one-out std blow-up, N8 a short group swallows the batch."""
+    """D9 NaN for n = 1, D15 wrong shape, D16 KeyError, D21 leave-one-out std blow-up, N8 a short group takes all."""
     inputs = case["inputs"]
     if "D16" in case["defects"]:  # running moments need no such key
         rewards = {"rewards": inputs["rewards"], "group": [0] * len(inputs["rewards"])}

@@ -27,12 +27,12 @@ def log_ratio_and_mask(case: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rejection(mode: str, threshold: str) -> Rejection:
-    """verl's names: token|seq_sum|seq_mean|seq_max _ k1|k2|k3. D7: its k1 bounds act on rollout / old, the inverse of ours."""
+    """verl's names: token|seq_sum|seq_mean|seq_max _ k1|k2|k3. D7: its k1 bounds act on rollout / old."""
     over, measure = mode.rsplit("_", 1)
     over = over.removeprefix("seq_")
     if measure != "k1":
         return Rejection(measure=measure, over=over, high=float(threshold))
-    low, high = (threshold.split("_") + [None])[:2] if "_" in threshold else (1 / float(threshold), threshold)
+    low, high = [*threshold.split("_"), None][:2] if "_" in threshold else (1 / float(threshold), threshold)
     return Rejection(measure="ratio", over=over, low=1 / float(high), high=1 / float(low))
 
 
@@ -137,7 +137,7 @@ def kept_groups(case: dict) -> list[int]:
     "case", cases(DAPO, ("reference", "convention", "defect"), lambda c: c["case"].startswith("filter"))
 )
 def test_dynamic_sampling(case):
-    """D12: std > 0 keeps constant groups whose float mean is off by a bit. n = 1 is kept by verl; here it is no difference."""
+    """D12: std > 0 keeps constant groups whose float mean is off by a bit. n = 1 is kept by verl, dropped here."""
     groups, outputs = case["inputs"]["group"], case["outputs"]
     theirs = [g for g in outputs["kept_groups"] if groups.count(g) > 1]
     if case["status"] == "defect":
@@ -158,7 +158,7 @@ def test_whitening(case):
 
 @pytest.mark.parametrize("case", cases(STATS, ("reference", "convention"), lambda c: c["case"].startswith("logits")))
 def test_logprobs_and_entropy(case):
-    """An identity weight makes hidden states the logits. N7: arithmetic in bfloat16 is off by 1e-2; the float64 case is right."""
+    """An identity weight makes hidden states the logits. N7: bfloat16 is off by 1e-2; the float64 case is right."""
     logits = tensor(case["inputs"]["logits"], torch.float32).requires_grad_()
     labels = torch.tensor(case["inputs"]["labels"], dtype=torch.int64)
     mine, entropy = chunked_logprobs(logits, torch.eye(logits.shape[1]), labels, 1.0, chunk_tokens=2)
