@@ -28,7 +28,40 @@ def with_advantages(
     """
     sampled = (batch.loss_mask > 0) & batch.valid[:, None]
     metrics = _spread("reward", batch.rewards[batch.valid], reduce)
-    reward_inputs = RewardInputs(
+    inputs = _reward_inputs(batch, reduce, max_response_tokens)
+    shaped = shape_rewards(batch.rewards, inputs, algorithm.reward, state)
+    token_rewards, state, kl_metrics = _kl_in_reward(batch, sampled, algorithm, shaped.state, reduce)
+    batch, mismatch_metrics = _with_trained_mask(batch, sampled, algorithm, reduce)
+    greedy_rewards = _greedy_rewards(batch, inputs, algorithm)
+    totals = shaped.values if token_rewards is None else shaped.values + exact_row_sums(token_rewards)
+    stats = group_statistics(
+        totals, batch.group_ids, batch.num_groups, batch.valid, reduce, algorithm.advantage.group_std_ddof
+    )
+    estimator_inputs = EstimatorInputs(
+        rewards=shaped.values,
+        token_rewards=token_rewards,
+        totals=totals,
+        greedy_rewards=greedy_rewards,
+        group_ids=batch.group_ids,
+        valid=batch.valid,
+        sampled=sampled,
+        stats=stats,
+        reduce=reduce,
+    )
+    advantages = estimate(estimator_inputs, algorithm.advantage)
+    trained = batch.loss_mask > 0
+    if algorithm.whitens:
+        advantages = whiten(advantages, moments(advantages[trained], reduce))
+    advantages = advantages.masked_fill(~trained, 0.0)
+    if algorithm.advantage_clip is not None:
+        advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
+    metrics |= shaped.metrics | kl_metrics | mismatch_metrics | _group_metrics(stats)
+    metrics |= _spread("advantage", advantages[trained], reduce)
+    return replace(batch, advantages=advantages.float()), state, metrics
+
+
+def _reward_inputs(batch: Batch, reduce: Reduce, max_response_tokens: int) -> RewardInputs:
+    return RewardInputs(
         response_lengths=batch.lengths - batch.prompt_lengths,
         group_ids=batch.group_ids,
         num_groups=batch.num_groups,
@@ -36,32 +69,6 @@ def with_advantages(
         max_response_tokens=max_response_tokens,
         reduce=reduce,
     )
-    shaped = shape_rewards(batch.rewards, reward_inputs, algorithm.reward, state)
-    penalty, state, kl_metrics = _kl_in_reward(batch, sampled, algorithm, shaped.state, reduce)
-    batch, mismatch_metrics = _with_trained_mask(batch, sampled, algorithm, reduce)
-    totals = shaped.values if penalty is None else shaped.values + exact_row_sums(penalty)
-    ddof = algorithm.advantage.group_std_ddof
-    inputs = EstimatorInputs(
-        rewards=shaped.values,
-        token_rewards=penalty,
-        totals=totals,
-        greedy_rewards=_greedy_rewards(batch, reward_inputs, algorithm),
-        group_ids=batch.group_ids,
-        valid=batch.valid,
-        sampled=sampled,
-        stats=group_statistics(totals, batch.group_ids, batch.num_groups, batch.valid, reduce, ddof),
-        reduce=reduce,
-    )
-    advantages = estimate(inputs, algorithm.advantage)
-    trained = batch.loss_mask > 0
-    if algorithm.whitens:
-        advantages = whiten(advantages, moments(advantages[trained], reduce))
-    advantages = advantages.masked_fill(~trained, 0.0)
-    if algorithm.advantage_clip is not None:
-        advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
-    metrics |= shaped.metrics | kl_metrics | mismatch_metrics | _group_metrics(inputs.stats)
-    metrics |= _spread("advantage", advantages[trained], reduce)
-    return replace(batch, advantages=advantages.float()), state, metrics
 
 
 def _kl_in_reward(
@@ -77,8 +84,8 @@ def _kl_in_reward(
     if options.adaptive is not None:
         num_responses = _total(batch.valid, reduce)
         state = replace(state, kl_coef=adapted_kl_coef(options.coef, mean, num_responses, options.adaptive))
-    penalty = -options.reward_coef * kl if options.reward_coef else None
-    return penalty, state, {"kl/coef": options.coef, "kl/reference_before_update": mean}
+    token_rewards = -options.reward_coef * kl if options.reward_coef else None
+    return token_rewards, state, {"kl/coef": options.coef, "kl/reference_before_update": mean}
 
 
 def _with_trained_mask(

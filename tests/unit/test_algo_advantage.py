@@ -1,12 +1,14 @@
 """Every estimator: closed form, properties of a group, and the order of operations around it."""
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.kl import with_current_kl_coef
@@ -14,7 +16,7 @@ from megagrpo.algo.reward_shaping import ShapedRewards, normalise
 from megagrpo.algo.statistics import alone, exact_row_sums
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.reward_shaping import RewardShapingConfig
-from megagrpo.types import AlgoState, Batch
+from megagrpo.types import AlgoState, Batch, RewardMoments, TrainState
 from tests.unit.algo_inputs import reward_inputs
 
 EPS = 1e-6
@@ -202,6 +204,13 @@ def test_running_moments_are_those_of_all_batches():
         seen = parts[: i + 1].reshape(-1)
         torch.testing.assert_close(out.values, (part - seen.mean()) / (seen.std() + EPS), rtol=1e-12, atol=1e-12)
     assert state.reward_moments.count == 30
+
+
+def test_the_state_survives_a_checkpoint_to_the_last_bit():
+    moments = RewardMoments(count=30, mean=1 / 3, root=0.1 + 0.2)
+    state = TrainState(step=3, algo_state=AlgoState(reward_moments=moments, kl_coef=0.7 / 3))
+    for saved in (state, TrainState()):
+        assert TypeAdapter(TrainState).validate_python(json.loads(json.dumps(asdict(saved)))) == saved
 
 
 @pytest.mark.parametrize("scope", ["group", "batch", "running"])
