@@ -2,7 +2,7 @@
 
 from megagrpo.actor.step import update, with_logprobs
 from megagrpo.algo.advantage import with_advantages
-from megagrpo.algo.reward_shaping import with_current_kl_coef
+from megagrpo.algo.kl import with_current_kl_coef
 from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.evaluation import evaluate
 from megagrpo.monitor.metrics import Metrics, StepTimer
@@ -34,7 +34,8 @@ def train(run: Run) -> None:
             batch = with_logprobs(
                 actor, batch, temperature, old, algorithm.kl.estimator if algorithm.uses_reference else None
             )
-        batch, values = with_advantages(batch, algorithm, mesh.reduce, state.algo_state, max_tokens)  # the all-reduce
+        # the all-reduce of group statistics
+        batch, state.algo_state, values = with_advantages(batch, algorithm, mesh.reduce, state.algo_state, max_tokens)
         with timer.phase("update"):
             values |= update(actor, batch, algorithm, temperature, max_tokens, num_updates)
         run.inspect_update(batch, algorithm, values)  # an update that was not finite: dumped; halt or go on

@@ -130,12 +130,29 @@ class MicroBatch:
     max_seqlen: int = 0
 
 
+@dataclass(frozen=True)
+class RewardMoments:
+    """Moments of all valid rewards so far. A root and not the sum itself: squares of huge rewards overflow."""
+
+    count: int = 0  # rewards
+    mean: float = 0.0
+    root: float = 0.0  # of the sum of squared deviations from the mean
+
+
+@dataclass(frozen=True)
+class AlgoState:
+    """What the algorithm carries from step to step; the functions that change it return a new one."""
+
+    reward_moments: RewardMoments = RewardMoments()
+    kl_coef: float | None = None  # reached by the adaptive KL coefficient; None before the first step
+
+
 @dataclass
 class TrainState:
-    """All that a checkpoint keeps beside weights and optimiser. `step` counts finished steps and is the weight version."""
+    """Holds all that a checkpoint keeps beside weights and optimiser."""
 
-    step: int = 0
+    step: int = 0  # steps finished; also the version of the weights
     data_cursor: int = 0  # prompts consumed so far, over all epochs
-    algo_state: dict = field(default_factory=dict)  # running reward moments, adaptive KL coefficient
-    # Dynamic sampling: groups for the next step, ids dense over all ranks. This rank's; in a checkpoint those of all ranks.
+    algo_state: AlgoState = AlgoState()
+    # Dynamic sampling: groups for the next step, ids dense over all ranks. This rank's; in a checkpoint those of all.
     surplus: list[RolloutGroup] = field(default_factory=list)

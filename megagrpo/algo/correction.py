@@ -4,40 +4,48 @@ The ratio is old / rollout: the trainer's probability before the update over the
 TIS: https://fengyao.notion.site/off-policy-rl; IcePop: https://ringtech.notion.site/icepop.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty
+from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty, probability_ratio
 from megagrpo.algo.statistics import Reduce, moments
-from megagrpo.config.algorithm import Band, Rejection, TruncatedImportance
+from megagrpo.config.correction import Band, Rejection, TruncatedImportance
 
 
 def policy_weights(log_ratio: Tensor, mask: Tensor, options: TruncatedImportance | Band, reduce: Reduce) -> Tensor:
-    """Weights [N, S] float32 of the policy term, 0 off the mask. log_ratio [N, S] = old - rollout, mask bool."""
+    """Collective where it normalises. Returns weights [N, S] float32 of the policy term, 0 off the mask.
+
+    log_ratio: [N, S] float64, old - rollout. mask: [N, S] bool.
+    """
     match options:
         case TruncatedImportance():
-            weights = _log_ratio_over(log_ratio, mask, options.over).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+            weights = probability_ratio(_log_ratio_over(log_ratio, mask, options.over))
             weights = weights.clamp(options.floor, options.cap).masked_fill(~mask, 0.0)
             if options.self_normalise:
                 # A sequence's weight counts once, whatever its length.
                 sampled = weights[mask] if options.over == "token" else weights.amax(1)[mask.any(1)]
                 weights = weights / max(moments(sampled.double(), reduce).mean, 1e-8)
         case Band():
-            ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+            ratio = probability_ratio(log_ratio)
             inside = (ratio >= options.low) & (ratio <= options.high) & mask
             weights = torch.where(inside, ratio if options.name == "icepop" else 1.0, 0.0)
     return weights.float()
 
 
 def kept(log_ratio: Tensor, mask: Tensor, options: Rejection) -> Tensor:
-    """Which tokens [N, S] bool stay trained on. Sequences are judged whole, so all tokens of one stay or go together."""
+    """Returns which tokens [N, S] (bool) stay trained on.
+
+    log_ratio: [N, S] float64, old - rollout. mask: [N, S] bool. Unless options.over is "token", a sequence is judged
+    whole: all its tokens stay or go together.
+    """
     match options.measure:
         case "ratio":
             value = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         case "k2" | "k3":
-            value = kl_penalty(
-                -log_ratio, torch.zeros_like(log_ratio), options.measure
-            )  # of the rollout from the trainer
+            # of the rollout from the trainer
+            value = kl_penalty(-log_ratio, torch.zeros_like(log_ratio), options.measure)
     value = value.masked_fill(~mask, 0.0)
     match options.over:
         case "mean":
@@ -54,7 +62,7 @@ def kept(log_ratio: Tensor, mask: Tensor, options: Rejection) -> Tensor:
     return inside & mask
 
 
-def _log_ratio_over(log_ratio: Tensor, mask: Tensor, over: str) -> Tensor:
+def _log_ratio_over(log_ratio: Tensor, mask: Tensor, over: Literal["token", "sequence", "geometric"]) -> Tensor:
     total = log_ratio.masked_fill(~mask, 0.0).sum(1, keepdim=True)
     match over:
         case "token":
@@ -63,4 +71,3 @@ def _log_ratio_over(log_ratio: Tensor, mask: Tensor, over: str) -> Tensor:
             return total.expand(log_ratio.shape)
         case "geometric":
             return (total / mask.sum(1, keepdim=True).clamp(min=1)).expand(log_ratio.shape)
-    raise ValueError(f"unknown scope {over!r}")

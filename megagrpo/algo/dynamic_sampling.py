@@ -9,7 +9,7 @@ from megagrpo.algo.statistics import Reduce, group_statistics
 
 @dataclass(frozen=True)
 class Selection:
-    """Group ids in ascending order, the same on every rank."""
+    """Holds group ids in ascending order, the same on every rank."""
 
     chosen: list[int]  # to train on now, at most `wanted`
     surplus: list[int]  # informative too; kept for the next step, not thrown away
@@ -19,9 +19,10 @@ class Selection:
 def select_groups(
     metric: Tensor, group_ids: Tensor, num_groups: int, valid: Tensor, wanted: int, reduce: Reduce
 ) -> Selection:
-    """Choose the first `wanted` groups whose valid responses differ in the metric; decided on all-reduced values.
+    """Collective. Chooses the first `wanted` groups whose valid responses differ in the metric.
 
-    metric [N] float64; group_ids [N] int64 in 0..num_groups-1 over all ranks. One valid response, or none, is no difference.
+    metric [N] float64; group_ids [N] int64 in 0..num_groups-1 over all ranks; valid [N] bool. One valid response, or
+    none, is no difference. Decided on all-reduced values, so every rank chooses the same.
     """
     degenerate = group_statistics(metric, group_ids, num_groups, valid, reduce, std_ddof=1).degenerate.tolist()
     informative = [g for g in range(num_groups) if not degenerate[g]]

@@ -1,83 +1,171 @@
-"""Advantages, one pure function each: rewards and statistics in, a float64 number per response (or token) out.
+"""Advantage estimators, one pure function each: rewards and statistics in, a float64 number per response or token out.
 
-r rewards [N] float64, g group_ids [N] int64, stats over all ranks. Constant groups get exactly 0 from every function that
-compares responses of a group; `single` says what a group with one valid response gets: "zero" or "raw".
+Constant groups get exactly 0 from every function that compares the responses of a group. To add an estimator: its
+variant in config/estimators.py, its function here and its row in ESTIMATORS.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from megagrpo.algo.statistics import GroupStatistics, Moments, Reduce, exact_group_sums, group_range
+from megagrpo.algo.table import check_complete
+from megagrpo.config.estimators import (
+    ESTIMATOR_CONFIGS,
+    DrGrpoAdvantage,
+    Estimator,
+    GpgAdvantage,
+    GrpoAdvantage,
+    GrpoPassKAdvantage,
+    OpoAdvantage,
+    ReinforcePlusPlusAdvantage,
+    ReinforcePlusPlusBaselineAdvantage,
+    RemaxAdvantage,
+    RlooAdvantage,
+)
 
 WHITEN_EPS = 1e-8
 
 
-def grpo(r: Tensor, g: Tensor, stats: GroupStatistics, eps: float, single: str) -> Tensor:
-    """(r - mean) / (std + eps). DeepSeekMath, arXiv 2402.03300."""
-    return _within_groups((r - _of(stats.mean, g)) / _of(stats.std + eps, g), r, g, stats, single)
+@dataclass(frozen=True)
+class EstimatorInputs:
+    """What an estimator sees: N responses on this rank, padded to S positions, of G groups over all ranks."""
+
+    rewards: Tensor  # [N] float64, after every reward step; 0 where not valid
+    token_rewards: Tensor | None  # [N, S] float64, minus the token-level KL times its coefficient; 0 off `sampled`
+    totals: Tensor  # [N] float64, r_i = sum_t R_it: rewards plus the row sums of token_rewards
+    greedy_rewards: Tensor | None  # [N] float64, of the greedy response to the same prompt; see needs_greedy_response
+    group_ids: Tensor  # [N] int64 in 0..G-1
+    valid: Tensor  # [N] bool, the response has a reward
+    sampled: Tensor  # [N, S] bool, tokens that the policy sampled in valid responses
+    stats: GroupStatistics  # of the valid totals, over all ranks
+    reduce: Reduce
+
+    def of_group(self, per_group: Tensor) -> Tensor:
+        """Returns for every response [N] the value of its group, from [G]."""
+        return per_group.index_select(0, self.group_ids)  # four times faster than per_group[group_ids]
 
 
-def centred(r: Tensor, g: Tensor, stats: GroupStatistics, single: str) -> Tensor:
-    """r - mean. Dr.GRPO, arXiv 2503.20783."""
-    return _within_groups(r - _of(stats.mean, g), r, g, stats, single)
+class EstimatorFunction(Protocol):
+    """Takes the inputs and the variant's options.
+
+    Returns float64 advantages, before whitening: [N] where all tokens of a response share one, else [N, S]. Values of
+    invalid responses and of tokens that were not sampled are ignored.
+    """
+
+    def __call__(self, inputs: EstimatorInputs, options: Any, /) -> Tensor: ...
 
 
-def leave_one_out(r: Tensor, g: Tensor, stats: GroupStatistics, single: str) -> Tensor:
-    """r - mean of the others = n / (n - 1) (r - mean). RLOO, arXiv 2402.14740."""
-    factor = stats.count / (stats.count - 1).clamp(min=1)
-    return _within_groups(factor[g] * (r - _of(stats.mean, g)), r, g, stats, single)
+def grpo(inputs: EstimatorInputs, options: GrpoAdvantage) -> Tensor:
+    """Returns (r - mean) / (std + eps) [N]. DeepSeekMath, arXiv 2402.03300."""
+    advantages = _centred(inputs) / inputs.of_group(inputs.stats.std + options.eps)
+    return _within_groups(advantages, inputs, options.single_sample)
 
 
-def pass_at_k(r: Tensor, g: Tensor, valid: Tensor, stats: GroupStatistics, reduce: Reduce, eps: float | None) -> Tensor:
-    """best - second best for the best response alone, 0 for the others, over (std + eps) unless eps is None. arXiv 2503.19595.
+def centred(inputs: EstimatorInputs, options: DrGrpoAdvantage | ReinforcePlusPlusBaselineAdvantage) -> Tensor:
+    """Returns r - mean [N]. Dr. GRPO, arXiv 2503.20783; REINFORCE++ with a baseline whitens it, arXiv 2501.03262."""
+    return _within_groups(_centred(inputs), inputs, options.single_sample)
+
+
+def leave_one_out(inputs: EstimatorInputs, options: RlooAdvantage) -> Tensor:
+    """Returns r - mean of the others = n / (n - 1) (r - mean) [N]. RLOO, arXiv 2402.14740."""
+    factor = inputs.stats.count / (inputs.stats.count - 1).clamp(min=1)
+    return _within_groups(inputs.of_group(factor) * _centred(inputs), inputs, options.single_sample)
+
+
+def pass_at_k(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
+    """Returns best - second best for the best response alone, 0 for the others [N]. arXiv 2503.19595.
 
     A tie of the best two and a group with a single valid response give 0.
     """
-    best = valid & (r == stats.max[g])
-    rest = valid & ~best
-    _, second = group_range(r[rest], g[rest], len(stats.count), reduce)
-    counts = torch.stack([torch.bincount(g[which], minlength=len(stats.count)) for which in (best, rest)])
-    num_best, num_rest = reduce(counts, "sum")
+    r, g, stats = inputs.totals, inputs.group_ids, inputs.stats
+    num_groups = len(stats.count)
+    best = inputs.valid & (r == inputs.of_group(stats.max))
+    rest = inputs.valid & ~best
+    _, second = group_range(r[rest], g[rest], num_groups, inputs.reduce)
+    counts = torch.stack([torch.bincount(g[which], minlength=num_groups) for which in (best, rest)])
+    num_best, num_rest = inputs.reduce(counts, "sum")
     gap = torch.where((num_best == 1) & (num_rest > 0), stats.max - second, 0.0)
-    if eps is not None:
-        gap = gap / (stats.std + eps)
-    return (gap[g] * best).masked_fill(stats.degenerate[g], 0.0)
+    if options.normalise:
+        gap = gap / (stats.std + options.eps)
+    return (inputs.of_group(gap) * best).masked_fill(inputs.of_group(stats.degenerate), 0.0)
 
 
-def optimal_baseline(
-    r: Tensor, g: Tensor, valid: Tensor, num_tokens: Tensor, stats: GroupStatistics, reduce: Reduce, single: str
-) -> Tensor:
-    """r - sum_j T_j r_j / sum_j T_j, T_j = num_tokens [N] int64 of a response. OPO, arXiv 2505.23585."""
-    num_groups, g_valid = len(stats.count), g[valid]
+def reinforce_plus_plus(inputs: EstimatorInputs, options: ReinforcePlusPlusAdvantage) -> Tensor:
+    """Returns the discounted return of every token [N, S]. REINFORCE++, arXiv 2501.03262."""
+    return discounted_returns(inputs.rewards, inputs.token_rewards, inputs.sampled, options.gamma)
+
+
+def remax(inputs: EstimatorInputs, options: RemaxAdvantage) -> Tensor:
+    """Returns r minus the reward of the greedy response to the same prompt [N]. ReMax, arXiv 2310.10505."""
+    assert inputs.greedy_rewards is not None, "remax needs greedy_rewards"
+    return inputs.totals - inputs.greedy_rewards
+
+
+def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
+    """Returns r - sum_j T_j r_j / sum_j T_j [N], T_j the sampled tokens of a response. OPO, arXiv 2505.23585."""
+    valid, num_groups = inputs.valid, len(inputs.stats.count)
+    num_tokens = inputs.sampled.sum(1)
+    g_valid = inputs.group_ids[valid]
     # Relative to the mean, which changes nothing but keeps the precision of 1000 + {0, .1}.
-    products = ((r - _of(stats.mean, g)) * num_tokens)[valid]
-    low, high = group_range(products, g_valid, num_groups, reduce)
-    tokens = torch.zeros(num_groups, dtype=torch.int64, device=r.device).scatter_add_(0, g_valid, num_tokens[valid])
-    sums, tokens = exact_group_sums(products, g_valid, torch.maximum(low.abs(), high.abs()), reduce, along=tokens)
+    products = (_centred(inputs) * num_tokens)[valid]
+    low, high = group_range(products, g_valid, num_groups, inputs.reduce)
+    tokens = torch.zeros(num_groups, dtype=torch.int64, device=products.device)
+    tokens.scatter_add_(0, g_valid, num_tokens[valid])
+    sums, tokens = exact_group_sums(
+        products, g_valid, torch.maximum(low.abs(), high.abs()), inputs.reduce, along=tokens
+    )
     baseline = sums / tokens.clamp(min=1)
-    return _within_groups(r - _of(stats.mean, g) - baseline[g], r, g, stats, single)
+    return _within_groups(_centred(inputs) - inputs.of_group(baseline), inputs, options.single_sample)
 
 
-def gpg(r: Tensor, g: Tensor, valid: Tensor, stats: GroupStatistics, reduce: Reduce, alpha: str, single: str) -> Tensor:
-    """alpha (r - mean), alpha = B / responses in non-degenerate groups (or with r != 0, as verl). arXiv 2504.02546."""
-    if alpha == "non_degenerate":
+def gpg(inputs: EstimatorInputs, options: GpgAdvantage) -> Tensor:
+    """Returns alpha (r - mean) [N], alpha = B / the responses that count. arXiv 2504.02546."""
+    stats = inputs.stats
+    if options.alpha == "non_degenerate":
         counted = int(stats.count[~stats.degenerate].sum())
     else:
-        counted = int(reduce((r[valid] != 0).sum(), "sum"))
-    return int(stats.count.sum()) / max(counted, 1) * _within_groups(r - _of(stats.mean, g), r, g, stats, single)
+        counted = int(inputs.reduce((inputs.totals[inputs.valid] != 0).sum(), "sum"))
+    alpha = int(stats.count.sum()) / max(counted, 1)
+    return alpha * _within_groups(_centred(inputs), inputs, options.single_sample)
 
 
-def returns(r: Tensor, token_rewards: Tensor | None, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted returns [N, S]: G_t = R_t + gamma G_next over unmasked tokens, R = token_rewards plus r at the last of them.
+ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
+    GrpoAdvantage: grpo,
+    DrGrpoAdvantage: centred,
+    GrpoPassKAdvantage: pass_at_k,
+    RlooAdvantage: leave_one_out,
+    ReinforcePlusPlusAdvantage: reinforce_plus_plus,
+    ReinforcePlusPlusBaselineAdvantage: centred,
+    RemaxAdvantage: remax,
+    OpoAdvantage: optimal_baseline,
+    GpgAdvantage: gpg,
+}
+check_complete(
+    ESTIMATORS, ESTIMATOR_CONFIGS, "ESTIMATORS (algo/estimators.py)", "AdvantageConfig (config/estimators.py)"
+)
 
-    Credit passes through masked tokens (tool output) undiscounted, as if they were not there. REINFORCE++, arXiv 2501.03262.
-    mask [N, S] bool. Column by column, so the result does not depend on the padded width.
+
+def estimate(inputs: EstimatorInputs, options: Estimator) -> Tensor:
+    """Returns the advantages of every token, [N, S] float64, before whitening; 0 for invalid responses."""
+    advantages = ESTIMATORS[type(options)](inputs, options)
+    per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand(inputs.sampled.shape)
+    return per_token.masked_fill(~inputs.valid[:, None], 0.0)
+
+
+def discounted_returns(rewards: Tensor, token_rewards: Tensor | None, mask: Tensor, gamma: float) -> Tensor:
+    """Returns G_t = R_t + gamma G_next [N, S] over unmasked tokens, 0 on the others.
+
+    R is token_rewards, plus the reward at the last unmasked token. rewards [N] float64; token_rewards [N, S]; mask
+    [N, S] bool. Credit passes through masked tokens (tool output) undiscounted, as if they were not there. Column
+    by column, so the result does not depend on the padded width.
     """
-    out = torch.zeros(mask.shape, dtype=torch.float64, device=r.device)
-    carry = r.clone()  # gamma has nothing to discount before the last unmasked token is met
-    started = torch.zeros_like(r, dtype=torch.bool)
+    out = torch.zeros(mask.shape, dtype=torch.float64, device=rewards.device)
+    carry = rewards.clone()  # gamma has nothing to discount before the last unmasked token is met
+    started = torch.zeros_like(rewards, dtype=torch.bool)
     for t in range(mask.shape[1] - 1, -1, -1):
         here = mask[:, t]
         value = torch.where(started, gamma * carry, carry)
@@ -90,18 +178,20 @@ def returns(r: Tensor, token_rewards: Tensor | None, mask: Tensor, gamma: float)
 
 
 def whiten(values: Tensor, spread: Moments) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8), unbiased variance; unchanged for 0 or 1 value."""
+    """Returns (x - mean) / sqrt(var + 1e-8) in the shape of `values`, unbiased variance; unchanged for 0 or 1 value."""
     if spread.count < 2:
         return values
-    return (values - spread.mean) / math.hypot(
-        spread.std, WHITEN_EPS**0.5
-    )  # hypot: the square of a huge std would overflow
+    # hypot: the square of a huge std would overflow
+    return (values - spread.mean) / math.hypot(spread.std, WHITEN_EPS**0.5)
 
 
-def _within_groups(advantages: Tensor, r: Tensor, g: Tensor, stats: GroupStatistics, single: str) -> Tensor:
-    advantages = advantages.masked_fill(_of(stats.degenerate, g), 0.0)
-    return torch.where(_of(stats.count == 1, g), r, advantages) if single == "raw" else advantages
+def _centred(inputs: EstimatorInputs) -> Tensor:
+    return inputs.totals - inputs.of_group(inputs.stats.mean)
 
 
-def _of(per_group: Tensor, g: Tensor) -> Tensor:
-    return per_group.index_select(0, g)  # four times faster than per_group[g]
+def _within_groups(advantages: Tensor, inputs: EstimatorInputs, single: Literal["zero", "raw"]) -> Tensor:
+    """Returns [N] with 0 in constant groups and, where `single` is "raw", the reward itself in groups of one."""
+    advantages = advantages.masked_fill(inputs.of_group(inputs.stats.degenerate), 0.0)
+    if single == "zero":
+        return advantages
+    return torch.where(inputs.of_group(inputs.stats.count == 1), inputs.totals, advantages)

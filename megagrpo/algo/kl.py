@@ -6,23 +6,75 @@ x = logp - ref_logp. http://joschu.net/blog/kl-approx.html; on their gradients: 
 import torch
 from torch import Tensor
 
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.kl import KL_ERROR_LIMIT, KL_FORMS, AdaptiveKl, KlConfig, KlEstimator, KlValue
+from megagrpo.types import AlgoState
+
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond it the value says nothing and the gradient is 0
 
 
-def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str, value_clamp: float | None = None) -> Tensor:
-    """Per-token KL estimate, same shape as `logprobs`, differentiable in it.
+def probability_ratio(log_ratio: Tensor) -> Tensor:
+    """Returns exp of a log-ratio of any shape; beyond +-20 it is constant and without gradient."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
-    "k1+", "abs+", "k3+": the value of the estimator with the gradient of k2, whose expectation on-policy is that of the true KL.
-    value_clamp: k3's value is limited to it (no gradient beyond).
+
+def kl_penalty(
+    logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEstimator, value_clamp: float | None = None
+) -> Tensor:
+    """Returns the KL estimate of every token, in nats, in the shape of `logprobs` and differentiable in it.
+
+    "k1+", "abs+", "k3+": the value of the estimator with the gradient of k2, whose expectation on-policy is that of the
+    true KL. value_clamp: k3's value is limited to it, in nats (no gradient beyond). "full" needs more than the sampled
+    tokens: see chunked_full_kl.
     """
+    form = KL_FORMS[estimator]
     x = logprobs - ref_logprobs
-    value = _ESTIMATORS[estimator.removesuffix("+")](x)
+    value = _value(x, form.value)
     if value_clamp is not None:
         value = value.clamp(-value_clamp, value_clamp)
-    if not estimator.endswith("+"):
+    if not form.gradient_of_k2:
         return value
     square = _k2(x)
     return value.detach() + square - square.detach()
+
+
+def token_kl(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, options: KlConfig) -> Tensor:
+    """Returns the KL [N, S] float64 of the policy before the update to the reference, 0 off the mask.
+
+    old_logprobs, ref_logprobs: [N, S]; mask: [N, S] bool. Values without their straight-through gradients.
+    """
+    old, ref = (x.double().masked_fill(~mask, 0.0) for x in (old_logprobs, ref_logprobs))
+    return kl_penalty(old, ref, options.form.value, options.value_clamp).masked_fill(~mask, 0.0)
+
+
+def with_current_kl_coef(algorithm: AlgorithmConfig, state: AlgoState) -> AlgorithmConfig:
+    """Returns the algorithm with the KL coefficient that adaptation has reached; unchanged where it is fixed."""
+    if algorithm.kl.adaptive is None or state.kl_coef is None:
+        return algorithm
+    return algorithm.model_copy(update={"kl": algorithm.kl.with_coef(state.kl_coef)})
+
+
+def adapted_kl_coef(coef: float, mean_kl: float, num_responses: int, options: AdaptiveKl) -> float:
+    """Returns the coefficient of the next step. arXiv 1909.08593, section 2.2.
+
+    coef: this step's. mean_kl: this step's, per sampled token, in nats. num_responses: this step's, over all ranks.
+    """
+    error = min(max(mean_kl / options.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
+    return coef * (1 + error * num_responses / options.horizon)
+
+
+def _value(x: Tensor, value: KlValue) -> Tensor:
+    match value:
+        case "k1":
+            return x
+        case "abs":
+            return x.abs()
+        case "k2":
+            return _k2(x)
+        case "k3":
+            return _k3(x)
+        case "full":
+            raise ValueError("the exact KL is no function of the sampled tokens")
 
 
 def _k2(x: Tensor) -> Tensor:
@@ -32,6 +84,3 @@ def _k2(x: Tensor) -> Tensor:
 def _k3(x: Tensor) -> Tensor:
     x = x.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(-x) + x  # not exp(-x) - 1 + x, which rounds to 0 for |x| < 1e-4
-
-
-_ESTIMATORS = {"k1": lambda x: x, "abs": torch.abs, "k2": _k2, "k3": _k3}

@@ -1,8 +1,8 @@
 """Log-probabilities and entropy from hidden states and output weight, without ever holding [tokens, vocabulary].
 
-Logits are made in tiles of at most chunk_tokens x TILE_COLUMNS, used and forgotten, once in the forward and once more in
-the backward. A running softmax joins the tiles, and the same rule joins the vocabulary shards of tensor-parallel ranks, so
-two all-reduces serve the whole call. All arithmetic on logits is float32.
+Logits are made in tiles of at most chunk_tokens x TILE_COLUMNS, used and forgotten, once in the forward and once more
+in the backward. A running softmax joins the tiles, and the same rule joins the vocabulary shards of tensor-parallel
+ranks, so two all-reduces serve the whole call. All arithmetic on logits is float32.
 """
 
 from collections.abc import Iterator
@@ -25,12 +25,14 @@ def chunked_logprobs(
     vocab_size: int | None = None,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden weight^T / temperature)[target] and the entropy of that distribution, float32 [T] each.
+    """Collective over tensor-parallel ranks. Returns log-probabilities of the targets and entropies, float32 [T] each.
 
-    hidden [T, H]; weight [V_local, H], rows vocab_start.. of the vocabulary; targets [T] ids in the whole vocabulary, -1 for
-    positions whose outputs are 0. vocab_size: real vocabulary, columns beyond it are padding (default: no padding).
-    reduce: over tensor-parallel ranks, which must all see the same hidden and targets. The gradient of hidden is this rank's
-    PARTIAL sum over its columns, for the caller to all-reduce or reduce-scatter; the gradient of weight is complete.
+    Of softmax(hidden weight^T / temperature), in nats. hidden [T, H]; weight [V_local, H], rows vocab_start.. of
+    the vocabulary; targets [T] int64, ids in the whole vocabulary, -1 for positions whose outputs are 0.
+    chunk_tokens: rows of a tile. vocab_size: real vocabulary, columns beyond it are padding (default: no padding).
+    reduce: over tensor-parallel ranks, which must all see the same hidden and targets. The gradient of hidden is
+    this rank's PARTIAL sum over its columns, for the caller to all-reduce or reduce-scatter; the gradient of weight
+    is complete.
     """
     columns = len(weight) if vocab_size is None else max(0, min(len(weight), vocab_size - vocab_start))
     return _LogProbs.apply(
@@ -105,9 +107,10 @@ def chunked_full_kl(
     vocab_size: int | None = None,
     reduce: Reduce | None = None,
 ) -> Tensor:
-    """Exact KL(policy || reference) over the whole vocabulary, float32 [T], from both models' hidden states and output weights.
+    """Collective over tensor-parallel ranks. Returns the exact KL(policy || reference) of every position, float32 [T].
 
-    Arguments as for chunked_logprobs; the reference's [T, H'] and [V_local, H'] get no gradient.
+    Over the whole vocabulary, in nats, from the hidden states and output weights of both models. Arguments as for
+    chunked_logprobs; the reference's [T, H'] and [V_local, H'] get no gradient.
     """
     columns = len(weight) if vocab_size is None else max(0, min(len(weight), vocab_size - vocab_start))
     return _FullKl.apply(hidden, weight, ref_hidden, ref_weight, temperature, chunk_tokens, columns, reduce)
@@ -169,7 +172,7 @@ class _FullKl(torch.autograd.Function):
 def _tiles(
     hidden: Tensor, weight: Tensor, temperature: float, chunk_tokens: int, columns: int
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """(rows, columns, float32 logits) of every tile; the logits are overwritten by the next one."""
+    """Yields (rows, columns, float32 logits [rows, columns]) of every tile; the next one overwrites the logits."""
     buffer = None
     for start in range(0, len(hidden), chunk_tokens):
         rows = slice(start, min(start + chunk_tokens, len(hidden)))
@@ -186,7 +189,7 @@ def _tiles(
 
 
 def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Half-precision inputs are multiplied with float32 results: rounding logits to bfloat16 moves log-probs by 1e-2."""
+    """Multiplies [m, k] by [k, n] into float32 [m, n]: rounding logits to bfloat16 moves log-probabilities by 1e-2."""
     if left.dtype == right.dtype == torch.float32:
         torch.mm(left, right, out=out)
     elif left.is_cuda and left.dtype == right.dtype:
@@ -196,7 +199,7 @@ def _matmul(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _accumulate(total: Tensor, grad: Tensor, other: Tensor) -> None:
-    """total += grad @ other in float32, without a temporary of total's size where the inputs are float32."""
+    """Adds grad [m, k] @ other [k, n] to total [m, n] in float32; float32 inputs need no temporary of its size."""
     if other.is_cuda and other.dtype != torch.float32:
         total += torch.mm(grad.to(other.dtype), other, out_dtype=torch.float32)
     else:
@@ -204,13 +207,13 @@ def _accumulate(total: Tensor, grad: Tensor, other: Tensor) -> None:
 
 
 def _targets_in(local_targets: Tensor, cols: slice) -> tuple[Tensor, Tensor]:
-    """Which targets lie in these columns, [t] bool, and their places there, [t, 1] (0 for the others)."""
+    """Returns which targets [t] lie in these columns, [t] bool, and their places there, [t, 1] (0 for the others)."""
     inside = (local_targets >= cols.start) & (local_targets < cols.stop)
     return inside, (local_targets - cols.start).masked_fill(~inside, 0)[:, None]
 
 
 def _join(top: Tensor, mass: Tensor, moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax sums [k, t] of disjoint columns, each relative to its own maximum, as one relative to the common maximum.
+    """Joins softmax sums [k, t] of disjoint columns, each relative to its own maximum, relative to the common one.
 
     mass = sum e^(l - top), moment = sum (l - top) e^(l - top).
     """

@@ -1,125 +1,196 @@
-"""From the grader's rewards to the rewards that the advantage sees, in the order of the functions below."""
+"""Reward steps, one function each: from the grader's rewards to those that the advantage sees.
+
+To add a step: its Section in config/reward_shaping.py, its function here and its row in REWARD_STEPS.
+"""
 
 import math
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megagrpo.algo.kl import kl_penalty
-from megagrpo.algo.statistics import DEGENERATE_RANGE, Reduce, alone, exact_group_sums, group_statistics, moments
-from megagrpo.config.algorithm import KL_ERROR_LIMIT, AlgorithmConfig, KlConfig, OverlongShaping, RewardShapingConfig
+from megagrpo.algo.statistics import DEGENERATE_RANGE, Reduce, group_statistics, moments
+from megagrpo.algo.table import check_complete
+from megagrpo.config.reward_shaping import (
+    REWARD_STEP_CONFIGS,
+    OverlongShaping,
+    RewardClip,
+    RewardNormalisation,
+    RewardOverlong,
+    RewardScaling,
+    RewardShapingConfig,
+    RewardStep,
+    Scope,
+)
+from megagrpo.types import AlgoState, RewardMoments
+
+
+@dataclass(frozen=True)
+class RewardInputs:
+    """What a reward step may look at beside the rewards: N responses on this rank."""
+
+    response_lengths: Tensor  # [N] int64, tokens of a response, tool output included
+    group_ids: Tensor  # [N] int64 in 0..num_groups-1
+    num_groups: int  # over all ranks
+    valid: Tensor  # [N] bool, the response has a reward
+    max_response_tokens: int
+    reduce: Reduce
+
+
+@dataclass(frozen=True)
+class ShapedRewards:
+    """What one reward step hands to the next."""
+
+    values: Tensor  # [N] float64, 0 where not valid
+    state: AlgoState  # running moments, this step's batch included
+    metrics: dict[str, float]  # global over data-parallel ranks
+
+
+class RewardFunction(Protocol):
+    """Takes the rewards of the step before, what else may be looked at, and the options. Collective if it reduces."""
+
+    def __call__(self, rewards: ShapedRewards, inputs: RewardInputs, options: Any, /) -> ShapedRewards: ...
+
+
+def shape_rewards(
+    rewards: Tensor, inputs: RewardInputs, options: RewardShapingConfig, state: AlgoState
+) -> ShapedRewards:
+    """Collective over data-parallel ranks. Takes the grader's rewards [N] through REWARD_STEPS, in its order."""
+    shaped = ShapedRewards(rewards.double().masked_fill(~inputs.valid, 0.0), state, {})
+    for step in REWARD_STEPS.values():
+        shaped = _step(step, shaped, inputs, options)
+    return shaped
+
+
+def shape_greedy_rewards(rewards: Tensor, inputs: RewardInputs, options: RewardShapingConfig) -> Tensor:
+    """Returns the rewards [N] float64 of greedy responses after the steps that reach them."""
+    shaped = ShapedRewards(rewards.double(), AlgoState(), {})
+    for variant, step in REWARD_STEPS.items():
+        if variant.reaches_greedy_baseline:
+            shaped = _step(step, shaped, inputs, options)
+    return shaped.values
+
+
+def _step(
+    step: RewardFunction, shaped: ShapedRewards, inputs: RewardInputs, options: RewardShapingConfig
+) -> ShapedRewards:
+    shaped = step(shaped, inputs, options)
+    return replace(shaped, values=shaped.values.masked_fill(~inputs.valid, 0.0))
+
+
+def scale(rewards: ShapedRewards, inputs: RewardInputs, options: RewardScaling) -> ShapedRewards:
+    """Returns scale r + shift."""
+    return replace(rewards, values=rewards.values * options.scale + options.shift)
+
+
+def charge_overlong(rewards: ShapedRewards, inputs: RewardInputs, options: RewardOverlong) -> ShapedRewards:
+    """Collective. Adds the penalty of long responses, and its mean to the metrics."""
+    if options.overlong is None:
+        return rewards
+    penalty = overlong_penalty(inputs.response_lengths, inputs.max_response_tokens, options.overlong)
+    mean = moments(penalty[inputs.valid], inputs.reduce).mean
+    return replace(
+        rewards, values=rewards.values + penalty, metrics=rewards.metrics | {"reward/overlong_penalty": mean}
+    )
 
 
 def overlong_penalty(response_lengths: Tensor, max_response_tokens: int, options: OverlongShaping | None) -> Tensor:
-    """What is added to the reward of a long response, float64, in [-factor, 0]. arXiv 2503.14476, eq. 13.
+    """Returns what is added to the reward of a long response, [N] float64 in [-factor, 0]. arXiv 2503.14476, eq. 13.
 
-    response_lengths: int64, all response tokens, tool output included.
+    response_lengths: [N] int64, all response tokens, tool output included.
     """
     lengths = response_lengths.double()
-    buffer = options.buffer(max_response_tokens) if options is not None else 0
-    if buffer == 0:
+    buffer = 0 if options is None else options.buffer(max_response_tokens)
+    if options is None or buffer == 0:
         return torch.zeros_like(lengths)
     excess = lengths - (max_response_tokens - buffer)
     return -(excess / buffer).clamp(0.0, 1.0) * options.factor
 
 
-def normalise_rewards(
-    rewards: Tensor,
-    group_ids: Tensor,
-    num_groups: int,
-    valid: Tensor,
-    reduce: Reduce,
-    options: RewardShapingConfig,
-    state: dict,
-) -> Tensor:
-    """(r - mean) / (std + eps), mean and std each over the group, the batch or all batches so far; clipped to +-clip.
+def normalise(rewards: ShapedRewards, inputs: RewardInputs, options: RewardNormalisation) -> ShapedRewards:
+    """Collective. Returns (r - mean) / (std + eps), mean and std each over the group, the batch or all batches so far.
 
-    "running" first adds this batch to `state` (merged exactly, Chan et al. 1979), then uses it. Where a scope has no spread
-    its std does not divide, so constant rewards stay finite; where the scope of the mean has none the result is exactly 0.
+    "running" first adds this batch to the state (merged exactly, Chan et al. 1979), then uses it. Where a scope has no
+    spread its std does not divide, so constant rewards stay finite; where the scope of the mean has none the result is
+    exactly 0.
     """
-    if options.mean != "none" or options.std != "none":
-        location, scale, flat = _location_and_scale(rewards, group_ids, num_groups, valid, reduce, options, state)
-        rewards = (rewards - location) / scale
-        rewards = rewards.masked_fill(flat, 0.0)
-    if options.clip is not None:
-        rewards = rewards.clamp(-options.clip, options.clip)
-    return rewards.masked_fill(~valid, 0.0)
+    if options.mean == options.std == "none":
+        return rewards
+    scopes, state = _scopes(rewards, inputs, options)
+    location, scale_ = scopes[options.mean], scopes[options.std]
+    divisor = torch.where(scale_.constant, 1.0, scale_.std + options.eps)
+    values = (rewards.values - location.mean) / divisor
+    if options.mean != "none":
+        values = values.masked_fill(location.constant.expand(values.shape), 0.0)
+    return replace(rewards, values=values, state=state)
 
 
-def _location_and_scale(
-    rewards: Tensor,
-    group_ids: Tensor,
-    num_groups: int,
-    valid: Tensor,
-    reduce: Reduce,
-    options: RewardShapingConfig,
-    state: dict,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What is subtracted and divided by, broadcastable to [N], and [N] bool: whether mean's scope is constant."""
-    scopes = {options.mean, options.std}
-    of_sample = {"none": (rewards.new_zeros(()), rewards.new_ones(()), torch.ones_like(valid))}  # mean, std, degenerate
-    if "group" in scopes:
-        stats = group_statistics(rewards, group_ids, num_groups, valid, reduce, options.std_ddof)
-        of_sample["group"] = (stats.mean[group_ids], stats.std[group_ids], stats.degenerate[group_ids])
-    if scopes & {"batch", "running"}:
-        stats = group_statistics(rewards, torch.zeros_like(group_ids), 1, valid, reduce, options.std_ddof)
-        of_sample["batch"] = (stats.mean, stats.std, stats.degenerate)
-        if "running" in scopes:
-            merged = _merge_running(state, int(stats.count), float(stats.mean), float(stats.std), options.std_ddof)
-            mean, std = rewards.new_tensor(merged)  # a bare float would become float32
-            of_sample["running"] = (mean, std, std <= DEGENERATE_RANGE * mean.abs())
-    location, _, flat = of_sample[options.mean]
-    _, scale, degenerate = of_sample[options.std]
-    scale = torch.where(degenerate, 1.0, scale + options.eps)
-    flat = torch.zeros_like(flat) if options.mean == "none" else flat
-    return location, scale, flat.expand(rewards.shape)
+@dataclass(frozen=True)
+class _ScopeMoments:
+    """Moments of the rewards that normalise one another: [N] each, or [] or [1] where all responses share them."""
+
+    mean: Tensor  # float64
+    std: Tensor  # float64
+    constant: Tensor  # bool
 
 
-def _merge_running(state: dict, count: int, mean: float, std: float, ddof: int) -> tuple[float, float]:
-    """Add a batch to state["reward_moments"]; returns the mean and std of everything so far.
-
-    The state is [count, mean, root of the sum of squared deviations]; roots, because squares of huge rewards overflow.
-    """
-    seen, seen_mean, seen_root = state.get("reward_moments", [0, 0.0, 0.0])
-    total = seen + count
-    if count:
-        shift = (mean - seen_mean) * math.sqrt(seen / total * count)
-        root = math.hypot(seen_root, std * math.sqrt(max(count - ddof, 0)), shift)
-        seen_mean += (mean - seen_mean) * (count / total)
-        state["reward_moments"] = [total, seen_mean, root]
-    total, mean, root = state.get("reward_moments", [0, 0.0, 0.0])
-    return mean, root / math.sqrt(total - ddof) if total > ddof else 0.0
-
-
-def token_kl(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, options: KlConfig) -> Tensor:
-    """KL [N, S] float64 of the policy before the update to the reference, 0 off the mask (bool)."""
-    old, ref = (x.double().masked_fill(~mask, 0.0) for x in (old_logprobs, ref_logprobs))
-    return kl_penalty(old, ref, options.estimator.removesuffix("+"), options.value_clamp).masked_fill(~mask, 0.0)
-
-
-def exact_row_sums(values: Tensor) -> Tensor:
-    """Sums over the columns of [N, S] float64 that do not depend on S, the padded width, which differs between layouts."""
-    rows = torch.arange(len(values), device=values.device)[:, None].expand(values.shape)
-    bound = values.abs().amax(1) if values.numel() else values.new_zeros(len(values))
-    return exact_group_sums(values.reshape(-1), rows.reshape(-1), bound, alone)[0]
+def _scopes(
+    rewards: ShapedRewards, inputs: RewardInputs, options: RewardNormalisation
+) -> tuple[dict[Scope, _ScopeMoments], AlgoState]:
+    """Returns the moments of the scopes that the options name, and the state with this batch where it is running."""
+    values, valid, ids, state = rewards.values, inputs.valid, inputs.group_ids, rewards.state
+    named = {options.mean, options.std}
+    nothing = _ScopeMoments(values.new_zeros(()), values.new_ones(()), torch.ones_like(valid))
+    scopes: dict[Scope, _ScopeMoments] = {"none": nothing}
+    if "group" in named:
+        stats = group_statistics(values, ids, inputs.num_groups, valid, inputs.reduce, options.std_ddof)
+        scopes["group"] = _ScopeMoments(stats.mean[ids], stats.std[ids], stats.degenerate[ids])
+    if named & {"batch", "running"}:
+        stats = group_statistics(values, torch.zeros_like(ids), 1, valid, inputs.reduce, options.std_ddof)
+        scopes["batch"] = _ScopeMoments(stats.mean, stats.std, stats.degenerate)
+        if "running" in named:
+            merged = _merged(
+                state.reward_moments, int(stats.count), float(stats.mean), float(stats.std), options.std_ddof
+            )
+            state = replace(state, reward_moments=merged)
+            # a bare float would become float32
+            mean, std = values.new_tensor((merged.mean, _std(merged, options.std_ddof)))
+            scopes["running"] = _ScopeMoments(mean, std, std <= DEGENERATE_RANGE * mean.abs())
+    return scopes, state
 
 
-def with_current_kl_coef(algorithm: AlgorithmConfig, state: dict) -> AlgorithmConfig:
-    """The algorithm with the KL coefficient that adaptation has reached; unchanged where it is fixed."""
-    if algorithm.kl.adaptive is None or "kl_coef" not in state:
-        return algorithm
-    field = "reward_coef" if algorithm.kl.reward_coef else "loss_coef"
-    return algorithm.model_copy(update={"kl": algorithm.kl.model_copy(update={field: state["kl_coef"]})})
+def _merged(seen: RewardMoments, count: int, mean: float, std: float, ddof: int) -> RewardMoments:
+    """Returns the moments of all rewards seen before and of a batch of `count` with this mean and std."""
+    if count == 0:
+        return seen
+    total = seen.count + count
+    shift = (mean - seen.mean) * math.sqrt(seen.count / total * count)
+    root = math.hypot(seen.root, std * math.sqrt(max(count - ddof, 0)), shift)
+    return RewardMoments(total, seen.mean + (mean - seen.mean) * (count / total), root)
 
 
-def adapt_kl_coef(
-    algorithm: AlgorithmConfig, state: dict, kl: Tensor, mask: Tensor, num_responses: int, reduce: Reduce
-) -> float:
-    """Set state["kl_coef"] for the next step from this step's mean token KL, which is returned. arXiv 1909.08593, section 2.2."""
-    current = moments(kl[mask], reduce).mean
-    options = algorithm.kl.adaptive
-    if options is not None:
-        error = min(max(current / options.target - 1, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
-        coef = algorithm.kl.reward_coef or algorithm.kl.loss_coef
-        state["kl_coef"] = coef * (1 + error * num_responses / options.horizon)
-    return current
+def _std(seen: RewardMoments, ddof: int) -> float:
+    return seen.root / math.sqrt(seen.count - ddof) if seen.count > ddof else 0.0
+
+
+def clip(rewards: ShapedRewards, inputs: RewardInputs, options: RewardClip) -> ShapedRewards:
+    """Limits rewards to [-clip, clip]."""
+    if options.clip is None:
+        return rewards
+    return replace(rewards, values=rewards.values.clamp(-options.clip, options.clip))
+
+
+# In the order of operations.
+REWARD_STEPS: dict[type[RewardStep], RewardFunction] = {
+    RewardScaling: scale,
+    RewardOverlong: charge_overlong,
+    RewardNormalisation: normalise,
+    RewardClip: clip,
+}
+check_complete(
+    REWARD_STEPS,
+    REWARD_STEP_CONFIGS,
+    "REWARD_STEPS (algo/reward_shaping.py)",
+    "RewardShapingConfig (config/reward_shaping.py)",
+)

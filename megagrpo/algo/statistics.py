@@ -1,8 +1,8 @@
 """Sums, means and standard deviations that are the same bits for every data-parallel size, rank order and placement.
 
 Floating-point sums depend on their order, so every sum here is made of integers. A value is written relative to the
-largest magnitude of its group as three 30-bit limbs; limbs are summed and all-reduced as int64, which is exact in any order.
-Bits more than 90 places below the group's largest magnitude are dropped, identically everywhere.
+largest magnitude of its group as three 30-bit limbs; limbs are summed and all-reduced as int64, which is exact in any
+order. Bits more than 90 places below the group's largest magnitude are dropped, identically everywhere.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,16 @@ DEGENERATE_RANGE = 1e-12  # of the group's largest magnitude
 
 
 def alone(tensor: Tensor, op: str) -> Tensor:
-    """The Reduce of a single rank."""
+    """Returns the tensor itself: the Reduce of a single rank."""
     return tensor
 
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Of the valid values of each group, over all ranks; float64 [G] unless said. Empty groups: all zero, degenerate."""
+    """Describes the valid values of each of G groups over all ranks: float64 [G] unless said.
+
+    Empty groups are all zero and degenerate.
+    """
 
     count: Tensor  # int64
     mean: Tensor
@@ -40,7 +43,7 @@ class GroupStatistics:
 
 @dataclass(frozen=True)
 class Moments:
-    """Of all selected values over all ranks; all zero when there are none."""
+    """Describes all selected values over all ranks; all zero when there are none."""
 
     count: int
     mean: float
@@ -52,7 +55,9 @@ class Moments:
 def group_statistics(
     values: Tensor, group_ids: Tensor, num_groups: int, valid: Tensor, reduce: Reduce, std_ddof: int
 ) -> GroupStatistics:
-    """Exact statistics of groups that may straddle ranks; three all-reduces, each of O(num_groups) numbers.
+    """Collective. Returns exact statistics of groups that may straddle ranks.
+
+    Three all-reduces, each of O(num_groups) numbers.
 
     values [N] float64, finite (below 2^1022) where valid; group_ids [N] int64 in 0..num_groups-1; valid [N] bool.
     """
@@ -84,7 +89,7 @@ def group_statistics(
 
 
 def moments(values: Tensor, reduce: Reduce, std_ddof: int = 1) -> Moments:
-    """Exact moments of the float tensor `values` (any shape, finite) together with that of the other ranks."""
+    """Collective. Returns exact moments of the float tensor `values` (any shape, finite) and those of other ranks."""
     values = values.reshape(-1)
     everything = torch.ones_like(values, dtype=torch.bool)
     stats = group_statistics(values, torch.zeros_like(values, dtype=torch.int64), 1, everything, reduce, std_ddof)
@@ -92,7 +97,10 @@ def moments(values: Tensor, reduce: Reduce, std_ddof: int = 1) -> Moments:
 
 
 def group_range(values: Tensor, group_ids: Tensor, num_groups: int, reduce: Reduce) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value [G] of each group over all ranks; 0 and 0 for an empty group."""
+    """Collective. Returns the smallest and the largest value [G] of each group over all ranks; 0 for an empty group.
+
+    values [n] float64; group_ids [n] int64 in 0..num_groups-1.
+    """
     lowest = torch.finfo(torch.float64).min
     ends = values.new_full((2, num_groups), lowest)
     ends[0].scatter_reduce_(0, group_ids, -values, "amax")
@@ -106,19 +114,30 @@ def group_range(values: Tensor, group_ids: Tensor, num_groups: int, reduce: Redu
 def exact_group_sums(
     values: Tensor, group_ids: Tensor, bound: Tensor, reduce: Reduce, along: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sum (float64 [G]) of each group over all ranks, and `along` (int64 [G]) summed in the same all-reduce.
+    """Collective. Returns the sums (float64 [G]) of each group over all ranks, and those of `along` (int64 [G]).
 
-    values [n] float64; bound [G]: at least max|value| of the group over ALL ranks, the same on every rank.
+    One all-reduce for both. values [n] float64; group_ids [n] int64; bound [G]: at least max|value| of the group
+    over ALL ranks, the same on every rank.
     """
     up, down = _powers_of_two(bound)
     sums, along = _sums_of_scaled(values * down.index_select(0, group_ids), group_ids, len(bound), reduce, along)
     return sums * up, along
 
 
+def exact_row_sums(values: Tensor) -> Tensor:
+    """Returns the sums [N] over the columns of [N, S] float64.
+
+    They do not depend on S, the padded width, which differs between layouts.
+    """
+    rows = torch.arange(len(values), device=values.device)[:, None].expand(values.shape)
+    bound = values.abs().amax(1) if values.numel() else values.new_zeros(len(values))
+    return exact_group_sums(values.reshape(-1), rows.reshape(-1), bound, alone)[0]
+
+
 def _sums_of_scaled(
     values: Tensor, group_ids: Tensor, num_groups: int, reduce: Reduce, along: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Exact sums of values in [-1, 1]; bits below 2^-90 are dropped."""
+    """Returns exact sums [G] of values [n] in [-1, 1], and those of `along`; bits below 2^-90 are dropped."""
     totals = torch.zeros(NUM_LIMBS + 1, num_groups, dtype=torch.int64, device=values.device)
     rest = values
     for limb in totals[:NUM_LIMBS]:
@@ -142,7 +161,7 @@ def _add_by_group(totals: Tensor, group_ids: Tensor, values: Tensor) -> None:
 
 
 def _powers_of_two(bound: Tensor) -> tuple[Tensor, Tensor]:
-    """(2^e, 2^-e) with bound <= 2^e, made from their bits, as pow() may be off in the last place.
+    """Returns (2^e, 2^-e) with bound <= 2^e, [G] each, made from their bits: pow() may be off in the last place.
 
     e is at least -1000, so that both are normal numbers; 90 bits below that are under the smallest double anyway.
     """

@@ -23,7 +23,7 @@ from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, NUM_GROUPS, longe
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, RolloutGroup
+from megagrpo.types import AlgoState, Batch, RolloutGroup
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.plan import gather_buckets, gather_copies, make_gather_plan
 
@@ -142,7 +142,7 @@ def _backward(config: ExperimentConfig, actor: MegatronActor, groups: list[Rollo
     batch = with_logprobs(
         actor, batch, temperature, old=False, reference=algorithm.kl.estimator if algorithm.uses_reference else None
     )
-    batch = with_advantages(batch, algorithm, mesh.reduce, {}, longest(config))[0]
+    batch = with_advantages(batch, algorithm, mesh.reduce, AlgoState(), longest(config))[0]
     rows = range(len(batch.tokens))
     denominators = denominators_of(actor, batch, rows, algorithm, longest(config))
     return backward(actor, batch, rows, algorithm, temperature, denominators)["loss/total"]

@@ -1,18 +1,23 @@
 """Every estimator: closed form, properties of a group, and the order of operations around it."""
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from megagrpo.algo.advantage import with_advantages
-from megagrpo.algo.reward_shaping import exact_row_sums, normalise_rewards, with_current_kl_coef
-from megagrpo.algo.statistics import alone
-from megagrpo.config.algorithm import AlgorithmConfig, RewardShapingConfig
-from megagrpo.types import Batch
+from megagrpo.algo.kl import with_current_kl_coef
+from megagrpo.algo.reward_shaping import ShapedRewards, normalise
+from megagrpo.algo.statistics import alone, exact_row_sums
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.reward_shaping import RewardShapingConfig
+from megagrpo.types import AlgoState, Batch, RewardMoments, TrainState
+from tests.unit.algo_inputs import reward_inputs
 
 EPS = 1e-6
 
@@ -37,8 +42,8 @@ def batch_of(rewards: list[float], groups: list[int], mask: list[list[int]] | No
     return Batch(**{**given_, **more})
 
 
-def solve(batch: Batch, state: dict | None = None, **options) -> tuple[torch.Tensor, dict]:
-    result, metrics = with_advantages(batch, AlgorithmConfig(**options), alone, {} if state is None else state, 100)
+def solve(batch: Batch, **options) -> tuple[torch.Tensor, dict]:
+    result, _, metrics = with_advantages(batch, AlgorithmConfig(**options), alone, AlgoState(), 100)
     return result.advantages, metrics
 
 
@@ -123,12 +128,11 @@ def test_adaptive_kl_coefficient_is_used_then_changed():
     algorithm = AlgorithmConfig(
         kl={"reward_coef": 0.1, "estimator": "k1", "adaptive": {"target": 0.2, "horizon": 10.0}}
     )
-    state: dict = {}
-    assert with_current_kl_coef(algorithm, state) is algorithm
-    with_advantages(batch, algorithm, alone, state, 100)
-    assert state["kl_coef"] == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))  # the error is clipped to 0.2
+    assert with_current_kl_coef(algorithm, AlgoState()) is algorithm
+    _, state, _ = with_advantages(batch, algorithm, alone, AlgoState(), 100)
+    assert state.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))  # the error is clipped to 0.2
     current = with_current_kl_coef(algorithm, state)
-    assert current.kl.reward_coef == state["kl_coef"] and current.kl.loss_coef == 0
+    assert current.kl.reward_coef == state.kl_coef and current.kl.loss_coef == 0
 
 
 def test_overlong_and_clip_come_before_the_estimator_and_advantage_clip_last():
@@ -137,10 +141,12 @@ def test_overlong_and_clip_come_before_the_estimator_and_advantage_clip_last():
         "reward": {"overlong": {"buffer_tokens": 4, "factor": 2.0}, "clip": 0.5},
         "advantage": {"name": "dr_grpo"},
     }
-    result, metrics = with_advantages(batch, AlgorithmConfig(**options), alone, {}, max_response_tokens=8)
+    result, _, metrics = with_advantages(batch, AlgorithmConfig(**options), alone, AlgoState(), max_response_tokens=8)
     assert metrics["reward/overlong_penalty"] == -1.25  # -2 at length 8, -0.5 at 5
     assert result.advantages[:, 0].tolist() == [-0.5, 0.5]  # -1 -> -0.5 and 0.5 -> 0.5
-    result, _ = with_advantages(batch, AlgorithmConfig(**options, advantage_clip=0.1), alone, {}, max_response_tokens=8)
+    result, _, _ = with_advantages(
+        batch, AlgorithmConfig(**options, advantage_clip=0.1), alone, AlgoState(), max_response_tokens=8
+    )
     assert result.advantages[:, 0].tolist() == pytest.approx([-0.1, 0.1])
 
 
@@ -171,40 +177,48 @@ def test_invalid_truncated_and_rejected_samples_leave_the_mask():
     )
     mismatch = {"reject": {"high": 2.0}, "weight": {"name": "icepop", "low": 0.5, "high": 5.0}}
     algorithm = AlgorithmConfig(advantage={"name": "dr_grpo"}, mask_truncated=True, mismatch=mismatch)
-    result, metrics = with_advantages(batch, algorithm, alone, {}, 100)
+    result, _, metrics = with_advantages(batch, algorithm, alone, AlgoState(), 100)
     assert result.loss_mask[:, 0].tolist() == [1, 0, 0, 0] and result.denominator_mask is None
     assert result.advantages[:, 0].tolist() == [0, 0, 0, 0]  # 1 - mean(1, 0, 2): the invalid 9 does not count
     assert result.policy_weights[:, 0].tolist() == [1, 0, 0, 0] and metrics["mismatch/rejected_fraction"] == 0.5
     keep = {"reject": {"high": 2.0, "keep_denominator": True}}
-    result, _ = with_advantages(batch, AlgorithmConfig(mask_truncated=True, mismatch=keep), alone, {}, 100)
+    result, _, _ = with_advantages(batch, AlgorithmConfig(mask_truncated=True, mismatch=keep), alone, AlgoState(), 100)
     assert result.denominator_mask[:, 0].tolist() == [True, False, False, True]
 
 
 def test_groups_without_a_valid_response_are_dropped_and_counted():
     batch = batch_of([1.0, 0.0, 3.0, 4.0], [0, 0, 1, 1], valid=torch.tensor([True, True, False, False]))
-    result, metrics = with_advantages(batch, AlgorithmConfig(), alone, {}, 100)
+    result, _, metrics = with_advantages(batch, AlgorithmConfig(), alone, AlgoState(), 100)
     assert metrics["group/dropped"] == 1 and metrics["group/degenerate_fraction"] == 0 and metrics["reward/mean"] == 0.5
     assert result.loss_mask[:, 0].tolist() == [1, 1, 0, 0] and result.advantages[2:].abs().sum() == 0
 
 
 def test_running_moments_are_those_of_all_batches():
-    state: dict = {}
+    state = AlgoState()
     parts = torch.randn(3, 10, dtype=torch.float64) * 5 + 100
     options = RewardShapingConfig(mean="running", std="running")
-    zeros, valid = torch.zeros(10, dtype=torch.int64), torch.ones(10, dtype=torch.bool)
+    zeros = torch.zeros(10, dtype=torch.int64)
     for i, part in enumerate(parts):
-        out = normalise_rewards(part, zeros, 1, valid, alone, options, state)
+        out = normalise(ShapedRewards(part, state, {}), reward_inputs(zeros), options)
+        state = out.state
         seen = parts[: i + 1].reshape(-1)
-        torch.testing.assert_close(out, (part - seen.mean()) / (seen.std() + EPS), rtol=1e-12, atol=1e-12)
-    assert state["reward_moments"][0] == 30
+        torch.testing.assert_close(out.values, (part - seen.mean()) / (seen.std() + EPS), rtol=1e-12, atol=1e-12)
+    assert state.reward_moments.count == 30
+
+
+def test_the_state_survives_a_checkpoint_to_the_last_bit():
+    moments = RewardMoments(count=30, mean=1 / 3, root=0.1 + 0.2)
+    state = TrainState(step=3, algo_state=AlgoState(reward_moments=moments, kl_coef=0.7 / 3))
+    for saved in (state, TrainState()):
+        assert TypeAdapter(TrainState).validate_python(json.loads(json.dumps(asdict(saved)))) == saved
 
 
 @pytest.mark.parametrize("scope", ["group", "batch", "running"])
 def test_constant_rewards_normalise_to_zero(scope):
     rewards, ids = torch.full((6,), 0.7, dtype=torch.float64), torch.arange(6) // 3
-    valid = torch.ones(6, dtype=torch.bool)
-    out = normalise_rewards(rewards, ids, 2, valid, alone, RewardShapingConfig(mean=scope, std=scope), {})
-    assert out.tolist() == [0.0] * 6
+    options = RewardShapingConfig(mean=scope, std=scope)
+    out = normalise(ShapedRewards(rewards, AlgoState(), {}), reward_inputs(ids), options)
+    assert out.values.tolist() == [0.0] * 6
 
 
 def test_row_sums_do_not_depend_on_the_padding():

@@ -1,11 +1,16 @@
-"""The algorithm section: combinations that cannot work are refused with the reason, presets are the papers' settings."""
+"""The algorithm section: impossible combinations are refused with the reason, presets are the papers' settings."""
+
+from typing import get_args
 
 import pytest
 import yaml
 
-from megagrpo.config.algorithm import AdvantageConfig, AlgorithmConfig, PolicyLossConfig
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.estimators import ESTIMATOR_CONFIGS
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
+from megagrpo.config.policy_loss import POLICY_LOSS_CONFIGS
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.section import Section
 
 REFUSED = [  # options, part of the reason
     ({"advantage": {"name": "rloo", "eps": 1e-6}}, "eps"),  # leave-one-out divides by no std
@@ -108,10 +113,32 @@ def test_advice_and_formula():
         AlgorithmConfig().formula
         == "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
     )
-    for advantage in AdvantageConfig.__args__:
-        for loss in PolicyLossConfig.__args__:
+    for advantage in ESTIMATOR_CONFIGS:
+        for loss in POLICY_LOSS_CONFIGS:
             names = (advantage.model_fields["name"].default, loss.model_fields["name"].default)
             assert AlgorithmConfig(advantage={"name": names[0]}, loss={"name": names[1]}).formula
+
+
+def sections(model: type[Section]) -> set[type[Section]]:
+    """The section and all that its fields may hold."""
+    found = {model}
+    for info in model.model_fields.values():
+        for part in _members(info.annotation):
+            found |= sections(part)
+    return found
+
+
+def _members(annotation) -> list[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [member for argument in get_args(annotation) for member in _members(argument)]
+
+
+def test_every_field_is_described_and_every_section_says_what_it_is():
+    every = sections(AlgorithmConfig)
+    assert {*ESTIMATOR_CONFIGS, *POLICY_LOSS_CONFIGS} < every
+    bare = [f"{s.__name__}.{name}" for s in every for name, info in s.model_fields.items() if not info.description]
+    assert bare == [] and [s.__name__ for s in every if not s.__doc__] == []
 
 
 PRESETS = ("cispo", "dapo", "dr_grpo", "gspo", "grpo", "reinforce_pp", "remax", "rloo")

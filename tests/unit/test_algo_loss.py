@@ -1,4 +1,4 @@
-"""Every loss, KL form and aggregation: closed-form value and gradient; shares add up; nothing leaks from masked tokens."""
+"""Every loss, KL form and aggregation: closed-form value and gradient; shares add up; masked tokens leak nothing."""
 
 import math
 from dataclasses import fields, replace
@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.algo.kl import kl_penalty
-from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denominators, objective, token_loss
+from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denominators, objective
+from megagrpo.algo.policy_loss import PolicyInputs, token_loss
 from megagrpo.algo.statistics import alone
-from megagrpo.config.algorithm import AlgorithmConfig, CispoLoss, GpgLoss, GspoLoss, PpoClipLoss, SapoLoss
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.policy_loss import CispoLoss, GpgLoss, GspoLoss, PpoClipLoss, SapoLoss
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OLD = -1.0
@@ -21,7 +23,7 @@ def value_and_gradient(options, ratio: float, advantage: float) -> tuple[float, 
     """Loss of a single token whose probability ratio is `ratio`, and d loss / d logp."""
     logp = torch.tensor([[OLD + math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     old, adv = torch.full_like(logp, OLD), torch.full_like(logp, advantage)
-    loss = token_loss(logp, old, adv, torch.ones_like(logp, dtype=torch.bool), options).value.sum()
+    loss = token_loss(PolicyInputs(logp, old, adv, torch.ones_like(logp, dtype=torch.bool)), options).value.sum()
     loss.backward()
     return loss.item(), logp.grad.item()
 
@@ -69,7 +71,7 @@ def test_gspo_uses_one_ratio_per_sequence():
     old = torch.tensor([[-1.2, -2.4, 0.0], [-1.0, -1.0, -1.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [True, True, True]])
     adv = torch.tensor([[1.0], [2.0]], dtype=torch.float64).expand(2, 3)
-    value = token_loss(logp, old, adv, mask, GspoLoss(clip_ratio_low=0.9, clip_ratio_high=9.0)).value
+    value = token_loss(PolicyInputs(logp, old, adv, mask), GspoLoss(clip_ratio_low=0.9, clip_ratio_high=9.0)).value
     s = math.exp((0.2 + 0.4) / 2)  # the masked token's log-ratio of -9 is not in the mean
     assert value[0, :2].tolist() == pytest.approx([-s, -s]) and value[1].tolist() == [-2.0] * 3
     loss = aggregate(value, mask, "seq-mean-token-mean", count_denominators(mask, alone, 1.0))
@@ -84,7 +86,7 @@ def test_gspo_uses_one_ratio_per_sequence():
 def test_gspo_limits_the_mean_log_ratio(clamp, log_ratio, expected):
     logp = torch.full((1, 3), log_ratio, dtype=torch.float64)
     options = GspoLoss(clip_ratio_low=1.0, clip_ratio_high=1e10, clamp=clamp)
-    value = token_loss(logp, torch.zeros_like(logp), -torch.ones_like(logp), logp == logp, options).value
+    value = token_loss(PolicyInputs(logp, torch.zeros_like(logp), -torch.ones_like(logp), logp == logp), options).value
     assert value[0, 0].item() == pytest.approx(math.exp(expected))
 
 
@@ -183,7 +185,7 @@ def test_aggregation(name):
 
 
 def test_rejected_tokens_may_stay_in_every_denominator():
-    """Two of four tokens were rejected: with counted_mask the others weigh 1/4 each, not 1/2, and metrics are of the trained two."""
+    """Two of four tokens were rejected: with counted_mask the others weigh 1/4 each, not 1/2; metrics see those two."""
     trained, counted = torch.tensor([[1.0, 1.0, 0.0, 0.0]], dtype=torch.float64), torch.ones(1, 4, dtype=torch.float64)
     zeros, logprobs = torch.zeros_like(counted), torch.zeros_like(counted).requires_grad_()
     inputs = LossInputs(logprobs, zeros, trained, counted, zeros, zeros, counted_mask=counted)

@@ -5,10 +5,12 @@ import torch
 
 from megagrpo.algo import estimators
 from megagrpo.algo.advantage import with_advantages
-from megagrpo.algo.reward_shaping import normalise_rewards
+from megagrpo.algo.reward_shaping import ShapedRewards, normalise
 from megagrpo.algo.statistics import alone, moments
-from megagrpo.config.algorithm import AlgorithmConfig, RewardShapingConfig
-from megagrpo.types import Batch
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.reward_shaping import RewardShapingConfig
+from megagrpo.types import AlgoState, Batch
+from tests.unit.algo_inputs import reward_inputs
 from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
 
 FILE = "advantages.json"
@@ -52,13 +54,17 @@ def advantages_of(case: dict) -> torch.Tensor:
     inputs, name = case["inputs"], case["params"]["estimator"]
     token_rewards, mask = tensor(inputs["token_level_rewards"]), tensor(inputs["response_mask"]) > 0
     if name.startswith("reinforce_plus_plus_g"):
-        out = estimators.returns(torch.zeros(len(mask)).double(), token_rewards, mask, case["params"]["gamma"])
+        out = estimators.discounted_returns(
+            torch.zeros(len(mask)).double(), token_rewards, mask, case["params"]["gamma"]
+        )
         return estimators.whiten(out, moments(out[mask], alone)) * mask
     if name == "remax":  # rewards on every token there: returns to go minus the baseline
-        out = estimators.returns(torch.zeros(len(mask)).double(), token_rewards, mask, 1.0)
+        out = estimators.discounted_returns(torch.zeros(len(mask)).double(), token_rewards, mask, 1.0)
         return (out - tensor(inputs["reward_baselines"])[:, None]) * mask
     batch = batch_of(token_rewards.sum(1), mask, inputs["index"])
-    return with_advantages(batch, AlgorithmConfig(advantage=ADVANTAGES[name]), alone, {}, mask.shape[1])[0].advantages
+    return with_advantages(batch, AlgorithmConfig(advantage=ADVANTAGES[name]), alone, AlgoState(), mask.shape[1])[
+        0
+    ].advantages
 
 
 def theirs(case: dict, outputs: dict) -> torch.Tensor:
@@ -141,7 +147,7 @@ def test_no_std_flag_is_never_ignored(case):
     inputs = case["inputs"]
     mask = tensor(inputs["response_mask"]) > 0
     batch = batch_of(tensor(inputs["token_level_rewards"]).sum(1), mask, inputs["index"])
-    mine = with_advantages(batch, AlgorithmConfig(advantage={"name": "dr_grpo"}), alone, {}, mask.shape[1])[
+    mine = with_advantages(batch, AlgorithmConfig(advantage={"name": "dr_grpo"}), alone, AlgoState(), mask.shape[1])[
         0
     ].advantages
     right = next(c for c in load(FILE) if c["case"] == "trainer_dispatch_nostd.0.grpo")
@@ -161,7 +167,7 @@ def test_groups_are_never_merged(case):
     batch = batch_of(tensor(inputs["token_level_rewards"]).sum(1), mask, inputs["index"])
     algorithm = AlgorithmConfig(advantage=ADVANTAGES["grpo"])
     expected = case["outputs"]["expected"]["advantage_per_response"]
-    close(with_advantages(batch, algorithm, alone, {}, mask.shape[1])[0].advantages[:, 0], expected)
+    close(with_advantages(batch, algorithm, alone, AlgoState(), mask.shape[1])[0].advantages[:, 0], expected)
 
 
 # Reward normalisation and plain per-response rewards of the other frameworks.
@@ -169,9 +175,8 @@ def test_groups_are_never_merged(case):
 
 def normalised(inputs: dict, **options) -> torch.Tensor:
     rewards = tensor(inputs["rewards"])
-    groups = torch.tensor(inputs["group"])
-    valid = torch.ones(len(rewards), dtype=torch.bool)
-    return normalise_rewards(rewards, groups, int(groups.max()) + 1, valid, alone, RewardShapingConfig(**options), {})
+    groups = reward_inputs(torch.tensor(inputs["group"]))
+    return normalise(ShapedRewards(rewards, AlgoState(), {}), groups, RewardShapingConfig(**options)).values
 
 
 def tolerance_of(inputs: dict) -> dict:
@@ -199,7 +204,7 @@ def test_slime_and_miles(case):
     advantage = {"name": "grpo"} if case["params"]["std"] else {"name": "dr_grpo"}
     mask = torch.ones(len(inputs["rewards"]), 1, dtype=torch.bool)
     batch = batch_of(tensor(inputs["rewards"]), mask, inputs["group"])
-    mine = with_advantages(batch, AlgorithmConfig(advantage=advantage), alone, {}, 1)[0].advantages[:, 0]
+    mine = with_advantages(batch, AlgorithmConfig(advantage=advantage), alone, AlgoState(), 1)[0].advantages[:, 0]
     close(mine, case["outputs"]["advantage_per_response"], **tolerance_of(inputs))
 
 
@@ -207,7 +212,7 @@ def test_slime_and_miles(case):
     "case", cases(FILE, ("defect",), lambda c: c["case"].startswith("xf.") and "rewards" in c["inputs"])
 )
 def test_per_response_defects(case):
-    """D9 NaN for n = 1, D15 wrong shape, D16 KeyError, D21 leave-one-out std blow-up, N8 a short group swallows the batch."""
+    """D9 NaN for n = 1, D15 wrong shape, D16 KeyError, D21 leave-one-out std blow-up, N8 a short group takes all."""
     inputs = case["inputs"]
     if "D16" in case["defects"]:  # running moments need no such key
         rewards = {"rewards": inputs["rewards"], "group": [0] * len(inputs["rewards"])}
@@ -217,7 +222,9 @@ def test_per_response_defects(case):
     batch = batch_of(tensor(inputs["rewards"]), mask, inputs["group"])
     for name in ("grpo", "dr_grpo", "rloo"):
         mine = (
-            with_advantages(batch, AlgorithmConfig(advantage={"name": name}), alone, {}, 1)[0].advantages[:, 0].double()
+            with_advantages(batch, AlgorithmConfig(advantage={"name": name}), alone, AlgoState(), 1)[0]
+            .advantages[:, 0]
+            .double()
         )
         sizes = torch.bincount(batch.group_ids)
         sums = torch.zeros(batch.num_groups).double().index_add_(0, batch.group_ids, mine)
@@ -242,7 +249,7 @@ def test_nemo_without_leave_one_out(case):
     inputs = case["inputs"]
     mask = torch.ones(len(inputs["rewards"]), 1, dtype=torch.bool)
     batch = batch_of(tensor(inputs["rewards"]), mask, inputs["group"])
-    mine = with_advantages(batch, AlgorithmConfig(), alone, {}, 1)[0].advantages[:, 0]
+    mine = with_advantages(batch, AlgorithmConfig(), alone, AlgoState(), 1)[0].advantages[:, 0]
     reference = tensor(case["outputs"]["advantage_per_response"])
     informative = tensor(case["outputs"]["std"]) > 1e-4
     close(mine, reference.tolist(), **tolerance_of(inputs), where=informative)

@@ -1,12 +1,17 @@
 """Policy losses, aggregation and KL forms against the numbers of verl, slime and ROLL: values and gradients."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from megagrpo.algo.kl import kl_penalty
-from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denominators, objective, token_loss
+from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denominators, objective
+from megagrpo.algo.policy_loss import PolicyInputs, token_loss
 from megagrpo.algo.statistics import alone
-from megagrpo.config.algorithm import AlgorithmConfig, CispoLoss, GpgLoss, KlConfig
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.kl import KlConfig
+from megagrpo.config.policy_loss import CispoLoss, GpgLoss
 from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
 
 LOSSES, AGGREGATION, KL = "policy_losses.json", "agg_loss.json", "kl.json"
@@ -137,7 +142,7 @@ def test_roll_topr_is_two_of_our_losses(case):
     problem = Problem(case)
     positive = torch.tensor([score > 0 for score in scores_of(case["notes"])])[:, None]
     right, wrong = (
-        token_loss(problem.logp, problem.old, problem.advantages, problem.mask, options).value
+        token_loss(PolicyInputs(problem.logp, problem.old, problem.advantages, problem.mask), options).value
         for options in (GpgLoss(), CispoLoss(clip_ratio_high=0.0))
     )
     value = aggregate(torch.where(positive, right, wrong), problem.mask, problem.aggregation, problem.denominators)
@@ -150,7 +155,7 @@ def scores_of(notes: str) -> list[float]:
 
 @pytest.mark.parametrize("case", cases(LOSSES, ("defect",), lambda c: c["defects"] == ["D20"]))
 def test_masked_tokens_have_no_gradient(case):
-    """D20: a numerator that is not multiplied by the mask trains on padding and tool output; ours is exactly 0 there."""
+    """D20: a numerator that is not multiplied by the mask trains on padding and tool output; ours is 0 there."""
     problem = Problem(case)
     theirs = tensor(case["outputs"]["grad_log_prob"])
     (mine,) = torch.autograd.grad(problem.objective({"name": "gpg"}, "token-mean")[0], problem.logp)
@@ -215,7 +220,7 @@ def test_micro_batches_add_up(case):
     outputs, mode = case["outputs"], case["params"]["loss_agg_mode"]
     matrix, mask = tensor(case["inputs"]["loss_mat"]), tensor(case["inputs"]["loss_mask"]) > 0
     denominators, cuts = count_denominators(mask, alone, 1.0), case["params"]["row_cuts"]
-    shares = [aggregate(matrix[a:b], mask[a:b], mode, denominators) for a, b in zip(cuts, cuts[1:], strict=False)]
+    shares = [aggregate(matrix[a:b], mask[a:b], mode, denominators) for a, b in pairwise(cuts)]
     close(aggregate(matrix, mask, mode, denominators), outputs["full_batch"])
     close(torch.stack(shares), outputs["micro_with_global_info"])
     close(sum(shares), outputs["sum_of_micro_with_global_info"])
@@ -234,13 +239,12 @@ def kl_of(case: dict, value_clamp: float | None) -> None:
     value = kl_penalty(logp, tensor(inputs["ref_log_prob"]), ALIASES.get(name, name), value_clamp)
     if "importance_ratio" in params:
         value = value * (logp - tensor(inputs["old_log_prob"])).exp()
-    inside = (
-        logp - tensor(inputs["ref_log_prob"])
-    ).abs() <= 20  # beyond it k3 is a constant here, infinite or clamped there
+    # beyond it k3 is a constant here, infinite or clamped there
+    inside = (logp - tensor(inputs["ref_log_prob"])).abs() <= 20
     if case["source"].startswith("verl"):
         inside = torch.ones_like(inside)
     (gradient,) = torch.autograd.grad(value.sum(), logp)
-    # Their exp(-x) - 1 + x loses digits near 0, so values of 1e-7 are noise there. kl_f64 is numbers only where it differs.
+    # Their exp(-x) - 1 + x loses digits near 0, so values of 1e-7 are noise there. kl_f64 is there where it differs.
     in_f64 = case["outputs"].get("kl_f64")
     close(value, in_f64 if isinstance(in_f64, list) else case["outputs"]["kl"], rtol=2e-5, atol=1e-6, where=inside)
     close(gradient, case["outputs"]["grad_log_prob"], rtol=2e-5, atol=1e-6, where=inside)
@@ -253,14 +257,13 @@ def test_kl(case):
 
 @pytest.mark.parametrize("case", cases(KL, ("convention",)))
 def test_kl_beyond_a_clamp_under_its_option(case):
-    kl_of(
-        case, value_clamp=None if case["params"].get("kl_loss_type") == "k3" else 10.0
-    )  # slime's low_var_kl clamps, its k3 not
+    # slime's low_var_kl clamps, its k3 does not
+    kl_of(case, value_clamp=None if case["params"].get("kl_loss_type") == "k3" else 10.0)
 
 
 @pytest.mark.parametrize("case", cases(KL, ("defect",)))
 def test_kl_forms_that_raise_elsewhere(case):
-    """D3: "+" has the estimator's value and k2's gradient. D8: "full" is a KL over the vocabulary, offered as a loss."""
+    """D3: "+" has the estimator's value and k2's gradient. D8: "full" is a KL over the vocabulary, a loss here."""
     name = case["params"]["kl_penalty"]
     if name == "full":
         assert KlConfig(loss_coef=0.1, estimator="full").estimator == "full"
@@ -268,7 +271,7 @@ def test_kl_forms_that_raise_elsewhere(case):
     base = ALIASES.get(name.removesuffix("+"), name.removesuffix("+"))
     inputs = case["inputs"] if "log_prob" in case["inputs"] else load(KL)[0]["inputs"]
     logp, ref = tensor(inputs["log_prob"]).requires_grad_(), tensor(inputs["ref_log_prob"])
-    value = kl_penalty(logp, ref, base + "+")
+    value = kl_penalty(logp, ref, base if base == "k2" else base + "+")  # k2 has its own gradient already
     (gradient,) = torch.autograd.grad(value.sum(), logp)
     close(value, kl_penalty(logp, ref, base).tolist(), rtol=1e-12)
     close(gradient, (logp - ref).tolist(), rtol=1e-12)

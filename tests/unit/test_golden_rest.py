@@ -9,10 +9,13 @@ from megagrpo.algo.correction import kept, policy_weights
 from megagrpo.algo.dynamic_sampling import select_groups
 from megagrpo.algo.estimators import whiten
 from megagrpo.algo.logprob import chunked_logprobs
-from megagrpo.algo.loss import aggregate, count_denominators, token_loss
+from megagrpo.algo.loss import aggregate, count_denominators
+from megagrpo.algo.policy_loss import PolicyInputs, token_loss
 from megagrpo.algo.reward_shaping import overlong_penalty
 from megagrpo.algo.statistics import alone, moments
-from megagrpo.config.algorithm import Band, GpgLoss, OverlongShaping, PpoClipLoss, Rejection, TruncatedImportance
+from megagrpo.config.correction import Band, Rejection, TruncatedImportance
+from megagrpo.config.policy_loss import GpgLoss, PpoClipLoss
+from megagrpo.config.reward_shaping import OverlongShaping
 from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
 
 CORRECTION, DAPO, STATS, LOSSES = "rollout_correction.json", "dapo.json", "stats_logits.json", "policy_losses.json"
@@ -24,12 +27,12 @@ def log_ratio_and_mask(case: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rejection(mode: str, threshold: str) -> Rejection:
-    """verl's names: token|seq_sum|seq_mean|seq_max _ k1|k2|k3. D7: its k1 bounds act on rollout / old, the inverse of ours."""
+    """verl's names: token|seq_sum|seq_mean|seq_max _ k1|k2|k3. D7: its k1 bounds act on rollout / old."""
     over, measure = mode.rsplit("_", 1)
     over = over.removeprefix("seq_")
     if measure != "k1":
         return Rejection(measure=measure, over=over, high=float(threshold))
-    low, high = (threshold.split("_") + [None])[:2] if "_" in threshold else (1 / float(threshold), threshold)
+    low, high = [*threshold.split("_"), None][:2] if "_" in threshold else (1 / float(threshold), threshold)
     return Rejection(measure="ratio", over=over, low=1 / float(high), high=1 / float(low))
 
 
@@ -89,15 +92,14 @@ def test_verl_bypass_mode(case):
     old, advantages = tensor(inputs["old_log_prob"]), tensor(inputs["advantages"])
     logp, mask = tensor(inputs["log_prob"]).requires_grad_(), tensor(inputs["response_mask"]) > 0
     log_ratio, left = (logp - old).detach(), mask
+    policy = PolicyInputs(logp, old, advantages, mask)
     if params["rollout_rs"]:
         left = kept(log_ratio, mask, rejection(params["rollout_rs"], params["rollout_rs_threshold"]))
     if params["loss_type"] == "reinforce":
         options = TruncatedImportance(name="tis", over=params["rollout_is"], cap=float(params["rollout_is_threshold"]))
-        value = token_loss(logp, old, advantages, mask, GpgLoss()).value * policy_weights(
-            log_ratio, mask, options, alone
-        )
+        value = token_loss(policy, GpgLoss()).value * policy_weights(log_ratio, mask, options, alone)
     else:
-        value = token_loss(logp, old, advantages, mask, PpoClipLoss()).value  # its ratio is the correction already
+        value = token_loss(policy, PpoClipLoss()).value  # its ratio is the correction already
     loss = aggregate(value, left, params["loss_agg_mode"], count_denominators(left, alone, 1.0))
     (gradient,) = torch.autograd.grad(loss, logp)
     close(loss, case["outputs"]["loss"])
@@ -135,7 +137,7 @@ def kept_groups(case: dict) -> list[int]:
     "case", cases(DAPO, ("reference", "convention", "defect"), lambda c: c["case"].startswith("filter"))
 )
 def test_dynamic_sampling(case):
-    """D12: std > 0 keeps constant groups whose float mean is off by a bit. n = 1 is kept by verl; here it is no difference."""
+    """D12: std > 0 keeps constant groups whose float mean is off by a bit. n = 1 is kept by verl, dropped here."""
     groups, outputs = case["inputs"]["group"], case["outputs"]
     theirs = [g for g in outputs["kept_groups"] if groups.count(g) > 1]
     if case["status"] == "defect":
@@ -156,7 +158,7 @@ def test_whitening(case):
 
 @pytest.mark.parametrize("case", cases(STATS, ("reference", "convention"), lambda c: c["case"].startswith("logits")))
 def test_logprobs_and_entropy(case):
-    """An identity weight makes hidden states the logits. N7: arithmetic in bfloat16 is off by 1e-2; the float64 case is right."""
+    """An identity weight makes hidden states the logits. N7: bfloat16 is off by 1e-2; the float64 case is right."""
     logits = tensor(case["inputs"]["logits"], torch.float32).requires_grad_()
     labels = torch.tensor(case["inputs"]["labels"], dtype=torch.int64)
     mine, entropy = chunked_logprobs(logits, torch.eye(logits.shape[1]), labels, 1.0, chunk_tokens=2)

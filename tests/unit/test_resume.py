@@ -9,9 +9,9 @@ import torch
 from megagrpo import run as run_module
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
-from megagrpo.types import TrainState
+from megagrpo.types import AlgoState, TrainState
 
-SAVED = TrainState(step=5, data_cursor=40, algo_state={"kl_coef": 0.3})
+SAVED = TrainState(step=5, data_cursor=40, algo_state=AlgoState(kl_coef=0.3))
 
 
 @pytest.fixture

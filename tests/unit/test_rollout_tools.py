@@ -17,7 +17,7 @@ from megagrpo.rollout.generation import Response, sample_seed
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool, calculator, load_tool, make_tool, respond_with_tool
 from megagrpo.tiny.model import character_tokenizer
-from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample
 
 TOKENIZER = character_tokenizer("0123456789+-*/=.()<># ")
 EOS = TOKENIZER.eos_token_id
@@ -171,7 +171,7 @@ def test_masked_tokens_reach_neither_the_statistics_nor_the_loss_and_credit_pass
                 samples.append(Sample(i, tokens, tuple(-0.5 * m for m in mask), "stop", 0, "", mask))
             outcomes = (Outcome("score", 1.0), Outcome("score", 1.0), Outcome("score", 0.0))
             batch = build_batch([RolloutGroup(0, PROMPT, tuple(samples), outcomes)], 1, 1, MESH)
-            batch, _ = with_advantages(batch, algorithm, MESH.reduce, {}, 32)
+            batch = with_advantages(batch, algorithm, MESH.reduce, AlgoState(), 32)[0]
             places = batch.loss_mask > 0
             assert (
                 float(batch.advantages[~places].abs().max()) == 0.0

@@ -1,0 +1,125 @@
+"""Policy losses, one pure function each: log-probabilities and advantages in, the loss of every token out.
+
+To add one: its variant in config/policy_loss.py, its function here and its row in POLICY_LOSSES.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megagrpo.algo.kl import LOG_RATIO_LIMIT, probability_ratio
+from megagrpo.algo.table import check_complete
+from megagrpo.config.policy_loss import (
+    POLICY_LOSS_CONFIGS,
+    CispoLoss,
+    GpgLoss,
+    GspoLoss,
+    PpoClipLoss,
+    SapoLoss,
+)
+from megagrpo.config.variant import Variant
+
+GSPO_VERL_LIMIT = 10.0
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """What a policy loss sees: tensors [n, S] of n sequences, finite everywhere; only logprobs carries a gradient."""
+
+    logprobs: Tensor  # float
+    old_logprobs: Tensor  # float, of the actor before the first update of the step
+    advantages: Tensor  # float
+    mask: Tensor  # bool, the tokens that are trained on; delimits the sequences of sequence-level losses
+
+    @property
+    def ratio(self) -> Tensor:
+        """rho [n, S], the probability ratio of every token."""
+        return probability_ratio(self.logprobs - self.old_logprobs)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The loss of every token [n, S] and, by name, where a clip was active ([n, S] bool)."""
+
+    value: Tensor
+    clipped: dict[str, Tensor]
+
+
+class PolicyLossFunction(Protocol):
+    """Takes the inputs and the variant's options; values off the mask are ignored."""
+
+    def __call__(self, inputs: PolicyInputs, options: Any, /) -> TokenLoss: ...
+
+
+def ppo_clip(inputs: PolicyInputs, options: PpoClipLoss) -> TokenLoss:
+    """Returns -min(rho A, clip(rho) A). arXiv 1707.06347; dual clip: arXiv 1912.09729."""
+    advantages = inputs.advantages
+    loss = _clipped_surrogate(inputs.ratio, advantages, options.clip_ratio_low, options.clip_ratio_high)
+    if options.dual_clip is None:
+        return loss
+    limit = -options.dual_clip * advantages
+    beyond = (advantages < 0) & (loss.value > limit)
+    value = torch.where(advantages < 0, torch.minimum(loss.value, limit), loss.value)
+    return TokenLoss(value, loss.clipped | {"dual": beyond})
+
+
+def gspo(inputs: PolicyInputs, options: GspoLoss) -> TokenLoss:
+    """Returns -min(s A, clip(s) A), s = sg[s_i] exp(logp - sg[logp]). arXiv 2507.18071, GSPO-token, eq. 14.
+
+    The value of s is the sequence's ratio, its gradient is the token's.
+    """
+    log_ratio, mask = inputs.logprobs - inputs.old_logprobs, inputs.mask
+    mean = (log_ratio.detach() * mask).sum(1) / mask.sum(1).clamp(min=1)
+    lowest, highest = (-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT) if options.clamp == "both" else (None, GSPO_VERL_LIMIT)
+    mean = mean.clamp(lowest, highest)
+    ratio = mean.exp()[:, None] * (inputs.logprobs - inputs.logprobs.detach()).exp()
+    return _clipped_surrogate(ratio, inputs.advantages, options.clip_ratio_low, options.clip_ratio_high)
+
+
+def cispo(inputs: PolicyInputs, options: CispoLoss) -> TokenLoss:
+    """Returns -sg[clip(rho)] A log p: every token keeps its gradient. arXiv 2506.13585."""
+    weight = inputs.ratio.detach()
+    low, high = 1 - options.clip_ratio_low, 1 + options.clip_ratio_high
+    loss = -weight.clamp(low, high) * inputs.advantages * inputs.logprobs
+    return TokenLoss(loss, {"low": weight < low, "high": weight > high})
+
+
+def gpg(inputs: PolicyInputs, options: GpgLoss) -> TokenLoss:
+    """Returns -A log p. arXiv 2504.02546."""
+    return TokenLoss(-inputs.logprobs * inputs.advantages, {})
+
+
+def sapo(inputs: PolicyInputs, options: SapoLoss) -> TokenLoss:
+    """Returns -sigmoid(tau (rho - 1)) (4 / tau) A, tau by the sign of A. arXiv 2511.20347."""
+    ratio, advantages = inputs.ratio, inputs.advantages
+    tau = torch.full_like(ratio, options.tau_negative).masked_fill(advantages > 0, options.tau_positive)
+    return TokenLoss(-torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages, {})
+
+
+POLICY_LOSSES: dict[type[Variant], PolicyLossFunction] = {
+    PpoClipLoss: ppo_clip,
+    GspoLoss: gspo,
+    CispoLoss: cispo,
+    GpgLoss: gpg,
+    SapoLoss: sapo,
+}
+check_complete(
+    POLICY_LOSSES,
+    POLICY_LOSS_CONFIGS,
+    "POLICY_LOSSES (algo/policy_loss.py)",
+    "PolicyLossConfig (config/policy_loss.py)",
+)
+
+
+def token_loss(inputs: PolicyInputs, options: Variant) -> TokenLoss:
+    """Returns the policy loss of every token [n, S]."""
+    return POLICY_LOSSES[type(options)](inputs, options)
+
+
+def _clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> TokenLoss:
+    plain = -ratio * advantages
+    loss = torch.maximum(plain, -ratio.clamp(1 - low, 1 + high) * advantages)
+    clipped = {"low": (advantages < 0) & (ratio < 1 - low), "high": (advantages > 0) & (ratio > 1 + high)}
+    return TokenLoss(loss, clipped)

@@ -1,0 +1,173 @@
+"""Advantage estimators: the fields of each, its formula, what it needs and what it refuses.
+
+To add one: write its variant here and name it in AdvantageConfig, then write its function and its row in ESTIMATORS of
+algo/estimators.py. A variant without a row fails when that module is imported.
+"""
+
+from typing import Annotated, ClassVar, Literal, get_args
+
+from pydantic import Field
+
+from megagrpo.config.variant import Aggregation, Ddof, Positive, Variant
+
+
+class Estimator(Variant):
+    """Holds what an estimator needs and refuses; its own fields are in the subclass."""
+
+    normalises_by_group: ClassVar[bool] = False  # refuses rewards that are normalised by the group already
+    whitens: ClassVar[bool] = False  # over all unmasked tokens of the batch; refuses whiten_advantages
+    needs_greedy_response: ClassVar[bool] = False  # refuses reward steps that its greedy baseline does not get
+
+    @property
+    def group_std_ddof(self) -> int:
+        """Delta degrees of freedom of the standard deviation of a group's rewards."""
+        return 1
+
+    @property
+    def refuses_group_of_one(self) -> str | None:
+        """The reason why train.group_size 1 cannot work, or None where it can."""
+        return None
+
+
+class _ComparesResponses(Estimator):
+    """Subtracts what other responses to the same prompt got, so that a group with one valid response needs a rule."""
+
+    name: str
+    single_sample: Literal["zero", "raw"] = Field(
+        default="zero",
+        description="Advantage of a group with one valid response: 0, or its raw reward as in verl's loops.",
+    )
+
+    @property
+    def refuses_group_of_one(self) -> str | None:
+        if self.single_sample == "raw":
+            return None
+        return (
+            f"advantage {self.name} compares responses to one prompt: with train.group_size 1 it is always 0 and "
+            "nothing is learned; raise group_size or set algorithm.advantage.single_sample: raw"
+        )
+
+
+_STD_DDOF = "Delta degrees of freedom of the group's standard deviation: 1 (sample) or 0 (population)."
+_EPS = "Added to the group's standard deviation, in units of the reward."
+_CHOOSES = "Selects this estimator."
+
+
+class GrpoAdvantage(_ComparesResponses):
+    """(r - mean) / (std + eps). DeepSeekMath, arXiv 2402.03300."""
+
+    formula = "(r - mean) / (std + eps)"
+    normalises_by_group = True
+
+    name: Literal["grpo"] = Field(default="grpo", description=_CHOOSES)
+    std_ddof: Ddof = Field(default=1, description=_STD_DDOF)
+    eps: Positive = Field(default=1e-6, description=_EPS)
+
+    @property
+    def group_std_ddof(self) -> int:
+        return self.std_ddof
+
+
+class DrGrpoAdvantage(_ComparesResponses):
+    """r - mean. arXiv 2503.20783."""
+
+    formula = "r - mean"
+    aggregations: ClassVar[tuple[Aggregation, ...] | None] = ("seq-mean-token-sum", "seq-mean-token-sum-norm")
+    aggregation_advice = (
+        "Dr. GRPO divides by a constant (seq-mean-token-sum-norm); {aggregation} divides by response lengths"
+    )
+
+    name: Literal["dr_grpo"] = Field(default="dr_grpo", description=_CHOOSES)
+
+
+class GrpoPassKAdvantage(Estimator):
+    """Best response alone: best - second best, over (std + eps) when normalised. arXiv 2503.19595."""
+
+    formula = "r_best - r_second for the best response, else 0"
+    normalises_by_group = True
+
+    name: Literal["grpo_passk"] = Field(default="grpo_passk", description=_CHOOSES)
+    normalise: bool = Field(default=True, description="Whether to divide by the group's standard deviation plus eps.")
+    std_ddof: Ddof = Field(default=1, description=_STD_DDOF)
+    eps: Positive = Field(default=1e-6, description=_EPS)
+
+    @property
+    def group_std_ddof(self) -> int:
+        return self.std_ddof
+
+    @property
+    def refuses_group_of_one(self) -> str | None:
+        return "advantage grpo_passk compares the best two responses of a prompt; train.group_size must be at least 2"
+
+
+class RlooAdvantage(_ComparesResponses):
+    """r minus the mean of the others. arXiv 2402.14740."""
+
+    formula = "r - mean of the others"
+    normalises_by_group = True
+
+    name: Literal["rloo"] = Field(default="rloo", description=_CHOOSES)
+
+
+class ReinforcePlusPlusAdvantage(Estimator):
+    """Discounted return of every token, whitened over the batch. arXiv 2501.03262."""
+
+    formula = "whiten(sum_k gamma^k R_(t+k))"
+    whitens = True
+
+    name: Literal["reinforce_plus_plus"] = Field(default="reinforce_plus_plus", description=_CHOOSES)
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per sampled token.")
+
+
+class ReinforcePlusPlusBaselineAdvantage(_ComparesResponses):
+    """r - mean, whitened over all tokens of the batch. arXiv 2501.03262."""
+
+    formula = "whiten(r - mean)"
+    whitens = True
+
+    name: Literal["reinforce_plus_plus_baseline"] = Field(default="reinforce_plus_plus_baseline", description=_CHOOSES)
+
+
+class RemaxAdvantage(Estimator):
+    """r minus the reward of a greedy response to the same prompt. arXiv 2310.10505."""
+
+    formula = "r - r_greedy"
+    needs_greedy_response = True
+
+    name: Literal["remax"] = Field(default="remax", description=_CHOOSES)
+
+
+class OpoAdvantage(_ComparesResponses):
+    """r minus the length-weighted mean. arXiv 2505.23585."""
+
+    formula = "r - sum T r / sum T"
+
+    name: Literal["opo"] = Field(default="opo", description=_CHOOSES)
+
+
+class GpgAdvantage(_ComparesResponses):
+    """alpha (r - mean), alpha = B / responses in non-degenerate groups. arXiv 2504.02546."""
+
+    formula = "alpha (r - mean)"
+
+    name: Literal["gpg"] = Field(default="gpg", description=_CHOOSES)
+    alpha: Literal["non_degenerate", "nonzero_reward"] = Field(
+        default="non_degenerate",
+        description="What alpha divides the number of responses by: those in groups whose rewards differ, or those "
+        "with a reward other than 0, as verl does.",
+    )
+
+
+AdvantageConfig = Annotated[
+    GrpoAdvantage
+    | DrGrpoAdvantage
+    | GrpoPassKAdvantage
+    | RlooAdvantage
+    | ReinforcePlusPlusAdvantage
+    | ReinforcePlusPlusBaselineAdvantage
+    | RemaxAdvantage
+    | OpoAdvantage
+    | GpgAdvantage,
+    Field(discriminator="name"),
+]
+ESTIMATOR_CONFIGS: tuple[type[Estimator], ...] = get_args(get_args(AdvantageConfig)[0])

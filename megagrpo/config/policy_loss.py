@@ -1,0 +1,85 @@
+"""Policy losses: the fields and the formula of each.
+
+To add one: write its variant here and name it in PolicyLossConfig, then write its function and its row in POLICY_LOSSES
+of algo/policy_loss.py. A variant without a row fails when that module is imported.
+"""
+
+from typing import Annotated, ClassVar, Literal, get_args
+
+from pydantic import Field
+
+from megagrpo.config.variant import Aggregation, NonNegative, Positive, Variant
+
+_CHOOSES = "Selects this loss."
+_LOW = "The probability ratio is clipped below at 1 - clip_ratio_low."
+_HIGH = "The probability ratio is clipped above at 1 + clip_ratio_high."
+
+
+class PpoClipLoss(Variant):
+    """arXiv 1707.06347; clip_ratio_high > clip_ratio_low is DAPO's clip-higher; dual clip is arXiv 1912.09729."""
+
+    formula = "-min(rho A, clip(rho) A)"
+
+    name: Literal["ppo_clip"] = Field(default="ppo_clip", description=_CHOOSES)
+    clip_ratio_low: float = Field(default=0.2, gt=0, le=1, description=_LOW)
+    clip_ratio_high: Positive = Field(default=0.2, description=_HIGH)
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1,
+        description="c of the dual clip: the loss of a negative advantage is at most c |A|. null: off.",
+    )
+
+
+class GspoLoss(Variant):
+    """One importance ratio per sequence. arXiv 2507.18071."""
+
+    formula = "-min(s A, clip(s) A), s = exp(mean log rho)"
+    aggregations: ClassVar[tuple[Aggregation, ...] | None] = ("seq-mean-token-mean",)
+    aggregation_advice = (
+        "gspo is the paper's objective with aggregation seq-mean-token-mean only; here it is {aggregation}"
+    )
+
+    name: Literal["gspo"] = Field(default="gspo", description=_CHOOSES)
+    clip_ratio_low: float = Field(default=3e-4, gt=0, le=1, description=_LOW)
+    clip_ratio_high: Positive = Field(default=4e-4, description=_HIGH)
+    clamp: Literal["both", "above"] = Field(
+        default="both",
+        description="Limit of the sequence's mean log-ratio: +-20 (both), or only above, at 10, as in verl (above).",
+    )
+
+
+class CispoLoss(Variant):
+    """Clipped importance weights, every token keeps its gradient. arXiv 2506.13585."""
+
+    formula = "-sg[clip(rho)] A log p"
+
+    name: Literal["cispo"] = Field(default="cispo", description=_CHOOSES)
+    clip_ratio_low: float = Field(default=1.0, gt=0, le=1, description=_LOW)
+    clip_ratio_high: NonNegative = Field(default=4.0, description=_HIGH)
+
+
+class GpgLoss(Variant):
+    """-log p A. arXiv 2504.02546."""
+
+    formula = "-A log p"
+
+    name: Literal["gpg"] = Field(default="gpg", description=_CHOOSES)
+
+
+class SapoLoss(Variant):
+    """A sigmoid gate instead of the clip. arXiv 2511.20347."""
+
+    formula = "-sigmoid(tau (rho - 1)) (4 / tau) A"
+
+    name: Literal["sapo"] = Field(default="sapo", description=_CHOOSES)
+    tau_positive: Positive = Field(default=1.0, description="Steepness of the gate where the advantage is positive.")
+    tau_negative: Positive = Field(
+        default=1.05, description="Steepness of the gate where the advantage is not positive."
+    )
+
+
+PolicyLossConfig = Annotated[
+    PpoClipLoss | GspoLoss | CispoLoss | GpgLoss | SapoLoss,
+    Field(discriminator="name"),
+]
+POLICY_LOSS_CONFIGS: tuple[type[Variant], ...] = get_args(get_args(PolicyLossConfig)[0])

@@ -1,0 +1,110 @@
+"""Reward steps: what happens to the grader's reward before the advantage; the fields of each step and what it touches.
+
+To add one: write its Section here and name it among the bases of RewardShapingConfig, then write its function and its
+row in REWARD_STEPS of algo/reward_shaping.py, whose order is the order of operations. A step without a row fails when
+that module is imported.
+"""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from megagrpo.config.section import Section
+from megagrpo.config.variant import Ddof, NonNegative, Positive
+
+Scope = Literal["none", "group", "batch", "running"]
+
+
+class RewardStep(Section):
+    """Holds the fields of one step; at their defaults the step leaves every reward as it is."""
+
+    reaches_greedy_baseline: ClassVar[bool] = False  # whether remax's greedy rewards take this step too
+    switches: ClassVar[tuple[str, ...]]  # its fields that turn it on when they are not at their defaults
+
+
+class OverlongShaping(Section):
+    """DAPO's soft length penalty, arXiv 2503.14476.
+
+    0 up to max_response_tokens - buffer_tokens, then linear down to -factor.
+    """
+
+    buffer_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens before max_response_tokens over which the penalty grows. "
+        "null: a fifth of max_response_tokens, as in the paper; 0: off.",
+    )
+    factor: NonNegative = Field(default=1.0, description="Penalty of the longest response, in units of the reward.")
+
+    def buffer(self, max_response_tokens: int) -> int:
+        """Returns the length of the buffer, in tokens."""
+        return max_response_tokens // 5 if self.buffer_tokens is None else self.buffer_tokens
+
+
+class RewardScaling(RewardStep):
+    """r -> scale r + shift."""
+
+    reaches_greedy_baseline = True
+    switches: ClassVar[tuple[str, ...]] = ("scale", "shift")
+
+    scale: Positive = Field(default=1.0, description="Multiplies every reward, greedy baselines included.")
+    shift: float = Field(default=0.0, description="Added to every reward after scale, greedy baselines included.")
+
+
+class RewardOverlong(RewardStep):
+    """Charges long responses."""
+
+    switches: ClassVar[tuple[str, ...]] = ("overlong",)
+
+    overlong: OverlongShaping | None = Field(
+        default=None, description="Penalty of responses near the length limit; null: off."
+    )
+
+
+class RewardNormalisation(RewardStep):
+    """r -> (r - mean) / (std + eps)."""
+
+    switches: ClassVar[tuple[str, ...]] = ("mean", "std")
+
+    mean: Scope = Field(default="none", description="Responses whose mean reward is subtracted.")
+    std: Scope = Field(
+        default="none",
+        description="Responses by whose standard deviation, about their own mean, the reward is divided.",
+    )
+    std_ddof: Ddof = Field(
+        default=1, description="Delta degrees of freedom of that standard deviation: 1 (sample) or 0 (population)."
+    )
+    eps: Positive = Field(default=1e-6, description="Added to that standard deviation, in units of the reward.")
+
+
+class RewardClip(RewardStep):
+    """Limits the reward's magnitude."""
+
+    switches: ClassVar[tuple[str, ...]] = ("clip",)
+
+    clip: Positive | None = Field(default=None, description="Limits rewards to [-clip, clip]; null: off.")
+
+
+class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, RewardScaling):
+    """What happens to the grader's reward before the advantage. pydantic lists the fields of the last base first."""
+
+    @property
+    def normalises_by_group(self) -> bool:
+        """Whether the group's mean or standard deviation enters the rewards."""
+        return "group" in (self.mean, self.std)
+
+    @property
+    def missed_by_greedy_baseline(self) -> list[str]:
+        """The fields, turned on, whose step remax's greedy rewards do not take."""
+        return [
+            name
+            for step in REWARD_STEP_CONFIGS
+            if not step.reaches_greedy_baseline
+            for name in step.switches
+            if getattr(self, name) != step.model_fields[name].default
+        ]
+
+
+REWARD_STEP_CONFIGS: tuple[type[RewardStep], ...] = tuple(
+    base for base in RewardShapingConfig.__bases__ if issubclass(base, RewardStep)
+)

@@ -1,0 +1,218 @@
+"""One place each: a toy estimator, loss and reward step, written into a copy of the package as a user of a clone would.
+
+Each takes a variant with its name in the union, and a function with its row: two files, nothing else.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megagrpo"
+
+# kind -> file -> (text that stands there, what is inserted before it)
+VARIANTS = {
+    "estimator": {
+        "config/estimators.py": [
+            (
+                "AdvantageConfig = Annotated[",
+                """
+class ToyAdvantage(Estimator):
+    formula = "weight r"
+    name: Literal["toy"] = "toy"
+    weight: float = 1.0
+
+
+""",
+            ),
+            ("    GrpoAdvantage\n", "    ToyAdvantage |\n"),
+        ]
+    },
+    "loss": {
+        "config/policy_loss.py": [
+            (
+                "PolicyLossConfig = Annotated[",
+                """
+class ToyLoss(Variant):
+    formula = "weight rho A"
+    name: Literal["toy"] = "toy"
+    weight: float = 1.0
+
+
+""",
+            ),
+            ("    PpoClipLoss |", "    ToyLoss |\n"),
+        ]
+    },
+    "reward step": {
+        "config/reward_shaping.py": [
+            (
+                "class RewardShapingConfig(",
+                """
+class RewardBonus(RewardStep):
+    switches = ("bonus",)
+    bonus: float | None = None
+
+
+""",
+            ),
+            ("RewardClip, RewardNormalisation", "RewardBonus, "),
+        ]
+    },
+}
+FUNCTIONS = {
+    "estimator": {
+        "algo/estimators.py": [
+            (
+                "ESTIMATORS: dict",
+                """
+from megagrpo.config.estimators import ToyAdvantage
+
+
+def toy(inputs: EstimatorInputs, options: ToyAdvantage) -> Tensor:
+    return options.weight * inputs.totals
+
+
+""",
+            ),
+            ("    GrpoAdvantage: grpo,", "    ToyAdvantage: toy,\n"),
+        ]
+    },
+    "loss": {
+        "algo/policy_loss.py": [
+            (
+                "POLICY_LOSSES: dict",
+                """
+from megagrpo.config.policy_loss import ToyLoss
+
+
+def toy(inputs: PolicyInputs, options: ToyLoss) -> TokenLoss:
+    return TokenLoss(options.weight * inputs.ratio * inputs.advantages, {})
+
+
+""",
+            ),
+            ("    PpoClipLoss: ppo_clip,", "    ToyLoss: toy,\n"),
+        ]
+    },
+    "reward step": {
+        "algo/reward_shaping.py": [
+            (
+                "# In the order of operations.",
+                """
+from megagrpo.config.reward_shaping import RewardBonus
+
+
+def add_bonus(rewards: ShapedRewards, inputs: RewardInputs, options: RewardBonus) -> ShapedRewards:
+    return rewards if options.bonus is None else replace(rewards, values=rewards.values + options.bonus)
+
+
+""",
+            ),
+            ("    RewardNormalisation: normalise,", "    RewardBonus: add_bonus,\n"),
+        ]
+    },
+}
+EXPERIMENT = """
+name: toys
+output_dir: out
+model: {path: model}
+data: {path: data.jsonl}
+algorithm:
+  advantage: {name: toy, weight: 3.0}
+  loss: {name: toy, weight: 0.5}
+  reward: {scale: 2.0, bonus: 10.0, clip: 13.0}
+"""
+# One step of two responses: the YAML file is read, the rewards 1 and 2 become advantages, and these a loss.
+PROGRAM = """
+import json, sys, torch
+from megagrpo.algo.advantage import with_advantages
+from megagrpo.algo.loss import LossInputs, count_denominators, objective
+from megagrpo.algo.statistics import alone
+from megagrpo.config.load import load_config
+from megagrpo.types import AlgoState, Batch
+
+algorithm = load_config(sys.argv[1]).algorithm
+ones, integers = torch.ones(2, 1), torch.arange(2)
+batch = Batch(
+    sample_ids=integers, group_ids=torch.zeros_like(integers), num_groups=1, tokens=integers[:, None],
+    lengths=torch.ones_like(integers), prompt_lengths=torch.zeros_like(integers), loss_mask=ones,
+    rollout_logprobs=-ones, rewards=torch.tensor([1.0, 2.0], dtype=torch.float64),
+    valid=integers >= 0, truncated=integers < 0,
+)
+batch, _, _ = with_advantages(batch, algorithm, alone, AlgoState(), max_response_tokens=1)
+inputs = LossInputs(
+    logprobs=-ones, entropy=ones, loss_mask=ones, advantages=batch.advantages, old_logprobs=-ones,
+    rollout_logprobs=-ones,
+)
+loss, _ = objective(inputs, algorithm, count_denominators(ones, alone, 1.0))
+print(json.dumps([batch.advantages[:, 0].tolist(), float(loss), algorithm.formula]))
+"""
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """The folder that holds a copy of the package."""
+    shutil.copytree(PACKAGE, tmp_path / "megagrpo", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def write(clone: Path, edits: dict[str, list[tuple[str, str]]]) -> None:
+    for name, insertions in edits.items():
+        file = clone / "megagrpo" / name
+        text = file.read_text()
+        for before, inserted in insertions:
+            assert text.count(before) == 1, f"{name} has another shape: {before!r}"
+            text = text.replace(before, inserted + before)
+        file.write_text(text)
+
+
+def python(clone: Path, program: str, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(clone)}
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_variant_a_function_and_a_row_are_all_it_takes(clone):
+    for kind in VARIANTS:
+        assert len(VARIANTS[kind] | FUNCTIONS[kind]) == 2, "files touched"
+        write(clone, VARIANTS[kind])
+        write(clone, FUNCTIONS[kind])
+    (clone / "toys.yaml").write_text(EXPERIMENT)
+    advantages, loss, formula = json.loads(python(clone, PROGRAM, "toys.yaml"))
+    assert advantages == [
+        36.0,
+        39.0,
+    ]  # 3 (2 r + 10), of which 14 is clipped to 13: the bonus has its row before the clip
+    assert loss == pytest.approx(0.5 * (36 + 39) / 2)
+    assert "weight rho A" in formula and "A = weight r" in formula
+
+
+def test_a_variant_without_its_function_fails_at_import(clone):
+    """Each table is looked at by its own module; the loop imports all three."""
+    for kind in VARIANTS:
+        write(clone, VARIANTS[kind])
+    program = """
+import json
+out = []
+for module in ("estimators", "policy_loss", "reward_shaping", "advantage", "loss"):
+    try:
+        __import__(f"megagrpo.algo.{module}")
+        out.append("imported")
+    except ImportError as exc:
+        out.append(str(exc))
+print(json.dumps(out))
+"""
+    messages = json.loads(python(clone, program))
+    assert messages[0] == (
+        "AdvantageConfig (config/estimators.py) offers ToyAdvantage, "
+        "which ESTIMATORS (algo/estimators.py) has no function for"
+    )
+    assert "ToyLoss" in messages[1] and "POLICY_LOSSES" in messages[1] and messages[1] == messages[4]
+    assert "RewardBonus" in messages[2] and "REWARD_STEPS" in messages[2] and messages[3] != "imported"
