@@ -7,13 +7,15 @@ from which HF tensor?) and "digest" (what do the live parameters hold?). It neve
 import sys
 import traceback
 import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.weights.digest import slice_digest
 from megagrpo.weights.mailbox import decode, encode
@@ -25,9 +27,9 @@ _hf_shapes: "weakref.WeakKeyDictionary[torch.nn.Module, dict]" = weakref.WeakKey
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Do the operation that the one uint8 tensor in `named_tensors` asks for, and answer through the trainer's mailbox."""
+    """Does what the one uint8 tensor [bytes of a message] in `named_tensors` asks, and answers through the trainer's mailbox."""
     try:
-        request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
+        request: dict[str, Any] = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
         host, port = request["mailbox"]
         store = TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
         try:
@@ -40,14 +42,18 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
 
 
 def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Copies and constants of this rank; problems: parameters that some HF tensors do not fill exactly once."""
+    """Returns the copies of this rank; problems: parameters that some HF tensors do not fill exactly once."""
     specs = {
         name: (tuple(shape), getattr(torch, dtype))
         for name, (shape, dtype) in decode(store.get(request["specs"])).items()
     }
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    load_weights = cast(
+        Callable[[list[tuple[str, Tensor]]], object], model.load_weights
+    )  # SGLang's own loader of the model
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
-        recording = record(lambda hf: model.load_weights(list(hf.items())), specs, parameters | buffers)
+        recording = record(lambda hf: load_weights(list(hf.items())), specs, parameters | buffers)
     _recordings[model] = recording
     _hf_shapes[model] = {name: shape for name, (shape, _) in specs.items()}
     return {
@@ -58,7 +64,7 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 
 def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """The digest of every recorded copy as the live parameters hold it, in the published dtype; problems: lines of text."""
+    """Returns the digest of every recorded copy as the live parameters hold it, in the published dtype; problems: lines."""
     recording, shapes, dtype = _recordings[model], _hf_shapes[model], getattr(torch, request["dtype"])
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     digests, problems = [], []
@@ -85,7 +91,7 @@ _OPERATIONS = {"record": _record, "digest": _digest}
 
 
 def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:
-    """Matrices that modules hold beside parameters and buffers: perhaps computed from weights, and seen by no digest."""
+    """Names matrices that modules hold beside parameters and buffers: perhaps computed from weights, seen by no digest."""
     storages = {t.untyped_storage()._cdata for t in known}
     found = []
     for path, module in model.named_modules():
@@ -97,19 +103,17 @@ def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:
 
 
 @contextmanager
-def _threads_run_inline():
+def _threads_run_inline() -> Iterator[None]:
+    """Makes every thread pool of this process run its work at once, in the thread that submits it."""
     original = ThreadPoolExecutor.submit
 
     def submit(self, function, /, *args, **kwargs):
-        future = Future()
-        try:
-            future.set_result(function(*args, **kwargs))
-        except BaseException as exc:
-            future.set_exception(exc)
+        future: Future = Future()
+        future.set_result(function(*args, **kwargs))
         return future
 
-    ThreadPoolExecutor.submit = submit
+    ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]  # loaders have imported the class by its name
     try:
         yield
     finally:
-        ThreadPoolExecutor.submit = original
+        ThreadPoolExecutor.submit = original  # type: ignore[method-assign]  # as above

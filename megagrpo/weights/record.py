@@ -24,6 +24,17 @@ _REWRITES = {_aten.clone.default, _aten._to_copy.default}  # same elements and o
 
 
 @dataclass(frozen=True)
+class HfSlice:
+    """A box of one HF tensor: what trainers and engines mean when they speak of the same elements."""
+
+    tensor: str
+    box: Box
+
+    def __str__(self) -> str:
+        return f"{self.tensor} {self.box}"
+
+
+@dataclass(frozen=True)
 class Copy:
     """Box of an HF tensor -> strided slice of a parameter; offset and strides in elements from the parameter's first one."""
 

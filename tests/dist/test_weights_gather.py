@@ -6,9 +6,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megagrpo.hf_files import HfFolder, write_hf_folder
-from megagrpo.mesh import make_mesh
+from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.weights.digest import slice_digest
-from megagrpo.weights.plan import gather_buckets, gather_copies, make_gather_plan, share_out
+from megagrpo.weights.plan import gather_buckets, gather_to_main, make_gather_plan, share_out
 from megagrpo.weights.record import record_copies
 from megagrpo.weights.views import Box
 
@@ -66,16 +66,21 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder, results) -> None:
     actor = ToyActor(tp, rank % tp, pp, rank // tp % pp)
     copies = record_copies(actor.load, SPECS, actor.live)
     actor.load(hf_tensors())
-    everyone = gather_copies(copies, mesh)
+    everyone = mesh.gather_world(copies)
     plan = make_gather_plan(everyone, SPECS, torch.float32, bucket_bytes=700)
     full: dict = {}
     for bucket in gather_buckets(plan, actor.live, mesh):
         full |= bucket
     half = make_gather_plan(everyone, SPECS, torch.bfloat16, bucket_bytes=700)
-    if rank == 0:
-        write_hf_folder(folder / "out", gather_buckets(half, actor.live, mesh), folder / "like", torch.bfloat16)
-    else:
-        list(gather_buckets(half, actor.live, mesh))
+    write = lambda buckets: write_hf_folder(folder / "out", buckets, folder / "like", torch.bfloat16)  # noqa: E731
+    gather_to_main(half, actor.live, mesh, write, "export")
+
+    def stop_at_the_second(buckets) -> None:
+        next(buckets)
+        raise OSError("disk full")
+
+    with pytest.raises(LeaderError, match="rank 0, export: OSError: disk full"):
+        gather_to_main(half, actor.live, mesh, stop_at_the_second, "export")  # and nobody hangs
     shares = share_out(everyone, SPECS, on_main=False)
     load = [sum(copy.box.numel for parts in shares.values() for r, copy in parts if r == k) for k in range(world)]
     digests = torch.zeros(len(SPECS), dtype=torch.int64)
