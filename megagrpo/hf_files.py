@@ -93,9 +93,9 @@ def write_hf_folder(
 ) -> int:
     """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
 
-    The folder is written beside `target` and renamed when it is complete and on disk: `target` is whole or absent, and an
-    older one is replaced. Returns the bytes of all tensors. Raises OSError (disk full, ...) naming the folder, after removing
-    what was written.
+    The folder is written beside `target` and renamed when it is complete and on disk: `target` is whole or absent,
+    and an older one is replaced. Returns the bytes of all tensors. Raises OSError (disk full, ...) naming the folder,
+    after removing what was written.
     """
     target, like = Path(target), Path(like)
     partial = target.with_name(f".{target.name}.partial")
@@ -149,7 +149,7 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]], dtype: tor
 
 
 def _copy_description(like: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Writes config.json with the dtype of the weights, and copies every small file that is no weight (tokenizer, ...)."""
+    """Writes config.json with the dtype of the weights, and copies what is no weight (tokenizer, settings)."""
     if not (like / "config.json").exists():
         raise ValueError(f"{like / 'config.json'}: missing; it describes the checkpoint to be written")
     for file in like.iterdir():

@@ -1,7 +1,7 @@
 """Who computes with whom: the process groups that the loop needs, and how one rank speaks for others.
 
-A *replica* is the tp x pp x cp ranks that hold one copy of the model and see the same samples; its leader alone talks to
-the outside. Data-parallel groups join the ranks with the same place in their replicas.
+A *replica* is the tp x pp x cp ranks that hold one copy of the model and see the same samples; its leader alone talks
+to the outside. Data-parallel groups join the ranks with the same place in their replicas.
 """
 
 import pickle
@@ -53,7 +53,10 @@ class Mesh:
         return self.rank == 0
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """Collective over data-parallel ranks. Reduces a tensor of any shape by `op`, "sum", "max" or "min", into a new one."""
+        """Collective over data-parallel ranks. Reduces a tensor of any shape by `op`: "sum", "max" or "min".
+
+        Returns a new tensor. Exact for integers.
+        """
         out = tensor.clone()
         if self.dp_size > 1:
             dist.all_reduce(out, op=_OPS[op], group=self.dp_group)
@@ -78,7 +81,7 @@ class Mesh:
         return all(self.gather_world(value))
 
     def gather_dp_to_main(self, value: T) -> list[T]:
-        """Collective over data-parallel ranks. Returns each one's value, in rank order, on the main rank; elsewhere []."""
+        """Collective over data-parallel ranks. Returns their values, in rank order, on the main rank; elsewhere []."""
         if self.dp_size == 1:
             return [value] if self.is_main else []
         values: list[T] = [value] * self.dp_size
@@ -87,7 +90,7 @@ class Mesh:
         return values if self.is_main else []
 
     def exchange_dp(self, outgoing: list[T]) -> list[T]:
-        """Collective over data-parallel ranks. Gives the i-th element to rank i; returns what each rank gave to this one."""
+        """Collective over data-parallel ranks. Gives the i-th element to rank i; returns what each gave to this one."""
         if self.dp_size == 1:
             return outgoing
         payloads = [np.frombuffer(pickle.dumps(item), dtype=np.uint8) for item in outgoing]
@@ -102,8 +105,8 @@ class Mesh:
     def from_leader(self, make: Callable[[], T], what: str) -> T:
         """Collective. Runs `make` on every replica's leader and gives its result to the whole replica.
 
-        Raises LeaderError on every rank of the world when any leader failed, so nobody waits in the next collective; `what`
-        says in its message what was being done.
+        Raises LeaderError on every rank of the world when any leader failed, so nobody waits in the next collective;
+        `what` says in its message what was being done.
         """
         return self._from(self.leader, self.replica_group, make, what)
 
@@ -121,7 +124,7 @@ class Mesh:
             raise LeaderError("\n".join(found))
 
     def _from(self, source: int, group: dist.ProcessGroup | None, make: Callable[[], T], what: str) -> T:
-        """Collective. Runs `make` on global rank `source` and gives its result to `group`, of which this rank is one."""
+        """Collective. Runs `make` on global rank `source` and gives its result to `group`, which has this rank."""
         box: list = [None]
         error = ""
         if self.rank == source:
@@ -165,7 +168,7 @@ def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: floa
 
 
 def _own_group(partition: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Collective. Makes one group of ranks after the other, as torch wants it on every rank, and returns this rank's."""
+    """Collective. Makes one group after the other, as torch wants it on every rank, and returns this rank's."""
     own = None
     for members in partition:
         group = dist.new_group(members, timeout=timeout)

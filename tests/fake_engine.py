@@ -1,4 +1,4 @@
-"""An SGLang engine without SGLang: its weight calls over real HTTP around a small torch module, and our own loader inside.
+"""An SGLang engine without SGLang: its weight calls over real HTTP, around a small torch module and our own loader.
 
 Also the service's record of it, as far as the exchange asks.
 """
@@ -21,6 +21,10 @@ from megagrpo.hf_files import HfFolder, write_hf_folder
 from megagrpo.types import EngineInfo
 from megagrpo.weights import engine_loader
 
+STARTED = EngineInfo(
+    id="engine-0", url="", state="stale", weight_version=None, incarnation=1, restarts=0, pid=1, reason=""
+)
+
 
 class FusedModel(nn.Module):
     """Two HF tensors in one parameter and one in another, as an engine fuses them."""
@@ -38,16 +42,14 @@ class FusedModel(nn.Module):
 
 @dataclass
 class FakeEngine:
-    """One engine of one rank. `calls` are the paths asked for, `more` further paths: path -> function of the JSON body."""
+    """One engine of one rank. `calls`: the paths asked for. `more`: further paths -> what they do with the body."""
 
     model: FusedModel = field(default_factory=FusedModel)
     more: dict[str, Callable[[dict], None]] = field(default_factory=dict)
     refuses: str = ""  # a path that answers 400
     calls: list[str] = field(default_factory=list)
     updating: bool = False
-    info: EngineInfo = EngineInfo(
-        id="engine-0", url="", state="stale", weight_version=None, incarnation=1, restarts=0, pid=1, reason=""
-    )
+    info: EngineInfo = STARTED
     api_key: str = "of a fake engine"
 
     def answer(self, path: str, body: dict) -> None:

@@ -26,7 +26,7 @@ class Deadline:
 
 
 class PhaseTimer:
-    """Measures seconds per phase, summed over repetitions. A phase inside another one is not counted in the outer one."""
+    """Measures seconds per phase, summed over repetitions; a phase inside another is not counted in the outer one."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

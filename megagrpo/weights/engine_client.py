@@ -66,10 +66,11 @@ class EngineConnection:
         return (part for slices in self.slices for part in slices)
 
     def post(self, path: str, body: dict | None = None, timeout_s: float | None = None) -> None:
-        """Posts and requires success. Raises EngineDown when nobody answers in time, EngineRefused for any other answer.
+        """Posts and requires success. Raises EngineDown when nobody answers in time, EngineRefused for any other
+        answer.
 
-        `timeout_s` is by default all that is left of the deadline. What the engine says is not used: some paths answer in
-        prose, and none carries what a custom weight loader returns.
+        `timeout_s` is by default all that is left of the deadline. What the engine says is not used: some paths
+        answer in prose, and none carries what a custom weight loader returns.
         """
         timeout_s = timeout_s or self.deadline.left
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
@@ -101,7 +102,10 @@ class EngineConnection:
         self.post("/end_weight_update")
 
     def end_abandoned_update(self) -> None:
-        """Ends the update in whose middle earlier trainers died; the engine would refuse another. What they loaded is overwritten."""
+        """Ends the update in whose middle earlier trainers died; the engine would refuse another.
+
+        What they loaded is overwritten by this one.
+        """
         with suppress(EngineRefused):  # there is none
             self.end()
 
@@ -164,6 +168,6 @@ class EngineConnection:
 
 
 def _pickled(request: dict) -> str:
-    # Plain pickle carries the bytes; torch's own ForkingPickler would pass a shared-memory handle, good on one host only.
+    # Plain pickle carries the bytes; torch's own ForkingPickler would pass a shared-memory handle of this host.
     tensor = torch.frombuffer(bytearray(encode(request)), dtype=torch.uint8)
     return base64.b64encode(pickle.dumps([("request", tensor)])).decode()

@@ -1,4 +1,4 @@
-"""All engines of the rollout service as trainer rank 0 reaches them: which take part in a publish, and which died in it."""
+"""The engines of the rollout service as trainer rank 0 reaches them: who takes part in a publish, who died in it."""
 
 import time
 from collections.abc import Callable
@@ -33,10 +33,11 @@ class EngineRegistry(Protocol):
 
 
 class EngineFleet:
-    """Connections to the engines. Work goes to those of the present *round*: opened together, updated and verified together.
+    """Holds the connections to all engines and gives work to those of the present *round*.
 
-    Everything but `each` and `close` is for rank 0 alone; on other ranks the round is empty. `drop` is told of every
-    connection that ends, from any thread.
+    A round is the engines that are opened, updated and verified together. Everything but `each`, `alive`, `waiting` and
+    `close` is for rank 0 alone; on other ranks there are no connections and the round is empty. `drop` is told of every
+    connection that ends, in any thread.
     """
 
     def __init__(
@@ -120,15 +121,15 @@ class EngineFleet:
             raise errors[0] if len(errors) == 1 else RuntimeError("\n".join(map(repr, errors)))
 
     def mark_ready(self, engine: EngineConnection, version: int) -> None:
-        """Lets requests go to an engine that was verified to hold `version`. Raises EngineDown when it died meanwhile."""
+        """Admits requests to an engine that holds `version`, as was verified. Raises EngineDown when it has died."""
         if not self._registry.mark_ready(engine.id, engine.incarnation, version):
             raise EngineDown(f"{engine} died after it was verified")
 
     def wait_for_lost(self, version: int, deadline: Deadline) -> list[str]:
         """Returns the ids that a further round must update: none, unless too few engines hold `version`.
 
-        Engines that died in this publish come back with their old weights. With enough others nobody waits for them: the
-        rollout refreshes them. Raises TimeoutError with the state of every engine and why they died.
+        Engines that died in this publish come back with their old weights. With enough others nobody waits for them:
+        the rollout refreshes them. Raises TimeoutError with the state of every engine and why they died.
         """
         wanted = self._config.rollout.min_healthy_engines
         while self._lost:
@@ -138,8 +139,8 @@ class EngineFleet:
             if deadline.over:
                 states = {info.id: f"{info.state}, incarnation {info.incarnation}" for info in infos}
                 raise TimeoutError(
-                    f"rank 0 waited {deadline.seconds:.0f} s (weights.timeout_s) for {wanted} engines to restart and take "
-                    f"version {version}: {states}; they died because: {'; '.join(map(str, self._lost.values()))}"
+                    f"rank 0 waited {deadline.seconds:.0f} s (weights.timeout_s) for {wanted} engines to restart and "
+                    f"take version {version}: {states}; they died because: {'; '.join(map(str, self._lost.values()))}"
                 )
             back = [info.id for info in infos if info.state == "stale"]
             if back:

@@ -1,7 +1,8 @@
 """Our only code inside an SGLang engine: `--custom-weight-loader megagrpo.weights.engine_loader.run`.
 
-SGLang calls `run` in every rank of the engine. It answers two questions of trainer rank 0: "record" (what does this rank copy
-from which HF tensor?) and "digest" (what do the live parameters hold?). It never raises: an exception here ends the server.
+SGLang calls `run` in every rank of the engine. It answers two questions of trainer rank 0: "record" (what does this
+rank copy from which HF tensor?) and "digest" (what do the live parameters hold?). It never raises: an exception here
+ends the server.
 """
 
 import sys
@@ -22,21 +23,25 @@ from megagrpo.weights.mailbox import decode, encode
 from megagrpo.weights.record import Recording, coverage_problems, record
 
 _CONNECT_S = 30.0
-_recordings: "weakref.WeakKeyDictionary[torch.nn.Module, Recording]" = weakref.WeakKeyDictionary()
-_hf_shapes: "weakref.WeakKeyDictionary[torch.nn.Module, dict]" = weakref.WeakKeyDictionary()
+# By model: what `_record` found, for every later `_digest`.
+_recordings: weakref.WeakKeyDictionary[torch.nn.Module, Recording] = weakref.WeakKeyDictionary()
+_hf_shapes: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Does what the one uint8 tensor [bytes of a message] in `named_tensors` asks, and answers through the trainer's mailbox."""
+    """Does what the request in `named_tensors` asks and answers through the trainer's mailbox.
+
+    The request is one uint8 tensor [bytes of the encoded message], called "request".
+    """
     try:
         request: dict[str, Any] = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
         host, port = request["mailbox"]
         store = TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
         try:
-            answer = {"answer": _OPERATIONS[request["operation"]](model, request, store)}
+            answer: dict[str, Any] = {"answer": _OPERATIONS[request["operation"]](model, request, store)}
         except Exception:
             answer = {"error": traceback.format_exc()}
-        store.set(request["reply"], encode(answer))
+        store.set(request["reply"], encode(answer))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
     except Exception:  # no way to answer: the trainer's deadline will say so
         traceback.print_exc(file=sys.stderr)
 
@@ -64,7 +69,10 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 
 def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Returns the digest of every recorded copy as the live parameters hold it, in the published dtype; problems: lines."""
+    """Returns the digest, in the published dtype, of what the live parameters hold of every recorded copy.
+
+    Problems: copies whose live values the published dtype cannot represent, and constants that have changed.
+    """
     recording, shapes, dtype = _recordings[model], _hf_shapes[model], getattr(torch, request["dtype"])
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     digests, problems = [], []
@@ -74,7 +82,8 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
             published = values.to(dtype)
             if values.dtype != dtype and not torch.equal(published.to(values.dtype), values):
                 problems.append(
-                    f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: holds values that {dtype} cannot represent"
+                    f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: "
+                    f"holds values that {dtype} cannot represent"
                 )
             digests.append(slice_digest(published, copy.box, shapes[copy.hf]))
         for fill in recording.fills:
@@ -91,7 +100,7 @@ _OPERATIONS = {"record": _record, "digest": _digest}
 
 
 def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:
-    """Names matrices that modules hold beside parameters and buffers: perhaps computed from weights, seen by no digest."""
+    """Returns the names of matrices beside parameters and buffers: perhaps computed from weights, seen by no digest."""
     storages = {t.untyped_storage()._cdata for t in known}
     found = []
     for path, module in model.named_modules():

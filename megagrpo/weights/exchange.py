@@ -1,8 +1,9 @@
-"""publish: put the actor's weights into every engine, and prove it before anybody samples from them.
+"""The exchange puts the actor's weights into every engine, and proves it before anybody samples from them.
 
-For every engine, always in this order: pause -> begin -> transfer -> end -> verify digests of the live parameters -> set
-version -> continue -> mark ready. Only rank 0 talks to engines, in one thread each; what fails there is raised on every rank.
-An engine that dies on the way is reported, waited for and updated again; the others are not held up by its restart.
+For every engine, always in this order: pause -> begin -> transfer -> end -> verify digests of the live parameters ->
+set version -> continue -> mark ready. Only rank 0 talks to engines, in one thread each; what fails there is raised on
+every rank. An engine that dies on the way is reported, waited for and updated again; the others are not held up by
+its restart.
 """
 
 from collections.abc import Callable
@@ -57,8 +58,9 @@ class Exchange:
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
         """Collective. Updates all usable engines, or those in `only`, to the actor's present weights, called `version`.
 
-        Returns seconds per phase (connect, gather, transfer, digest, verify, restart, total) and bytes, the same on every rank.
-        Raises LeaderError on every rank: digests differ, an engine refuses, or one does not come back within weights.timeout_s.
+        Returns seconds per phase (connect, gather, transfer, digest, verify, restart, total) and bytes, the same on
+        every rank. Raises LeaderError on every rank: digests differ, an engine refuses, or one does not come back
+        within weights.timeout_s.
         """
         timer, deadline = PhaseTimer(), Deadline(self._config.weights.timeout_s)
         todo = self._mesh.from_main(lambda: self._fleet.choose(only, deadline), "find engines")
@@ -68,7 +70,7 @@ class Exchange:
         return seconds | {"bytes": float(self._num_bytes)}
 
     def verify(self, only: list[str] | None = None) -> None:
-        """Collective. Compares the live parameters of the engines with the actor's. Raises LeaderError naming what differs."""
+        """Collective. Compares the engines' live parameters with the actor's. LeaderError names what differs."""
         deadline = Deadline(self._config.weights.timeout_s)
         ids = self._mesh.from_main(lambda: self._fleet.choose(only, deadline), "find engines")
         self._open(ids, deadline, writing=False)
@@ -106,7 +108,7 @@ class Exchange:
             )
 
     def _open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
-        """Collective. Pauses the engines and learns what new ones copy; every rank then knows which slices to digest."""
+        """Collective. Pauses the engines and learns what new ones copy, so that every rank knows what to digest."""
 
         def open_and_list() -> list[HfSlice]:
             self._fleet.open(ids, deadline, writing)

@@ -12,7 +12,7 @@ from megagrpo.weights.transport import TrainerWeights
 
 
 class ExpectedDigests:
-    """Digests of all slices that any engine holds. Every trainer rank digests its share of them; the shares are summed."""
+    """Computes the digests of all slices that engines hold: every trainer rank digests its share, and shares add up."""
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights

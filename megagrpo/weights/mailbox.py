@@ -1,4 +1,4 @@
-"""Questions to engine ranks and their answers, across hosts: a TCPStore on trainer rank 0 that every engine rank connects to.
+"""Questions to engine ranks and their answers, across hosts: a TCPStore on trainer rank 0 that engine ranks connect to.
 
 SGLang's HTTP answers carry no data from a custom weight loader, and tensors shared through memory reach one host only.
 Messages are JSON, compressed; the store itself refuses a value above 32 MiB.
@@ -29,14 +29,14 @@ class Mailbox:
 
     def put(self, key: str, message: Any) -> None:
         """Stores a message, which stays until it is forgotten."""
-        self.store.set(key, encode(message))
+        self.store.set(key, encode(message))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
 
     def forget(self, key: str) -> None:
         """Removes the message under `key`."""
         self.store.delete_key(key)
 
     def take(self, key: str, timeout_s: float) -> Any:
-        """Returns the message under `key` and forgets it. Raises torch.distributed.DistStoreError when none comes in time."""
+        """Returns the message under `key` and forgets it. Raises torch.distributed.DistStoreError when none comes."""
         self.store.wait([key], timedelta(seconds=timeout_s))
         message = decode(self.store.get(key))
         self.forget(key)

@@ -1,6 +1,7 @@
 """Who contributes which slice of every HF tensor, and the collective that brings the slices together on rank 0.
 
-Every element of every HF tensor is contributed by exactly one trainer rank, found by running the recorded copies backwards.
+Every element of every HF tensor is contributed by exactly one trainer rank, found by running the recorded copies
+backwards.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from megagrpo.weights.views import Box
 
 @dataclass(frozen=True)
 class Bucket:
-    """Whole HF tensors that travel together, and each contributing rank's slices of them in the order they are packed."""
+    """Names whole HF tensors that travel together, and by rank the slices that it contributes, in packed order."""
 
     names: tuple[str, ...]
     parts: dict[int, tuple[Copy, ...]]
@@ -34,10 +35,12 @@ class GatherPlan:
 
 
 def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[str, list[tuple[int, Copy]]]:
-    """Cuts every HF tensor into disjoint slices, each with the one rank that contributes it. The same result on all ranks.
+    """Cuts every HF tensor into disjoint slices, each with the one rank that contributes it. The same result on all
+    ranks.
 
-    `everyone`: the copies of every rank, by rank. Replicated slices go to rank 0 if it holds them (`on_main`: nothing to send then), else to the rank with the least work so
-    far, the lowest on ties. Raises ValueError naming an HF tensor of which no rank holds some elements.
+    `everyone`: the copies of every rank, by rank. Replicated slices go to rank 0 if it holds them (`on_main`: nothing
+    to send then), else to the rank with the least work so far, the lowest on ties. Raises ValueError naming an HF
+    tensor of which no rank holds some elements.
     """
     holders: dict[str, dict[Box, dict[int, Copy]]] = {name: {} for name in specs}
     for rank, copies in enumerate(everyone):
@@ -65,7 +68,7 @@ def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[s
 
 
 def make_gather_plan(everyone: list[list[Copy]], specs: Specs, dtype: torch.dtype, bucket_bytes: int) -> GatherPlan:
-    """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order; a larger tensor has a bucket of its own."""
+    """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order; a larger one has its own."""
     shares = share_out(everyone, specs, on_main=True)
     groups: list[list[str]] = [[]]
     size = 0
@@ -113,8 +116,8 @@ def gather_to_main(
 def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
     """Collective. Yields the whole HF tensors of one bucket after the other on rank 0, empty dicts on the others.
 
-    Tensors are in the published dtype, on the mesh's device. Every rank must iterate to the end. The slices of the next bucket
-    travel while the caller works on the present one, so two buckets are held at a time.
+    Tensors are in the published dtype, on the mesh's device. Every rank must iterate to the end. The slices of the
+    next bucket travel while the caller works on the present one, so two buckets are held at a time.
     """
     if mesh.rank != 0:
         yield from _contribute(plan, parameters, mesh)
@@ -128,7 +131,8 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
         for work in works:
             _wait(
                 work,
-                f"rank 0 waits for slices of weights bucket {number + 1} ({bucket.names[0]} ...) of ranks {sorted(arrived)}",
+                f"rank 0 waits for slices of weights bucket {number + 1} ({bucket.names[0]} ...) "
+                f"of ranks {sorted(arrived)}",
             )
         for rank, flat in arrived.items():
             for copy, part in zip(

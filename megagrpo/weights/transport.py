@@ -1,5 +1,6 @@
 """What a weight transport is. To add one: a file transport_NAME.py with a class that has these methods, a row in
-`TRANSPORTS` (exchange.py), and NAME among the choices of `weights.transport` (config/schema.py; a test compares the two).
+`TRANSPORTS` (exchange.py), and NAME among the choices of `weights.transport` (config/schema.py; a test compares the
+two).
 """
 
 from collections.abc import Callable, Mapping
@@ -34,10 +35,10 @@ class TrainerWeights:
 class Transport(Protocol):
     """Puts the trainers' live weights into the engines' live parameters. Every trainer rank has one, for the whole run.
 
-    It stands before any gathering: it knows which slices every trainer rank holds (`TrainerWeights.copies`) and, on rank 0,
-    which slices every engine rank needs (`EngineConnection.slices`), and decides itself what travels between whom. The exchange
-    never asks which transport it has. What belongs to a connection (a process group, a plan) is kept in the transport's own
-    object, by engine id. In the order of a run's life:
+    It stands before any gathering: it knows which slices every trainer rank holds (`TrainerWeights.copies`) and, on
+    rank 0, which slices every engine rank needs (`EngineConnection.slices`), and decides itself what travels between
+    whom. The exchange never asks which transport it has. What belongs to a connection (a process group, a plan) is
+    kept in the transport's own object, by engine id. In the order of a run's life:
 
     1. `__init__(weights)`: on every rank, once. Collective, if the transport wants it to be.
     2. A publish connects to the engines of its round and pauses them; new ones report their slices.
@@ -50,18 +51,19 @@ class Transport(Protocol):
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> None:
         """Collective. Moves this moment's weights, called `version`, into all engines of the round.
 
-        `engines.each` runs the HTTP part, one thread per engine; on ranks other than 0 it reaches no engine and does nothing.
-        An engine that dies raises EngineDown inside `each` and is set aside (`drop`) while the others go on; no rank may wait
-        for it longer than `EngineConnection.patience`. Any other failure is raised on every rank (Mesh.from_main).
-        Weight-update sessions are opened and closed here (`EngineConnection.begin`, `end`), where the engine's call needs one.
-        `timer` takes the phases that a transport wants to report, such as "gather"; the rest counts as "transfer".
+        `engines.each` runs the HTTP part, one thread per engine; on ranks other than 0 it reaches no engine and does
+        nothing. An engine that dies raises EngineDown inside `each` and is set aside (`drop`) while the others go on;
+        no rank may wait for it longer than `EngineConnection.patience`. Any other failure is raised on every rank
+        (Mesh.from_main). Weight-update sessions are opened and closed here (`EngineConnection.begin`, `end`), where
+        the engine's call needs one. `timer` takes the phases that a transport wants to report, such as "gather"; the
+        rest counts as "transfer".
         """
 
     def drop(self, engine: EngineConnection) -> None:
         """Forgets an engine that died, was drained or started again, and ends what still waits for it.
 
-        Runs on rank 0, in any thread, perhaps twice for the same engine, and raises nothing. Other ranks see from the engines
-        of the next `transfer` which are gone.
+        Runs on rank 0, in any thread, perhaps twice for the same engine, and raises nothing. Other ranks see from the
+        engines of the next `transfer` which are gone.
         """
 
     def leave(self, engine: EngineConnection) -> None:

@@ -1,13 +1,14 @@
 """Through process groups: rank 0 broadcasts flattened buckets to stock /update_weights_from_distributed.
 
-Each engine has a group of its own (rank 0 and the engine's ranks), so one that dies touches no other's transfer. Buckets are
-in flight to all engines at once, one bucket at a time.
+Each engine has a group of its own (rank 0 and the engine's ranks), so one that dies touches no other's transfer.
+Buckets are in flight to all engines at once, one bucket at a time.
 """
 
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ class BroadcastTransport:
         """Collective. See Transport."""
 
         def send(buckets: Iterator[dict[str, Tensor]]) -> None:
-            # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast. Without it
-            # `wait` raises. One block around all threads: they share the environment.
+            # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast.
+            # Without it `wait` raises. One block around all threads: they share the environment.
             with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
                 engines.each(self._join)
             engines.each(EngineConnection.begin)
@@ -52,7 +53,7 @@ class BroadcastTransport:
                     "load_format": "flattened_bucket",
                     "flush_cache": False,
                 }
-                engines.each(lambda engine, flat=flat, body=body: self._send_bucket(engine, flat, body))
+                engines.each(partial(self._send_bucket, flat=flat, body=body))
             engines.each(EngineConnection.end)
 
         weights = self._weights
@@ -70,7 +71,7 @@ class BroadcastTransport:
             engine.post("/destroy_weights_update_group", {"group_name": self._groups[engine.id].name})
 
     def _join(self, engine: EngineConnection) -> None:
-        """Makes the group of rank 0 and the engine's ranks, unless there is one; both sides block until all have come."""
+        """Makes the group of rank 0 and the engine's ranks, unless there is one; all wait until all have come."""
         if engine.id in self._groups:
             return
         name = f"weights-{uuid.uuid4().hex}"  # an engine outlives trainers, and refuses a name that it has seen
@@ -110,7 +111,8 @@ class BroadcastTransport:
     ) -> None:
         """Runs our half of a collective while the engine's ranks run theirs, which POST `path` starts.
 
-        When one half fails, the other is ended at once and not at its deadline. Raises EngineDown when ours failed alone.
+        When one half fails, the other is ended at once and not at its deadline. Raises EngineDown when ours failed
+        alone.
         """
         with ThreadPoolExecutor(1) as pool:
             theirs = pool.submit(engine.post, path, body, timeout_s)
@@ -140,7 +142,7 @@ class EngineGroup:
         self._backend._set_default_timeout(timedelta(seconds=seconds))
 
     def broadcast(self, flat: Tensor, timeout_s: float) -> None:
-        """Sends `flat`, uint8 [n], from this rank to all others. Raises RuntimeError when one does not take it in time."""
+        """Sends `flat`, uint8 [bytes], to all other ranks. Raises RuntimeError when one does not take it in time."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         work = self._backend.broadcast([flat], options)
@@ -156,7 +158,7 @@ class EngineGroup:
 def _new_group(store: TCPStore, name: str, size: int, device: torch.device, address: str) -> EngineGroup:
     # The prefixes that torch.distributed puts before a group's keys, on the engine's side of the same torch release.
     keys = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-    timeout = store.timeout
+    timeout = store.timeout  # type: ignore[attr-defined]  # missing in torch's type stubs
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout

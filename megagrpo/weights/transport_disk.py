@@ -1,4 +1,4 @@
-"""Through the file system: a checkpoint that every engine reads. The reference transport, and one that needs no process group."""
+"""Through the file system: a checkpoint that every engine reads. The reference transport; it needs no process group."""
 
 import shutil
 from collections.abc import Iterator

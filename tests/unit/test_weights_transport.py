@@ -1,4 +1,4 @@
-"""A transport is one class and one row: a toy that never gathers, published through the real exchange, and `disk` beside it."""
+"""A transport is one class and one row: a toy that never gathers goes through the real exchange, `disk` beside it."""
 
 import sys
 from pathlib import Path
@@ -153,7 +153,7 @@ def test_a_transport_is_told_of_an_engine_that_died_and_meets_it_again(engine, t
 def test_an_engine_that_refuses_stops_the_run(engine, toy):
     engine.refuses = "/toy"
     with pytest.raises(
-        LeaderError, match="rank 0, toy weights to engines: EngineRefused: .* refuses /toy: 400 refused"
+        LeaderError, match=r"rank 0, toy weights to engines: EngineRefused: .* refuses /toy: 400 refused"
     ):
         toy.exchange.publish(1)
     assert engine.info.state == "stale" and engine.info.incarnation == 1
