@@ -125,7 +125,8 @@ def write_hf_folder(
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]], dtype: torch.dtype) -> int:
     """Writes the shards, and the index if there are several; returns the bytes of all tensors."""
     files: list[tuple[Path, list[str]]] = []
-    size, places = 0, dict[str, str]()
+    places: dict[str, str] = {}
+    size = 0
     for shard in tensors:
         if not shard:
             continue

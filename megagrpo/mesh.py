@@ -30,7 +30,7 @@ class LeaderError(RunStopped):
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place among the trainers. "World" below means all of them; the main rank is global rank 0.
+    """Knows this rank's place among the trainers. The world is all of them; the main rank is global rank 0.
 
     Values that travel are small Python objects, unless they are tensors.
     """
@@ -85,8 +85,7 @@ class Mesh:
         if self.dp_size == 1:
             return [value] if self.is_main else []
         values: list[T] = [value] * self.dp_size
-        mine = self.dp_rank == 0
-        dist.gather_object(value, values if mine else None, group=self.dp_group, group_dst=0)
+        dist.gather_object(value, values if self.dp_rank == 0 else None, group=self.dp_group, group_dst=0)
         return values if self.is_main else []
 
     def exchange_dp(self, outgoing: list[T]) -> list[T]:

@@ -66,8 +66,7 @@ class EngineConnection:
         return (part for slices in self.slices for part in slices)
 
     def post(self, path: str, body: dict | None = None, timeout_s: float | None = None) -> None:
-        """Posts and requires success. Raises EngineDown when nobody answers in time, EngineRefused for any other
-        answer.
+        """Posts and requires success. Raises EngineDown when no answer comes in time, EngineRefused for a bad one.
 
         `timeout_s` is by default all that is left of the deadline. What the engine says is not used: some paths
         answer in prose, and none carries what a custom weight loader returns.

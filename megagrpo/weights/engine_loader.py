@@ -8,11 +8,11 @@ ends the server.
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,11 +54,13 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     }
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    load_weights = cast(
-        Callable[[list[tuple[str, Tensor]]], object], model.load_weights
-    )  # SGLang's own loader of the model
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
-        recording = record(lambda hf: load_weights(list(hf.items())), specs, parameters | buffers)
+        # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
+        recording = record(
+            lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
+            specs,
+            parameters | buffers,
+        )
     _recordings[model] = recording
     _hf_shapes[model] = {name: shape for name, (shape, _) in specs.items()}
     return {

@@ -40,7 +40,7 @@ class Exchange:
     ):
         self._config, self._mesh = config, mesh
         self._dtype: torch.dtype = getattr(torch, config.rollout.dtype)
-        everyone = TrainerWeights(
+        trainers = TrainerWeights(
             mesh=mesh,
             specs=weights.hf_specs,
             copies=mesh.gather_world(weights.copies),
@@ -51,8 +51,8 @@ class Exchange:
             checkpoint=Path(config.model.path),
         )
         self._num_bytes = sum(prod(shape) for shape, _ in weights.hf_specs.values()) * self._dtype.itemsize
-        self._digests = ExpectedDigests(everyone)
-        self._transport = TRANSPORTS[config.weights.transport](everyone)
+        self._digests = ExpectedDigests(trainers)
+        self._transport = TRANSPORTS[config.weights.transport](trainers)
         self._fleet = EngineFleet(config, registry, weights.hf_specs, drop=self._transport.drop)
 
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:

@@ -98,15 +98,16 @@ def gather_to_main(
 ) -> None:
     """Collective. Runs `use` on rank 0, over the buckets that all ranks contribute to (see gather_buckets).
 
-    Raises LeaderError on every rank when `use` fails; `what` says in its message what was being done.
+    `use` takes them all, unless it fails. Raises LeaderError on every rank when `use` fails; `what` says in its message what was being done.
     """
     buckets = gather_buckets(plan, parameters, mesh)
 
     def use_all() -> None:
         try:
             use(buckets)
-        finally:  # what `use` left: the other ranks are sending it, and nobody may hang
-            _exhaust(buckets)
+        except Exception:
+            _exhaust(buckets)  # the other ranks are still sending, and nobody may hang
+            raise
 
     if not mesh.is_main:
         _exhaust(buckets)

@@ -1,6 +1,7 @@
-"""What a weight transport is. To add one: a file transport_NAME.py with a class that has these methods, a row in
-`TRANSPORTS` (exchange.py), and NAME among the choices of `weights.transport` (config/schema.py; a test compares the
-two).
+"""What a weight transport is, and what it is given.
+
+To add one: a file transport_NAME.py with a class that has the methods of Transport, a row in `TRANSPORTS`
+(exchange.py), and NAME among the choices of `weights.transport` (config/schema.py; a test compares the two).
 """
 
 from collections.abc import Callable, Mapping
@@ -62,8 +63,8 @@ class Transport(Protocol):
     def drop(self, engine: EngineConnection) -> None:
         """Forgets an engine that died, was drained or started again, and ends what still waits for it.
 
-        Runs on rank 0, in any thread, perhaps twice for the same engine, and raises nothing. Other ranks see from the
-        engines of the next `transfer` which are gone.
+        Runs on rank 0, in any thread, perhaps twice for the same engine, and raises nothing. Where other ranks hold
+        connections too, the next `transfer` must tell them.
         """
 
     def leave(self, engine: EngineConnection) -> None:
