@@ -98,7 +98,8 @@ def gather_to_main(
 ) -> None:
     """Collective. Runs `use` on rank 0, over the buckets that all ranks contribute to (see gather_buckets).
 
-    `use` takes them all, unless it fails. Raises LeaderError on every rank when `use` fails; `what` says in its message what was being done.
+    `use` takes them all, unless it fails. Then LeaderError is raised on every rank; `what` says in its message what was
+    being done.
     """
     buckets = gather_buckets(plan, parameters, mesh)
 
