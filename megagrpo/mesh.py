@@ -46,10 +46,12 @@ class Mesh:
 
     @property
     def is_leader(self) -> bool:
+        """Returns whether this rank speaks for its replica."""
         return self.rank == self.leader
 
     @property
     def is_main(self) -> bool:
+        """Returns whether this is global rank 0, which leads its replica too."""
         return self.rank == 0
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:

@@ -22,14 +22,17 @@ class EngineRegistry(Protocol):
 
     api_key: str
 
-    def engines(self) -> list[EngineInfo]: ...
+    def engines(self) -> list[EngineInfo]:
+        """Returns all engines, whatever state they are in."""
 
     def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        """Returns False when this incarnation has died meanwhile, as `mark_ready` does."""
+        """Says that weights are about to change. Returns False when this incarnation has died meanwhile."""
 
-    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool: ...
+    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
+        """Says which weights were verified. Returns False when this incarnation has died meanwhile."""
 
-    def report_lost(self, engine_id: str, incarnation: int) -> None: ...
+    def report_lost(self, engine_id: str, incarnation: int) -> None:
+        """Says that an update failed half-way: the engine must be started again."""
 
 
 class EngineFleet:

@@ -52,6 +52,7 @@ class Copy:
 
     @property
     def box(self) -> Box:
+        """Returns the elements of the HF tensor."""
         return Box(self.start, self.size)
 
     def restrict(self, box: Box) -> "Copy":

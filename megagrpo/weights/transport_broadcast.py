@@ -60,7 +60,7 @@ class BroadcastTransport:
         gather_to_main(self._plan, weights.parameters(), weights.mesh, send, "broadcast weights to engines")
 
     def drop(self, engine: EngineConnection) -> None:
-        """Aborts the engine's group; what waits in it raises."""
+        """Aborts the engine's group."""
         group = self._groups.pop(engine.id, None)
         if group is not None:
             group.abort()
@@ -111,7 +111,7 @@ class BroadcastTransport:
     ) -> None:
         """Runs our half of a collective while the engine's ranks run theirs, which POST `path` starts.
 
-        When one half fails, the other is ended at once and not at its deadline. Raises EngineDown when ours failed
+        When one half fails, the other is told to end. Raises the engine's own error, or EngineDown when ours failed
         alone.
         """
         with ThreadPoolExecutor(1) as pool:
@@ -151,7 +151,10 @@ class EngineGroup:
             torch.cuda.current_stream(self._device).synchronize()
 
     def abort(self) -> None:
-        """Ends the group, whatever state the others are in; what waits in it raises."""
+        """Ends the group, whatever state the others are in.
+
+        What waits in it raises: at once over NCCL, and over gloo when a peer is gone or the operation's timeout comes.
+        """
         self._backend.abort()
 
 

@@ -1,18 +1,21 @@
 """A transport is one class and one row: a toy that never gathers goes through the real exchange, `disk` beside it."""
 
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, running, write_checkpoint
 
 from megagrpo.config.schema import ExperimentConfig, WeightsConfig
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.weights import engine_loader
+from megagrpo.weights import engine_loader, transport_broadcast
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.engine_client import EngineConnection, EngineDown
 from megagrpo.weights.exchange import TRANSPORTS, Exchange
@@ -63,7 +66,7 @@ def take_toy(engine: FakeEngine, body: dict) -> None:
     live.copy_(values)
 
 
-class Setting:
+class Trainer:
     """A trainer of one rank, whose parameters are cut and fused otherwise than the engine's, and its exchange."""
 
     def __init__(self, folder: Path, engine: FakeEngine, transport: str):
@@ -79,7 +82,7 @@ class Setting:
                 "output_dir": str(folder),
                 "model": {"path": str(write_checkpoint(folder / "initial", self.hf))},
                 "data": {"path": "none.jsonl"},
-                "weights": {"timeout_s": 20},
+                "weights": {"timeout_s": 20, "bucket_mb": 1e-4},
             }
         )
         config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": transport})})
@@ -108,7 +111,7 @@ def engine():
 @pytest.fixture
 def toy(engine, tmp_path, monkeypatch):
     monkeypatch.setitem(TRANSPORTS, "toy", ToyTransport)
-    return Setting(tmp_path, engine, "toy")
+    return Trainer(tmp_path, engine, "toy")
 
 
 def test_the_table_has_what_the_configuration_offers():
@@ -160,8 +163,72 @@ def test_an_engine_that_refuses_stops_the_run(engine, toy):
 
 
 def test_disk_gives_the_same_parameters(engine, tmp_path):
-    setting = Setting(tmp_path, engine, "disk")
-    setting.exchange.publish(1)
-    setting.exchange.verify()
-    setting.assert_in(engine)
+    trainer = Trainer(tmp_path, engine, "disk")
+    trainer.exchange.publish(1)
+    trainer.exchange.verify()
+    trainer.assert_in(engine)
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v1"]
+
+
+class ReceivingEnd:
+    """The engine's end of `broadcast`: a gloo group as SGLang makes it, and flattened buckets."""
+
+    def __init__(self, engine: FakeEngine):
+        self.engine, self.groups, self.num_buckets, self.dies_at = engine, {}, 0, 0
+        engine.more |= {
+            "/init_weights_update_group": self.join,
+            "/update_weights_from_distributed": self.take,
+            "/destroy_weights_update_group": lambda body: self.groups.pop(body["group_name"]),
+        }
+
+    def join(self, body: dict) -> None:
+        name, limit = body["group_name"], timedelta(seconds=10)
+        store = dist.TCPStore(body["master_address"], body["master_port"], wait_for_workers=False, timeout=limit)
+        keys = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = limit
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=body["master_address"])]
+        self.groups[name] = dist.ProcessGroupGloo(keys, body["rank_offset"], body["world_size"], options)
+
+    def take(self, body: dict) -> None:
+        self.num_buckets += 1
+        if self.num_buckets == self.dies_at:
+            self.groups.clear()
+            raise OSError("the process is gone")  # the server drops the connection
+        shapes = [torch.Size(shape) for shape in body["shapes"]]
+        flat = torch.empty(sum(shape.numel() * 4 for shape in shapes), dtype=torch.uint8)
+        self.groups[body["group_name"]].broadcast([flat], dist.BroadcastOptions()).wait()
+        parts = flat.view(torch.float32).split([shape.numel() for shape in shapes])
+        tensors = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self.engine.model.load_weights(list(zip(body["names"], tensors, strict=True)))
+
+
+def test_broadcast_fills_an_engine_in_buckets_and_leaves_it(engine, tmp_path):
+    receiving = ReceivingEnd(engine)
+    trainer = Trainer(tmp_path, engine, "broadcast")
+    for version in (1, 2):
+        trainer.exchange.publish(version)
+        trainer.assert_in(engine)
+    assert receiving.num_buckets == 6 and len(receiving.groups) == 1, "one group for the whole run"
+    trainer.exchange.close()
+    assert not receiving.groups
+
+
+def test_an_engine_that_dies_in_a_broadcast_is_filled_after_its_restart(engine, tmp_path):
+    receiving = ReceivingEnd(engine)
+    receiving.dies_at = 2
+    trainer = Trainer(tmp_path, engine, "broadcast")
+    start = time.monotonic()
+    trainer.exchange.publish(1)
+    assert time.monotonic() - start < 15, "nobody waited for the deadline of the half that was left alone"
+    trainer.assert_in(engine)
+    assert engine.info.incarnation == 2 and receiving.num_buckets == 2 + 3
+    trainer.exchange.close()
+
+
+def test_an_engine_that_refuses_to_join_says_why(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(transport_broadcast, "_JOIN_S", 1.0)
+    ReceivingEnd(engine)
+    engine.refuses = "/init_weights_update_group"
+    with pytest.raises(LeaderError, match=r"EngineRefused: .* refuses /init_weights_update_group: 400 refused on purp"):
+        Trainer(tmp_path, engine, "broadcast").exchange.publish(1)
