@@ -87,7 +87,8 @@ class Mesh:
         if self.dp_size == 1:
             return [value] if self.is_main else []
         values: list[T] = [value] * self.dp_size
-        dist.gather_object(value, values if self.dp_rank == 0 else None, group=self.dp_group, group_dst=0)
+        first = dist.get_rank(self.dp_group) == 0
+        dist.gather_object(value, values if first else None, group=self.dp_group, group_dst=0)
         return values if self.is_main else []
 
     def exchange_dp(self, outgoing: list[T]) -> list[T]:
