@@ -8,6 +8,7 @@ from pathlib import Path
 import megagrpo
 
 API_KEY = "MEGAGRPO_API_KEY"  # between trainers, router and engines; without it `serve` makes one
+WEIGHT_LOADER = "megagrpo.weights.engine_loader.run"  # engines are started with it, and trainers call it there by this name
 
 
 def get(name: str, default: str | None = None) -> str | None:

@@ -1,4 +1,4 @@
-"""HF checkpoint folders: read lazily, write atomically. One file or shards with an index, always safetensors."""
+"""HF checkpoint folders, read lazily and written atomically: one file or shards with an index, always safetensors."""
 
 import json
 import os
@@ -13,8 +13,12 @@ from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES |= {
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth"}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -25,7 +29,7 @@ _DTYPES |= {
 
 
 class HfFolder(Mapping[str, Tensor]):
-    """The tensors of an HF checkpoint by name; a tensor is read, through a memory map, when it is asked for.
+    """Maps names to the tensors of an HF checkpoint; a tensor is read, through a memory map, when it is asked for.
 
     Raises ValueError for a missing, unreadable or incomplete checkpoint, naming the file.
     """
@@ -36,56 +40,46 @@ class HfFolder(Mapping[str, Tensor]):
             raise ValueError(
                 f"{self.path}: no such folder; expected an HF checkpoint with config.json and *.safetensors"
             )
-        self._files: dict[str, object] = {}
-        self.specs: dict[
-            str, tuple[tuple[int, ...], torch.dtype]
-        ] = {}  # name -> shape and dtype, read from the headers
-        self._file_of: dict[str, str] = {}
-        for file, names in self._layout().items():
-            handle = self._open(file)
-            missing = set(names or ()) - set(handle.keys())
-            if missing:
-                raise ValueError(
-                    f"{self.path / file}: lacks {sorted(missing)[0]} ({len(missing)} in all) that {INDEX} names"
-                )
-            for name in names or handle.keys():
-                part = handle.get_slice(name)
-                if part.get_dtype() not in _DTYPES:
-                    raise ValueError(
-                        f"{self.path / file}: tensor {name} has dtype {part.get_dtype()}, which is not supported"
-                    )
-                self.specs[name] = (tuple(part.get_shape()), _DTYPES[part.get_dtype()])
-                self._file_of[name] = file
+        self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # name -> shape and dtype, from the headers
+        self._handles: dict[str, safe_open] = {}  # by the names of the tensors; those of one file share a handle
+        for file, names in self._names_by_file().items():
+            self._read_header(self.path / file, names)
 
-    def _layout(self) -> dict[str, list[str] | None]:
-        """File -> names in it (None: all of them)."""
+    def _names_by_file(self) -> dict[str, list[str]]:
+        """Returns which tensors the index wants from which file; an empty list means all that are there."""
         index = self.path / INDEX
         if index.exists():
             try:
                 places = json.loads(index.read_text())["weight_map"]
             except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as exc:
                 raise ValueError(f"{index}: not a safetensors index ({type(exc).__name__}: {exc})") from None
-            files: dict[str, list[str] | None] = {}
+            names: dict[str, list[str]] = {}
             for name, file in places.items():
-                files.setdefault(file, []).append(name)
-            return files
+                names.setdefault(file, []).append(name)
+            return names
         if (self.path / SINGLE).exists():
-            return {SINGLE: None}
+            return {SINGLE: []}
         raise ValueError(f"{self.path}: neither {SINGLE} nor {INDEX} is there; only safetensors checkpoints are read")
 
-    def _open(self, file: str):
-        path = self.path / file
+    def _read_header(self, path: Path, names: list[str]) -> None:
         if not path.exists():
             raise ValueError(f"{path}: missing, but {INDEX} names it")
         try:
             handle = safe_open(path, "pt")
         except (SafetensorError, OSError) as exc:
             raise ValueError(f"{path}: unreadable or cut short ({exc})") from None
-        self._files[file] = handle
-        return handle
+        missing = set(names) - set(handle.keys())
+        if missing:
+            raise ValueError(f"{path}: lacks {min(missing)} ({len(missing)} in all) that {INDEX} names")
+        for name in names or handle.keys():
+            part = handle.get_slice(name)
+            if part.get_dtype() not in _DTYPES:
+                raise ValueError(f"{path}: tensor {name} has dtype {part.get_dtype()}, which is not supported")
+            self.specs[name] = (tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+            self._handles[name] = handle
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._files[self._file_of[name]].get_tensor(name)
+        return self._handles[name].get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -97,10 +91,11 @@ class HfFolder(Mapping[str, Tensor]):
 def write_hf_folder(
     target: str | Path, tensors: Iterator[dict[str, Tensor]], like: str | Path, dtype: torch.dtype
 ) -> int:
-    """Write an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
+    """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
 
-    It is written beside `target` and renamed when complete and on disk: `target` is whole or absent, and an older one is
-    replaced. Returns the bytes of all tensors. Raises OSError (disk full, ...) naming the folder, after removing what was written.
+    The folder is written beside `target` and renamed when it is complete and on disk: `target` is whole or absent,
+    and an older one is replaced. Returns the bytes of all tensors. Raises OSError (disk full, ...) naming the folder,
+    after removing what was written.
     """
     target, like = Path(target), Path(like)
     partial = target.with_name(f".{target.name}.partial")
@@ -128,7 +123,10 @@ def write_hf_folder(
 
 
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]], dtype: torch.dtype) -> int:
-    files, size, places = [], 0, {}
+    """Writes the shards, and the index if there are several; returns the bytes of all tensors."""
+    files: list[tuple[Path, list[str]]] = []
+    places: dict[str, str] = {}
+    size = 0
     for shard in tensors:
         if not shard:
             continue
@@ -152,15 +150,12 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]], dtype: tor
 
 
 def _copy_description(like: Path, folder: Path, dtype: torch.dtype) -> None:
-    """config.json with the dtype really written, and every other small file that is no weight (tokenizer, generation settings)."""
+    """Writes config.json with the dtype of the weights, and copies what is no weight (tokenizer, settings)."""
     if not (like / "config.json").exists():
         raise ValueError(f"{like / 'config.json'}: missing; it describes the checkpoint to be written")
     for file in like.iterdir():
-        if (
-            file.is_file()
-            and file.suffix not in {".safetensors", ".bin", ".pt", ".pth"}
-            and not file.name.endswith(".index.json")
-        ):
+        weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
+        if file.is_file() and not weights:
             shutil.copyfile(file, folder / file.name)
     config = json.loads((like / "config.json").read_text())
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
@@ -169,6 +164,7 @@ def _copy_description(like: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _sync(path: Path) -> None:
+    """Brings a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Who computes with whom: the process groups that the loop needs, and how a leader speaks for its replica.
+"""Who computes with whom: the process groups that the loop needs, and how one rank speaks for others.
 
-A *replica* is the tp x pp x cp ranks that hold one copy of the model and see the same samples; its leader alone talks to
-the outside. Data-parallel groups join the ranks with the same place in their replicas.
+A *replica* is the tp x pp x cp ranks that hold one copy of the model and see the same samples; its leader alone talks
+to the outside. Data-parallel groups join the ranks with the same place in their replicas.
 """
 
 import pickle
@@ -25,64 +25,74 @@ class RunStopped(RuntimeError):
 
 
 class LeaderError(RunStopped):
-    """An exception on one rank, raised on every rank with its text."""
+    """Carries the text of an exception on one rank; raised on every rank."""
 
 
 @dataclass(frozen=True)
 class Mesh:
+    """Knows this rank's place among the trainers. The world is all of them; the main rank is global rank 0.
+
+    Values that travel are small Python objects, unless they are tensors.
+    """
+
     rank: int
     world_size: int
     dp_rank: int
     dp_size: int
-    dp_group: dist.ProcessGroup | None  # same place in every replica
-    replica_group: dist.ProcessGroup | None  # all ranks of this replica
+    dp_group: dist.ProcessGroup | None  # same place in every replica; None in a world of one
+    replica_group: dist.ProcessGroup | None  # all ranks of this replica; None in a world of one
     leader: int  # global rank of this replica's leader
     device: torch.device
 
     @property
     def is_leader(self) -> bool:
+        """Returns whether this rank speaks for its replica."""
         return self.rank == self.leader
 
     @property
     def is_main(self) -> bool:
+        """Returns whether this is global rank 0, which leads its replica too."""
         return self.rank == 0
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """All-reduce over data-parallel ranks, `op` "sum", "max" or "min"; returns a new tensor. Exact for integers."""
+        """Collective over data-parallel ranks. Reduces a tensor of any shape by `op`: "sum", "max" or "min".
+
+        Returns a new tensor. Exact for integers.
+        """
         out = tensor.clone()
         if self.dp_size > 1:
             dist.all_reduce(out, op=_OPS[op], group=self.dp_group)
         return out
 
     def gather_dp(self, value: T) -> list[T]:
-        """The value of every data-parallel rank, in rank order. Small Python objects only."""
+        """Collective over data-parallel ranks. Returns the value of each of them, in rank order."""
         values: list = [value] * self.dp_size
         if self.dp_size > 1:
             dist.all_gather_object(values, value, group=self.dp_group)
         return values
 
     def gather_world(self, value: T) -> list[T]:
-        """The value of every rank, in rank order. Small Python objects only. Collective over the world."""
+        """Collective. Returns the value of every rank of the world, in rank order."""
         values: list = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def all_true(self, value: bool) -> bool:
-        """Whether every rank passes True. Collective over the world."""
+        """Collective. Returns whether every rank of the world passes True."""
         return all(self.gather_world(value))
 
-    def gather_main(self, value: T) -> list[T]:
-        """On the main rank the value of every data-parallel rank, in rank order; elsewhere an empty list."""
+    def gather_dp_to_main(self, value: T) -> list[T]:
+        """Collective over data-parallel ranks. Returns their values, in rank order, on the main rank; elsewhere []."""
         if self.dp_size == 1:
             return [value] if self.is_main else []
-        first = dist.get_global_rank(self.dp_group, 0)
-        values: list | None = [None] * self.dp_size if self.rank == first else None
-        dist.gather_object(value, values, dst=first, group=self.dp_group)
+        values: list[T] = [value] * self.dp_size
+        first = dist.get_rank(self.dp_group) == 0
+        dist.gather_object(value, values if first else None, group=self.dp_group, group_dst=0)
         return values if self.is_main else []
 
     def exchange_dp(self, outgoing: list[T]) -> list[T]:
-        """Give the i-th element to data-parallel rank i; returns what each rank gave to this one, in rank order."""
+        """Collective over data-parallel ranks. Gives the i-th element to rank i; returns what each gave to this one."""
         if self.dp_size == 1:
             return outgoing
         payloads = [np.frombuffer(pickle.dumps(item), dtype=np.uint8) for item in outgoing]
@@ -95,64 +105,74 @@ class Mesh:
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(incoming.tolist())]
 
     def from_leader(self, make: Callable[[], T], what: str) -> T:
-        """Run `make` on every replica's leader and give its result to the whole replica.
+        """Collective. Runs `make` on every replica's leader and gives its result to the whole replica.
 
-        Raises LeaderError on every rank of the world when any leader failed, so nobody waits in the next collective.
+        Raises LeaderError on every rank of the world when any leader failed, so nobody waits in the next collective;
+        `what` says in its message what was being done.
         """
-        value, error = None, ""
-        if self.is_leader:
-            try:
-                value = make()
-            except Exception as exc:
-                traceback.print_exc()  # for this rank's log; the others need the reason
-                error = f"rank {self.rank}, {what}: {type(exc).__name__}: {exc}"
-        self.raise_any(error)
-        if self.replica_group is None:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=self.leader, group=self.replica_group, device=torch.device("cpu"))
-        return box[0]
+        return self._from(self.leader, self.replica_group, make, what)
 
     def from_main(self, make: Callable[[], T], what: str) -> T:
-        """Runs `make` on rank 0 and gives its result to every rank. Collective over the world.
+        """Collective. Runs `make` on the main rank and gives its result to every rank of the world.
 
         Raises LeaderError on every rank when it failed there; `what` says in its message what was being done.
         """
-        value, error = None, ""
-        if self.is_main:
-            try:
-                value = make()
-            except Exception as exc:
-                traceback.print_exc()  # for rank 0's log; the others need the reason
-                error = f"rank 0, {what}: {type(exc).__name__}: {exc}"
-        self.raise_any(error)
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
+        return self._from(0, dist.group.WORLD, make, what)
 
     def raise_any(self, error: str) -> None:
-        """Collective over the world: raise LeaderError everywhere if any rank passes a non-empty text."""
+        """Collective. Raises LeaderError on every rank of the world if any passes a non-empty text."""
         found = list(dict.fromkeys(text for text in self.gather_world(error) if text))  # what all found is said once
         if found:
             raise LeaderError("\n".join(found))
 
+    def _from(self, source: int, group: dist.ProcessGroup | None, make: Callable[[], T], what: str) -> T:
+        """Collective. Runs `make` on global rank `source` and gives its result to `group`, which has this rank."""
+        box: list = [None]
+        error = ""
+        if self.rank == source:
+            try:
+                box = [make()]
+            except Exception as exc:
+                traceback.print_exc()  # for this rank's log; the others need the reason
+                error = f"rank {self.rank}, {what}: {type(exc).__name__}: {exc}"
+        self.raise_any(error)
+        if self.world_size > 1:
+            dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
+        return box[0]
+
 
 def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: float) -> Mesh:
-    """Collective over the world. `dp_rank`: which replica this rank belongs to; ranks of a replica are ordered by global rank."""
+    """Collective. Makes the groups of a world of `dp_size` replicas, of which this rank belongs to number `dp_rank`.
+
+    Ranks of a replica are ordered by global rank. `deadline_s`: seconds that a collective of these groups may wait.
+    """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if world == 1:
-        return Mesh(0, 1, 0, 1, None, None, 0, device)
-    places: list = [None] * world
-    dist.all_gather_object(places, dp_rank)
-    replicas = [[r for r in range(world) if places[r] == d] for d in range(dp_size)]
-    timeout = timedelta(seconds=deadline_s)
-    replica_group = dp_group = None
-    for members in replicas:
+        replicas: list[list[int]] = [[0]]
+        replica_group = dp_group = None
+    else:
+        places: list[int] = [0] * world
+        dist.all_gather_object(places, dp_rank)
+        replicas = [[r for r in range(world) if places[r] == d] for d in range(dp_size)]
+        timeout = timedelta(seconds=deadline_s)
+        replica_group = _own_group(replicas, rank, timeout)
+        dp_group = _own_group([list(members) for members in zip(*replicas, strict=True)], rank, timeout)
+    return Mesh(
+        rank=rank,
+        world_size=world,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        dp_group=dp_group,
+        replica_group=replica_group,
+        leader=replicas[dp_rank][0],
+        device=device,
+    )
+
+
+def _own_group(partition: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Collective. Makes one group after the other, as torch wants it on every rank, and returns this rank's."""
+    own = None
+    for members in partition:
         group = dist.new_group(members, timeout=timeout)
-        replica_group = group if rank in members else replica_group
-    for members in zip(*replicas, strict=True):
-        group = dist.new_group(list(members), timeout=timeout)
-        dp_group = group if rank in members else dp_group
-    return Mesh(rank, world, dp_rank, dp_size, dp_group, replica_group, replicas[dp_rank][0], device)
+        own = group if rank in members else own
+    return own

@@ -157,7 +157,7 @@ class Run:
 
     def log(self, values: dict[str, float], groups: Sequence[RolloutGroup] | None = None) -> None:
         """One entry of the run's record; every rank calls it, the main rank writes."""
-        parts = self.mesh.gather_main(groups) if groups is not None and self.config.log.rollouts else []
+        parts = self.mesh.gather_dp_to_main(groups) if groups is not None and self.config.log.rollouts else []
         if self.mesh.is_main:
             self.step_log.write(self.state.step, values)
             if parts:

@@ -64,7 +64,7 @@ def next_groups(
 def gather_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
     """On the main rank the surplus of all ranks, by group id, for a checkpoint. Collective over data-parallel ranks."""
     return sorted(
-        (group for part in mesh.gather_main(list(surplus)) for group in part), key=lambda group: group.group_id
+        (group for part in mesh.gather_dp_to_main(list(surplus)) for group in part), key=lambda group: group.group_id
     )
 
 

@@ -25,7 +25,7 @@ from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import Mesh
 from megagrpo.types import AlgoState, Batch, RolloutGroup
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from megagrpo.weights.plan import gather_buckets, gather_copies, make_gather_plan
+from megagrpo.weights.plan import gather_buckets, make_gather_plan
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)
@@ -50,7 +50,7 @@ def joined(
 
 def whole(weights: ActorWeights, values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """Values by parameter (weights or gradients) as whole HF tensors on the main rank, {} elsewhere. Collective."""
-    plan = make_gather_plan(gather_copies(weights.copies, mesh), weights.hf_specs, torch.float32, 1 << 30)
+    plan = make_gather_plan(mesh.gather_world(weights.copies), weights.hf_specs, torch.float32, 1 << 30)
     return {name: tensor.clone() for bucket in gather_buckets(plan, values, mesh) for name, tensor in bucket.items()}
 
 

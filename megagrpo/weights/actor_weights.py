@@ -10,33 +10,36 @@ from torch import Tensor
 
 from megagrpo.hf_files import HfFolder, write_hf_folder
 from megagrpo.mesh import Mesh
-from megagrpo.weights.plan import Specs, gather_buckets, gather_copies, make_gather_plan
-from megagrpo.weights.record import Copy, record_copies
+from megagrpo.weights.plan import gather_to_main, make_gather_plan
+from megagrpo.weights.record import Copy, Specs, record_copies
 
 _SHARD_BYTES = 2 << 30
 
 
-class Loadable(Protocol):
-    """The actor as its weights see it."""
+class LoadableActor(Protocol):
+    """An actor whose loading from HF tensors can be recorded."""
 
-    def load_hf(self, hf: Mapping[str, Tensor]) -> None: ...  # recordable: only slices and copies
+    def load_hf(self, hf: Mapping[str, Tensor]) -> None:
+        """Fills the parameters by slicing and copying only, which is what makes it recordable."""
 
-    def weights_loaded(self) -> None: ...
+    def weights_loaded(self) -> None:
+        """Brings everything derived from the parameters (the optimiser's copies) up to date."""
 
-    def parameters(self) -> Mapping[str, Tensor]: ...
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Returns this rank's live parameters by name."""
 
 
 @dataclass(frozen=True)
 class ActorWeights:
     """Which slice of which HF tensor lies where in this rank's live parameters."""
 
-    copies: list[Copy]
-    hf_specs: Specs
-    parameters: Callable[[], Mapping[str, Tensor]]
+    copies: list[Copy]  # this rank's, recorded from its load_hf
+    hf_specs: Specs  # of the whole model: name -> shape and dtype in the checkpoint
+    parameters: Callable[[], Mapping[str, Tensor]]  # live, under the names in `copies`
 
 
-def load_initial_weights(actor: Loadable, path: str) -> ActorWeights:
-    """HF weights into the actor, and the record of where each slice went."""
+def load_initial_weights(actor: LoadableActor, path: str) -> ActorWeights:
+    """Loads an HF folder into the actor and records where each slice goes. Raises ValueError for an unusable folder."""
     hf = HfFolder(path)
     actor.load_hf(hf)
     actor.weights_loaded()
@@ -44,16 +47,13 @@ def load_initial_weights(actor: Loadable, path: str) -> ActorWeights:
 
 
 def export_hf(target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, dtype: str) -> None:
-    """Collective: write the live weights as an HF folder, whole or not at all. LeaderError on every rank when it fails."""
-    kind = getattr(torch, dtype)
-    plan = make_gather_plan(gather_copies(weights.copies, mesh), weights.hf_specs, kind, _SHARD_BYTES)
-    buckets = gather_buckets(plan, weights.parameters(), mesh)
-    error = ""
-    if mesh.is_main:
-        try:
-            write_hf_folder(target, buckets, like, kind)
-        except OSError as exc:
-            error = str(exc)
-    for _ in buckets:  # the others contribute; the main rank, where it failed, lets them finish
-        pass
-    mesh.raise_any(error)
+    """Collective. Writes the live weights as an HF folder, whole or not at all. Raises LeaderError on every rank."""
+    published: torch.dtype = getattr(torch, dtype)
+    plan = make_gather_plan(mesh.gather_world(weights.copies), weights.hf_specs, published, _SHARD_BYTES)
+    gather_to_main(
+        plan,
+        weights.parameters(),
+        mesh,
+        lambda buckets: write_hf_folder(target, buckets, like, published),
+        f"export to {target}",
+    )

@@ -1,10 +1,13 @@
-"""A digest of any slice of an HF tensor that adds up over disjoint slices and notices every single changed element.
+"""A digest of a slice of an HF tensor, which adds up over disjoint slices and notices every single changed element.
 
-digest(slice) = sum over its elements of odd(mix64(linear index in the HF tensor)) * (bits + 1), modulo 2^64, where bits is the
-element of the published dtype read as an unsigned integer. The multiplier is odd, so one changed element always changes the
-sum; mix64 is the finaliser of splitmix64 (Steele, Lea, Flood 2014), so moved elements change it too. int64 arithmetic wraps
-around alike on every device, and an all-reduce (sum) of partial digests is the digest of the whole.
+digest(slice) = sum over its elements of odd(mix64(linear index in the HF tensor)) * (bits + 1), modulo 2^64, where
+bits is the element of the published dtype read as an unsigned integer. The multiplier is odd, so one changed element
+always changes the sum; mix64 is the finaliser of splitmix64 (Steele, Lea, Flood 2014), so moved elements change it
+too. int64 arithmetic wraps around alike on every device, and an all-reduce (sum) of partial digests is the digest of
+the whole.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,7 +19,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def slice_digest(values: Tensor, box: Box, hf_shape: tuple[int, ...]) -> Tensor:
-    """int64 scalar on the values' device. `values`: published dtype, shaped like `box` of an HF tensor of shape `hf_shape`."""
+    """Returns the digest of one slice, int64 [] on the values' device.
+
+    `values`: of the published dtype, shaped like `box`, which lies in an HF tensor of shape `hf_shape`.
+    """
     assert tuple(values.shape) == box.size, (values.shape, box)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     strides = row_major(hf_shape)
@@ -30,8 +36,8 @@ def slice_digest(values: Tensor, box: Box, hf_shape: tuple[int, ...]) -> Tensor:
     return total
 
 
-def _chunks(values: Tensor, start: tuple[int, ...] = ()):
-    """(start, view) parts of at most _CHUNK elements, cut along leading dimensions."""
+def _chunks(values: Tensor, start: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yields (start, view) of parts of at most _CHUNK elements, cut along leading dimensions."""
     start = start or (0,) * values.dim()
     if values.numel() <= _CHUNK:
         yield start, values
@@ -57,7 +63,7 @@ def _odd_mix(index: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: int64's own keeps the sign."""
+    """Shifts to the right and fills with zeros; the shift of int64 keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,69 +1,55 @@
 """One SGLang engine as trainer rank 0 sees it: its HTTP calls, its mailbox, and what each of its ranks copies."""
 
 import base64
-import json
 import pickle
-import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import httpx
 import torch
 
+from megagrpo.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
+from megagrpo.weights.clock import Deadline
 from megagrpo.weights.mailbox import Mailbox, encode
-from megagrpo.weights.record import Specs
+from megagrpo.weights.record import HfSlice, Specs
 from megagrpo.weights.views import Box
 
-LOADER = "megagrpo.weights.engine_loader.run"
 _CONNECT_S = 10.0
 _ANSWER_S = 30.0  # an answer is in the mailbox before the HTTP call returns
 
 
 class EngineDown(RuntimeError):
-    """The engine does not answer: suspect, to be restarted. Any other failure of a call stops the run."""
+    """The engine does not answer: suspect, to be restarted."""
 
 
-class Deadline:
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds, at least a little, so that what is ready at the last moment is still taken."""
-        return max(self._end - time.monotonic(), 0.01)
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() >= self._end
+class EngineRefused(RuntimeError):
+    """The engine answers that it will not. A restart would not help: this stops the run."""
 
 
 @dataclass(frozen=True)
-class Slice:
-    """One recorded copy of one engine rank: what part of which HF tensor, and where it lies."""
+class EngineSlice:
+    """One recorded copy of one engine rank. Offset and strides stay in the engine, which knows a slice by its place."""
 
-    hf: str
-    box: Box
-    parameter: str
+    source: HfSlice
+    parameter: str  # the engine's name of it
 
 
 class EngineConnection:
-    """A connection to one incarnation of an engine with `tp` ranks."""
+    """A connection to one incarnation of an engine with `tp` ranks. `deadline` is set anew by every publish.
+
+    `patience_s`: seconds that a healthy engine may take for what is no work, or no more than one forward pass.
+    """
 
     def __init__(self, info: EngineInfo, tp: int, mailbox: Mailbox, api_key: str, patience_s: float):
-        self.id, self.url, self.incarnation, self.tp, self.patience_s = (
-            info.id,
-            info.url,
-            info.incarnation,
-            tp,
-            patience_s,
-        )
-        self.deadline = Deadline(0)  # set by every publish
-        self.slices: list[list[Slice]] = []  # by rank, filled by `record`
-        self.group = None  # broadcast transport's process group
+        self.id, self.url, self.incarnation = info.id, info.url, info.incarnation
+        self.tp = tp
+        self.deadline = Deadline(0)
+        self.slices: list[list[EngineSlice]] = []  # by rank, filled by `record`
         self.asked = ""  # the call that it has not answered yet
-        self._mailbox = mailbox
-        self.address = mailbox.address
+        self.address = mailbox.address  # of this host, as the engine reaches it
+        self._mailbox, self._patience_s = mailbox, patience_s
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers={"Authorization": f"Bearer {api_key}"})
 
     def __str__(self) -> str:
@@ -71,13 +57,19 @@ class EngineConnection:
 
     @property
     def patience(self) -> float:
-        """Seconds for what takes a healthy engine no time, or as long as one forward pass."""
-        return min(self.patience_s, self.deadline.left)
+        """Returns `patience_s`, or what is left of the deadline if that is less, in seconds."""
+        return min(self._patience_s, self.deadline.left)
 
-    def post(self, path: str, body: dict | None = None, timeout_s: float | None = None) -> dict:
-        """POST and require success. Raises EngineDown when nobody answers in time, RuntimeError when the engine refuses.
+    @property
+    def all_slices(self) -> Iterator[EngineSlice]:
+        """Yields the slices of one rank after the other."""
+        return (part for slices in self.slices for part in slices)
 
-        `timeout_s` is by default all that is left of the deadline.
+    def post(self, path: str, body: dict | None = None, timeout_s: float | None = None) -> None:
+        """Posts and requires success. Raises EngineDown when no answer comes in time, EngineRefused for a bad one.
+
+        `timeout_s` is by default all that is left of the deadline. What the engine says is not used: some paths
+        answer in prose, and none carries what a custom weight loader returns.
         """
         timeout_s = timeout_s or self.deadline.left
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
@@ -89,46 +81,49 @@ class EngineConnection:
         finally:
             self.asked = ""
         if response.status_code != 200:
-            raise RuntimeError(f"{self} refuses {path}: {response.status_code} {response.text[:1000]}")
-        try:
-            return response.json()
-        except json.JSONDecodeError:  # /flush_cache answers in prose
-            return {"message": response.text}
+            raise EngineRefused(f"{self} refuses {path}: {response.status_code} {response.text[:1000]}")
 
     def pause(self) -> None:
+        """Stops sampling; what is in flight is retracted and sampled again after `resume`."""
         self.post("/pause_generation", {"mode": "retract"}, self.patience)
 
     def resume(self, version: int) -> None:
+        """Names the weights and goes on sampling."""
         self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, self.patience)
         self.post("/continue_generation", timeout_s=self.patience)
 
     def begin(self) -> None:
+        """Opens a weight-update session, which distributed and tensor updates need."""
         self.post("/begin_weight_update", timeout_s=self.patience)
 
     def end(self) -> None:
+        """Closes the session; the engine may process what was loaded."""
         self.post("/end_weight_update")
 
     def end_abandoned_update(self) -> None:
-        """End the update in whose middle earlier trainers died; the engine would refuse another. What they loaded is overwritten."""
-        try:
+        """Ends the update in whose middle earlier trainers died; the engine would refuse another.
+
+        What they loaded is overwritten by this one.
+        """
+        with suppress(EngineRefused):  # there is none
             self.end()
-        except EngineDown:
-            raise
-        except RuntimeError:
-            pass  # there is none
 
     def record(self, specs: Specs) -> None:
-        """Learn what every rank copies. Raises RuntimeError naming parameters that these HF tensors do not fill."""
+        """Learns what every rank copies. Raises RuntimeError naming parameters that these HF tensors do not fill."""
         message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
         key = self._mailbox.new_key("specs")
         self._mailbox.put(key, message)
         answers = self._ask("record", {"specs": key})
-        self._mailbox.store.delete_key(key)
+        self._mailbox.forget(key)
         problems = [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         if problems:
             raise RuntimeError(f"{self} has parameters that the published tensors do not fill:\n" + "\n".join(problems))
         self.slices = [
-            [Slice(hf, Box(tuple(a), tuple(n)), parameter) for hf, a, n, parameter in x["copies"]] for x in answers
+            [
+                EngineSlice(HfSlice(tensor, Box(tuple(start), tuple(size))), parameter)
+                for tensor, start, size, parameter in answer["copies"]
+            ]
+            for answer in answers
         ]
         if derived := sorted({name for answer in answers for name in answer["derived"]}):
             print(
@@ -137,34 +132,24 @@ class EngineConnection:
             )
 
     def digests(self, dtype: torch.dtype) -> tuple[list[list[int]], list[str]]:
-        """Digests of the live parameters, by rank, in the order of `slices`, and problems found on the way."""
+        """Returns digests of the live parameters, by rank in the order of `slices`, and problems found on the way."""
         answers = self._ask("digest", {"dtype": str(dtype).removeprefix("torch.")})
         problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         return [answer["digests"] for answer in answers], problems
 
-    def leave(self) -> None:
-        """Part from a living engine, which then forgets the process group."""
-        self.deadline = Deadline(_CONNECT_S)
-        if self.group is not None:
-            self.post("/destroy_weights_update_group", {"group_name": self.group.name})
-        self.close()
-
     def close(self) -> None:
-        """Cut the connections, whatever state the engine is in; what waits for it ends."""
+        """Cuts the HTTP connection, whatever state the engine is in; what waits for an answer ends."""
         self._http.close()
-        if self.group is not None:
-            self.group.abort()
-            self.group = None
 
     def _ask(self, operation: str, request: dict) -> list[dict]:
-        """Run an operation of engine_loader on every rank, inside a weight-update session of its own."""
+        """Runs an operation of engine_loader on every rank, inside a weight-update session of its own."""
         keys = [self._mailbox.new_key(f"{operation}/{self.id}") for _ in range(self.tp)]
         base = request | {"operation": operation, "mailbox": [self.address, self._mailbox.port]}
         payloads = [_pickled(base | {"reply": key}) for key in keys]
         self.begin()
         self.post(
             "/update_weights_from_tensor",
-            {"serialized_named_tensors": payloads, "load_format": LOADER, "flush_cache": False},
+            {"serialized_named_tensors": payloads, "load_format": WEIGHT_LOADER, "flush_cache": False},
         )
         answers = []
         for rank, key in enumerate(keys):
@@ -182,6 +167,6 @@ class EngineConnection:
 
 
 def _pickled(request: dict) -> str:
-    # Plain pickle carries the bytes; torch's own ForkingPickler would pass a shared-memory handle, good on one host only.
+    # Plain pickle carries the bytes; torch's own ForkingPickler would pass a shared-memory handle of this host.
     tensor = torch.frombuffer(bytearray(encode(request)), dtype=torch.uint8)
     return base64.b64encode(pickle.dumps([("request", tensor)])).decode()

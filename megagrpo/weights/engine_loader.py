@@ -1,53 +1,66 @@
 """Our only code inside an SGLang engine: `--custom-weight-loader megagrpo.weights.engine_loader.run`.
 
-SGLang calls `run` in every rank of the engine. It answers two questions of trainer rank 0: "record" (what does this rank copy
-from which HF tensor?) and "digest" (what do the live parameters hold?). It never raises: an exception here ends the server.
+SGLang calls `run` in every rank of the engine. It answers two questions of trainer rank 0: "record" (what does this
+rank copy from which HF tensor?) and "digest" (what do the live parameters hold?). It never raises: an exception here
+ends the server.
 """
 
 import sys
 import traceback
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.weights.digest import slice_digest
 from megagrpo.weights.mailbox import decode, encode
 from megagrpo.weights.record import Recording, coverage_problems, record
 
 _CONNECT_S = 30.0
-_recordings: "weakref.WeakKeyDictionary[torch.nn.Module, Recording]" = weakref.WeakKeyDictionary()
-_hf_shapes: "weakref.WeakKeyDictionary[torch.nn.Module, dict]" = weakref.WeakKeyDictionary()
+# By model: what `_record` found, for every later `_digest`.
+_recordings: weakref.WeakKeyDictionary[torch.nn.Module, Recording] = weakref.WeakKeyDictionary()
+_hf_shapes: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Do the operation that the one uint8 tensor in `named_tensors` asks for, and answer through the trainer's mailbox."""
+    """Does what the request in `named_tensors` asks and answers through the trainer's mailbox.
+
+    The request is one uint8 tensor [bytes of the encoded message], called "request".
+    """
     try:
-        request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
+        request: dict[str, Any] = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
         host, port = request["mailbox"]
         store = TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
         try:
-            answer = {"answer": _OPERATIONS[request["operation"]](model, request, store)}
+            answer: dict[str, Any] = {"answer": _OPERATIONS[request["operation"]](model, request, store)}
         except Exception:
             answer = {"error": traceback.format_exc()}
-        store.set(request["reply"], encode(answer))
+        store.set(request["reply"], encode(answer))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
     except Exception:  # no way to answer: the trainer's deadline will say so
         traceback.print_exc(file=sys.stderr)
 
 
 def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Copies and constants of this rank; problems: parameters that some HF tensors do not fill exactly once."""
+    """Returns the copies of this rank; problems: parameters that some HF tensors do not fill exactly once."""
     specs = {
         name: (tuple(shape), getattr(torch, dtype))
         for name, (shape, dtype) in decode(store.get(request["specs"])).items()
     }
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
-        recording = record(lambda hf: model.load_weights(list(hf.items())), specs, parameters | buffers)
+        # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
+        recording = record(
+            lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
+            specs,
+            parameters | buffers,
+        )
     _recordings[model] = recording
     _hf_shapes[model] = {name: shape for name, (shape, _) in specs.items()}
     return {
@@ -58,7 +71,10 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 
 def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """The digest of every recorded copy as the live parameters hold it, in the published dtype; problems: lines of text."""
+    """Returns the digest, in the published dtype, of what the live parameters hold of every recorded copy.
+
+    Problems: copies whose live values the published dtype cannot represent, and constants that have changed.
+    """
     recording, shapes, dtype = _recordings[model], _hf_shapes[model], getattr(torch, request["dtype"])
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     digests, problems = [], []
@@ -68,7 +84,8 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
             published = values.to(dtype)
             if values.dtype != dtype and not torch.equal(published.to(values.dtype), values):
                 problems.append(
-                    f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: holds values that {dtype} cannot represent"
+                    f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: "
+                    f"holds values that {dtype} cannot represent"
                 )
             digests.append(slice_digest(published, copy.box, shapes[copy.hf]))
         for fill in recording.fills:
@@ -85,7 +102,7 @@ _OPERATIONS = {"record": _record, "digest": _digest}
 
 
 def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:
-    """Matrices that modules hold beside parameters and buffers: perhaps computed from weights, and seen by no digest."""
+    """Returns the names of matrices beside parameters and buffers: perhaps computed from weights, seen by no digest."""
     storages = {t.untyped_storage()._cdata for t in known}
     found = []
     for path, module in model.named_modules():
@@ -97,19 +114,17 @@ def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:
 
 
 @contextmanager
-def _threads_run_inline():
+def _threads_run_inline() -> Iterator[None]:
+    """Makes every thread pool of this process run its work at once, in the thread that submits it."""
     original = ThreadPoolExecutor.submit
 
     def submit(self, function, /, *args, **kwargs):
-        future = Future()
-        try:
-            future.set_result(function(*args, **kwargs))
-        except BaseException as exc:
-            future.set_exception(exc)
+        future: Future = Future()
+        future.set_result(function(*args, **kwargs))
         return future
 
-    ThreadPoolExecutor.submit = submit
+    ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]  # loaders have imported the class by its name
     try:
         yield
     finally:
-        ThreadPoolExecutor.submit = original
+        ThreadPoolExecutor.submit = original  # type: ignore[method-assign]  # as above

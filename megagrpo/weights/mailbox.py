@@ -1,4 +1,4 @@
-"""Questions to engine ranks and their answers, across hosts: a TCPStore on trainer rank 0 that every engine rank connects to.
+"""Questions to engine ranks and their answers, across hosts: a TCPStore on trainer rank 0 that engine ranks connect to.
 
 SGLang's HTTP answers carry no data from a custom weight loader, and tensors shared through memory reach one host only.
 Messages are JSON, compressed; the store itself refuses a value above 32 MiB.
@@ -9,13 +9,14 @@ import socket
 import uuid
 import zlib
 from datetime import timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 
 class Mailbox:
-    """The end at trainer rank 0, which listens at `address` only."""
+    """Holds messages at trainer rank 0, which listens at `address` only. `timeout_s` bounds every wait in the store."""
 
     def __init__(self, address: str, timeout_s: float):
         self.address = address
@@ -23,36 +24,50 @@ class Mailbox:
         self.port = self.store.port
 
     def new_key(self, what: str) -> str:
+        """Returns a key for one message about `what`."""
         return f"{what}/{uuid.uuid4().hex}"  # nobody can answer who was not asked
 
-    def put(self, key: str, message) -> None:
-        self.store.set(key, encode(message))
+    def put(self, key: str, message: Any) -> None:
+        """Stores a message, which stays until it is forgotten."""
+        self.store.set(key, encode(message))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
 
-    def take(self, key: str, timeout_s: float):
-        """The message under `key`, which is then forgotten. Raises torch.distributed.DistStoreError when none comes in time."""
+    def forget(self, key: str) -> None:
+        """Removes the message under `key`."""
+        self.store.delete_key(key)
+
+    def take(self, key: str, timeout_s: float) -> Any:
+        """Returns the message under `key` and forgets it. Raises torch.distributed.DistStoreError when none comes."""
         self.store.wait([key], timedelta(seconds=timeout_s))
         message = decode(self.store.get(key))
-        self.store.delete_key(key)
+        self.forget(key)
         return message
 
 
 def listening_store(address: str, timeout_s: float) -> TCPStore:
-    """A store that others reach at `address`; left to itself, torch would listen on every interface."""
+    """Opens a store that others reach at `address`; left to itself, torch would listen on every interface."""
     listener = socket.create_server((address, 0), backlog=1024)
-    options = dict(is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    return TCPStore(address, listener.getsockname()[1], master_listen_fd=listener.detach(), **options)
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
 
 
-def encode(message) -> bytes:
+def encode(message: Any) -> bytes:
+    """Turns what JSON can express into bytes."""
     return zlib.compress(json.dumps(message).encode(), 1)
 
 
-def decode(data: bytes):
+def decode(data: bytes) -> Any:
+    """Turns the bytes of `encode` back; tuples come back as lists."""
     return json.loads(zlib.decompress(data))
 
 
 def address_towards(url: str) -> str:
-    """This host's address as seen from the host of `url`: that of the interface which leads there."""
+    """Returns this host's address as seen from the host of `url`: that of the interface which leads there."""
     parts = urlsplit(url)
     family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

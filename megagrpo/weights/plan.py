@@ -1,10 +1,10 @@
 """Who contributes which slice of every HF tensor, and the collective that brings the slices together on rank 0.
 
-Every element of every HF tensor is contributed by exactly one trainer rank, found by running the recorded copies backwards.
-Export to a checkpoint is `write_hf_folder(..., gather_buckets(...), ...)`.
+Every element of every HF tensor is contributed by exactly one trainer rank, found by running the recorded copies
+backwards.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -19,7 +19,7 @@ from megagrpo.weights.views import Box
 
 @dataclass(frozen=True)
 class Bucket:
-    """Whole HF tensors that travel together, and each contributing rank's slices of them in the order they are packed."""
+    """Names whole HF tensors that travel together, and by rank the slices that it contributes, in packed order."""
 
     names: tuple[str, ...]
     parts: dict[int, tuple[Copy, ...]]
@@ -27,36 +27,27 @@ class Bucket:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    shapes: dict[str, tuple[int, ...]]
+    """All buckets of a model, in the order in which they travel; the same on every rank."""
+
+    shapes: dict[str, tuple[int, ...]]  # of the HF tensors
     dtype: torch.dtype  # published
     buckets: tuple[Bucket, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(prod(shape) for shape in self.shapes.values()) * self.dtype.itemsize
-
-
-def gather_copies(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:
-    """Collective: every rank's copies, by rank. Done once: layouts do not change during a run."""
-    everyone: list = [copies]
-    if mesh.world_size > 1:
-        everyone = [None] * mesh.world_size
-        dist.all_gather_object(everyone, copies)
-    return everyone
-
 
 def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[str, list[tuple[int, Copy]]]:
-    """Every HF tensor as disjoint slices, each with the one rank that contributes it. The same result on all ranks.
+    """Cuts every HF tensor into disjoint slices, each with the one rank that contributes it. The same result on all
+    ranks.
 
-    Replicated slices go to rank 0 if it holds them (`on_main`: nothing to send then), else to the rank with the least work so
-    far, the lowest on ties. Raises ValueError naming an HF tensor of which no rank holds some elements.
+    `everyone`: the copies of every rank, by rank. Replicated slices go to rank 0 if it holds them (`on_main`: nothing
+    to send then), else to the rank with the least work so far, the lowest on ties. Raises ValueError naming an HF
+    tensor of which no rank holds some elements.
     """
     holders: dict[str, dict[Box, dict[int, Copy]]] = {name: {} for name in specs}
     for rank, copies in enumerate(everyone):
         for copy in copies:
             holders[copy.hf].setdefault(copy.box, {}).setdefault(rank, copy)
     load = [0] * len(everyone)
-    shares = {}
+    shares: dict[str, list[tuple[int, Copy]]] = {}
     for name, (shape, _) in specs.items():
         claimed: list[Box] = []
         shares[name] = []
@@ -77,9 +68,10 @@ def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[s
 
 
 def make_gather_plan(everyone: list[list[Copy]], specs: Specs, dtype: torch.dtype, bucket_bytes: int) -> GatherPlan:
-    """Buckets of at most `bucket_bytes` of HF tensors in checkpoint order; a larger tensor is a bucket of its own."""
+    """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order; a larger one has its own."""
     shares = share_out(everyone, specs, on_main=True)
-    groups, size = [[]], 0
+    groups: list[list[str]] = [[]]
+    size = 0
     for name, (shape, _) in specs.items():
         tensor_bytes = prod(shape) * dtype.itemsize
         if groups[-1] and size + tensor_bytes > bucket_bytes:
@@ -97,11 +89,37 @@ def make_gather_plan(everyone: list[list[Copy]], specs: Specs, dtype: torch.dtyp
     return GatherPlan({name: shape for name, (shape, _) in specs.items()}, dtype, tuple(buckets))
 
 
-def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
-    """Collective over the world: rank 0 gets the full HF tensors of one bucket after the other, the others empty dicts.
+def gather_to_main(
+    plan: GatherPlan,
+    parameters: Mapping[str, Tensor],
+    mesh: Mesh,
+    use: Callable[[Iterator[dict[str, Tensor]]], object],
+    what: str,
+) -> None:
+    """Collective. Runs `use` on rank 0, over the buckets that all ranks contribute to (see gather_buckets).
 
-    Tensors are in the published dtype, on the mesh's device. Every rank must iterate to the end. The slices of the next bucket
-    travel while the caller works on the present one, so two buckets are held at a time.
+    `use` takes them all, unless it fails. Then LeaderError is raised on every rank; `what` says in its message what was
+    being done.
+    """
+    buckets = gather_buckets(plan, parameters, mesh)
+
+    def use_all() -> None:
+        try:
+            use(buckets)
+        except Exception:
+            _exhaust(buckets)  # the other ranks are still sending, and nobody may hang
+            raise
+
+    if not mesh.is_main:
+        _exhaust(buckets)
+    mesh.from_main(use_all, what)
+
+
+def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
+    """Collective. Yields the whole HF tensors of one bucket after the other on rank 0, empty dicts on the others.
+
+    Tensors are in the published dtype, on the mesh's device. Every rank must iterate to the end. The slices of the
+    next bucket travel while the caller works on the present one, so two buckets are held at a time.
     """
     if mesh.rank != 0:
         yield from _contribute(plan, parameters, mesh)
@@ -115,7 +133,8 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
         for work in works:
             _wait(
                 work,
-                f"rank 0 waits for slices of weights bucket {number + 1} ({bucket.names[0]} ...) of ranks {sorted(arrived)}",
+                f"rank 0 waits for slices of weights bucket {number + 1} ({bucket.names[0]} ...) "
+                f"of ranks {sorted(arrived)}",
             )
         for rank, flat in arrived.items():
             for copy, part in zip(
@@ -123,6 +142,11 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
             ):
                 _at(full[copy.hf], copy.box).copy_(part.view(copy.size))
         yield full
+
+
+def _exhaust(buckets: Iterator[dict[str, Tensor]]) -> None:
+    for _ in buckets:
+        pass
 
 
 def _contribute(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
@@ -145,7 +169,7 @@ def _contribute(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) 
 
 
 def _receive(plan: GatherPlan, number: int, mesh: Mesh) -> tuple[dict[int, Tensor], list[dist.Work]]:
-    """By rank what will be filled, and what to wait for: one for each rank over gloo, one for all over NCCL."""
+    """Returns by rank what will be filled, and what to wait for: one for each rank over gloo, one for all over NCCL."""
     if number == len(plan.buckets):
         return {}, []
     flats = {

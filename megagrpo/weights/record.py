@@ -1,11 +1,12 @@
-"""Learn what a model's own loader copies where, without loading anything.
+"""The recorder learns what a model's own loader copies where, without loading anything.
 
-The loader runs over empty tensors on the meta device that have the checkpoint's names and shapes, under a dispatch mode that
-notes every `copy_` into a parameter and does not execute it. Run on the actor and on every engine rank, the two lists of copies
-determine export, exchange and digests; no table of fused or sharded names exists anywhere.
+The loader runs over empty tensors on the meta device that have the checkpoint's names and shapes, under a dispatch
+mode that notes every `copy_` into a parameter and does not execute it. Run on the actor and on every engine rank, the
+two lists of copies determine export, exchange and digests; no table of fused or sharded names exists anywhere.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 
@@ -16,16 +17,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.weights.views import Box, Untraceable, factor, row_major, split_into_boxes
 
-Load = Callable[[Mapping[str, Tensor]], None]
+Load = Callable[[Mapping[str, Tensor]], object]
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # HF tensors: name -> shape and dtype
 
 _aten = torch.ops.aten
+_FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 _REWRITES = {_aten.clone.default, _aten._to_copy.default}  # same elements and order, new storage
 
 
 @dataclass(frozen=True)
+class HfSlice:
+    """A box of one HF tensor: what trainers and engines mean when they speak of the same elements."""
+
+    tensor: str
+    box: Box
+
+    def __str__(self) -> str:
+        return f"{self.tensor} {self.box}"
+
+
+@dataclass(frozen=True)
 class Copy:
-    """Box of an HF tensor -> strided slice of a parameter; offset and strides in elements from the parameter's first one."""
+    """Maps a box of an HF tensor to a strided slice of a parameter.
+
+    `offset`, from the parameter's first element, and `strides` count elements.
+    """
 
     hf: str
     start: tuple[int, ...]
@@ -36,22 +52,23 @@ class Copy:
 
     @property
     def box(self) -> Box:
+        """Returns the elements of the HF tensor."""
         return Box(self.start, self.size)
 
     def restrict(self, box: Box) -> "Copy":
-        """The part of this copy that lies in `box`, which must be inside it."""
+        """Returns the part of this copy that lies in `box`, which must be inside it."""
         shift = sum((a - b) * s for a, b, s in zip(box.start, self.start, self.strides, strict=True))
         return Copy(self.hf, box.start, box.size, self.parameter, self.offset + shift, self.strides)
 
     def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The parameter's elements, shaped like the box."""
+        """Returns the parameter's elements as a view, shaped like the box."""
         parameter = parameters[self.parameter]
         return parameter.detach().as_strided(self.size, self.strides, parameter.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True)
 class Fill:
-    """A strided slice of a parameter that the loader sets to a constant, such as the padding rows of a vocabulary."""
+    """Describes a strided slice of a parameter that the loader sets to a constant, such as padding of a vocabulary."""
 
     parameter: str
     offset: int
@@ -62,15 +79,18 @@ class Fill:
 
 @dataclass
 class Recording:
+    """Collects what one run of a loader does to the parameters of one rank."""
+
     copies: list[Copy] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
 
 
 def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> list[Copy]:
-    """The copies that `load` makes from HF tensors of these shapes and dtypes into `parameters`, which stay untouched.
+    """Returns the copies that `load` makes from HF tensors of these shapes and dtypes into `parameters`, which stay
+    untouched.
 
-    Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming the parameter when an element
-    is written never or twice (elements that the loader sets to a constant count as written).
+    Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming the parameter when
+    an element is written never or twice (elements that the loader sets to a constant count as written).
     """
     recording = record(load, hf_specs, parameters)
     problems = coverage_problems(recording, parameters)
@@ -80,7 +100,7 @@ def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor])
 
 
 def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> Recording:
-    """record_copies without the coverage check, with the constants as well."""
+    """Records copies and constants, without the coverage check of record_copies."""
     hf = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in hf_specs.items()}
     mode = _Recorder(hf, parameters)
     with torch.no_grad(), mode:
@@ -90,12 +110,43 @@ def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> Rec
 
 @dataclass(frozen=True)
 class _Traced:
-    """A storage that holds elements of one HF tensor: per dimension of a dense storage, its size and its stride in the HF tensor."""
+    """Describes a dense storage that holds elements of one HF tensor.
+
+    `sizes` and, in the HF tensor, `offset` and `hf_strides` of its dimensions, in elements.
+    """
 
     hf: str
     offset: int
     sizes: tuple[int, ...]
     hf_strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Strided:
+    """`size` elements, `hf_stride` apart in the HF tensor; one step is `scale` steps along `dim` of the view."""
+
+    size: int
+    hf_stride: int
+    dim: int
+    scale: int
+
+
+@dataclass(frozen=True)
+class _HfView:
+    """A view, of any tensor that was copied from an HF tensor, as a view of that HF tensor."""
+
+    hf: str
+    offset: int
+    pieces: list[_Strided]  # in the view's order of iteration
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """The elements of a storage from `start` to before `stop`, which are those of a parameter."""
+
+    start: int
+    stop: int
+    parameter: str
 
 
 class _Recorder(TorchDispatchMode):
@@ -107,20 +158,19 @@ class _Recorder(TorchDispatchMode):
             _storage(t): _Traced(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()
         }
         self.lost: dict[int, str] = {}  # storages computed from HF tensors by something else than a copy, and how
-        self.parameters: dict[int, list[tuple[int, int, str]]] = {}  # many may share one flat buffer
+        self.parameters: dict[int, list[_Extent]] = {}  # by storage: many may share one flat buffer
         for name, tensor in parameters.items():
-            start = tensor.storage_offset()
-            extent = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            self.parameters.setdefault(_storage(tensor), []).append((start, extent, name))
+            start = int(tensor.storage_offset())
+            stop = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            self.parameters.setdefault(_storage(tensor), []).append(_Extent(start, stop, name))
         self.keep: list[Tensor] = []  # a freed storage's address could come back as another tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is _aten.copy_.default:
             return self._copy(args[0], args[1])
-        if func is _aten.zero_.default or func is _aten.fill_.Scalar:
-            if self._is_parameter(args[0]):
-                return self._fill(args[0], 0.0 if func is _aten.zero_.default else float(args[1]))
+        if func in _FILLS and self._is_parameter(args[0]):
+            return self._fill(args[0], 0.0 if func is _aten.zero_.default else float(args[1]))
         sources = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         written = [
             args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if a.alias_info and a.alias_info.is_write
@@ -128,7 +178,8 @@ class _Recorder(TorchDispatchMode):
         for tensor in written:
             if isinstance(tensor, Tensor) and self._is_parameter(tensor):
                 raise ValueError(
-                    f"parameter {self._parameter(tensor)[0]} is written by {func}, which is no copy: it cannot be traced"
+                    f"parameter {self._parameter(tensor)[0]} is written by {func}, "
+                    "which is no copy: it cannot be traced"
                 )
         origin = next((t for t in sources if _storage(t) in self.traced or _storage(t) in self.lost), None)
         if origin is None:
@@ -174,37 +225,43 @@ class _Recorder(TorchDispatchMode):
     def _record(self, target: Tensor, source: Tensor) -> None:
         if source.numel() != target.numel():
             raise ValueError(
-                f"parameter {self._parameter(target)[0]} is filled by broadcasting {self._name(source)}: it cannot be traced"
+                f"parameter {self._parameter(target)[0]} is filled by broadcasting {self._name(source)}: "
+                "it cannot be traced"
             )
         pad = target.dim() - source.dim()
         name, offset = self._parameter(target)
         shape, strides = (1,) * pad + tuple(source.shape), (0,) * pad + tuple(source.stride())
-        hf, hf_offset, pieces = self._hf_view(source, shape, strides)
-        target_strides = tuple(target.stride(dim) * scale for _, _, dim, scale in pieces)
-        base = tuple(self.hf[hf].shape)
-        try:
-            boxes = split_into_boxes(
-                hf_offset, tuple(p[0] for p in pieces), tuple(p[1] for p in pieces), base, target_strides
+        view = self._hf_view(source, shape, strides)
+        with _naming(f"HF tensor {view.hf} -> parameter {name}"):
+            pairs = split_into_boxes(
+                offset=view.offset,
+                shape=tuple(piece.size for piece in view.pieces),
+                strides=tuple(piece.hf_stride for piece in view.pieces),
+                base=tuple(self.hf[view.hf].shape),
+                other=tuple(target.stride(piece.dim) * piece.scale for piece in view.pieces),
             )
-        except Untraceable as exc:
-            raise ValueError(f"HF tensor {hf} -> parameter {name}: {exc}") from None
-        for box, shift, box_strides in boxes:
-            self.recording.copies.append(Copy(hf, box.start, box.size, name, offset + shift, box_strides))
+        for pair in pairs:
+            copy = Copy(view.hf, pair.box.start, pair.box.size, name, offset + pair.offset, pair.strides)
+            self.recording.copies.append(copy)
 
-    def _hf_view(self, tensor: Tensor, shape, strides) -> tuple[str, int, list[tuple[int, int, int, int]]]:
-        """The HF tensor behind a traced tensor, the offset in it, and (size, HF stride, dimension, scale) of every piece."""
+    def _hf_view(self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> _HfView:
+        """Returns what a traced tensor, read with this shape and these strides, is of its HF tensor."""
         origin = self.traced[_storage(tensor)]
-        try:
-            first, pieces = factor(tensor.storage_offset(), shape, strides, origin.sizes)
-        except Untraceable as exc:
-            raise ValueError(f"HF tensor {origin.hf}: {exc}") from None
+        with _naming(f"HF tensor {origin.hf}"):
+            first, pieces = factor(int(tensor.storage_offset()), shape, strides, origin.sizes)
         offset = origin.offset + sum(i * s for i, s in zip(first, origin.hf_strides, strict=True))
-        return origin.hf, offset, [(p.size, origin.hf_strides[p.base] * p.step, p.dim, p.scale) for p in pieces]
+        strided = [_Strided(p.size, origin.hf_strides[p.base] * p.step, p.dim, p.scale) for p in pieces]
+        return _HfView(origin.hf, offset, strided)
 
     def _trace(self, out: Tensor, source: Tensor) -> None:
-        hf, offset, pieces = self._hf_view(source, tuple(source.shape), tuple(source.stride()))
-        dense = sorted(((out.stride(dim) * scale, size, stride) for size, stride, dim, scale in pieces), reverse=True)
-        self.traced[_storage(out)] = _Traced(hf, offset, tuple(d[1] for d in dense), tuple(d[2] for d in dense))
+        view = self._hf_view(source, tuple(source.shape), tuple(source.stride()))
+        dense = sorted(((out.stride(p.dim) * p.scale, p.size, p.hf_stride) for p in view.pieces), reverse=True)
+        self.traced[_storage(out)] = _Traced(
+            view.hf,
+            view.offset,
+            sizes=tuple(size for _, size, _ in dense),
+            hf_strides=tuple(hf_stride for _, _, hf_stride in dense),
+        )
 
     def _fill(self, target: Tensor, value: float) -> Tensor:
         if target.numel():
@@ -227,31 +284,41 @@ class _Recorder(TorchDispatchMode):
         return _storage(tensor) in self.parameters
 
     def _parameter(self, tensor: Tensor) -> tuple[str, int]:
-        """Name of the parameter a view lies in, and the view's offset from its first element. Of tied names, the first."""
-        for start, stop, name in self.parameters[_storage(tensor)]:
-            if start <= tensor.storage_offset() < stop:
-                return name, tensor.storage_offset() - start
+        """Returns the (first) name of the parameter that a view lies in, and where in it the view begins."""
+        offset = int(tensor.storage_offset())
+        for extent in self.parameters[_storage(tensor)]:
+            if extent.start <= offset < extent.stop:
+                return extent.parameter, offset - extent.start
         raise ValueError("the loader writes between the parameters of a shared buffer")
 
 
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Adds to an Untraceable what could not be traced."""
+    try:
+        yield
+    except Untraceable as exc:
+        raise ValueError(f"{what}: {exc}") from None
+
+
 def _storage(tensor: Tensor) -> int:
+    """Returns what tells storages apart, on the meta device too."""
     return tensor.untyped_storage()._cdata
 
 
 def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) -> list[str]:
-    """One line for every parameter that is not written exactly once, element by element. Tied names count as one parameter."""
-    writes: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
-    for copy in recording.copies:
-        writes.setdefault(copy.parameter, []).append((copy.offset, copy.size, copy.strides))
-    for fill in recording.fills:
-        writes.setdefault(fill.parameter, []).append((fill.offset, fill.size, fill.strides))
+    """Returns a line for each parameter of which an element is not written exactly once. Tied names count as one."""
+    writes: dict[str, list[Copy | Fill]] = {}
+    recorded: list[Copy | Fill] = [*recording.copies, *recording.fills]
+    for write in recorded:
+        writes.setdefault(write.parameter, []).append(write)
     problems, seen = [], set()
     for name, tensor in parameters.items():
         place = (_storage(tensor), tensor.storage_offset())
         if place in seen or tensor.numel() == 0:
             continue
         seen.add(place)
-        done, total = sum(prod(size) for _, size, _ in writes.get(name, [])), tensor.numel()
+        done, total = sum(prod(write.size) for write in writes.get(name, [])), tensor.numel()
         if done < total:
             problems.append(
                 f"parameter {name} {tuple(tensor.shape)}: {total - done} of {total} elements are never written"
@@ -261,19 +328,20 @@ def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) ->
     return problems
 
 
-def _overlap(writes: list[tuple[int, tuple[int, ...], tuple[int, ...]]], tensor: Tensor) -> bool:
-    """Whether strided writes share an element; their sizes sum to the tensor's, which is dense in some order of dimensions."""
+def _overlap(writes: list[Copy | Fill], tensor: Tensor) -> bool:
+    """Returns whether strided writes share an element of a dense tensor. Their sizes sum to the tensor's."""
     in_memory = tuple(tensor.shape[d] for d in sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     try:
-        boxes = [b for o, n, s in writes for b, _, _ in split_into_boxes(o, n, s, in_memory, (0,) * len(n))]
+        boxes = [
+            pair.box
+            for write in writes
+            for pair in split_into_boxes(write.offset, write.size, write.strides, in_memory, (0,) * len(write.size))
+        ]
     except Untraceable:  # interleaved writes are no boxes: count element by element
         count = torch.zeros(tensor.numel(), dtype=torch.uint8)
-        for offset, size, strides in writes:
-            count.as_strided(size, strides, offset).add_(1)
+        for write in writes:
+            count.as_strided(write.size, write.strides, write.offset).add_(1)
         return bool((count != 1).any())
     low = np.array([b.start for b in boxes]).reshape(len(boxes), -1)
     high = low + np.array([b.size for b in boxes]).reshape(len(boxes), -1)
-    for i in range(len(boxes) - 1):
-        if ((low[i + 1 :] < high[i]) & (low[i] < high[i + 1 :])).all(axis=1).any():
-            return True
-    return False
+    return any(((low[i + 1 :] < high[i]) & (low[i] < high[i + 1 :])).all(axis=1).any() for i in range(len(boxes) - 1))

@@ -1,52 +1,81 @@
 """Through process groups: rank 0 broadcasts flattened buckets to stock /update_weights_from_distributed.
 
-Each engine has a group of its own (rank 0 and the engine's ranks), so one that dies touches no other's transfer. Buckets are
-in flight to all engines at once, one bucket at a time.
+Each engine has a group of its own (rank 0 and the engine's ranks), so one that dies touches no other's transfer.
+Buckets are in flight to all engines at once, one bucket at a time.
 """
 
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo import environment
+from megagrpo.weights.clock import PhaseTimer
 from megagrpo.weights.engine_client import EngineConnection, EngineDown
+from megagrpo.weights.engine_fleet import EngineFleet
 from megagrpo.weights.mailbox import listening_store
+from megagrpo.weights.plan import gather_to_main, make_gather_plan
+from megagrpo.weights.transport import TrainerWeights
 
-Each = Callable[[Callable[[EngineConnection], None]], None]
 _JOIN_S = 60.0  # the wait for an engine's ranks cannot be cut short when it refuses or dies
 
 
 class BroadcastTransport:
-    def __init__(self, folder: Path, like: Path, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device = dtype, device
+    """Gathers whole HF tensors on rank 0, which broadcasts them to each engine's ranks."""
 
-    def send(self, version: int, buckets: Iterator[dict[str, Tensor]], each: Each) -> None:
-        # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast. `wait` raises then.
-        with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
-            each(lambda engine: engine.group is not None or self._join(engine))
-        each(EngineConnection.begin)
-        for bucket in buckets:
-            flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in bucket.values()])
-            dtype = str(self.dtype).removeprefix("torch.")
-            body = {
-                "names": list(bucket),
-                "dtypes": [dtype] * len(bucket),
-                "shapes": [list(t.shape) for t in bucket.values()],
-                "load_format": "flattened_bucket",
-                "flush_cache": False,
-            }
-            each(lambda engine, flat=flat, body=body: self._send_bucket(engine, flat, body))
-        each(EngineConnection.end)
+    def __init__(self, weights: TrainerWeights):
+        self._weights = weights
+        self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes)
+        self._groups: dict[str, EngineGroup] = {}  # by engine id; rank 0 only
+
+    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> None:
+        """Collective. See Transport."""
+
+        def send(buckets: Iterator[dict[str, Tensor]]) -> None:
+            # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast.
+            # Without it `wait` raises. One block around all threads: they share the environment.
+            with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+                engines.each(self._join)
+            engines.each(EngineConnection.begin)
+            for bucket in timer.waiting(buckets, "gather"):
+                flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in bucket.values()])
+                body = {
+                    "names": list(bucket),
+                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
+                    "shapes": [list(tensor.shape) for tensor in bucket.values()],
+                    "load_format": "flattened_bucket",
+                    "flush_cache": False,
+                }
+                engines.each(partial(self._send_bucket, flat=flat, body=body))
+            engines.each(EngineConnection.end)
+
+        weights = self._weights
+        gather_to_main(self._plan, weights.parameters(), weights.mesh, send, "broadcast weights to engines")
+
+    def drop(self, engine: EngineConnection) -> None:
+        """Aborts the engine's group."""
+        group = self._groups.pop(engine.id, None)
+        if group is not None:
+            group.abort()
+
+    def leave(self, engine: EngineConnection) -> None:
+        """Makes the engine destroy its end of the group."""
+        if engine.id in self._groups:
+            engine.post("/destroy_weights_update_group", {"group_name": self._groups[engine.id].name})
 
     def _join(self, engine: EngineConnection) -> None:
-        """Make the group of rank 0 and the engine's ranks; both sides block until all have come."""
+        """Makes the group of rank 0 and the engine's ranks, unless there is one; all wait until all have come."""
+        if engine.id in self._groups:
+            return
         name = f"weights-{uuid.uuid4().hex}"  # an engine outlives trainers, and refuses a name that it has seen
+        device = self._weights.mesh.device
         store = listening_store(engine.address, min(_JOIN_S, engine.deadline.seconds))
         body = {
             "master_address": engine.address,
@@ -54,51 +83,66 @@ class BroadcastTransport:
             "rank_offset": 1,
             "world_size": 1 + engine.tp,
             "group_name": name,
-            "backend": "nccl" if self.device.type == "cuda" else "gloo",
+            "backend": "nccl" if device.type == "cuda" else "gloo",
         }
-        with ThreadPoolExecutor(1) as pool:
-            joined = pool.submit(engine.post, "/init_weights_update_group", body)
-            try:
-                group = _new_group(store, name, 1 + engine.tp, self.device, engine.address)
-            except RuntimeError as exc:
-                joined.result()  # the engine's own reason is the better one
-                raise EngineDown(
-                    f"rank 0 waits for the {engine.tp} ranks of {engine} to join group {name}: {exc}"
-                ) from exc
-            joined.result()
-        group.set_timeout(engine.deadline.seconds)
-        engine.group = group
+
+        def join() -> None:
+            group = _new_group(store, name, 1 + engine.tp, device, engine.address)
+            group.set_timeout(engine.deadline.seconds)
+            self._groups[engine.id] = group
+
+        what = f"the {engine.tp} ranks of {engine} to join group {name}"
+        self._together(engine, "/init_weights_update_group", body, engine.deadline.left, join, what)
 
     def _send_bucket(self, engine: EngineConnection, flat: Tensor, body: dict) -> None:
+        """Broadcasts `flat`, uint8 [bytes of the bucket], which `body` describes to the engine."""
+        group, patience = self._groups[engine.id], engine.patience
+        self._together(
+            engine,
+            "/update_weights_from_distributed",
+            body | {"group_name": group.name},
+            patience,
+            lambda: group.broadcast(flat, patience),
+            f"{engine} to take {body['names'][0]} ...",
+        )
+
+    def _together(
+        self, engine: EngineConnection, path: str, body: dict, timeout_s: float, ours: Callable[[], None], what: str
+    ) -> None:
+        """Runs our half of a collective while the engine's ranks run theirs, which POST `path` starts.
+
+        When one half fails, the other is told to end. Raises the engine's own error, or EngineDown when ours failed
+        alone.
+        """
         with ThreadPoolExecutor(1) as pool:
-            group = engine.group
-            request = body | {"group_name": group.name}
-            loaded = pool.submit(engine.post, "/update_weights_from_distributed", request, engine.patience)
-            # An engine that refused or died will not receive: do not wait for it until the deadline.
-            loaded.add_done_callback(lambda answer: answer.exception() and group.abort())
+            theirs = pool.submit(engine.post, path, body, timeout_s)
+            theirs.add_done_callback(lambda answer: self.drop(engine) if answer.exception() else None)
             try:
-                group.broadcast(flat, engine.patience)
-                loaded.result()
+                ours()
             except RuntimeError as exc:
-                engine.close()  # ends the pending half on either side
-                if isinstance(exc, EngineDown) or loaded.exception() is None:
-                    raise EngineDown(f"rank 0 waits for {engine} to take {body['names'][0]} ...: {exc}") from exc
-                raise loaded.exception() from exc
+                engine.close()
+                self.drop(engine)
+                theirs.result()  # the engine's own reason is the better one
+                raise EngineDown(f"rank 0 waits for {what}: {exc}") from exc
+            theirs.result()
 
 
 class EngineGroup:
     """Rank 0's end of a group made by SGLang's init_custom_process_group, without torch's global registry of groups.
 
-    The registry is not thread-safe and groups are made and dropped in one thread per engine.
+    The registry is not thread-safe, and groups are made and dropped in one thread per engine.
     """
 
-    def __init__(self, name: str, backend, device: torch.device):
+    def __init__(self, name: str, backend: Any, device: torch.device):
+        # The backend is a ProcessGroupGloo or ProcessGroupNCCL; torch's type stubs lack what is used of them.
         self.name, self._backend, self._device = name, backend, device
 
     def set_timeout(self, seconds: float) -> None:
+        """Bounds every later operation; the group was made under the shorter limit of its store."""
         self._backend._set_default_timeout(timedelta(seconds=seconds))
 
     def broadcast(self, flat: Tensor, timeout_s: float) -> None:
+        """Sends `flat`, uint8 [bytes], to all other ranks. Raises RuntimeError when one does not take it in time."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         work = self._backend.broadcast([flat], options)
@@ -107,18 +151,22 @@ class EngineGroup:
             torch.cuda.current_stream(self._device).synchronize()
 
     def abort(self) -> None:
+        """Ends the group, whatever state the others are in.
+
+        What waits in it raises: at once over NCCL, and over gloo when a peer is gone or the operation's timeout comes.
+        """
         self._backend.abort()
 
 
-def _new_group(store, name: str, size: int, device: torch.device, address: str) -> EngineGroup:
+def _new_group(store: TCPStore, name: str, size: int, device: torch.device, address: str) -> EngineGroup:
     # The prefixes that torch.distributed puts before a group's keys, on the engine's side of the same torch release.
-    keys = dist.PrefixStore(f"{device.type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
-    timeout = store.timeout
+    keys = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+    timeout = store.timeout  # type: ignore[attr-defined]  # missing in torch's type stubs
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return EngineGroup(name, dist.ProcessGroupNCCL(keys, 0, size, options), device)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's type stubs
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return EngineGroup(name, dist.ProcessGroupGloo(keys, 0, size, options), device)

@@ -1,30 +1,42 @@
-"""Through the file system: a checkpoint that every engine reads. The reference transport, and one that needs no process group."""
+"""Through the file system: a checkpoint that every engine reads. The reference transport; it needs no process group."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from megagrpo.hf_files import write_hf_folder
+from megagrpo.weights.clock import PhaseTimer
 from megagrpo.weights.engine_client import EngineConnection
-
-Each = Callable[
-    [Callable[[EngineConnection], None]], None
-]  # runs a function for every engine that is still alive, in threads
+from megagrpo.weights.engine_fleet import EngineFleet
+from megagrpo.weights.plan import gather_to_main, make_gather_plan
+from megagrpo.weights.transport import TrainerWeights
 
 
 class DiskTransport:
-    """`folder` must be visible, under the same path, to the trainer's rank 0 and to every engine."""
+    """Writes the gathered weights to `weights.folder`, which rank 0 and every engine must see under the same path."""
 
-    def __init__(self, folder: Path, like: Path, dtype: torch.dtype, device: torch.device):
-        self.folder, self.like, self.dtype = folder, like, dtype
+    def __init__(self, weights: TrainerWeights):
+        self._weights = weights
+        self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes)
 
-    def send(self, version: int, buckets: Iterator[dict[str, Tensor]], each: Each) -> None:
-        target = (self.folder / f"v{version}").resolve()
-        write_hf_folder(target, buckets, self.like, self.dtype)
-        each(lambda engine: engine.post("/update_weights_from_disk", {"model_path": str(target), "flush_cache": False}))
-        for old in self.folder.glob("v*"):
-            if old.name != target.name:
-                shutil.rmtree(old)
+    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> None:
+        """Collective. See Transport. Earlier versions are removed from the folder."""
+        weights = self._weights
+        target = (weights.folder / f"v{version}").resolve()
+
+        def write_and_load(buckets: Iterator[dict[str, Tensor]]) -> None:
+            write_hf_folder(target, timer.waiting(buckets, "gather"), weights.checkpoint, weights.dtype)
+            body = {"model_path": str(target), "flush_cache": False}
+            engines.each(lambda engine: engine.post("/update_weights_from_disk", body))
+            for old in weights.folder.glob("v*"):
+                if old.name != target.name:
+                    shutil.rmtree(old)
+
+        gather_to_main(self._plan, weights.parameters(), weights.mesh, write_and_load, "disk weights to engines")
+
+    def drop(self, engine: EngineConnection) -> None:
+        """Does nothing: no connection is kept."""
+
+    def leave(self, engine: EngineConnection) -> None:
+        """Does nothing: no connection is kept."""

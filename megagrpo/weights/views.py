@@ -9,28 +9,30 @@ from math import prod
 
 
 class Untraceable(ValueError):
-    """A view that does not consist of boxes; the caller adds the tensor's name."""
+    """Says why a view does not consist of boxes; the caller adds the tensor's name."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """Elements start[k] <= index[k] < start[k] + size[k]."""
+    """Selects the elements start[k] <= index[k] < start[k] + size[k]."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
 
     @property
     def numel(self) -> int:
+        """Returns the number of elements."""
         return prod(self.size)
 
     def intersect(self, other: "Box") -> "Box | None":
+        """Returns the common box, None when there is none."""
         start = tuple(map(max, self.start, other.start))
         stop = map(min, self._stop(), other._stop())
         size = tuple(b - a for a, b in zip(start, stop, strict=True))
         return Box(start, size) if all(n > 0 for n in size) else None
 
     def subtract(self, other: "Box") -> list["Box"]:
-        """Disjoint boxes that cover self without other, at most two per dimension."""
+        """Returns disjoint boxes that cover self without other, at most two per dimension."""
         common = self.intersect(other)
         if common is None:
             return [self]
@@ -51,7 +53,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """`size` elements, `step` apart along dimension `base`; one step is `scale` steps along dimension `dim` of the view."""
+    """Takes `size` elements, `step` apart along dimension `base`; a step is `scale` steps along the view's `dim`."""
 
     size: int
     base: int
@@ -60,27 +62,36 @@ class Piece:
     scale: int
 
 
+@dataclass(frozen=True)
+class BoxPair:
+    """Pairs a box with the same elements in a second view: `offset` and `strides` along the box's dimensions."""
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+
+
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
+    """Returns the strides of a contiguous tensor, in elements."""
     return tuple(prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
 def factor(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[Piece]]:
-    """Rewrite a view of a contiguous tensor of shape `base` so that every piece runs along one dimension of `base`.
+    """Rewrites a view of a contiguous tensor of shape `base` so that every piece runs along one dimension of `base`.
 
-    Returns the index in `base` of the view's first element, and the pieces, in the view's order of iteration (dimensions of
-    size 1 give none). Raises Untraceable for views such as a range of a flattened matrix that cuts through its rows.
+    Returns the index in `base` of the view's first element, and the pieces, in the view's order of iteration
+    (dimensions of size 1 give none). Raises Untraceable for views such as a range of a flattened matrix that cuts
+    through its rows.
     """
-    base_strides, first, rest = row_major(base), [], offset
+    base_strides, rest = row_major(base), offset
+    first: list[int] = []
     for stride in base_strides:
         first.append(rest // stride)
         rest %= stride
-    reach = list(
-        first
-    )  # the largest index touched so far, per dimension of base: staying below its size means no carry
-    pieces = []
+    reach = list(first)  # per dimension of base the largest index touched so far: below its size there is no carry
+    pieces: list[Piece] = []
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         inner_first, scale = [], 1
         while size > 1:
@@ -91,9 +102,8 @@ def factor(
                 )
             step = stride // base_strides[k]
             take = size
-            if (
-                reach[k] + (size - 1) * step >= base[k]
-            ):  # leaves this dimension: must fill it, and go on in the one before
+            if reach[k] + (size - 1) * step >= base[k]:
+                # The view leaves this dimension: it must fill it, and go on in the one before.
                 take = base[k] // step
                 if take < 2 or take * step != base[k] or size % take or reach[k] + (take - 1) * step >= base[k]:
                     raise Untraceable(
@@ -108,10 +118,11 @@ def factor(
 
 def split_into_boxes(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...], other: tuple[int, ...]
-) -> list[tuple[Box, int, tuple[int, ...]]]:
-    """Boxes of `base` that a view covers, each with the offset and strides of a second view iterated in step with the first.
+) -> list[BoxPair]:
+    """Returns the boxes of `base` that a view covers, each paired with its place in a second view of the same order.
 
-    `other`: strides of the second view, per dimension of `shape`. The boxes are disjoint when the view touches nothing twice.
+    `other`: strides of the second view, per dimension of `shape`. The boxes are disjoint when the view touches
+    nothing twice.
     """
     start, pieces = factor(offset, shape, strides, base)
     boxes = [(list(start), [1] * len(base), 0, [0] * len(base))]
@@ -125,7 +136,8 @@ def split_into_boxes(
                 run = (run[0] * parts.pop(0)[0], 1, run[2])
         elif parts:
             raise Untraceable(
-                f"a view of shape {shape} takes every {parts[0][1]}th element of dimension {k} of a tensor of shape {base}"
+                f"a view of shape {shape} takes every {parts[0][1]}th element "
+                f"of dimension {k} of a tensor of shape {base}"
             )
         for _, size, _, run_strides in boxes:
             size[k], run_strides[k] = run[0], run[2]
@@ -135,4 +147,4 @@ def split_into_boxes(
                 for a, n, o, s in boxes
                 for i in range(count)
             ]
-    return [(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]
+    return [BoxPair(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]

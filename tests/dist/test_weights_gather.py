@@ -1,4 +1,4 @@
-"""HF -> sharded ranks -> HF is bit-equal: tensor-parallel shards, replicas, fused and padded parameters, pipeline stages, small buckets."""
+"""HF -> sharded ranks -> HF is bit-equal: tensor-parallel shards, replicas, fused and padded parameters, stages."""
 
 import pytest
 import torch
@@ -6,16 +6,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megagrpo.hf_files import HfFolder, write_hf_folder
-from megagrpo.mesh import make_mesh
+from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.weights.digest import slice_digest
-from megagrpo.weights.plan import gather_buckets, gather_copies, make_gather_plan, share_out
+from megagrpo.weights.plan import gather_buckets, gather_to_main, make_gather_plan, share_out
 from megagrpo.weights.record import record_copies
 from megagrpo.weights.views import Box
 
 VOCAB, HIDDEN, FFN, LAYERS = 29, 8, 12, 3
 SHAPES = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,), "head": (VOCAB, HIDDEN)}
 for layer in range(LAYERS):
-    SHAPES |= {f"{layer}.norm": (HIDDEN,), f"{layer}.gate": (FFN, HIDDEN), f"{layer}.up": (FFN, HIDDEN), f"{layer}.down": (HIDDEN, FFN)}
+    SHAPES |= {
+        f"{layer}.norm": (HIDDEN,),
+        f"{layer}.gate": (FFN, HIDDEN),
+        f"{layer}.up": (FFN, HIDDEN),
+        f"{layer}.down": (HIDDEN, FFN),
+    }
     SHAPES |= {f"{layer}.q": (4 * 2, HIDDEN), f"{layer}.k": (2 * 2, HIDDEN)}
 SPECS = {name: (shape, torch.float32) for name, shape in SHAPES.items()}
 
@@ -26,7 +31,7 @@ def hf_tensors() -> dict[str, torch.Tensor]:
 
 
 class ToyActor:
-    """tp shards of a fused model; the last layer and the head live on the last pipeline stage; the rest replicate it."""
+    """tp shards of a fused model; last layer and head live on the last pipeline stage; the rest replicate it."""
 
     def __init__(self, tp: int, tp_rank: int, pp: int, pp_rank: int):
         self.tp, self.tp_rank = tp, tp_rank
@@ -37,7 +42,12 @@ class ToyActor:
         if self.last:
             self.live |= {"norm": torch.zeros(HIDDEN), "head": torch.zeros(rows, HIDDEN)}
         for layer in self.layers:
-            shapes = {"norm": (HIDDEN,), "fc1": (2 * FFN // tp, HIDDEN), "fc2": (HIDDEN, FFN // tp), "qk": (12 // tp, HIDDEN)}
+            shapes = {
+                "norm": (HIDDEN,),
+                "fc1": (2 * FFN // tp, HIDDEN),
+                "fc2": (HIDDEN, FFN // tp),
+                "qk": (12 // tp, HIDDEN),
+            }
             self.live |= {f"{layer}.{name}": torch.zeros(shape) for name, shape in shapes.items()}
 
     def load(self, hf) -> None:
@@ -66,16 +76,21 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder, results) -> None:
     actor = ToyActor(tp, rank % tp, pp, rank // tp % pp)
     copies = record_copies(actor.load, SPECS, actor.live)
     actor.load(hf_tensors())
-    everyone = gather_copies(copies, mesh)
+    everyone = mesh.gather_world(copies)
     plan = make_gather_plan(everyone, SPECS, torch.float32, bucket_bytes=700)
     full: dict = {}
     for bucket in gather_buckets(plan, actor.live, mesh):
         full |= bucket
     half = make_gather_plan(everyone, SPECS, torch.bfloat16, bucket_bytes=700)
-    if rank == 0:
-        write_hf_folder(folder / "out", gather_buckets(half, actor.live, mesh), folder / "like", torch.bfloat16)
-    else:
-        list(gather_buckets(half, actor.live, mesh))
+    write = lambda buckets: write_hf_folder(folder / "out", buckets, folder / "like", torch.bfloat16)  # noqa: E731
+    gather_to_main(half, actor.live, mesh, write, "export")
+
+    def stop_at_the_second(buckets) -> None:
+        next(buckets)
+        raise OSError("disk full")
+
+    with pytest.raises(LeaderError, match="rank 0, export: OSError: disk full"):
+        gather_to_main(half, actor.live, mesh, stop_at_the_second, "export")  # and nobody hangs
     shares = share_out(everyone, SPECS, on_main=False)
     load = [sum(copy.box.numel for parts in shares.values() for r, copy in parts if r == k) for k in range(world)]
     digests = torch.zeros(len(SPECS), dtype=torch.int64)
@@ -98,7 +113,9 @@ def test_gathered_tensors_are_bit_equal(tmp_path, world, tp, pp):
         results = dict(shared)
     expected = hf_tensors()
     full, num_buckets, load, digests = results[0]
-    assert full.keys() == expected.keys() and all(torch.equal(full[n].view(torch.int32), t.view(torch.int32)) for n, t in expected.items())
+    assert full.keys() == expected.keys() and all(
+        torch.equal(full[n].view(torch.int32), t.view(torch.int32)) for n, t in expected.items()
+    )
     assert num_buckets > 5 and all(not results[rank][0] for rank in range(1, world))
     exported = HfFolder(tmp_path / "out")
     assert all(torch.equal(exported[n], t.to(torch.bfloat16)) for n, t in expected.items())

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,17 +13,22 @@ import httpx
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import API_KEY, child_environment
 from megagrpo.rollout.service.engine_command import Place, engine_command, engine_environment, engine_python_path
+from megagrpo.types import EngineInfo
 
 START_S = 240
 
 
-@dataclass(frozen=True)
-class Info:
-    id: str
-    url: str
-    state: str
-    incarnation: int
-    restarts: int
+def engine_info(url: str, state: str, incarnation: int) -> EngineInfo:
+    return EngineInfo(
+        id="e0",
+        url=url,
+        state=state,
+        weight_version=None,
+        incarnation=incarnation,
+        restarts=max(0, incarnation - 1),
+        pid=0,
+        reason="",
+    )
 
 
 class OneEngine:
@@ -33,7 +38,7 @@ class OneEngine:
 
     def __init__(self, config: ExperimentConfig, folder: Path, python_path: list[str] = []):
         self.config, self.folder, self.python_path = config, folder, python_path
-        self.info = Info("e0", "", "starting", 0, 0)
+        self.info = engine_info("", "starting", 0)
         self.ready_calls: list[tuple] = []
         self.lost: list[str] = []
         self.process: subprocess.Popen | None = None
@@ -66,7 +71,7 @@ class OneEngine:
                 self.stop()
                 raise RuntimeError(f"the engine did not start:\n{self.log.read_text()[-3000:]}")
             time.sleep(0.3)
-        self.info = Info("e0", url, "stale", self.info.incarnation + 1, self.info.incarnation)
+        self.info = engine_info(url, "stale", self.info.incarnation + 1)
         return self
 
     def stop(self) -> None:
@@ -80,7 +85,7 @@ class OneEngine:
 
     # What the exchange calls.
 
-    def engines(self) -> list[Info]:
+    def engines(self) -> list[EngineInfo]:
         return [self.info]
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:

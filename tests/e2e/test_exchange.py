@@ -13,19 +13,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
+
+# isort: split
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
-
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_process import Info, OneEngine
+from engine_process import OneEngine
 from tiny_model import make_tiny_model
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.environment import WEIGHT_LOADER
 from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.rollout.control import bearer
-from megagrpo.weights.engine_client import LOADER
+from megagrpo.types import EngineInfo
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.record import record_copies
 
@@ -66,7 +69,7 @@ def experiment(model: Path, tp: int, transport: str, timeout_s: float = 120.0) -
             "output_dir": str(model.parent),
             "model": {"path": str(model)},
             "data": {"path": "none.jsonl"},
-            "rollout": {"tp": tp, "extra_args": ["--custom-weight-loader", LOADER, "plant_fault.run"]},
+            "rollout": {"tp": tp, "extra_args": ["--custom-weight-loader", WEIGHT_LOADER, "plant_fault.run"]},
             "weights": {"transport": transport, "bucket_mb": 0.1, "timeout_s": timeout_s},
         }
     )
@@ -190,7 +193,9 @@ def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_eng
     exchange.close()
 
 
-def run_trainer(rank: int, folder: Path, info: Info, config: ExperimentConfig, models: list[Path], results) -> None:
+def run_trainer(
+    rank: int, folder: Path, info: EngineInfo, config: ExperimentConfig, models: list[Path], results
+) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     control = OneEngine(config, folder)
     control.info = info
@@ -226,16 +231,19 @@ def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
     models = []
     for seed in range(2):
         template = make_tiny_model(tmp_path / f"d{seed}", seed)  # tokenizer files
-        shape = dict(
+        config = Qwen3Config(
             vocab_size=300,
             hidden_size=64,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,
+            intermediate_size=128,
+            initializer_range=0.15,
+            bos_token_id=1,
+            eos_token_id=2,
+            tie_word_embeddings=True,
         )
-        shape |= dict(intermediate_size=128, initializer_range=0.15, bos_token_id=1, eos_token_id=2)
-        config = Qwen3Config(**shape, tie_word_embeddings=True)
         torch.manual_seed(seed)
         Qwen3ForCausalLM(config).save_pretrained(template)
         models.append(template)

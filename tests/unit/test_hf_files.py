@@ -52,7 +52,7 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path, like):
         yield {"x": torch.zeros(4, 3)}
         raise RuntimeError("a rank died")
 
-    with pytest.raises(RuntimeError, match="a rank died"):
+    with pytest.raises(RuntimeError, match=r"a rank died"):
         write_hf_folder(tmp_path / "out", broken(), like, torch.float32)
     assert torch.equal(HfFolder(tmp_path / "out")["x"], TENSORS["x"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like", "out"]
@@ -71,7 +71,7 @@ def test_disk_full_is_one_clear_error_and_leaves_nothing(tmp_path, like):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], capture_output=True).returncode:
         pytest.skip("mounting is not allowed here")
     try:
-        with pytest.raises(OSError, match="cannot write the checkpoint .*out"):
+        with pytest.raises(OSError, match=r"cannot write the checkpoint .*out"):
             write_hf_folder(
                 small / "out", iter([{"x": torch.zeros(10)}, {"big": torch.zeros(1 << 20)}]), like, torch.float32
             )
@@ -81,26 +81,26 @@ def test_disk_full_is_one_clear_error_and_leaves_nothing(tmp_path, like):
 
 
 def test_damage_is_named(tmp_path, like):
-    with pytest.raises(ValueError, match="nowhere: no such folder"):
+    with pytest.raises(ValueError, match=r"nowhere: no such folder"):
         HfFolder(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="unreadable or cut short"):
+    with pytest.raises(ValueError, match=r"unreadable or cut short"):
         HfFolder(like)
     out = tmp_path / "out"
     write_hf_folder(out, shards(2), like, torch.float32)
     first = out / "model-00001-of-00002.safetensors"
     whole = first.read_bytes()
     first.write_bytes(whole[:-4])
-    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors: unreadable or cut short"):
+    with pytest.raises(ValueError, match=r"model-00001-of-00002.safetensors: unreadable or cut short"):
         HfFolder(out)
     first.unlink()
-    with pytest.raises(ValueError, match="missing, but model.safetensors.index.json names it"):
+    with pytest.raises(ValueError, match=r"missing, but model.safetensors.index.json names it"):
         HfFolder(out)
     first.write_bytes((out / "model-00002-of-00002.safetensors").read_bytes())
-    with pytest.raises(ValueError, match="lacks"):
+    with pytest.raises(ValueError, match=r"lacks"):
         HfFolder(out)
     (out / INDEX).write_text("{")
-    with pytest.raises(ValueError, match="not a safetensors index"):
+    with pytest.raises(ValueError, match=r"not a safetensors index"):
         HfFolder(out)
     (out / INDEX).unlink()
-    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+    with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
         HfFolder(out)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.environment import WEIGHT_LOADER
 
-WEIGHT_LOADER = "megagrpo.weights.engine_loader.run"  # runs inside every engine rank, see weights/
 CPU_SHIMS = Path(__file__).parents[1] / "cpu"
 _CPU_TOKENS = 20_000  # KV cache; SGLang would size it by memory that it shares with the trainer
 _MAX_CPU_THREADS = 4  # of a rank: a small model gets slower with more

@@ -1,0 +1,55 @@
+"""Deadlines of a publish, and the seconds that each of its phases takes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Deadline:
+    """Ends `seconds` after its construction."""
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Returns the remaining seconds, at least a few ms, so that what is ready at the last moment is still taken."""
+        return max(self._end - time.monotonic(), 0.01)
+
+    @property
+    def over(self) -> bool:
+        """Returns whether it has passed."""
+        return time.monotonic() >= self._end
+
+
+class PhaseTimer:
+    """Measures seconds per phase, summed over repetitions; a phase inside another is not counted in the outer one."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Counts the time inside the `with` block as `phase`. A block that raises is not counted."""
+        start, counted = time.monotonic(), sum(self._seconds.values())
+        yield
+        inside = sum(self._seconds.values()) - counted
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.monotonic() - start - inside
+
+    def waiting(self, items: Iterator[T], phase: str) -> Iterator[T]:
+        """Yields the same items and counts the time until each arrives as `phase`."""
+        while True:
+            with self(phase):
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def seconds(self, *phases: str) -> dict[str, float]:
+        """Returns seconds per phase, 0 for those of `phases` that never ran, and "total" since construction."""
+        return dict.fromkeys(phases, 0.0) | self._seconds | {"total": time.monotonic() - self._start}

@@ -1,0 +1,74 @@
+"""What a weight transport is, and what it is given.
+
+To add one: a file transport_NAME.py with a class that has the methods of Transport, a row in `TRANSPORTS`
+(exchange.py), and NAME among the choices of `weights.transport` (config/schema.py; a test compares the two).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megagrpo.mesh import Mesh
+from megagrpo.weights.clock import PhaseTimer
+from megagrpo.weights.engine_client import EngineConnection
+from megagrpo.weights.engine_fleet import EngineFleet
+from megagrpo.weights.record import Copy, Specs
+
+
+@dataclass(frozen=True)
+class TrainerWeights:
+    """The trainers' side of every transfer. `copies`, `specs` and the settings are the same on every rank."""
+
+    mesh: Mesh
+    specs: Specs  # of the HF tensors: name -> shape and dtype in the checkpoint
+    copies: list[list[Copy]]  # by trainer rank: which slice of which HF tensor lies where in its parameters
+    parameters: Callable[[], Mapping[str, Tensor]]  # this rank's live ones, under the names in `copies`
+    dtype: torch.dtype  # published: values are cast to it before they travel
+    bucket_bytes: int  # of a staging buffer
+    folder: Path  # of this run, for what is published through files
+    checkpoint: Path  # HF folder whose config.json and tokenizer describe the model
+
+
+class Transport(Protocol):
+    """Puts the trainers' live weights into the engines' live parameters. Every trainer rank has one, for the whole run.
+
+    It stands before any gathering: it knows which slices every trainer rank holds (`TrainerWeights.copies`) and, on
+    rank 0, which slices every engine rank needs (`EngineConnection.slices`), and decides itself what travels between
+    whom. The exchange never asks which transport it has. What belongs to a connection (a process group, a plan) is
+    kept in the transport's own object, by engine id. In the order of a run's life:
+
+    1. `__init__(weights)`: on every rank, once. Collective, if the transport wants it to be.
+    2. A publish connects to the engines of its round and pauses them; new ones report their slices.
+    3. `transfer`: on every rank, once per round. Connects to engines it has not met, then moves the weights.
+    4. The exchange compares digests of the live parameters. The transport has no part in the proof of its work.
+    5. `drop`: on rank 0, whenever an engine is gone. If it comes back, it is a new one: 2 and 3 run for it again.
+    6. `leave`: on rank 0, for every engine that is still there when the run ends.
+    """
+
+    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> None:
+        """Collective. Moves this moment's weights, called `version`, into all engines of the round.
+
+        `engines.each` runs the HTTP part, one thread per engine; on ranks other than 0 it reaches no engine and does
+        nothing. An engine that dies raises EngineDown inside `each` and is set aside (`drop`) while the others go on;
+        no rank may wait for it longer than `EngineConnection.patience`. Any other failure is raised on every rank
+        (Mesh.from_main). Weight-update sessions are opened and closed here (`EngineConnection.begin`, `end`), where
+        the engine's call needs one. `timer` takes the phases that a transport wants to report, such as "gather"; the
+        rest counts as "transfer".
+        """
+
+    def drop(self, engine: EngineConnection) -> None:
+        """Forgets an engine that died, was drained or started again, and ends what still waits for it.
+
+        Runs on rank 0, in any thread, perhaps twice for the same engine, and raises nothing. Where other ranks hold
+        connections too, the next `transfer` must tell them.
+        """
+
+    def leave(self, engine: EngineConnection) -> None:
+        """Makes a living engine forget the connection: it outlives these trainers. Runs on rank 0; `drop` follows.
+
+        Raises EngineDown or EngineRefused, which end nothing.
+        """

@@ -1,0 +1,134 @@
+"""An SGLang engine without SGLang: its weight calls over real HTTP, around a small torch module and our own loader.
+
+Also the service's record of it, as far as the exchange asks.
+"""
+
+import base64
+import json
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megagrpo.environment import WEIGHT_LOADER
+from megagrpo.hf_files import HfFolder, write_hf_folder
+from megagrpo.types import EngineInfo
+from megagrpo.weights import engine_loader
+
+STARTED = EngineInfo(
+    id="engine-0", url="", state="stale", weight_version=None, incarnation=1, restarts=0, pid=1, reason=""
+)
+
+
+class FusedModel(nn.Module):
+    """Two HF tensors in one parameter and one in another, as an engine fuses them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.zeros(8, 4), requires_grad=False)
+        self.down = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        places = {"gate": self.gate_up.data[:4], "up": self.gate_up.data[4:], "down": self.down.data}
+        for name, tensor in weights:
+            places[name].copy_(tensor)
+
+
+@dataclass
+class FakeEngine:
+    """One engine of one rank. `calls`: the paths asked for. `more`: further paths -> what they do with the body."""
+
+    model: FusedModel = field(default_factory=FusedModel)
+    more: dict[str, Callable[[dict], None]] = field(default_factory=dict)
+    refuses: str = ""  # a path that answers 400
+    calls: list[str] = field(default_factory=list)
+    updating: bool = False
+    info: EngineInfo = STARTED
+    api_key: str = "of a fake engine"
+
+    def answer(self, path: str, body: dict) -> None:
+        """Does what the path says. Raises ValueError for what the engine refuses."""
+        self.calls.append(path)
+        if path == self.refuses:
+            raise ValueError("refused on purpose")
+        if path in self.more:
+            self.more[path](body)
+        elif path == "/begin_weight_update":
+            self.updating = True
+        elif path == "/end_weight_update":
+            if not self.updating:
+                raise ValueError("no update was begun")
+            self.updating = False
+        elif path == "/update_weights_from_tensor":
+            assert self.updating and body["load_format"] == WEIGHT_LOADER
+            payload = body["serialized_named_tensors"][0]
+            engine_loader.run(self.model, pickle.loads(base64.b64decode(payload)))
+        elif path == "/update_weights_from_disk":
+            self.model.load_weights(list(HfFolder(body["model_path"]).items()))
+
+    # What the exchange asks the service.
+
+    def engines(self) -> list[EngineInfo]:
+        return [self.info]
+
+    def begin_update(self, engine_id: str, incarnation: int) -> bool:
+        return incarnation == self.info.incarnation
+
+    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
+        self.info = replace(self.info, state="ready", weight_version=weight_version)
+        return incarnation == self.info.incarnation
+
+    def report_lost(self, engine_id: str, incarnation: int) -> None:
+        """It is started again at once, with its old weights."""
+        self.updating = False
+        self.info = replace(self.info, state="stale", weight_version=None, incarnation=incarnation + 1)
+
+
+@contextmanager
+def running(engine: FakeEngine) -> Iterator[FakeEngine]:
+    """Serves it on a free port until the block ends."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status, text = 200, b"{}"
+            try:
+                engine.answer(self.path, body)
+            except ValueError as exc:
+                status, text = 400, str(exc).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *args) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    engine.info = replace(engine.info, url=f"http://127.0.0.1:{server.server_port}")
+    try:
+        yield engine
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+def write_checkpoint(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    """An HF folder of these tensors."""
+    like = folder / "like"
+    like.mkdir(parents=True)
+    (like / "config.json").write_text("{}")
+    write_hf_folder(folder / "model", iter([tensors]), like, torch.float32)
+    return folder / "model"

@@ -1,0 +1,234 @@
+"""A transport is one class and one row: a toy that never gathers goes through the real exchange, `disk` beside it."""
+
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fake_engine import FakeEngine, running, write_checkpoint
+
+from megagrpo.config.schema import ExperimentConfig, WeightsConfig
+from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.weights import engine_loader, transport_broadcast
+from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.engine_client import EngineConnection, EngineDown
+from megagrpo.weights.exchange import TRANSPORTS, Exchange
+from megagrpo.weights.record import record_copies
+from megagrpo.weights.transport import TrainerWeights
+
+
+class ToyTransport:
+    """Posts exactly the slices that an engine rank needs from the trainer rank that holds them: nothing is gathered."""
+
+    def __init__(self, weights: TrainerWeights):
+        self.weights, self.events, self.skips, self.dies = weights, [], "", False
+        self.connected: set[str] = set()
+
+    def transfer(self, version, engines, timer) -> None:
+        self.weights.mesh.from_main(lambda: engines.each(self._send), "toy weights to engines")
+
+    def _send(self, engine: EngineConnection) -> None:
+        self.connected.add(engine.id)
+        self.events.append(f"transfer {engine.incarnation}")
+        if self.dies:
+            self.dies = False
+            raise EngineDown("it died half-way")
+        engine.begin()
+        for place, part in enumerate(engine.slices[0]):
+            for copy in self.weights.copies[0]:
+                common = copy.box.intersect(part.source.box) if copy.hf == part.source.tensor else None
+                if common is not None and copy.hf != self.skips:
+                    values = copy.restrict(common).view(self.weights.parameters()).to(self.weights.dtype)
+                    engine.post("/toy", {"place": place, "start": common.start, "values": values.tolist()})
+        engine.end()
+
+    def drop(self, engine: EngineConnection) -> None:
+        self.connected.discard(engine.id)
+        self.events.append(f"drop {engine.incarnation}")
+
+    def leave(self, engine: EngineConnection) -> None:
+        self.events.append(f"leave {engine.incarnation}")
+
+
+def take_toy(engine: FakeEngine, body: dict) -> None:
+    """The engine's end: it knows by its own recording where the slice at `place` lies."""
+    copy = engine_loader._recordings[engine.model].copies[body["place"]]
+    values = torch.tensor(body["values"])
+    live = copy.view(dict(engine.model.named_parameters()))
+    for dim, (start, first, size) in enumerate(zip(body["start"], copy.start, values.shape, strict=True)):
+        live = live.narrow(dim, start - first, size)
+    live.copy_(values)
+
+
+class Trainer:
+    """A trainer of one rank, whose parameters are cut and fused otherwise than the engine's, and its exchange."""
+
+    def __init__(self, folder: Path, engine: FakeEngine, transport: str):
+        torch.manual_seed(0)
+        self.hf = {name: torch.randn(4, 4) for name in ("gate", "up", "down")}
+        self.live = {"up_down": torch.zeros(4, 8), "gate.0": torch.zeros(3, 4), "gate.1": torch.zeros(1, 4)}
+        specs = {name: (tuple(tensor.shape), torch.float32) for name, tensor in self.hf.items()}
+        self.load(self.hf)
+        weights = ActorWeights(record_copies(self.load, specs, self.live), specs, lambda: self.live)
+        config = ExperimentConfig.model_validate(
+            {
+                "name": "t",
+                "output_dir": str(folder),
+                "model": {"path": str(write_checkpoint(folder / "initial", self.hf))},
+                "data": {"path": "none.jsonl"},
+                "weights": {"timeout_s": 20, "bucket_mb": 1e-4},
+            }
+        )
+        config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": transport})})
+        mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=30)
+        self.exchange = Exchange(config, mesh, weights, engine, folder)
+
+    def load(self, hf) -> None:
+        self.live["up_down"][:, :4].copy_(hf["up"])
+        self.live["up_down"][:, 4:].copy_(hf["down"])
+        self.live["gate.0"].copy_(hf["gate"][:3])
+        self.live["gate.1"].copy_(hf["gate"][3:])
+
+    def assert_in(self, engine: FakeEngine) -> None:
+        assert torch.equal(engine.model.gate_up[:4], torch.cat([self.live["gate.0"], self.live["gate.1"]]))
+        assert torch.equal(engine.model.gate_up[4:], self.live["up_down"][:, :4])
+        assert torch.equal(engine.model.down, self.live["up_down"][:, 4:])
+
+
+@pytest.fixture
+def engine():
+    with running(FakeEngine()) as engine:
+        engine.more["/toy"] = lambda body: take_toy(engine, body)
+        yield engine
+
+
+@pytest.fixture
+def toy(engine, tmp_path, monkeypatch):
+    monkeypatch.setitem(TRANSPORTS, "toy", ToyTransport)
+    return Trainer(tmp_path, engine, "toy")
+
+
+def test_the_table_has_what_the_configuration_offers():
+    assert set(TRANSPORTS) == set(get_args(WeightsConfig.model_fields["transport"].annotation))
+
+
+def test_a_toy_transport_publishes_without_gathering(engine, toy):
+    report = toy.exchange.publish(1)
+    toy.assert_in(engine)
+    assert engine.info.state == "ready" and engine.info.weight_version == 1
+    assert report["gather"] == 0 and report["transfer"] > 0 and report["bytes"] == 48 * 4
+    order = ["/pause_generation", "/begin_weight_update", "/toy", "/end_weight_update", "/flush_cache"]
+    order += ["/update_weight_version", "/continue_generation"]
+    after_toy = engine.calls.index("/toy")
+    places = [engine.calls.index(path, after_toy if number > 2 else 0) for number, path in enumerate(order)]
+    assert places == sorted(places)
+    for tensor in toy.live.values():
+        tensor.neg_()
+    toy.exchange.publish(2)
+    toy.assert_in(engine)
+    toy.exchange.close()
+    assert toy.exchange._transport.events == ["transfer 1", "transfer 1", "leave 1", "drop 1"]
+
+
+def test_what_a_transport_forgets_is_found_and_named(engine, toy):
+    toy.exchange._transport.skips = "up"
+    with pytest.raises(LeaderError, match=r"rank 0: parameter gate_up does not hold HF tensor up \[0:4, 0:4\]"):
+        toy.exchange.publish(1)
+    assert engine.info.state == "stale" and "/continue_generation" not in engine.calls
+
+
+def test_a_transport_is_told_of_an_engine_that_died_and_meets_it_again(engine, toy):
+    transport = toy.exchange._transport
+    transport.dies = True
+    toy.exchange.publish(1)
+    toy.assert_in(engine)
+    assert engine.info.incarnation == 2 and transport.connected == {"engine-0"}
+    assert [event for event in transport.events if event.startswith("transfer")] == ["transfer 1", "transfer 2"]
+    assert transport.events.index("drop 1") < transport.events.index("transfer 2")
+
+
+def test_an_engine_that_refuses_stops_the_run(engine, toy):
+    engine.refuses = "/toy"
+    with pytest.raises(
+        LeaderError, match=r"rank 0, toy weights to engines: EngineRefused: .* refuses /toy: 400 refused"
+    ):
+        toy.exchange.publish(1)
+    assert engine.info.state == "stale" and engine.info.incarnation == 1
+
+
+def test_disk_gives_the_same_parameters(engine, tmp_path):
+    trainer = Trainer(tmp_path, engine, "disk")
+    trainer.exchange.publish(1)
+    trainer.exchange.verify()
+    trainer.assert_in(engine)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v1"]
+
+
+class ReceivingEnd:
+    """The engine's end of `broadcast`: a gloo group as SGLang makes it, and flattened buckets."""
+
+    def __init__(self, engine: FakeEngine):
+        self.engine, self.groups, self.num_buckets, self.dies_at = engine, {}, 0, 0
+        engine.more |= {
+            "/init_weights_update_group": self.join,
+            "/update_weights_from_distributed": self.take,
+            "/destroy_weights_update_group": lambda body: self.groups.pop(body["group_name"]),
+        }
+
+    def join(self, body: dict) -> None:
+        name, limit = body["group_name"], timedelta(seconds=10)
+        store = dist.TCPStore(body["master_address"], body["master_port"], wait_for_workers=False, timeout=limit)
+        keys = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = limit
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=body["master_address"])]
+        self.groups[name] = dist.ProcessGroupGloo(keys, body["rank_offset"], body["world_size"], options)
+
+    def take(self, body: dict) -> None:
+        self.num_buckets += 1
+        if self.num_buckets == self.dies_at:
+            self.groups.clear()
+            raise OSError("the process is gone")  # the server drops the connection
+        shapes = [torch.Size(shape) for shape in body["shapes"]]
+        flat = torch.empty(sum(shape.numel() * 4 for shape in shapes), dtype=torch.uint8)
+        self.groups[body["group_name"]].broadcast([flat], dist.BroadcastOptions()).wait()
+        parts = flat.view(torch.float32).split([shape.numel() for shape in shapes])
+        tensors = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self.engine.model.load_weights(list(zip(body["names"], tensors, strict=True)))
+
+
+def test_broadcast_fills_an_engine_in_buckets_and_leaves_it(engine, tmp_path):
+    receiving = ReceivingEnd(engine)
+    trainer = Trainer(tmp_path, engine, "broadcast")
+    for version in (1, 2):
+        trainer.exchange.publish(version)
+        trainer.assert_in(engine)
+    assert receiving.num_buckets == 6 and len(receiving.groups) == 1, "one group for the whole run"
+    trainer.exchange.close()
+    assert not receiving.groups
+
+
+def test_an_engine_that_dies_in_a_broadcast_is_filled_after_its_restart(engine, tmp_path):
+    receiving = ReceivingEnd(engine)
+    receiving.dies_at = 2
+    trainer = Trainer(tmp_path, engine, "broadcast")
+    start = time.monotonic()
+    trainer.exchange.publish(1)
+    assert time.monotonic() - start < 15, "nobody waited for the deadline of the half that was left alone"
+    trainer.assert_in(engine)
+    assert engine.info.incarnation == 2 and receiving.num_buckets == 2 + 3
+    trainer.exchange.close()
+
+
+def test_an_engine_that_refuses_to_join_says_why(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(transport_broadcast, "_JOIN_S", 1.0)
+    ReceivingEnd(engine)
+    engine.refuses = "/init_weights_update_group"
+    with pytest.raises(LeaderError, match=r"EngineRefused: .* refuses /init_weights_update_group: 400 refused on purp"):
+        Trainer(tmp_path, engine, "broadcast").exchange.publish(1)
