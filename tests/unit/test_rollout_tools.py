@@ -15,7 +15,8 @@ from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.generation import Response, sample_seed
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.rollout.tools import Tool, calculator, load_tool, make_tool, respond_with_tool
+from megagrpo.rollout.tools import Tool, load_tool, make_tool, respond_with_tool
+from megagrpo.tiny.arithmetic import calculator
 from megagrpo.tiny.model import character_tokenizer
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
