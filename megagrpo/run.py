@@ -200,7 +200,7 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
         def decode(token_ids: Sequence[int]) -> str:
             return tokenizer.decode(token_ids, skip_special_tokens=True)
 
-        rollouts = RolloutSource(config, mesh, control, rewards, decode, tool, watchdog.alive)
+        rollouts = RolloutSource(config, mesh, control, rewards, decode, tool=tool, alive=watchdog.alive)
         exchange = Exchange(config, mesh, weights, control, run_dir)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
         watchdog.waits += [rollouts.waiting, exchange.waiting]

@@ -62,7 +62,7 @@ def respond(*turns: dict, max_tokens: int = 32, **tool) -> tuple[Sample, list[di
     with running(FakeService(version=3, script=list(turns))) as service:
         grader, made = Grader(), make_tool(config.sampling.tool, TOKENIZER)
         decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
-        source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), grader, decode, made)
+        source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), grader, decode, tool=made)
         [group] = source.next(7, [PROMPT], 3, refresh=None)
         assert not service.script, "turns that were never asked for"
         return group.samples[0], service.requests, grader.texts[0]
