@@ -235,9 +235,7 @@ class RolloutSource:
         finally:
             del self._pending[key]
 
-    async def _respond(
-        self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot", index: int
-    ) -> Sample:
+    async def _respond(self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot", index: int) -> Sample:
         prompt, purpose_of_all = slot.prompt, f"{job.purpose} again {slot.again}" if slot.again else job.purpose
 
         def turn(number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> Awaitable[Response]:

@@ -6,7 +6,7 @@ reason it gave.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +25,7 @@ BUILT_IN = {"calculator": "megagrpo.tiny.arithmetic:calculator"}
 class Turn(Protocol):
     """Samples one turn of a response."""
 
-    async def __call__(self, number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> Response:
+    def __call__(self, number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> Awaitable[Response]:
         """Continues the token ids `so_far` until a token of `stops` or of the experiment's own; turns count from 0."""
         ...
 

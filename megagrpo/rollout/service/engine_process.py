@@ -13,7 +13,7 @@ import sys
 from megagrpo import environment
 
 _PR_SET_PDEATHSIG = 1
-_KEY = environment.get(environment.API_KEY)
+_KEY = environment.get(environment.API_KEY) or ""
 _make_record = logging.getLogRecordFactory()
 
 
