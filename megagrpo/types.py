@@ -1,8 +1,8 @@
 """The data that flows through the loop: Prompt -> RolloutGroup(Sample) -> Batch -> MicroBatch -> metrics.
 
 Dimensions: N samples of this rank, S tokens of the longest prompt + response among them, b rows and s columns of a
-micro-batch. Position t of every [N, S] tensor is about tokens[:, t]; `targets` in batching/microbatch.py is the one place
-that shifts. Log-probabilities are natural logarithms.
+micro-batch. Position t of every [N, S] tensor is about tokens[:, t]; `targets` in batching/microbatch.py is the one
+place that shifts. Log-probabilities are natural logarithms.
 """
 
 from collections.abc import Callable, Sequence

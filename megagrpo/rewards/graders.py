@@ -17,9 +17,11 @@ BUILT_IN = {  # named by place and not imported here: only `math` should pay for
 
 
 def load_grader(name: str, args: dict[str, Any]) -> GraderFunction:
-    """Imports the grader `name`, a built-in or the user's own `package.module:function`, and checks that it takes `args`.
+    """Imports the grader `name`, a built-in or the user's own `package.module:function`, and checks that it takes
+    `args`.
 
-    Raises ValueError for an unknown name, a module that cannot be imported, or arguments that the function does not take.
+    Raises ValueError for an unknown name, a module that cannot be imported, or arguments that the function does not
+    take.
     """
     function = load_function(name, BUILT_IN, "reward.grader")
     _check_args(name, function, args)

@@ -93,8 +93,8 @@ class ServiceControl:
             answer = self._http.request(method, path, json=body)
         except httpx.TransportError as exc:
             raise ServiceUnreachable(
-                f"no rollout service answers at {self.url} ({type(exc).__name__}: {exc}); is `megagrpo serve` running, and "
-                "can this machine reach it?"
+                f"no rollout service answers at {self.url} ({type(exc).__name__}: {exc}); is `megagrpo serve` running, "
+                "and can this machine reach it?"
             ) from exc
         if answer.status_code == 401:
             raise ServiceUnreachable(

@@ -65,7 +65,7 @@ def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: i
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Retries with exponential back-off: base, 2 base, 4 base, ... seconds, each wait shortened by up to half at random."""
+    """Retries with exponential back-off: base, 2 base, 4 base, ... seconds, each less up to half of it at random."""
 
     retries: int  # of one sample, after its first attempt
     request_timeout_s: float  # of one attempt
@@ -83,7 +83,10 @@ class RetryPolicy:
 
 
 class _Refused(Exception):
-    """Raised by an attempt that gave no usable sample. `waiting`: no engine is ready, which is no fault of the request."""
+    """Raised by an attempt that gave no usable sample.
+
+    `waiting`: no engine is ready, which is no fault of the request.
+    """
 
     def __init__(self, text: str, waiting: bool = False):
         super().__init__(text)
@@ -93,8 +96,8 @@ class _Refused(Exception):
 class GenerationClient:
     """Asks the router for samples, one request each. Belongs to one event loop; use as an async context manager.
 
-    max_in_flight: requests beyond that number wait here and not in an engine's queue, where they would use up their time
-    limit.
+    max_in_flight: requests beyond that number wait here and not in an engine's queue, where they would use up their
+    time limit.
     """
 
     def __init__(self, router_url: str, api_key: str, retry: RetryPolicy, max_in_flight: int):
@@ -148,16 +151,17 @@ class GenerationClient:
                 waits, failures = (waits + 1, failures) if waiting else (waits, failures + 1)
                 if failures > self._retry.retries:
                     raise GenerationFailed(
-                        f"{self._url} gave no sample in {failures} tries of at most {self._retry.request_timeout_s:.0f} "
-                        f"s (rollout.retries, rollout.request_timeout_s); the last problem: {problem}"
+                        f"{self._url} gave no sample in {failures} tries of at most "
+                        f"{self._retry.request_timeout_s:.0f} s (rollout.retries, rollout.request_timeout_s); "
+                        f"the last problem: {problem}"
                     )
                 await asyncio.sleep(self._retry.wait_s(min(waits, 3) if waiting else failures))
 
     def ask_again(self) -> None:
         """Abandons the present attempt of every request and makes another.
 
-        A request whose engine went down with its host would otherwise wait for its whole time limit, and the router does
-        not tell which those are.
+        A request whose engine went down with its host would otherwise wait for its whole time limit, and the router
+        does not tell which those are.
         """
         for attempt in self._attempts:
             attempt.cancel()

@@ -1,7 +1,7 @@
 """The source of the loop's groups: each data-parallel leader samples and grades its replica's share of the prompts.
 
-While leaders wait for samples, all ranks keep meeting in a small all-reduce: an engine that died and came back needs the
-current weights, publishing is collective, and so every rank must take part before the samples can go on.
+While leaders wait for samples, all ranks keep meeting in a small all-reduce: an engine that died and came back needs
+the current weights, publishing is collective, and so every rank must take part before the samples can go on.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ class OutcomeSource(Protocol):
 class RolloutSource:
     """Samples on-policy groups from the service at `control`. `next` and `evaluate` are collective over the world.
 
-    grader: grades responses; used on leaders only. decode: token ids of a response -> the text that is graded, without special
-    tokens. alive: called whenever all ranks have met while they wait.
+    grader: grades responses; used on leaders only. decode: token ids of a response -> the text that is graded, without
+    special tokens. alive: called whenever all ranks have met while they wait.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class RolloutSource:
     ) -> list[RolloutGroup]:
         """Collective. Returns this rank's share of the groups of one step; `prompts` is the same on every rank.
 
-        A group's id is its prompt's place in `prompts`. attempt: counts the calls of a step, so that a prompt that comes again
-        in it gets other responses. refresh: called on all ranks together, with engine ids, whenever engines hold other
-        weights than `version`. Raises LeaderError on every rank.
+        A group's id is its prompt's place in `prompts`. attempt: counts the calls of a step, so that a prompt that
+        comes again in it gets other responses. refresh: called on all ranks together, with engine ids, whenever engines
+        hold other weights than `version`. Raises LeaderError on every rank.
         """
         params = SamplingParams.of(self._config.sampling)
         again = f" batch {attempt}" if attempt else ""
@@ -104,7 +104,7 @@ class RolloutSource:
         max_tokens: int,
         refresh: Refresh,
     ) -> list[RolloutGroup]:
-        """Collective. Returns this rank's share of `num_samples` responses to each prompt, seeded alike at every evaluation.
+        """Collective. Returns this rank's share of `num_samples` responses to each prompt, with the same seeds always.
 
         max_tokens: limit of a response. Raises LeaderError on every rank.
         """
@@ -130,7 +130,10 @@ class RolloutSource:
         return mesh.from_leader(result, f"rollout of {job}")
 
     def _wait(self, work: "_Background | None", job: "_SamplingJob", refresh: Refresh) -> None:
-        """Meets the other ranks until every leader is done, and refreshes engines together with them. Raises LeaderError."""
+        """Meets the other ranks until every leader is done, and refreshes engines together with them.
+
+        Raises LeaderError.
+        """
         self._last_answer = time.monotonic()
         pause_s = _FIRST_POLL_S
         while True:
@@ -182,7 +185,10 @@ class RolloutSource:
         return tensor.tolist()
 
     async def _sample_share(self, job: "_SamplingJob", share: list["_PromptSlot"]) -> list[RolloutGroup]:
-        """Returns all groups of this leader, in order. Raises GenerationFailed, which names what is missing at the deadline."""
+        """Returns all groups of this leader, in order.
+
+        Raises GenerationFailed, which names what is missing at the deadline.
+        """
         rollout = self._config.rollout
         status = self._control.status()
         in_flight = max(1, len(status.engines) * rollout.max_running_requests // self._mesh.dp_size)
@@ -296,7 +302,7 @@ class _SamplingJob:
 
 
 class _Background:
-    """Runs a coroutine in an event loop of its own thread, so that this thread can take part in collectives meanwhile."""
+    """Runs a coroutine in an event loop of its own thread; this thread can take part in collectives meanwhile."""
 
     def __init__(self, work: Coroutine[Any, Any, list[RolloutGroup]]):
         self.future: Future[list[RolloutGroup]] = Future()
@@ -314,7 +320,10 @@ class _Background:
             self._loop.close()
 
     def soon(self, call: Callable[[], object]) -> None:
-        """Runs `call` in the coroutine's thread, between two of its steps. Does nothing when the coroutine has ended."""
+        """Runs `call` in the coroutine's thread, between two of its steps.
+
+        Does nothing when the coroutine has ended.
+        """
         with suppress(RuntimeError):  # its loop was closed a moment ago
             self._loop.call_soon_threadsafe(call)
 

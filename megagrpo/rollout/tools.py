@@ -1,8 +1,8 @@
 """Tools that a model calls in the middle of a response, so that the response has several turns.
 
-The model's tokens alternate with the tool's, which have loss mask 0 and log-probability 0. Token ids are kept as they were
-sampled or inserted: every turn continues the very ids of the turns before it. A tool that raises ends the run, with the
-reason it gave.
+The model's tokens alternate with the tool's, which have loss mask 0 and log-probability 0. Token ids are kept as they
+were sampled or inserted: every turn continues the very ids of the turns before it. A tool that raises ends the run,
+with the reason it gave.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ def make_tool(config: ToolConfig, tokenizer: "PreTrainedTokenizerBase") -> Tool:
     ids = encode(config.call_end)
     if len(ids) != 1:
         raise ValueError(
-            f"sampling.tool.call_end {config.call_end!r} is {len(ids)} tokens; it must be one, at which sampling can stop"
+            f"sampling.tool.call_end {config.call_end!r} is {len(ids)} tokens; it must be one, where sampling can stop"
         )
     return Tool(load_tool(config.function), encode, ids[0], config.max_turns)
 
@@ -70,9 +70,9 @@ async def respond_with_tool(
 ) -> tuple[Response, tuple[int, ...]]:
     """Samples a whole response and returns it with its loss mask: 1 on the model's tokens, 0 on the tool's.
 
-    max_tokens: limit of the response, the tool's tokens included. A response that is cut by a limit, of tokens or of turns,
-    has finish reason "length". The tool's output is never cut: where it leaves no room for another token, the response
-    ends before it.
+    max_tokens: limit of the response, the tool's tokens included. A response that is cut by a limit, of tokens or of
+    turns, has finish reason "length". The tool's output is never cut: where it leaves no room for another token, the
+    response ends before it.
     """
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()

@@ -58,7 +58,9 @@ def test_the_service_gives_up_with_one_line(tmp_path, monkeypatch, capfd):
     assert last.startswith("rollout service failed: Ray on ") and "The current node timed out during startup" in last
     assert f"in {len(fake.attempts)} attempt(s) within 1 s" in last and "raise rollout.start_timeout_s" in last
     assert "Traceback" not in printed.out + printed.err
-    assert list(tmp_path.iterdir()) == [] and not [p for p in fake.left if psutil.pid_exists(p.pid) and p.poll() is None]
+    assert list(tmp_path.iterdir()) == [] and not [
+        p for p in fake.left if psutil.pid_exists(p.pid) and p.poll() is None
+    ]
 
 
 @pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])

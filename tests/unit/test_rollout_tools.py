@@ -1,4 +1,4 @@
-"""Responses of several turns: what is sent, what is masked, what the mathematics makes of it, over a real HTTP server."""
+"""Responses of several turns over a real HTTP server: what is sent, what is masked, what the mathematics makes of it."""
 
 import asyncio
 from concurrent.futures import Future
@@ -112,7 +112,7 @@ def test_a_tool_that_fails_ends_the_step_with_its_reason():
             return Response(tuple(ids("<1>")), (0.0,) * 3, "stop")
 
         with pytest.raises(
-            (ZeroDivisionError, ValueError), match="division by zero|does not know every character of 'é'"
+            (ZeroDivisionError, ValueError), match=r"division by zero|does not know every character of 'é'"
         ):
             asyncio.run(respond_with_tool(turn, tool, TOKENIZER.decode, 20))
     with pytest.raises(LeaderError, match="KeyError"):
@@ -154,7 +154,7 @@ def test_calculator(text, said):
 
 
 def test_masked_tokens_reach_neither_the_statistics_nor_the_loss_and_credit_passes_them():
-    """Three responses with tool output, against the same ones with the output cut out: the same advantages on the same tokens."""
+    """Three responses with tool output, against the same ones with it cut out: the same advantages on the same tokens."""
     texts = [("<1+1>", "2", "=2"), ("<2+3>", "5", "=5"), ("<9*9>", "81", "=1")]
     algorithms = {
         "returns": AlgorithmConfig(advantage={"name": "reinforce_plus_plus"}),

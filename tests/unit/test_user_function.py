@@ -1,4 +1,4 @@
-"""One loader for every function that an experiment names; a user's own grader and tool in ten lines, nothing else touched."""
+"""The one loader of functions that an experiment names; a user's own grader and tool, with nothing else touched."""
 
 import asyncio
 import re

@@ -47,7 +47,7 @@ def reachable_host(address: str) -> str:
 
 
 def loopback() -> str:
-    """Returns a name of the loopback interface that this process sees: equal for processes that can reach each other through it."""
+    """Returns a name of this process's loopback interface, equal for processes that reach each other through it."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
 
 
@@ -60,7 +60,8 @@ def interface_of(address: str) -> str | None:
 def free_port(bind_host: str) -> int:
     """Returns a port that nobody listens on. Raises ValueError.
 
-    It is not from the ephemeral range: an engine binds it seconds later, and by then some outgoing connection could have it.
+    It is not from the ephemeral range: an engine binds it seconds later, and by then some outgoing connection could
+    have it.
     """
     for port in random.sample(_PORTS, 200):
         with socket.socket() as probe:

@@ -57,9 +57,9 @@ def _private_cluster(num_nodes: int, folder: str) -> dict[str, Any]:
 
 
 def _connect(options: dict[str, Any], timeout_s: float) -> None:
-    """Tries until `timeout_s` would be over at the end of the next attempt: Ray's own limit of 30 s on a busy machine is fixed.
+    """Tries to start or join Ray for as long as the next attempt would end within `timeout_s`. Raises RayNotStarted.
 
-    Raises RayNotStarted.
+    Ray's own limit of 30 s for a start is fixed, and a busy machine may need longer.
     """
     deadline, attempts = time.monotonic() + timeout_s, 0
     while True:

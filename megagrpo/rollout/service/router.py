@@ -38,8 +38,8 @@ class RouterFailed(RuntimeError):
 class Router:
     """Holds the router's process and the set of engines that it should know.
 
-    `watch` makes the router's own list equal to that set at all times: after a restart, and after an engine came or went
-    while the router could not be told.
+    `watch` makes the router's own list equal to that set at all times: after a restart, and after an engine came or
+    went while the router could not be told.
     """
 
     def __init__(

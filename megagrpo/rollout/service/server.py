@@ -42,8 +42,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = None) -> int:
     """Runs the service until SIGTERM, SIGINT or failure; returns the exit code. Nothing is left behind.
 
-    ray_address: "host:port" of a running Ray cluster to join; without it a private one is started on this machine. When the
-    engines are up, run_dir/service.json holds {"url": ...}. Raises ValueError when rollout.host is nothing of this machine.
+    ray_address: "host:port" of a running Ray cluster to join; without it a private one is started on this machine. When
+    the engines are up, run_dir/service.json holds {"url": ...}. Raises ValueError when rollout.host is nothing of this
+    machine.
     """
     folder = RunFolder(run_dir.absolute())
     folder.service.unlink(missing_ok=True)  # an older run's URL would mislead trainers
@@ -141,7 +142,10 @@ class _Service:
         return engine
 
     async def _open(self, runner: web.AppRunner) -> None:
-        """Waits for the engines, then listens and says where. Returns early when the service is stopped or has failed."""
+        """Waits for the engines, then listens and says where.
+
+        Returns early when the service is stopped or has failed.
+        """
         while any(engine.is_starting for engine in self._engines.values()):
             if self._stop.is_set():
                 return

@@ -1,14 +1,15 @@
-"""Supervision of one engine: it is placed, started, watched, and started again when it dies or hangs, within its budget.
+"""Supervision of one engine: placed, started, watched, and started again, within a budget, when it dies or hangs.
 
     starting -> stale -> ready -> dead -> starting -> ...        ready -> draining -> gone
 
-`stale`: it answers, but nobody vouches for its weights: it has just started, or a trainer is writing into it. The trainer
-verifies them and reports so (`mark_ready`); only then does the router send it requests. Every start is a new incarnation,
-so a late report about the last one is not believed.
+`stale`: it answers, but nobody vouches for its weights: it has just started, or a trainer is writing into it. The
+trainer verifies them and reports so (`mark_ready`); only then does the router send it requests. Every start is a new
+incarnation, so a late report about the last one is not believed.
 
 Two questions tell whether it hangs, each with `rollout.health_timeout_s` of patience. /health is answered by the HTTP
-process alone, at once, whatever the engine does. /server_info goes through the scheduler, between two forward passes; it is
-asked of ready engines only, since a transfer of weights occupies the scheduler: there the trainer has deadlines of its own.
+process alone, at once, whatever the engine does. /server_info goes through the scheduler, between two forward passes;
+it is asked of ready engines only, since a transfer of weights occupies the scheduler: there the trainer has deadlines
+of its own.
 """
 
 import asyncio
@@ -183,8 +184,8 @@ class SupervisedEngine:
     async def _start(self, http: aiohttp.ClientSession) -> None:
         """Starts the next incarnation.
 
-        Raises EngineDied when no answer comes within start_timeout_s, TimeoutError when the machine says nothing, RayError
-        when it is lost.
+        Raises EngineDied when no answer comes within start_timeout_s, TimeoutError when the machine says nothing,
+        RayError when it is lost.
         """
         rollout = self._config.rollout
         self.incarnation += 1
@@ -231,8 +232,8 @@ class SupervisedEngine:
     async def _watch(self, http: aiohttp.ClientSession) -> None:
         """Watches this incarnation until it ends.
 
-        Raises EngineDied when a process ended or nothing answers, TimeoutError when the machine says nothing, RayError when it
-        is lost.
+        Raises EngineDied when a process ended or nothing answers, TimeoutError when the machine says nothing, RayError
+        when it is lost.
         """
         patience_s = self._config.rollout.health_timeout_s
         answered = time.monotonic()
@@ -265,7 +266,7 @@ class SupervisedEngine:
         try:
             codes = await self._ask(node.exit_code.remote() for node in self._nodes)
         except ray.exceptions.ActorUnavailableError:
-            return  # a broken connection: Ray will say whether the node is lost, and until then the probe has a time limit
+            return  # a broken connection: Ray will say whether the node is lost; until then the probe has a time limit
         for rank, code in enumerate(codes):
             if code is not None:
                 how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
