@@ -1,4 +1,4 @@
-"""Responses of several turns over a real HTTP server: what is sent, what is masked, what the mathematics makes of it."""
+"""Responses of several turns over real HTTP: what is sent, what is masked, what the mathematics makes of it."""
 
 import asyncio
 from concurrent.futures import Future
@@ -154,7 +154,7 @@ def test_calculator(text, said):
 
 
 def test_masked_tokens_reach_neither_the_statistics_nor_the_loss_and_credit_passes_them():
-    """Three responses with tool output, against the same ones with it cut out: the same advantages on the same tokens."""
+    """Three responses with tool output, against the same ones with it cut out: the same advantages on them."""
     texts = [("<1+1>", "2", "=2"), ("<2+3>", "5", "=5"), ("<9*9>", "81", "=1")]
     algorithms = {
         "returns": AlgorithmConfig(advantage={"name": "reinforce_plus_plus"}),
