@@ -198,7 +198,7 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
 
         def decode(token_ids: Sequence[int]) -> str:
-            return tokenizer.decode(token_ids, skip_special_tokens=True)
+            return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
         rollouts = RolloutSource(config, mesh, control, rewards, decode, tool=tool, alive=watchdog.alive)
         exchange = Exchange(config, mesh, weights, control, run_dir)

@@ -120,7 +120,7 @@ class Batch:
     policy_weights: "Tensor | None" = None  # [N, S] float32, correction of the trainer/rollout mismatch
     denominator_mask: "Tensor | None" = None  # [N, S] bool, what N_tok and N_seq count; None: loss_mask
 
-    def to(self, device: "torch.device") -> "Batch":
+    def to(self, device: "torch.device | str") -> "Batch":
         """Returns the batch with its tensors on `device`."""
         moved = {f.name: v.to(device) for f in fields(self) if hasattr(v := getattr(self, f.name), "to")}
         return replace(self, **moved)
