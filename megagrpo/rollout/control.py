@@ -24,7 +24,7 @@ class ServiceFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """What GET /status of a service says."""
+    """Holds what GET /status of a service says."""
 
     router: str  # URL, for requests for samples
     failed: str | None  # why the service gave up; None while it has not

@@ -19,7 +19,7 @@ class GenerationFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn."""
+    """Says how one response is drawn."""
 
     temperature: float  # 0: greedy
     max_tokens: int  # of the response

@@ -271,7 +271,7 @@ class RolloutSource:
 
 @dataclass(frozen=True)
 class _PromptSlot:
-    """A prompt's place in its batch: the group that is sampled for it."""
+    """Holds a prompt's place in its batch, for which a group is sampled."""
 
     group_id: int
     prompt: Prompt
@@ -289,7 +289,7 @@ def _slots(prompts: Sequence[Prompt]) -> list[_PromptSlot]:
 
 @dataclass(frozen=True)
 class _SamplingJob:
-    """What is asked for in one call: the same for every prompt."""
+    """Holds what one call asks for: the same for every prompt."""
 
     purpose: str  # part of every seed
     step: int

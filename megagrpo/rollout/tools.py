@@ -37,7 +37,7 @@ def load_tool(name: str) -> ToolFunction:
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool function with the token ids that surround it."""
+    """Holds a tool function and what it takes to call it from a response."""
 
     function: ToolFunction
     encode: Callable[[str], Sequence[int]]  # text -> token ids

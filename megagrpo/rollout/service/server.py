@@ -78,7 +78,7 @@ def make_key(file: Path) -> str:
 
 
 class _Service:
-    """The engines, the router and the control endpoint, from their start to their end."""
+    """Runs the engines, the router and the control endpoint, from their start to their end."""
 
     def __init__(self, config: ExperimentConfig, folder: RunFolder, *, cuda: bool, api_key: str):
         self._config, self._folder, self._cuda, self._api_key = config, folder, cuda, api_key
