@@ -19,7 +19,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megagrpo.batching.balance import balance, cheapest, cuts, fewest, load, longest, sample_cost
+from megagrpo.batching.balance import (
+    balanced_parts,
+    candidate_cuts,
+    cheapest_cut,
+    fewest_micro_batches,
+    longest_lengths,
+    sample_cost,
+    token_load,
+)
 
 ROOT = Path(__file__).parents[1]
 HIDDEN, HEADS, KV, FFN, LAYERS, VOCAB = (
@@ -48,15 +56,17 @@ def make_schedule(
     attention_length: int | None = None,
 ) -> list[list[list[int]]]:
     """Sample indices by rank and micro-batch: what the ranks of a run decide together, here one after the other."""
-    parts = balance([sample_cost(n, attention_length) for n in lengths], num_ranks)
+    parts = balanced_parts([sample_cost(n, attention_length) for n in lengths], num_ranks)
     own = [[lengths[i] for i in part] for part in parts]
-    count = max(1, *(len(fewest(part, budget, packed)) for part in own))
+    count = max(1, *(len(fewest_micro_batches(part, budget, packed)) for part in own))
     count = -(-count // multiple) * multiple
-    longest_of_all = [max(values) for values in zip(*(longest(part, count) for part in own), strict=True)]
-    ways = [cuts(part, budget, packed, count, longest_of_all) for part in own]
-    loads = [[[load(b, part, packed) for b in way] for way in of_rank] for part, of_rank in zip(own, ways, strict=True)]
+    longest_of_all = [max(values) for values in zip(*(longest_lengths(part, count) for part in own), strict=True)]
+    ways = [candidate_cuts(part, budget, packed, count, longest_of_all) for part in own]
+    loads = [
+        [[token_load(b, part, packed) for b in way] for way in of_rank] for part, of_rank in zip(own, ways, strict=True)
+    ]
     slowest = [[max(step) for step in zip(*way, strict=True)] for way in zip(*loads, strict=True)]
-    chosen = cheapest(slowest, one_shape=False)
+    chosen = cheapest_cut(slowest, one_shape=False)
     return [[[part[i] for i in b] for b in of_rank[chosen]] for part, of_rank in zip(parts, ways, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""Held-out evaluation: its own prompts and seeds, greedy or k samples, never touching the training order."""
+"""Held-out evaluation: its own prompts and seeds, greedy or k samples, apart from the order of training."""
 
 from collections.abc import Sequence
 from math import comb
@@ -9,13 +9,12 @@ from megagrpo.types import RolloutGroup
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """eval/accuracy (mean score), eval/pass_at_k and lengths, when the schedule asks for it at this step; else nothing.
+    """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on; {} when none is due.
 
-    Collective. Before the first step, every `eval.every` steps, and after the last.
+    An evaluation is due before the first step, every `eval.every` steps, and after the last.
     """
     config, step = run.config.eval, run.state.step
-    due = config is not None and (step % config.every == 0 or step == run.config.train.num_steps)
-    if not due:
+    if config is None or (step % config.every and step != run.config.train.num_steps):
         return {}
     metrics = Metrics()
     evaluation_metrics(metrics, run.evaluation_groups(), config.num_samples)
@@ -23,7 +22,10 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def evaluation_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], num_samples: int) -> None:
-    """Mean score, pass@k of scores >= 1 for k = num_samples, and how many answers could not be scored (they count as not passed)."""
+    """Adds the mean score, pass@k of scores >= 1 for k = num_samples, and the fraction of responses without a score.
+
+    A response that could not be scored counts as 0 and as not passed.
+    """
     scores = [[o.value if o.ok else 0.0 for o in group.outcomes] for group in groups]
     flat = [s for group in scores for s in group]
     metrics.add_mean("eval/accuracy", sum(flat), len(flat))
@@ -38,5 +40,8 @@ def evaluation_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], num_sam
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, hold a correct one (Chen et al. 2021, eq. 1)."""
+    """Returns the probability that k of n samples, drawn without replacement, hold a correct one (Chen et al.
+
+    2021, eq. 1).
+    """
     return 1.0 - comb(n - correct, k) / comb(n, k)

@@ -59,15 +59,15 @@ class Run:
 
     def next_groups(self, metrics: Metrics) -> list[RolloutGroup]:
         """This rank's share of the step's groups, sampled and scored. Where that cannot go on, the finished steps are saved first."""
-        config, state, before = self.config, self.state, replace(self.state)
+        config, state = self.config, self.state
         try:
-            groups = next_groups(self.rollouts, self.prompts, state, config, self.mesh, self._refresh, metrics)
-            rollout_metrics(metrics, groups, self.mesh, config.train)
+            step = next_groups(self.rollouts, self.prompts, state, config, self.mesh, self._refresh, metrics)
+            rollout_metrics(metrics, step.groups, self.mesh, config.train)
         except RunStopped as stopped:  # on every rank
-            state.data_cursor, state.surplus = before.data_cursor, before.surplus
             self._save_before_the_end(stopped)
             raise
-        return groups
+        state.data_cursor, state.surplus = step.data_cursor, step.surplus
+        return step.groups
 
     def _save_before_the_end(self, reason: RunStopped) -> None:
         try:
@@ -198,9 +198,9 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
 
         def decode(token_ids: Sequence[int]) -> str:
-            return tokenizer.decode(token_ids, skip_special_tokens=True)
+            return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-        rollouts = RolloutSource(config, mesh, control, rewards, decode, tool, watchdog.alive)
+        rollouts = RolloutSource(config, mesh, control, rewards, decode, tool=tool, alive=watchdog.alive)
         exchange = Exchange(config, mesh, weights, control, run_dir)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
         watchdog.waits += [rollouts.waiting, exchange.waiting]

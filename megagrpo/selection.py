@@ -1,11 +1,12 @@
-"""Which groups a step trains on: those of the next prompts, or under dynamic sampling (DAPO) only those that teach something.
+"""The choice of the groups that a step trains on, and what is measured of them before any tensor is built.
 
-arXiv 2503.14476, section 3.2. Complete groups beyond the batch are kept in TrainState.surplus and come first in the next step;
-they were sampled one step earlier, which the mismatch metrics and corrections see. Every decision is on all-reduced values.
+Without dynamic sampling they are the groups of the next prompts. With it (DAPO, arXiv 2503.14476, section 3.2) they are
+the next groups that teach something. Complete groups beyond the batch are the surplus: they come first in the next
+step, sampled one step earlier, which the mismatch metrics and corrections see. Every decision is on all-reduced values.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,66 +17,81 @@ from megagrpo.config.schema import ExperimentConfig, TrainConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.types import Prompt, RolloutGroup, TrainState
-
-Refresh = Callable[[Sequence[str]], None]
+from megagrpo.types import Prompt, Refresh, RolloutGroup, TrainState
 
 
-class Source(Protocol):
+class GroupSource(Protocol):
+    """Samples and grades responses, as rollout/source.py does."""
+
     def next(
         self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int
-    ) -> list[RolloutGroup]: ...
+    ) -> list[RolloutGroup]:
+        """Collective. Returns this rank's share of the groups; a group's id is its prompt's place in `prompts`."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """Holds what one step takes from the source, and where the next one goes on."""
+
+    groups: list[RolloutGroup]  # this rank's, ids dense over all ranks: 0 .. num_prompts_per_step - 1
+    data_cursor: int  # prompts consumed so far, over all epochs
+    surplus: list[RolloutGroup]  # this rank's groups for the next step, ids dense over all ranks
 
 
 def next_groups(
-    source: Source,
+    source: GroupSource,
     prompts: PromptSet,
     state: TrainState,
     config: ExperimentConfig,
     mesh: Mesh,
     refresh: Refresh,
     metrics: Metrics,
-) -> list[RolloutGroup]:
-    """This rank's groups of the step, their ids dense over all ranks. Moves state.data_cursor; collective over the world.
+) -> StepGroups:
+    """Collective. Returns this rank's groups of the step that `state` is about to take; `state` stays as it is.
 
     Raises RunStopped on every rank when max_num_gen_batches batches hold too few groups whose responses differ.
     """
-    wanted, options = config.train.num_prompts_per_step, config.algorithm.dynamic_sampling
+    wanted, cursor = config.train.num_prompts_per_step, state.data_cursor
 
     def generate(attempt: int) -> list[RolloutGroup]:
-        batch = prompts.batch(state.data_cursor, wanted, config.seed)
-        state.data_cursor += wanted
-        return source.next(state.step, batch, state.step, refresh, attempt)
+        batch = prompts.batch(cursor + attempt * wanted, wanted, config.seed)
+        return source.next(step=state.step, prompts=batch, version=state.step, refresh=refresh, attempt=attempt)
 
+    options = config.algorithm.dynamic_sampling
     if options is None:
-        return generate(0)
-    held, num_held = list(state.surplus), _total(len(state.surplus), mesh)
-    carried, attempt = len(held), 0
+        return StepGroups(generate(0), cursor + wanted, state.surplus)
+    held, num_held = list(state.surplus), _sum(len(state.surplus), mesh)
+    num_carried, attempt = len(held), 0
     while len((selection := _select(held, num_held, config, mesh)).chosen) < wanted:
         if attempt == options.max_num_gen_batches:
-            raise RunStopped(_too_few(held, num_held, selection, config, mesh))
+            raise RunStopped(_too_few_groups(held, num_held, selection, config, mesh))
         held += [replace(group, group_id=num_held + group.group_id) for group in generate(attempt)]
         num_held, attempt = num_held + wanted, attempt + 1
-    state.surplus = _renumbered(held, selection.surplus)
-    _measure(metrics, held, carried, attempt, selection)
-    return _renumbered(held, selection.chosen)
+    _measure_selection(metrics, held, num_carried, attempt, selection)
+    surplus = _renumbered(held, selection.surplus)
+    return StepGroups(_renumbered(held, selection.chosen), cursor + attempt * wanted, surplus)
 
 
 def gather_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
-    """On the main rank the surplus of all ranks, by group id, for a checkpoint. Collective over data-parallel ranks."""
-    return sorted(
-        (group for part in mesh.gather_dp_to_main(list(surplus)) for group in part), key=lambda group: group.group_id
-    )
+    """Collective over data-parallel ranks.
+
+    Returns all ranks' surplus by group id on the main rank, for a checkpoint.
+    """
+    everyone = [group for part in mesh.gather_dp_to_main(list(surplus)) for group in part]
+    return sorted(everyone, key=lambda group: group.group_id)
 
 
 def deal_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
-    """This rank's share of a whole surplus, whatever number of ranks gathered it."""
+    """Returns this rank's share of a whole surplus, whatever number of ranks gathered it."""
     first, last = (len(surplus) * place // mesh.dp_size for place in (mesh.dp_rank, mesh.dp_rank + 1))
     return list(surplus[first:last])
 
 
 def _select(held: Sequence[RolloutGroup], num_held: int, config: ExperimentConfig, mesh: Mesh) -> Selection:
+    """Collective over data-parallel ranks. Sorts the groups of all ranks into chosen, surplus and dropped."""
     algorithm = config.algorithm
+    assert algorithm.dynamic_sampling is not None
     rows = [(group, *pair) for group in held for pair in zip(group.samples, group.outcomes, strict=True)]
     metric = torch.tensor([outcome.value if outcome.ok else 0.0 for *_, outcome in rows], dtype=torch.float64)
     if algorithm.dynamic_sampling.metric == "shaped_reward":
@@ -91,45 +107,58 @@ def _select(held: Sequence[RolloutGroup], num_held: int, config: ExperimentConfi
 
 
 def _renumbered(groups: Sequence[RolloutGroup], ids: Sequence[int]) -> list[RolloutGroup]:
-    """Those of `groups` whose id is in `ids`, with their place there as new id."""
+    """Returns those of `groups` whose id is in `ids`, with their place there as their new id."""
     place = {group_id: i for i, group_id in enumerate(ids)}
     return [replace(group, group_id=place[group.group_id]) for group in groups if group.group_id in place]
 
 
-def _measure(metrics: Metrics, held: Sequence[RolloutGroup], carried: int, attempts: int, selection: Selection) -> None:
-    """Groups over all ranks; the rewards are those of all that was generated, where the other metrics see the chosen alone."""
+def _measure_selection(
+    metrics: Metrics, held: Sequence[RolloutGroup], num_carried: int, num_batches: int, selection: Selection
+) -> None:
+    """Adds dynamic_sampling/*, in groups over all ranks.
+
+    generated_reward_mean is over all that was generated in this step; the other rewards of a step are of the chosen
+    alone.
+    """
     dropped, surplus = set(selection.dropped), set(selection.surplus)
-    metrics.add_sum("dynamic_sampling/generated", len(held) - carried)
-    metrics.add_sum("dynamic_sampling/carried", carried)
+    metrics.add_sum("dynamic_sampling/generated", len(held) - num_carried)
+    metrics.add_sum("dynamic_sampling/carried", num_carried)
     metrics.add_sum("dynamic_sampling/dropped", sum(group.group_id in dropped for group in held))
     metrics.add_sum("dynamic_sampling/surplus", sum(group.group_id in surplus for group in held))
-    metrics.add_max("dynamic_sampling/num_gen_batches", attempts)
-    values = [outcome.value for group in held[carried:] for outcome in group.outcomes if outcome.ok]
+    metrics.add_max("dynamic_sampling/num_gen_batches", num_batches)
+    values = [outcome.value for group in held[num_carried:] for outcome in group.outcomes if outcome.ok]
     metrics.add_mean("dynamic_sampling/generated_reward_mean", sum(values), len(values))
 
 
-def _too_few(
+def _too_few_groups(
     held: Sequence[RolloutGroup], num_held: int, selection: Selection, config: ExperimentConfig, mesh: Mesh
 ) -> str:
+    """Collective over data-parallel ranks.
+
+    Returns the message for the end of a run that finds too little to learn from.
+    """
     options, wanted = config.algorithm.dynamic_sampling, config.train.num_prompts_per_step
+    assert options is not None
     outcomes = [outcome for group in held for outcome in group.outcomes]
-    scored, total = (_total(n, mesh) for n in (sum(outcome.ok for outcome in outcomes), len(outcomes)))
+    scored, total = (_sum(n, mesh) for n in (sum(outcome.ok for outcome in outcomes), len(outcomes)))
     return (
-        f"dynamic sampling: {options.max_num_gen_batches} batches of {wanted} prompts (algorithm.dynamic_sampling.max_num_gen_batches) "
-        f"gave {len(selection.chosen)} of {wanted} groups whose responses differ in {options.metric}; {len(selection.dropped)} of "
-        f"{num_held} groups were dropped, and {total - scored} of {total} responses could not be scored. The prompts are too easy or "
-        "too hard for this model: take others, raise train.group_size or max_num_gen_batches"
+        f"dynamic sampling: {options.max_num_gen_batches} batches of {wanted} prompts "
+        f"(algorithm.dynamic_sampling.max_num_gen_batches) gave {len(selection.chosen)} of {wanted} groups whose "
+        f"responses differ in {options.metric}; {len(selection.dropped)} of {num_held} groups were dropped, and "
+        f"{total - scored} of {total} responses could not be scored. The prompts are too easy or too hard for this "
+        "model: take others, raise train.group_size or max_num_gen_batches"
     )
 
 
-def _total(number: int, mesh: Mesh) -> int:
+def _sum(number: int, mesh: Mesh) -> int:
+    """Collective over data-parallel ranks."""
     return int(mesh.reduce(torch.tensor(number, device=mesh.device), "sum"))
 
 
 def rollout_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh, train: TrainConfig) -> None:
-    """Add response lengths, truncation and grader failures. Collective over data-parallel ranks.
+    """Collective over data-parallel ranks. Adds response lengths (tokens), truncation and grader failures of a step.
 
-    Raises RuntimeError on every rank when more than train.max_bad_fraction of the step's rewards are errors or timeouts.
+    Raises RunStopped on every rank when more than train.max_bad_fraction of the step's rewards are errors or timeouts.
     """
     samples = [sample for group in groups for sample in group.samples]
     outcomes = [outcome for group in groups for outcome in group.outcomes]
@@ -137,9 +166,8 @@ def rollout_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh
     metrics.add_mean("response/length_mean", sum(lengths), len(samples))
     metrics.add_max("response/length_max", max(lengths, default=0))
     metrics.add_mean("response/truncated_fraction", sum(s.finish_reason == "length" for s in samples), len(samples))
-    masks = [
-        sample.loss_mask for sample in samples if sample.loss_mask is not None
-    ]  # of responses that may call a tool
+    # Only responses that may call a tool have one.
+    masks = [sample.loss_mask for sample in samples if sample.loss_mask is not None]
     metrics.add_mean("response/tool_token_fraction", sum(mask.count(0) for mask in masks), sum(map(len, masks)))
     metrics.add_mean("response/tool_use_fraction", sum(0 in mask for mask in masks), len(masks))
     errors = [o for o in outcomes if o.status == "error"]

@@ -1,133 +1,145 @@
-"""What flows through the loop: Prompt -> RolloutGroup(Sample) -> Batch -> MicroBatch -> metrics.
+"""The data that flows through the loop: Prompt -> RolloutGroup(Sample) -> Batch -> MicroBatch -> metrics.
 
-Position t of every [N, S] tensor is about tokens[:, t]; `targets` in microbatch.py is the one place that shifts.
+Dimensions: N samples of this rank, S tokens of the longest prompt + response among them, b rows and s columns of a
+micro-batch. Position t of every [N, S] tensor is about tokens[:, t]; `targets` in batching/microbatch.py is the one
+place that shifts. Log-probabilities are natural logarithms.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # config.py and this file load without torch
+if TYPE_CHECKING:  # this file loads without torch
+    import torch
     from torch import Tensor
+
+Refresh = Callable[[Sequence[str]], None]  # engine ids -> publishes the present weights to them and marks them ready
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem: its stable id in the data file, its token ids, and what the grader needs."""
+    """Holds one problem of a data file, and what its grader needs."""
 
-    id: int
-    text: str
+    id: int  # line in the data file, from 0
+    text: str  # as tokenised, chat template included
     token_ids: tuple[int, ...]
-    answer: str
-    grader: str | None = None  # overrides the experiment's grader for this line
+    answer: str  # the reference answer, handed to the grader
+    grader: str | None = None  # replaces the experiment's grader for this prompt
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response as the engine returned it: token ids are never re-tokenised."""
+    """Holds one response as the engine returned it: token ids are never re-tokenised. T response tokens."""
 
-    index: int  # within its group
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of token_ids, after temperature, by the engine
+    index: int  # within its group, from 0
+    token_ids: tuple[int, ...]  # [T], the token that ended the response included
+    logprobs: tuple[float, ...]  # [T], of the sampled tokens after temperature, by the engine; 0 for a tool's tokens
     finish_reason: str  # "stop" | "length"
-    weight_version: int
-    text: str
-    loss_mask: tuple[int, ...] | None = None  # None: every response token was sampled; 0 marks tool output
+    weight_version: int  # of the weights that sampled it: the number of finished steps
+    text: str  # decoded without special tokens; what the grader sees
+    loss_mask: tuple[int, ...] | None = None  # [T], 1 sampled, 0 a tool's; None: every token was sampled
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a grader said: a score, or why there is none."""
+    """Holds what a grader said about one response: a score, or why there is none."""
 
     status: str  # "score" | "error" | "timeout"
-    value: float = 0.0  # meaningful for "score" only
-    detail: str = ""
+    value: float = 0.0  # the score; meaningful for status "score" only
+    detail: str = ""  # why there is no score
 
     @property
     def ok(self) -> bool:
+        """Tells whether there is a score."""
         return self.status == "score"
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """The answers to one prompt. `group_id` is dense over the step, 0..num_groups-1, over all data-parallel ranks."""
+    """Holds the responses to one prompt, which are each other's baseline, with their outcomes. G samples."""
 
-    group_id: int
+    group_id: int  # dense over the step and all data-parallel ranks: 0 .. num_groups - 1
     prompt: Prompt
-    samples: tuple[Sample, ...]
-    outcomes: tuple[Outcome, ...]  # one per sample
-    greedy: Sample | None = None  # remax only: a response at temperature 0, never trained on
+    samples: tuple[Sample, ...]  # [G], in order of their index
+    outcomes: tuple[Outcome, ...]  # [G], of the samples
+    greedy: Sample | None = None  # advantage "remax" alone: a response at temperature 0, never trained on
     greedy_outcome: Outcome | None = None
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """One engine as the rollout service describes it. It answers in the states "stale" (unverified weights) and "ready" only."""
+    """Holds the state of one engine as the rollout service reports it."""
 
     id: str
     url: str  # of its HTTP server; "" while starting
-    state: str  # starting | stale | ready | draining | dead
-    weight_version: int | None  # verified by a trainer
-    incarnation: int  # counts its starts
-    restarts: int
-    pid: int
-    reason: str  # of its last death
+    state: str  # "starting" | "stale" (its weights are not verified) | "ready" | "draining" | "dead"
+    weight_version: int | None  # last verified by a trainer; None: unknown
+    incarnation: int  # number of its starts
+    restarts: int  # counted against rollout.max_restarts
+    pid: int  # of its first server process; 0 while starting
+    reason: str  # of its last death; "" before
 
     @property
     def alive(self) -> bool:
+        """Tells whether it answers requests."""
         return self.state in ("stale", "ready")
 
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """What the exact KL needs of the reference model: last hidden states of this rank's trained positions. Empty before the last stage."""
+    """Holds what the exact KL needs of the reference model: last hidden states of this rank's T trained positions.
+
+    H: hidden size, V: padded vocabulary size. Empty before the last pipeline stage.
+    """
 
     hidden: "Tensor"  # [T, H]
     index: "Tensor"  # [N, S] int64, the row of `hidden` that predicts tokens[:, t]; -1 where there is none on this rank
-    output_weight: "Tensor | None"  # [V / tp, H]
+    output_weight: "Tensor | None"  # [V / tp, H]; None before the last stage
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This data-parallel rank's samples of one step, right-padded. N samples, S = longest prompt + response here."""
+    """Holds this data-parallel rank's samples of one step, right-padded."""
 
     sample_ids: "Tensor"  # [N] int64, group_id * group_size + index: the order that does not depend on the layout
     group_ids: "Tensor"  # [N] int64
     num_groups: int  # over all ranks
     tokens: "Tensor"  # [N, S] int64
-    lengths: "Tensor"  # [N] int64, prompt + response
-    prompt_lengths: "Tensor"  # [N] int64
+    lengths: "Tensor"  # [N] int64, tokens of prompt + response
+    prompt_lengths: "Tensor"  # [N] int64, tokens
     loss_mask: "Tensor"  # [N, S] float32, 1 on tokens that the policy sampled
     rollout_logprobs: "Tensor"  # [N, S] float32, 0 off the response
     rewards: "Tensor"  # [N] float64, the grader's; 0 where not valid
     valid: "Tensor"  # [N] bool, the outcome was a score
     truncated: "Tensor"  # [N] bool, ended by length
-    greedy_rewards: "Tensor | None" = None  # [N] float64, remax
-    advantages: "Tensor | None" = None  # [N, S] float32
-    old_logprobs: "Tensor | None" = None  # [N, S] float32, the actor before the first update of the step
-    ref_logprobs: "Tensor | None" = None  # [N, S] float32
+    greedy_rewards: "Tensor | None" = None  # [N] float64, of the group's greedy response; advantage "remax" alone
+    advantages: "Tensor | None" = None  # [N, S] float32, 0 off the loss mask
+    old_logprobs: "Tensor | None" = None  # [N, S] float32, by the actor before the first update of the step
+    ref_logprobs: "Tensor | None" = None  # [N, S] float32, by the reference model
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
     policy_weights: "Tensor | None" = None  # [N, S] float32, correction of the trainer/rollout mismatch
     denominator_mask: "Tensor | None" = None  # [N, S] bool, what N_tok and N_seq count; None: loss_mask
 
-    def to(self, device) -> "Batch":
+    def to(self, device: "torch.device | str") -> "Batch":
+        """Returns the batch with its tensors on `device`."""
         moved = {f.name: v.to(device) for f in fields(self) if hasattr(v := getattr(self, f.name), "to")}
         return replace(self, **moved)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass sees: rows of a Batch, laid out [b, s] padded or as one packed row [1, s].
+    """Holds what one forward pass sees: rows of a Batch, laid out [b, s] padded or as one packed row [1, s].
 
     Under context parallelism [b, s / cp]: this rank's part; cu_seqlens, members and max_seqlen are of the whole.
     """
 
-    tokens: "Tensor"  # [b, s] int64
-    positions: "Tensor"  # [b, s] int64
-    cu_seqlens: "Tensor | None"  # [k + 1] int32 when packed, else None
+    tokens: "Tensor"  # [b, s] int64, 0 as padding
+    positions: "Tensor"  # [b, s] int64, from 0 in every sequence
+    cu_seqlens: "Tensor | None"  # [k + 1] int32 when packed: where each of k sequences begins, and the end; else None
     rows: "Tensor"  # [b, s] int64, the Batch row each position belongs to; -1 padding
     columns: "Tensor"  # [b, s] int64, the Batch column; -1 padding
     members: "Tensor"  # [n] int64, ascending: the Batch rows in it
-    max_seqlen: int = 0
+    max_seqlen: int = 0  # tokens of the longest sequence, padding included
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,11 @@ NO_WORKERS = {
 
 @dataclass
 class FakeService:
-    """`script` holds what the next requests to /generate get, one entry each, then all get an answer:
-    an int is a status, "no_workers", "hang", "drop" (close the connection), or a dict that replaces parts of meta_info."""
+    """Plays the service and its router over real HTTP.
+
+    `script` holds what the next requests to /generate get, one entry each, then all get an answer: an int is a status,
+    "no_workers", "hang", "drop" (close the connection), or a dict that replaces parts of meta_info.
+    """
 
     script: list = field(default_factory=list)
     version: int = 0

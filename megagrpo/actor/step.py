@@ -20,7 +20,7 @@ from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.batching.balance import update_of_group
-from megagrpo.batching.microbatch import plan, targets
+from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
@@ -237,7 +237,7 @@ def _run(
     """Megatron's schedule over the micro-batches of `rows`; the last stage calls on_last_stage(micro, chunk, hidden [s / tp, b, h])."""
     config, device = actor.config, actor.mesh.device
     layout, cp_rank = config.parallel, mpu.get_context_parallel_rank()
-    micros = plan(batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank)
+    micros = plan_micro_batches(batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank)
     counts = {
         "padded": torch.tensor(float(sum(m.tokens.numel() for m in micros) * layout.cp), device=device),
         "real": batch.lengths[list(rows)].sum(),

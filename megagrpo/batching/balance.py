@@ -1,12 +1,14 @@
-"""Which sample goes to which rank and which micro-batch: pure functions of lengths, the same on every rank.
+"""Load balance: which sample goes to which rank and which micro-batch. Pure functions of lengths, the same on every
+rank.
 
-Invariants (asserted, tested): every sample is in exactly one micro-batch of one rank; no micro-batch of several samples is
-above the token budget; every rank runs the same number of micro-batches, largest first; the plan depends on the lengths and
-not on the order in which samples arrived.
+Invariants (asserted, tested): every sample is in exactly one micro-batch of one rank; no micro-batch of several samples
+is above the token budget; every rank runs the same number of micro-batches, largest first; the plan depends on the
+lengths and not on the order in which samples arrived.
 
-Two things are balanced. Ranks, by cost, since they meet at the end of an update (`balance`). And the k-th micro-batches of
-all ranks, by tokens, since experts and pipelines make ranks meet in every one of them: `cuts` offers several ways to cut a
-rank's samples, and the ranks together take the way whose slowest micro-batches are the shortest (`cheapest`).
+Two things are balanced. Ranks, by cost, since they meet at the end of an update (`balanced_parts`). And the k-th
+micro-batches of all ranks, by tokens, since experts and pipelines make ranks meet in every one of them:
+`candidate_cuts` offers several ways to cut a rank's samples, and the ranks together take the one whose slowest
+micro-batches are the shortest (`cheapest_cut`). Lengths and budgets are in tokens.
 """
 
 import heapq
@@ -18,26 +20,25 @@ _CLOSE_ENOUGH = 1000  # parts that differ by less than a thousandth are left alo
 
 
 def sample_cost(length: int, attention_length: int | None = None) -> int:
-    """Cost of a sample in units of one token's matrix products: linear, plus attention where its length is given.
+    """Returns the cost of a sample in units of one token's matrix products: linear, plus attention where that is known.
 
-    attention_length: the sequence length at which causal attention costs as much as everything else in the model.
+    attention_length: the sequence length, in tokens, at which causal attention costs as much as the rest of the model.
     """
     return length if attention_length is None else length + length * length // attention_length
 
 
-def balance(costs: Sequence[int], num_parts: int, head_start: Sequence[int] | None = None) -> list[list[int]]:
-    """Split indices so that the largest sum of costs is small: longest first to the emptiest part, then exchanges.
+def balanced_parts(costs: Sequence[int], num_parts: int, head_start: Sequence[int] | None = None) -> list[list[int]]:
+    """Splits indices into parts whose largest sum of costs is small; returns one sorted list of indices per part.
 
-    head_start: a cost that each part begins with, 0 by default. Returns one sorted list of indices per part. Longest-first
-    alone is at most 4/3 of the best (Graham 1969); exchanges between the fullest part and another go on for as long as they
-    shorten the fuller of the two.
+    head_start: [num_parts], a cost that each part begins with, 0 by default. The costliest index that is left goes to
+    the emptiest part, which alone is at most 4/3 of the best (Graham 1969); then the fullest part exchanges members
+    with others for as long as that shortens the fuller of the two.
     """
     assert num_parts > 0
     head_start = head_start or [0] * num_parts
     order = _longest_first(costs)
-    sizes = [
-        costs[i] for i in order
-    ]  # from here on members are places in this order: equal costs are alike, however they arrived
+    # From here on members are places in this order: equal costs are alike, however they arrived.
+    sizes = [costs[i] for i in order]
     heap = [(cost, part) for part, cost in enumerate(head_start)]
     heapq.heapify(heap)
     parts: list[list[int]] = [[] for _ in range(num_parts)]
@@ -57,7 +58,10 @@ def _longest_first(costs: Sequence[int]) -> list[int]:
 
 
 def _exchange(sizes: Sequence[int], parts: list[list[int]], loads: list[int]) -> bool:
-    """Move or swap one member of the fullest part; False when nothing makes the fuller of two parts shorter."""
+    """Moves or swaps one member of the fullest part; returns False when nothing makes the fuller of two parts shorter.
+
+    Changes `parts` and `loads`.
+    """
     full = max(range(len(parts)), key=lambda p: (loads[p], -p))
     for other in sorted(range(len(parts)), key=lambda p: (loads[p], p)):
         excess = loads[full] - loads[other]
@@ -81,49 +85,58 @@ def _exchange(sizes: Sequence[int], parts: list[list[int]], loads: list[int]) ->
     return False
 
 
-def load(members: Sequence[int], lengths: Sequence[int], packed: bool) -> int:
-    """Tokens of a micro-batch: packed the sum of its members' lengths, padded their number times the longest."""
+def token_load(members: Sequence[int], lengths: Sequence[int], packed: bool) -> int:
+    """Returns the tokens of a micro-batch: packed the sum of its members' lengths, padded their number times the
+    longest.
+    """
     own = [lengths[i] for i in members]
     return sum(own) if packed else len(own) * max(own, default=0)
 
 
-def fewest(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:
-    """One rank's samples in as few micro-batches as the rules here find: full ones, with the rest in the last, where that does it."""
+def fewest_micro_batches(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:
+    """Puts one rank's samples into as few micro-batches as the rules here find; returns the indices of each.
+
+    Where it costs none more, they are full ones with the rest in the last; else even ones.
+    """
     filled = _filled(lengths, budget, packed)
     if packed:
         for count in range(-(-sum(lengths) // budget), len(filled)):
-            if _fits(even := balance(lengths, count), lengths, budget, packed):
+            if _fits(even := balanced_parts(lengths, count), lengths, budget, packed):
                 return even
     return filled
 
 
-def longest(lengths: Sequence[int], count: int) -> list[int]:
-    """The `count` largest lengths of one rank, largest first, with zeros where there are fewer."""
+def longest_lengths(lengths: Sequence[int], count: int) -> list[int]:
+    """Returns the `count` largest lengths of one rank, largest first, with zeros where there are fewer."""
     return sorted([*lengths, *[0] * count], reverse=True)[:count]
 
 
-def cuts(
+def candidate_cuts(
     lengths: Sequence[int], budget: int, packed: bool, count: int, longest_of_all: Sequence[int]
 ) -> list[list[list[int]]]:
-    """Ways to cut one rank's samples into `count` micro-batches, not below `fewest`; each ordered by tokens, largest first.
+    """Returns ways to cut one rank's samples into `count` micro-batches, each ordered by tokens, largest first.
 
-    longest_of_all: the largest `longest` of all ranks, one by one. The same number of ways on every rank, so that ranks can
-    compare them: full micro-batches and the rest; even ones; even ones but for the first, which meet other ranks' long samples.
+    count: not below the number of `fewest_micro_batches`. longest_of_all: [count], the element-wise largest
+    `longest_lengths` of all ranks. Every rank has the same number of ways, so that they can be compared: full
+    micro-batches and the rest; even ones; even ones but for the first, which meet other ranks' long samples.
     """
     order = _longest_first(lengths)
     lengths = [lengths[i] for i in order]
-    safe = fewest(lengths, budget, packed)
+    safe = fewest_micro_batches(lengths, budget, packed)
     ways = [safe]
     if packed:
         targets = _targets(sum(lengths), count, [min(length, budget) for length in longest_of_all])
-        ways += [balance(lengths, count), balance(lengths, count, [max(targets) - target for target in targets])]
+        ways += [
+            balanced_parts(lengths, count),
+            balanced_parts(lengths, count, [max(targets) - target for target in targets]),
+        ]
     ways = [_with_count(way if _fits(way, lengths, budget, packed) else safe, count) for way in ways]
-    ways = [sorted(way, key=lambda b: (-load(b, lengths, packed), b)) for way in ways]
+    ways = [sorted(way, key=lambda b: (-token_load(b, lengths, packed), b)) for way in ways]
     return [[sorted(order[i] for i in b) for b in way] for way in ways]
 
 
 def _targets(total: int, count: int, pieces: Sequence[int]) -> list[int]:
-    """How many of `total` tokens each micro-batch should have: as many as the piece that it meets, what is left evenly."""
+    """Returns the tokens that each micro-batch should have: as many as the piece that it meets, the rest evenly."""
     targets: list[int] = []
     for piece in pieces:
         if piece * (count - len(targets)) <= total:
@@ -133,8 +146,8 @@ def _targets(total: int, count: int, pieces: Sequence[int]) -> list[int]:
     return targets + [total // (count - len(targets))] * (count - len(targets)) if len(targets) < count else targets
 
 
-def cheapest(slowest: Sequence[Sequence[int]], one_shape: bool) -> int:
-    """Which way takes the least time, given for each the tokens of the slowest rank in every micro-batch.
+def cheapest_cut(slowest: Sequence[Sequence[int]], one_shape: bool) -> int:
+    """Returns which way takes the least time, given for each the tokens of the slowest rank in every micro-batch.
 
     one_shape: all micro-batches are padded to the largest, as pipeline stages need it.
     """
@@ -143,11 +156,11 @@ def cheapest(slowest: Sequence[Sequence[int]], one_shape: bool) -> int:
 
 
 def _fits(bins: list[list[int]], lengths: Sequence[int], budget: int, packed: bool) -> bool:
-    return all(len(b) < 2 or load(b, lengths, packed) <= budget for b in bins)
+    return all(len(b) < 2 or token_load(b, lengths, packed) <= budget for b in bins)
 
 
 def _filled(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]]:
-    """As few micro-batches as a simple rule finds; a sample above the budget gets one of its own.
+    """Returns as few micro-batches as a simple rule finds; a sample above the budget gets one of its own.
 
     Packed: best-fit decreasing. Padded: neighbours in length together.
     """
@@ -173,7 +186,10 @@ def _filled(lengths: Sequence[int], budget: int, packed: bool) -> list[list[int]
 
 
 def _with_count(bins: list[list[int]], count: int) -> list[list[int]]:
-    """Raise the number of micro-batches to `count` by halving the fullest; empty ones (a dummy forward) when all are single."""
+    """Raises the number of micro-batches to `count` by halving the fullest, and by empty ones when all are single.
+
+    An empty one is a dummy forward pass, in which this rank takes part in the others' collectives.
+    """
     assert len(bins) <= count, f"{len(bins)} micro-batches cannot become {count}"
     bins = [list(b) for b in bins]
     while len(bins) < count:
@@ -188,5 +204,5 @@ def _with_count(bins: list[list[int]], count: int) -> list[list[int]]:
 
 
 def update_of_group(group_id: int, num_groups: int, num_updates: int) -> int:
-    """Which optimiser update of the step a group belongs to: contiguous, equal parts."""
+    """Returns the optimiser update of the step that a group belongs to, from 0: contiguous, equal parts."""
     return group_id * num_updates // num_groups

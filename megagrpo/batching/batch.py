@@ -1,37 +1,39 @@
-"""Groups to tensors: samples are balanced over data-parallel ranks by length, then padded."""
+"""Groups to tensors: samples are balanced over data-parallel ranks by cost, then padded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from megagrpo.batching.balance import balance, sample_cost, update_of_group
+from megagrpo.batching.balance import balanced_parts, sample_cost, update_of_group
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, RolloutGroup
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One sample on its way to the rank that trains on it."""
+    """Holds one sample on its way to the rank that trains on it. T response tokens."""
 
     sample_id: int
     group_id: int
-    tokens: tuple[int, ...]  # prompt + response
-    prompt_length: int
-    response_mask: tuple[int, ...] | None
-    logprobs: tuple[float, ...]
+    tokens: tuple[int, ...]  # token ids of prompt + response
+    prompt_length: int  # tokens
+    response_mask: tuple[int, ...] | None  # [T], 0 on tokens of a tool; None: all were sampled
+    logprobs: tuple[float, ...]  # [T], by the engine
     reward: float
     valid: bool
     truncated: bool
-    greedy_reward: float
+    greedy_reward: float  # of the group's greedy response; NaN where there is none
 
 
 def build_batch(
     groups: Sequence[RolloutGroup], num_groups: int, num_updates: int, mesh: Mesh, attention_length: int | None = None
 ) -> Batch:
-    """Collective over data-parallel ranks: every rank brings the groups it sampled and leaves with its share of the samples.
+    """Collective over data-parallel ranks. Takes the groups that a rank sampled; returns its share of all samples.
 
-    Samples of each optimiser update are balanced separately, by `sample_cost`, so that every update is. Rows are ordered by sample id.
+    num_groups: of the step, over all ranks. num_updates: optimiser updates of the step; the samples of each are
+    balanced by themselves, by `sample_cost`, so that every update is balanced. attention_length: see there. Rows are
+    ordered by sample id.
     """
     group_size = max((len(g.samples) for g in groups), default=0)
     group_size = max(mesh.gather_dp(group_size))
@@ -42,9 +44,8 @@ def build_batch(
     owner: dict[int, int] = {}
     for update in range(num_updates):
         members = [s for s in sizes if update_of_group(s[1], num_groups, num_updates) == update]
-        for rank, part in enumerate(
-            balance([sample_cost(length, attention_length) for _, _, length in members], mesh.dp_size)
-        ):
+        costs = [sample_cost(length, attention_length) for _, _, length in members]
+        for rank, part in enumerate(balanced_parts(costs, mesh.dp_size)):
             owner.update((members[i][0], rank) for i in part)
     outgoing = [[row for row in mine if owner[row.sample_id] == rank] for rank in range(mesh.dp_size)]
     received = [row for part in mesh.exchange_dp(outgoing) for row in part]
@@ -54,9 +55,8 @@ def build_batch(
 
 
 def _rows(group: RolloutGroup, group_size: int) -> list[_Row]:
-    greedy = (
-        group.greedy_outcome.value if group.greedy_outcome is not None and group.greedy_outcome.ok else float("nan")
-    )
+    outcome_of_greedy = group.greedy_outcome
+    greedy = outcome_of_greedy.value if outcome_of_greedy is not None and outcome_of_greedy.ok else float("nan")
     return [
         _Row(
             sample_id=group.group_id * group_size + sample.index,
@@ -66,7 +66,7 @@ def _rows(group: RolloutGroup, group_size: int) -> list[_Row]:
             response_mask=sample.loss_mask,
             logprobs=sample.logprobs,
             reward=outcome.value if outcome.ok else 0.0,
-            valid=outcome.ok and (group.greedy_outcome is None or group.greedy_outcome.ok),
+            valid=outcome.ok and (outcome_of_greedy is None or outcome_of_greedy.ok),
             truncated=sample.finish_reason == "length",
             greedy_reward=greedy,
         )
@@ -100,7 +100,10 @@ def _to_tensors(rows: Sequence[_Row], num_groups: int, has_greedy: bool) -> Batc
 
 
 def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
-    """The batch with rewards permuted over the valid samples of the step, by sample id, so any layout shuffles alike. Collective."""
+    """Collective over data-parallel ranks. Returns the batch with rewards permuted over the valid samples of the step.
+
+    The order of sample ids decides, so that every layout shuffles alike.
+    """
     rows = zip(batch.sample_ids.tolist(), batch.rewards.tolist(), batch.valid.tolist(), strict=True)
     scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
     everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)

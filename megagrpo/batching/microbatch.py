@@ -7,26 +7,32 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megagrpo.batching.balance import cheapest, cuts, fewest, load, longest
+from megagrpo.batching.balance import (
+    candidate_cuts,
+    cheapest_cut,
+    fewest_micro_batches,
+    longest_lengths,
+    token_load,
+)
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, MicroBatch
 
 
-def plan(
+def plan_micro_batches(
     batch: Batch, rows: Sequence[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh, cp_rank: int = 0
 ) -> list[MicroBatch]:
-    """Cut `rows` of the batch into micro-batches: the same number on every data-parallel rank. Collective over those ranks.
+    """Collective over data-parallel ranks. Cuts `rows` of the batch into micro-batches, the same number on every rank.
 
-    Under context parallelism a rank gets its zigzag part of every sequence, so sequences are padded to multiples of 2 cp;
-    whole micro-batches are multiples of tp beside, since sequence parallelism cuts them. With pipeline stages all micro-batches
-    of all ranks have one shape, and with virtual ones their number is a multiple of pp: Megatron's schedule asks for both.
+    budget: tokens of a micro-batch of several samples, at most. Under context parallelism a rank gets its zigzag part
+    of every sequence, so sequences are padded to multiples of 2 cp; whole micro-batches are multiples of tp as well,
+    since sequence parallelism cuts them. With pipeline stages all micro-batches of all ranks have one shape, and with
+    virtual ones their number is a multiple of pp: Megatron's schedule asks for both.
     """
     unit = 2 * layout.cp if layout.cp > 1 else 1
     lengths = [_up(int(batch.lengths[r]), unit) for r in rows]
-    if (
-        layout.pp > 1 and not packed
-    ):  # one shape: a row is as wide as the longest of all, and the budget is counted in such rows
+    if layout.pp > 1 and not packed:
+        # One shape: a row is as wide as the longest of all, and the budget is counted in such rows.
         lengths = [int(mesh.reduce(torch.tensor(max(lengths, default=1)), "max"))] * len(rows)
     length_of = dict(zip(rows, lengths, strict=True))
     bins = [[rows[i] for i in b] for b in _aligned(lengths, budget, packed, layout, mesh)]
@@ -48,16 +54,19 @@ def plan(
 
 
 def _aligned(lengths: list[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh) -> list[list[int]]:
-    """This rank's samples in as many micro-batches as every other rank has, the k-th of all ranks alike in size. Collective."""
+    """Collective over data-parallel ranks. Cuts this rank's samples into as many micro-batches as every other rank's.
+
+    The k-th of all ranks are alike in size. Returns the indices of each.
+    """
 
     def largest(values: list[int]) -> list[int]:
         return mesh.reduce(torch.tensor(values), "max").tolist()
 
-    count = max(largest([len(fewest(lengths, budget, packed))])[0], 1)
+    count = max(largest([len(fewest_micro_batches(lengths, budget, packed))])[0], 1)
     count = _up(count, layout.pp) if layout.vpp > 1 else count
-    ways = cuts(lengths, budget, packed, count, largest(longest(lengths, count)))
-    slowest = largest([load(b, lengths, packed) for way in ways for b in way])
-    return ways[cheapest([slowest[i : i + count] for i in range(0, len(slowest), count)], one_shape=layout.pp > 1)]
+    ways = candidate_cuts(lengths, budget, packed, count, largest(longest_lengths(lengths, count)))
+    slowest = largest([token_load(b, lengths, packed) for way in ways for b in way])
+    return ways[cheapest_cut([slowest[i : i + count] for i in range(0, len(slowest), count)], one_shape=layout.pp > 1)]
 
 
 def _up(number: int, multiple: int) -> int:
@@ -65,7 +74,9 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _pack(batch: Batch, members: list[int], lengths: list[int], width: int) -> MicroBatch:
-    """All members behind each other in one row, each padded to its entry of `lengths`; the rest is one dummy sequence."""
+    """Lays all members behind each other in one row [1, width], each padded to its length; the rest is a dummy
+    sequence.
+    """
     device = batch.tokens.device
     bounds = [0, *lengths, *([width - sum(lengths)] if width > sum(lengths) else [])]
     positions = torch.cat([torch.arange(n, device=device) for n in bounds[1:]])
@@ -76,15 +87,13 @@ def _pack(batch: Batch, members: list[int], lengths: list[int], width: int) -> M
 
 
 def _pad(batch: Batch, members: list[int], height: int, width: int) -> MicroBatch:
-    """One member a row, padding at the right; empty rows below."""
+    """Lays out one member a row, [height, width], with padding at the right and empty rows below."""
     device = batch.tokens.device
     positions = torch.arange(width, device=device).expand(height, width).contiguous()
     owner = torch.tensor(members + [-1] * (height - len(members)), dtype=torch.int64, device=device)[:, None]
-    real = (
-        (owner >= 0) & (positions < batch.lengths[owner.clamp(min=0)])
-        if members
-        else (owner >= 0).expand(height, width)
-    )
+    real = (owner >= 0).expand(height, width)
+    if members:
+        real = real & (positions < batch.lengths[owner.clamp(min=0)])
     return _micro_batch(batch, members, torch.where(real, owner, -1), positions, None)
 
 
@@ -106,7 +115,7 @@ def _micro_batch(
 
 
 def _context_part(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBatch:
-    """This context-parallel rank's part: of 2 cp equal chunks of every sequence the cp_rank-th from either end (zigzag)."""
+    """Returns a context-parallel rank's part: of 2 cp equal chunks of every sequence the cp_rank-th from either end."""
     width = micro.tokens.shape[1]
     bounds = [0, width] if micro.cu_seqlens is None else micro.cu_seqlens.tolist()
     kept = []
@@ -115,14 +124,20 @@ def _context_part(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBatch:
         for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
             kept.append(torch.arange(start + number * chunk, start + (number + 1) * chunk, device=micro.tokens.device))
     index = torch.cat(kept)
-    parts = {name: getattr(micro, name)[:, index] for name in ("tokens", "positions", "rows", "columns")}
-    return replace(micro, **parts)
+    return replace(
+        micro,
+        tokens=micro.tokens[:, index],
+        positions=micro.positions[:, index],
+        rows=micro.rows[:, index],
+        columns=micro.columns[:, index],
+    )
 
 
 def targets(micro: MicroBatch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions whose next token the policy sampled: the one place that shifts.
+    """Returns the positions whose next token the policy sampled: the one place that shifts.
 
-    Returns flat positions [T] into the micro-batch (row-major), and the Batch row and column [T] of the token each predicts.
+    They are flat positions [T] into the micro-batch (row-major), with the Batch row [T] and column [T] of the token
+    that each predicts, all int64.
     """
     rows, columns = micro.rows.flatten(), micro.columns.flatten()
     real = rows >= 0

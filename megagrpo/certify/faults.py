@@ -60,7 +60,7 @@ def _no_data_parallel_reduction() -> Iterator[Plant]:
 @contextmanager
 def _mean_of_micro_batch_means() -> Iterator[Plant]:
     """Every micro-batch divides by its own tokens, and micro-batches and ranks are averaged."""
-    objective, plan = step.objective, step.plan
+    objective, plan = step.objective, step.plan_micro_batches
     count = 1
 
     def counting_plan(batch, rows, budget, packed, layout, mesh, *rest):
@@ -75,11 +75,11 @@ def _mean_of_micro_batch_means() -> Iterator[Plant]:
         loss, sums = objective(inputs, algorithm, own)
         return loss / count, sums
 
-    step.objective, step.plan = local_objective, counting_plan
+    step.objective, step.plan_micro_batches = local_objective, counting_plan
     try:
         yield lambda actor: None
     finally:
-        step.objective, step.plan = objective, plan
+        step.objective, step.plan_micro_batches = objective, plan
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from megagrpo.cluster.supervise import (
 )
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.control import SERVICE_FILE
+from megagrpo.run_folder import RunFolder
 from megagrpo.stop_request import STOP_FILE, StopRequest
 
 _POLL_S = 0.2
@@ -85,7 +85,7 @@ def _lock(file: IO, patience_s: float) -> None:
 def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_engines: dict[str, str]) -> int:
     run_dir = Path(config.output_dir)
     resolved = write_resolved(config, run_dir)
-    (run_dir / SERVICE_FILE).unlink(missing_ok=True)  # a killed run's URL would mislead the trainers
+    RunFolder(run_dir).service.unlink(missing_ok=True)  # a killed run's URL would mislead the trainers
     logs = run_dir / "logs"
     stop_file = logs / "trainer.stop_request"
     children: list[subprocess.Popen] = []

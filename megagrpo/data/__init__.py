@@ -1,1 +1,1 @@
-"""Prompts in, batches out: prompt files, chat template, cursor, padding, and the micro-batch plan."""
+"""Prompt files to token ids, in a reproducible order."""

@@ -1,4 +1,4 @@
-"""Prompt files to token ids: what is read, what is dropped and why, and which prompts come next.
+"""Prompts: what is read of their files, what is dropped and why, and in which order they come.
 
 The order is a function of (seed, epoch) alone, so the number of prompts consumed is the whole state to save.
 """
@@ -6,10 +6,11 @@ The order is a function of (seed, epoch) alone, so the number of prompts consume
 import json
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow
 import pyarrow.parquet
@@ -17,20 +18,23 @@ import pyarrow.parquet
 from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.types import Prompt
 
+if TYPE_CHECKING:  # seconds to import, and it pulls in torch
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The usable prompts of one file. `num_too_long` lines were dropped for exceeding max_prompt_tokens."""
+    """Holds the usable prompts of one file."""
 
     prompts: tuple[Prompt, ...]
-    num_too_long: int
+    num_too_long: int  # lines that were dropped for exceeding data.max_prompt_tokens
     shuffle: bool
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
-        """Prompts number cursor .. cursor + count of an endless run of epochs, each in its own order."""
+        """Returns prompts number cursor .. cursor + count - 1 of an endless run of epochs, each in its own order."""
         size = len(self.prompts)
         return [self.prompts[self._order(seed, i // size)[i % size]] for i in range(cursor, cursor + count)]
 
@@ -45,8 +49,8 @@ def _shuffled(size: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def load_tokenizer(model: ModelConfig):
-    """The model's tokenizer, from local files only.
+def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
+    """Loads the model's tokenizer, from local files only.
 
     Raises ValueError when the folder holds none, or when it has more tokens than the model has embeddings.
     """
@@ -55,10 +59,8 @@ def load_tokenizer(model: ModelConfig):
     folder = Path(model.tokenizer or model.path)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face folder")
-    try:
+    with _explained(f"{folder}: no tokenizer can be loaded from here"):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as exc:
-        raise ValueError(f"{folder}: no tokenizer can be loaded from here: {type(exc).__name__}: {exc}") from exc
     config_file = Path(model.path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{config_file}: no such file; model.path is a local Hugging Face folder")
@@ -73,11 +75,11 @@ def load_tokenizer(model: ModelConfig):
     return tokenizer
 
 
-def load_prompts(data: DataConfig, tokenizer) -> PromptSet:
-    """Read, template and tokenise data.path; Prompt.id is the line's number in the file, from 0.
+def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptSet:
+    """Reads, renders and tokenises data.path; Prompt.id is the line's number in the file, from 0.
 
-    Raises ValueError, with file and line, for a missing file, a broken line, a missing key, a value of the wrong type and
-    an empty prompt, and when no prompt is short enough.
+    Raises ValueError, with file and line, for a missing file, a broken line, a missing key, a value of the wrong type
+    and an empty prompt, and when no prompt is short enough.
     """
     path, rows = Path(data.path), read_rows(data)
     texts = [_render(data, tokenizer, row[data.prompt_key], where(path, i)) for i, row in rows]
@@ -89,7 +91,8 @@ def load_prompts(data: DataConfig, tokenizer) -> PromptSet:
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             raise ValueError(f"{where(path, row_id)}: the tokenizer does not know every character of {text!r:.80}")
         grader = None if data.grader_key is None else str(row[data.grader_key])
-        prompts.append(Prompt(row_id, text, tuple(ids), str(row[data.answer_key]), grader))
+        answer = str(row[data.answer_key])
+        prompts.append(Prompt(id=row_id, text=text, token_ids=tuple(ids), answer=answer, grader=grader))
     kept = tuple(p for p in prompts if len(p.token_ids) <= data.max_prompt_tokens)
     if not kept:
         shortest = f"; the shortest has {min(len(p.token_ids) for p in prompts)} tokens" if prompts else " in the file"
@@ -99,12 +102,15 @@ def load_prompts(data: DataConfig, tokenizer) -> PromptSet:
     return PromptSet(kept, len(prompts) - len(kept), data.shuffle)
 
 
-def read_rows(data: DataConfig) -> list[tuple[int, dict]]:
-    """(line from 0, object) of each line in use. Raises ValueError for all that `load_prompts` can refuse without a tokenizer."""
+def read_rows(data: DataConfig) -> list[tuple[int, dict[str, Any]]]:
+    """Returns (number from 0, object) of each line in use.
+
+    Raises ValueError for all that `load_prompts` can refuse without a tokenizer.
+    """
     path = Path(data.path)
     if not path.is_file():
         raise ValueError(f"{path}: no such file (data.path)")
-    rows = []
+    rows: list[tuple[int, dict[str, Any]]] = []
     for i, row in _rows(path):
         if data.limit is not None and len(rows) == data.limit:
             break
@@ -116,7 +122,7 @@ def read_rows(data: DataConfig) -> list[tuple[int, dict]]:
 
 
 def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
-    """What a user should know about lines that were too long; "" when there are none."""
+    """Returns what a user should know about lines that were too long; "" when there are none."""
     if not prompts.num_too_long:
         return ""
     total = prompts.num_too_long + len(prompts)
@@ -125,11 +131,11 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
 
 
 def where(path: Path, row: int) -> str:
-    """How messages name a row of a data file: lines count from 1, as editors do."""
+    """Names a row of a data file in messages: lines count from 1, as in editors."""
     return f"{path}:{row + 1}"
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict]]:
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     match path.suffix:
         case ".jsonl":
             return _jsonl_rows(path)
@@ -138,7 +144,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict]]:
     raise ValueError(f"{path}: prompts are read from .jsonl or .parquet, not {path.suffix or 'a file without ending'}")
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict]]:
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
         for i, line in enumerate(file):
             if not line.strip():
@@ -156,11 +162,9 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict]]:
             yield i, row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    try:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with _explained(f"{path}: not a readable parquet file"):
         file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as exc:
-        raise ValueError(f"{path}: not a readable parquet file: {exc}") from exc
     with file:
         i = 0
         for batch in file.iter_batches():
@@ -169,7 +173,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
                 i += 1
 
 
-def _field(row: dict, key: str, place: str) -> Any:
+def _field(row: dict[str, Any], key: str, place: str) -> Any:
     if key not in row:
         raise ValueError(f"{place}: no key {key!r}; keys found: {', '.join(map(repr, row)) or 'none'}")
     return row[key]
@@ -181,8 +185,8 @@ def _text(value: Any, key: str, place: str) -> str:
     return str(value)
 
 
-def _render(data: DataConfig, tokenizer, prompt: Any, place: str) -> str:
-    """The text to tokenise. With a chat template a prompt may also be a list of {role, content} messages."""
+def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", prompt: Any, place: str) -> str:
+    """Returns the text to tokenise. With a chat template a prompt may also be a list of {role, content} messages."""
     messages = prompt if isinstance(prompt, list) and data.chat_template else None
     if messages is None:
         text = data.prompt_template.replace("{prompt}", _text(prompt, data.prompt_key, place))
@@ -193,16 +197,16 @@ def _render(data: DataConfig, tokenizer, prompt: Any, place: str) -> str:
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
     if not tokenizer.chat_template:
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **data.chat_template_args
-        )
-    except Exception as exc:  # jinja's own errors, and KeyErrors from inside the template
-        raise ValueError(f"{place}: the chat template refuses this prompt: {type(exc).__name__}: {exc}") from exc
+    with _explained(f"{place}: the chat template refuses this prompt"):  # jinja's errors, KeyErrors from inside it
+        arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **data.chat_template_args}
+        return str(tokenizer.apply_chat_template(messages, **arguments))
 
 
-def _tokenize(data: DataConfig, tokenizer, texts: list[str]) -> list[list[int]]:
-    """Special tokens come from the chat template or from add_bos, never silently from the tokenizer."""
+def _tokenize(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
+    """Returns the token ids of each text.
+
+    Special tokens come from the chat template or from data.add_bos, never silently from the tokenizer.
+    """
     if not texts:
         return []
     bos = []
@@ -211,3 +215,12 @@ def _tokenize(data: DataConfig, tokenizer, texts: list[str]) -> list[list[int]]:
             raise ValueError("data.add_bos is true, but the tokenizer has no <bos> token")
         bos = [tokenizer.bos_token_id]
     return [bos + ids for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+@contextmanager
+def _explained(problem: str) -> Iterator[None]:
+    """Turns whatever a library raises about a user's files into a ValueError that says where."""
+    try:
+        yield
+    except Exception as exc:
+        raise ValueError(f"{problem}: {type(exc).__name__}: {exc}") from exc

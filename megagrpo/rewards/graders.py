@@ -1,13 +1,14 @@
-"""Which function a grader's name stands for: `grade(text, answer, **args) -> float`."""
+"""Graders by name. A grader is a function `grade(text, answer, **args) -> float`."""
 
-import difflib
-import importlib
 import inspect
 from collections.abc import Callable
+from typing import Any
 
-Grader = Callable[..., float]
+from megagrpo.user_function import did_you_mean, load_function
 
-BUILT_IN = {  # by name and not imported here: only `math` should pay for sympy
+GraderFunction = Callable[..., float]  # (response text, answer of the data file, **reward.args) -> score
+
+BUILT_IN = {  # named by place and not imported here: only `math` should pay for sympy
     "exact": "megagrpo.rewards.format:exact",
     "format": "megagrpo.rewards.format:grade",
     "gsm8k": "megagrpo.rewards.gsm8k:grade",
@@ -15,42 +16,24 @@ BUILT_IN = {  # by name and not imported here: only `math` should pay for sympy
 }
 
 
-def load_grader(name: str, args: dict) -> Grader:
-    """Import the grader and check that it takes `args`.
+def load_grader(name: str, args: dict[str, Any]) -> GraderFunction:
+    """Imports the grader `name`, a built-in or the user's own `package.module:function`, and checks that it takes
+    `args`.
 
-    Raises ValueError for an unknown name, a module that cannot be imported, or arguments that the function does not take.
+    Raises ValueError for an unknown name, a module that cannot be imported, or arguments that the function does not
+    take.
     """
-    place = BUILT_IN.get(name, name)
-    module_name, colon, function_name = place.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(BUILT_IN)}"
-        raise ValueError(f"reward.grader {name!r} is unknown; {hint} (your own is written package.module:function)")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as exc:
-        hint = "; is its folder on PYTHONPATH?" if isinstance(exc, ModuleNotFoundError) else ""
-        raise ValueError(
-            f"reward.grader {name!r}: importing {module_name} failed: {type(exc).__name__}: {exc}{hint}"
-        ) from exc
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        near = difflib.get_close_matches(function_name, dir(module), n=1)
-        raise ValueError(f"reward.grader {name!r}: {module_name} has no function {function_name}{_did_you_mean(near)}")
+    function = load_function(name, BUILT_IN, "reward.grader")
     _check_args(name, function, args)
     return function
 
 
-def _check_args(name: str, function: Grader, args: dict) -> None:
+def _check_args(name: str, function: GraderFunction, args: dict[str, Any]) -> None:
     signature = inspect.signature(function)
     try:
         signature.bind("text", "answer", **args)
     except TypeError as exc:
         options = [p for p in signature.parameters if p not in ("text", "answer")]
-        near = [m for a in args if a not in options for m in difflib.get_close_matches(a, options, n=1)]
-        hint = _did_you_mean(near) or f"; it is called as {name}(text, answer, {', '.join(options)})"
+        hints = [did_you_mean(arg, options) for arg in args if arg not in options]
+        hint = next(filter(None, hints), f"; it is called as {name}(text, answer, {', '.join(options)})")
         raise ValueError(f"reward.args do not fit grader {name!r}: {exc}{hint}") from exc
-
-
-def _did_you_mean(near: list[str]) -> str:
-    return f"; did you mean {near[0]!r}?" if near else ""

@@ -8,11 +8,12 @@ _NUMBER = re.compile(r"[-+]?\$?\d[\d,]*(?:\.\d+)?|[-+]?\$?\.\d+")
 
 
 def grade(text: str, answer: str, format: Literal["hash", "last", "plain"] = "hash") -> float:
-    """1.0 if the response's final number equals the answer's, else 0.0; commas, $ and a trailing dot do not matter.
+    """Returns 1.0 if the response's final number equals the answer's, else 0.0; commas, $ and a trailing dot do not
+    matter.
 
-    `format`: "hash" takes the number after the last `####`, "last" the last number anywhere, "plain" wants the response to
-    be the number and nothing else. `answer` is a number or a whole solution that ends in `#### number`.
-    Raises ValueError when the answer holds no number: the data is wrong, not the response.
+    `format`: "hash" takes the number after the last `####`, "last" the last number anywhere, "plain" wants the response
+    to be the number and nothing else. `answer` is a number or a whole solution that ends in `#### number`. Raises
+    ValueError when the answer holds no number: the data is wrong, not the response.
     """
     expected = _number(answer.rsplit("####", 1)[-1].strip())
     if expected is None:
@@ -32,6 +33,6 @@ def grade(text: str, answer: str, format: Literal["hash", "last", "plain"] = "ha
 
 
 def _number(text: str) -> Decimal | None:
-    """Exact: 0.1 is 1/10 and 10 equals 10.00; None when the text is anything but one number."""
+    """Returns the number exactly (0.1 is 1/10, 10 equals 10.00); None when the text is anything but one number."""
     text = text.strip().removesuffix(".")
     return Decimal(text.replace(",", "").replace("$", "")) if _NUMBER.fullmatch(text) else None

@@ -10,7 +10,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ti
 
 
 def grade(text: str, answer: str, require_boxed: bool = True) -> float:
-    """1.0 if the last \\boxed{...} of the response is sympy-equivalent to the answer, else 0.0.
+    """Returns 1.0 if the last \\boxed{...} of the response is sympy-equivalent to the answer, else 0.0.
 
     `require_boxed=False` also accepts an unboxed final answer. `answer` may be bare LaTeX, a number or a boxed text.
     Raises ValueError when the answer itself cannot be parsed.
@@ -28,12 +28,12 @@ def grade(text: str, answer: str, require_boxed: bool = True) -> float:
     return float(math_verify.verify(gold, _parse(response), timeout_seconds=None))
 
 
-def _parse(text: str) -> list:
+def _parse(text: str) -> list[object]:
     return math_verify.parse(text, extraction_config=_BOXED_FIRST, parsing_timeout=None)
 
 
 def _last_boxed(text: str) -> str | None:
-    """The content of the last complete \\boxed{...}, braces matched; None when there is none."""
+    """Returns the content of the last complete \\boxed{...}, braces matched; None when there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

@@ -1,4 +1,4 @@
-"""Graders in killable processes: every response gets exactly one outcome, within the time limit, whatever the grader does."""
+"""Graders in killable processes: every response gets one outcome within the time limit, whatever the grader does."""
 
 import json
 import os
@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from typing import Any
 
 from megagrpo.config.schema import RewardConfig
 from megagrpo.environment import child_environment
@@ -19,41 +21,41 @@ _START_TIMEOUT_S = 120.0  # an import (sympy on a busy machine), not a response
 
 
 class WorkerError(RuntimeError):
-    """A worker process did not start or ended by itself."""
+    """Raised when a worker process did not start or ended by itself."""
 
 
 class RewardPool:
-    """`config.workers` processes, each fed by one thread. Also a context manager.
+    """Runs `config.workers` grading processes, each fed by one thread. Use as a context manager, or call `close`.
 
-    Raises ValueError at once when the grader is unknown, cannot be imported or does not take its arguments, and WorkerError
-    when no worker process starts.
+    Raises ValueError at once when the grader is unknown, cannot be imported or does not take its arguments, and
+    WorkerError when a worker process does not start.
     """
 
     def __init__(self, config: RewardConfig):
         self._config = config
         self._checked: set[str] = set()
         self._check(config.grader)
-        self._tasks: queue.SimpleQueue[tuple[Future, dict] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[Outcome], dict[str, Any]] | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
-        try:
+        with ExitStack() as on_failure:
             for _ in range(config.workers):
                 self._workers.append(_Worker(config.grader, config.args))
-            for worker in self._workers:
-                worker.wait_ready()
-        except BaseException:
-            for worker in self._workers:
-                worker.kill()
-            raise
+                on_failure.callback(self._workers[-1].kill)
+            problems = [worker.wait_ready() for worker in self._workers]
+            if any(problems):
+                raise WorkerError(next(filter(None, problems)))
+            on_failure.pop_all()
         self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(config.workers)]
         for thread in self._threads:
             thread.start()
 
     def submit(self, prompt: Prompt, text: str) -> Future[Outcome]:
-        """Grade one response. `prompt.grader`, when set, replaces the configured grader; `args` belong to the configured one.
+        """Returns the outcome of one response, once it is known.
 
-        Raises ValueError when the prompt names a grader that cannot be loaded.
+        `prompt.grader`, when set, replaces the configured grader; `reward.args` belong to the configured one. Raises
+        ValueError when the prompt names a grader that cannot be loaded.
         """
         assert not self._closed, "submit after close"
         grader = prompt.grader or self._config.grader
@@ -70,7 +72,7 @@ class RewardPool:
         return future
 
     def close(self) -> None:
-        """End every worker process now; responses not graded yet get an error outcome."""
+        """Ends every worker process now; responses not graded yet get an error outcome."""
         with self._lock:
             if self._closed:
                 return
@@ -85,10 +87,10 @@ class RewardPool:
     def __enter__(self) -> "RewardPool":
         return self
 
-    def __exit__(self, *exc_info) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _args(self, grader: str) -> dict:
+    def _args(self, grader: str) -> dict[str, Any]:
         return self._config.args if grader == self._config.grader else {}
 
     def _check(self, grader: str) -> None:
@@ -109,7 +111,7 @@ class RewardPool:
                 continue
             future.set_result(self._grade(index, request))
 
-    def _grade(self, index: int, request: dict) -> Outcome:
+    def _grade(self, index: int, request: dict[str, Any]) -> Outcome:
         worker = self._workers[index]
         try:
             reply = worker.ask(request)
@@ -123,22 +125,22 @@ class RewardPool:
         return outcome
 
     def _replace(self, index: int) -> None:
-        """A new process in place of a dead or hung one. If it cannot start either, its next response is an error outcome."""
+        """Puts a new process in place of a dead or hung one.
+
+        If it cannot start, its next response is an error outcome.
+        """
         self._workers[index].kill()
         with self._lock:
             if self._closed:
                 return
             worker = self._workers[index] = _Worker(self._config.grader, self._config.args)
-        try:
-            worker.wait_ready()  # here, so that its imports are not on the next response's clock
-        except WorkerError:
-            worker.kill()
+        worker.wait_ready()  # here, so that its imports are not on the next response's clock
 
 
 class _Worker:
-    """One grading process in its own process group, so that what a grader started dies with it."""
+    """Holds one grading process in its own process group, so that what a grader started dies with it."""
 
-    def __init__(self, grader: str, args: dict):
+    def __init__(self, grader: str, args: dict[str, Any]):
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -151,27 +153,31 @@ class _Worker:
             )
         self._stream = self._socket.makefile("rb")
 
-    def wait_ready(self) -> None:
-        """Raises WorkerError when the process ends, or says nothing for too long, before it can grade."""
+    def wait_ready(self) -> str:
+        """Returns "" when the process can grade. When it ended or says nothing for too long: why, after killing it."""
         try:
             self._socket.settimeout(_START_TIMEOUT_S)
             self._read()
+            return ""
         except (OSError, WorkerError) as exc:
-            raise WorkerError(f"a reward worker did not start ({exc}); its own messages are on stderr") from exc
+            self.kill()
+            return f"a reward worker did not start ({exc}); its own messages are on stderr"
 
-    def ask(self, request: dict) -> dict:
-        """Raises TimeoutError after request["timeout_s"], OSError or WorkerError when the process is gone."""
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the process replies to a request.
+
+        Raises TimeoutError after request["timeout_s"], OSError or WorkerError when the process is gone.
+        """
         self._socket.settimeout(request["timeout_s"])
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         return json.loads(self._read())
 
     def kill(self) -> None:
+        """Ends the process and what it started. May be called again."""
         if self._socket.fileno() < 0:
             return  # done before; the process id may by now be another's
-        try:
+        with suppress(ProcessLookupError):  # already gone, and its children too
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # already gone, and its children too
         self._process.wait()
         self._socket.close()
 

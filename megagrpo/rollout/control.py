@@ -1,4 +1,4 @@
-"""What trainers and people say to the control endpoint of a rollout service, and where they find it."""
+"""The client of a rollout service's control endpoint, for trainers and people, and how they find it."""
 
 import json
 import time
@@ -8,89 +8,97 @@ from pathlib import Path
 import httpx
 
 from megagrpo import environment
+from megagrpo.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120.0  # marking an engine ready waits until the router lists it
-SERVICE_FILE = "service.json"
-KEY_FILE = "service.key"  # readable by its owner only, gone when the service ends
 
 
 class ServiceUnreachable(RuntimeError):
-    """Nobody answers where the service, its router or an engine should be."""
+    """Raised when nobody answers where the service, its router or an engine should be, or when it refuses the key."""
 
 
 class ServiceFailed(RuntimeError):
-    """The service says that it cannot go on, and why."""
+    """Raised when the service reports that it cannot go on, with its reason."""
 
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    router: str
-    failed: str | None
-    lost_hosts: int  # since the service started: connections to them hang instead of breaking
+    """Holds what GET /status of a service says."""
+
+    router: str  # URL, for requests for samples
+    failed: str | None  # why the service gave up; None while it has not
+    lost_hosts: int  # machines lost since the service started: connections to them hang instead of breaking
     engines: tuple[EngineInfo, ...]
 
 
 class ServiceControl:
-    """The control endpoint of a running service. Every call raises ServiceUnreachable when nobody answers."""
+    """Talks to the control endpoint of a running service. Every call raises ServiceUnreachable when nobody answers."""
 
     def __init__(self, url: str, api_key: str):
         self.url, self.api_key = url, api_key
         self._http = httpx.Client(base_url=url, timeout=_CONTROL_TIMEOUT_S, trust_env=False, headers=bearer(api_key))
 
     def status(self) -> ServiceStatus:
+        """Returns the present state of the router and of every engine."""
         answer = self._call("GET", "/status").json()
         engines = tuple(EngineInfo(**engine) for engine in answer.pop("engines"))
         return ServiceStatus(**answer, engines=engines)
 
     def healthy_status(self) -> ServiceStatus:
-        """Raises ServiceFailed when the service has given up."""
+        """Returns `status`. Raises ServiceFailed when the service has given up."""
         status = self.status()
         if status.failed:
             raise ServiceFailed(f"the rollout service at {self.url} failed: {status.failed}")
         return status
 
     def engines(self) -> list[EngineInfo]:
-        """Raises ServiceFailed when the service has given up."""
+        """Returns every engine's state. Raises ServiceFailed when the service has given up."""
         return list(self.healthy_status().engines)
 
     def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        """Weights are about to be written into it: it is not healthy or ill by its silence now. False: it died meanwhile."""
+        """Announces that weights are about to be written into an engine, so that its silence is no sign of a hang.
+
+        Returns False when that incarnation is gone.
+        """
         return self._call("POST", f"/engines/{engine_id}/update", {"incarnation": incarnation}).status_code == 200
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        """This incarnation was verified to hold `weight_version`: requests may go to it. False: it died meanwhile."""
+        """Reports that this incarnation was verified to hold `weight_version`: requests may go to it.
+
+        Returns False when that incarnation is gone.
+        """
         body = {"incarnation": incarnation, "weight_version": weight_version}
         return self._call("POST", f"/engines/{engine_id}/ready", body).status_code == 200
 
     def report_lost(self, engine_id: str, incarnation: int) -> None:
-        """An update failed half-way: the service starts the engine again, if it has not already."""
+        """Reports that an update failed half-way: the service starts the engine again, if it has not already."""
         self._call("POST", f"/engines/{engine_id}/lost", {"incarnation": incarnation})
 
     def add_engine(self) -> str:
-        """Its id. It starts, gets the present weights from the trainers, and takes part."""
+        """Starts one more engine, which takes part once the trainers have given it weights. Returns its id."""
         return self._call("POST", "/engines").json()["id"]
 
     def drain_engine(self, engine_id: str) -> None:
-        """It finishes the requests that it has, and goes. Raises ValueError when it is unknown or cannot be spared."""
+        """Lets an engine finish the requests that it has, and removes it.
+
+        Raises ValueError when it is unknown or cannot be spared.
+        """
         answer = self._call("POST", f"/engines/{engine_id}/drain")
         if answer.status_code == 409:
             raise ValueError(f"{engine_id} cannot be drained: {answer.text}")
-
-    def shutdown(self) -> None:
-        self._call("POST", "/shutdown")
 
     def _call(self, method: str, path: str, body: dict | None = None) -> httpx.Response:
         try:
             answer = self._http.request(method, path, json=body)
         except httpx.TransportError as exc:
             raise ServiceUnreachable(
-                f"no rollout service answers at {self.url} ({type(exc).__name__}: {exc}); is `megagrpo serve` running, and can this "
-                "machine reach it?"
+                f"no rollout service answers at {self.url} ({type(exc).__name__}: {exc}); is `megagrpo serve` running, "
+                "and can this machine reach it?"
             ) from exc
         if answer.status_code == 401:
             raise ServiceUnreachable(
-                f"{self.url} refuses the API key, which is that in the run's {KEY_FILE} or in {environment.API_KEY}"
+                f"{self.url} refuses the API key, which is that in the run's service.key or in {environment.API_KEY}"
             )
         if answer.status_code == 409:  # about an engine or incarnation that is gone: the caller's business
             return answer
@@ -100,34 +108,37 @@ class ServiceControl:
 
 
 def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) -> ServiceControl:
-    """The service of this run, or the one at `url`, waiting until it answers: files may be what a killed service left.
+    """Returns the service of this run, or the one at `url`, as soon as it answers: files may be what a killed one left.
 
-    Its key is the environment's, else the run folder's. Raises ServiceUnreachable.
+    Its key is the environment's, else the run folder's. Raises ServiceUnreachable after `timeout_s` seconds.
     """
+    folder = RunFolder(run_dir)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            where = url or json.loads((run_dir / SERVICE_FILE).read_text())["url"]
-            control = ServiceControl(where, environment.get(environment.API_KEY) or (run_dir / KEY_FILE).read_text())
+            where = url or json.loads(folder.service.read_text())["url"]
+            control = ServiceControl(where, environment.get(environment.API_KEY) or folder.service_key.read_text())
             control.status()
             return control
         except FileNotFoundError as exc:
             problem = f"{exc.filename} did not appear" + (f" (nor is {environment.API_KEY} set)" if url else "")
         except ServiceUnreachable as exc:
-            problem = f"{url or run_dir / SERVICE_FILE} is of a service that is gone ({exc}), and no new one came"
+            problem = f"{url or folder.service} is of a service that is gone ({exc}), and no new one came"
         if time.monotonic() > deadline:
             raise ServiceUnreachable(f"{problem} in {timeout_s:.0f} s: `megagrpo serve` has not started its engines")
         time.sleep(0.2)
 
 
 def bearer(api_key: str) -> dict[str, str]:
+    """Returns the HTTP headers that carry the key of a run."""
     return {"Authorization": f"Bearer {api_key}"}
 
 
 def print_status(run_dir: Path, as_json: bool = False) -> int:
-    """State of the service of a run, for people or as JSON. Returns 1 when it has failed."""
-    if not (run_dir / SERVICE_FILE).exists():
-        raise ValueError(f"{run_dir / SERVICE_FILE} does not exist: no rollout service runs for this folder")
+    """Prints the state of the service of a run, for people or as JSON. Returns the exit code: 1 when it has failed."""
+    file = RunFolder(run_dir).service
+    if not file.exists():
+        raise ValueError(f"{file} does not exist: no rollout service runs for this folder")
     status = find_service(run_dir).status()
     if as_json:
         print(json.dumps(asdict(status), indent=2))

@@ -1,10 +1,11 @@
-"""Asking the rollout service for samples: token ids in, token ids and their log-probabilities out."""
+"""Requests for samples to the rollout service's router: token ids in, token ids and their log-probabilities out."""
 
 import asyncio
 import hashlib
 import json
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import aiohttp
 
@@ -13,69 +14,79 @@ from megagrpo.rollout.control import bearer
 
 
 class GenerationFailed(RuntimeError):
-    """A sample did not come within its retries or its deadline."""
+    """Raised when a sample did not come within its retries or its deadline."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn."""
+    """Says how one response is drawn."""
 
-    temperature: float
-    max_tokens: int
+    temperature: float  # 0: greedy
+    max_tokens: int  # of the response
     top_p: float = 1.0
-    top_k: int = -1
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+    top_k: int = -1  # -1: all tokens
+    stop_token_ids: tuple[int, ...] = ()  # each ends the response and is part of it
+    stop: tuple[str, ...] = ()  # texts that end the response
 
     @classmethod
     def of(cls, sampling: SamplingConfig) -> "SamplingParams":
+        """Returns the parameters of training samples."""
         return cls(
-            sampling.temperature,
-            sampling.max_response_tokens,
-            sampling.top_p,
-            sampling.top_k,
-            tuple(sampling.stop_token_ids),
-            tuple(sampling.stop),
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_response_tokens,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=tuple(sampling.stop_token_ids),
+            stop=tuple(sampling.stop),
         )
 
     def greedy(self) -> "SamplingParams":
+        """Returns the same limits and stops without randomness."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
 
 @dataclass(frozen=True)
 class Response:
-    """Token ids as sampled, the one that ended it included, with the engine's log-probability of each."""
+    """Holds token ids as sampled, the one that ended the response included."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...]  # the engine's, of each token, in nats, after temperature
     finish_reason: str  # "stop" | "length"
 
 
 def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:
-    """63 bits that depend on nothing but the arguments: not on the process, the engine or the order of arrival."""
+    """Returns 63 bits that depend on the arguments alone: not on the process, the engine or the order of arrival.
+
+    purpose: what the sample is for ("train", "greedy", "evaluate", ...). index: of the sample within its group.
+    """
     key = json.dumps([run_seed, purpose, step, prompt_id, index]).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Waits of base, 2 base, 4 base, ... at most `cap` seconds, each shortened by up to half at random."""
+    """Retries with exponential back-off: base, 2 base, 4 base, ... seconds, each less up to half of it at random."""
 
-    retries: int
-    request_timeout_s: float
-    base_s: float = 0.25
-    cap_s: float = 15.0
+    retries: int  # of one sample, after its first attempt
+    request_timeout_s: float  # of one attempt
+    base_s: float = 0.25  # first wait
+    cap_s: float = 15.0  # longest wait
 
     @classmethod
     def of(cls, config: ExperimentConfig) -> "RetryPolicy":
+        """Returns the policy of an experiment."""
         return cls(config.rollout.retries, config.rollout.request_timeout_s)
 
     def wait_s(self, attempt: int) -> float:
+        """Returns how many seconds to wait before the next attempt; `attempt` counts those before it."""
         return min(self.cap_s, self.base_s * 2**attempt) * random.uniform(0.5, 1.0)
 
 
 class _Refused(Exception):
-    """One attempt that gave no usable sample. `waiting`: no engine is ready, which is no fault of the request."""
+    """Raised by an attempt that gave no usable sample.
+
+    `waiting`: no engine is ready, which is no fault of the request.
+    """
 
     def __init__(self, text: str, waiting: bool = False):
         super().__init__(text)
@@ -85,7 +96,8 @@ class _Refused(Exception):
 class GenerationClient:
     """Asks the router for samples, one request each. Belongs to one event loop; use as an async context manager.
 
-    `max_in_flight` keeps requests here instead of in an engine's queue, where they would use up their time limit.
+    max_in_flight: requests beyond that number wait here and not in an engine's queue, where they would use up their
+    time limit.
     """
 
     def __init__(self, router_url: str, api_key: str, retry: RetryPolicy, max_in_flight: int):
@@ -108,11 +120,13 @@ class GenerationClient:
     async def generate(
         self, prompt: tuple[int, ...], params: SamplingParams, seed: int, weight_version: int
     ) -> Response:
-        """One response by weights of exactly `weight_version`.
+        """Returns one response by weights of exactly `weight_version`. Raises GenerationFailed.
 
-        Retried with back-off; time without any ready engine or without the router (one is being restarted) does not count
-        against the retries, the caller's deadline bounds it. Raises GenerationFailed.
+        Failed attempts are repeated with back-off. Time without any ready engine or without the router (one is being
+        restarted) does not count against the retries; the caller's deadline bounds it.
         """
+        caller = asyncio.current_task()
+        assert caller is not None
         failures = waits = 0
         async with self._slots:
             while True:
@@ -121,7 +135,7 @@ class GenerationClient:
                 try:
                     return await attempt
                 except asyncio.CancelledError:
-                    if asyncio.current_task().cancelling():  # not the attempt alone
+                    if caller.cancelling():  # not the attempt alone
                         attempt.cancel()
                         raise
                     problem, waiting = "the host of an engine was lost", True
@@ -137,14 +151,18 @@ class GenerationClient:
                 waits, failures = (waits + 1, failures) if waiting else (waits, failures + 1)
                 if failures > self._retry.retries:
                     raise GenerationFailed(
-                        f"{self._url} gave no sample in {failures} tries of at most {self._retry.request_timeout_s:.0f} s "
-                        f"(rollout.retries, rollout.request_timeout_s); the last problem: {problem}"
+                        f"{self._url} gave no sample in {failures} tries of at most "
+                        f"{self._retry.request_timeout_s:.0f} s (rollout.retries, rollout.request_timeout_s); "
+                        f"the last problem: {problem}"
                     )
                 await asyncio.sleep(self._retry.wait_s(min(waits, 3) if waiting else failures))
 
     def ask_again(self) -> None:
-        """Give up the present attempts of all requests and make others. A request whose engine went down with its host would
-        otherwise wait for its whole time limit, and which those are the router does not tell."""
+        """Abandons the present attempt of every request and makes another.
+
+        A request whose engine went down with its host would otherwise wait for its whole time limit, and the router
+        does not tell which those are.
+        """
         for attempt in self._attempts:
             attempt.cancel()
 
@@ -160,11 +178,11 @@ class GenerationClient:
                 raise _Refused(
                     f"status {answer.status}: {text}", waiting=answer.status == 503 and "no_available_workers" in text
                 )
-            return read_response(await answer.json(), weight_version)
+            return _read_response(await answer.json(), weight_version)
 
 
-def _sampling_body(params: SamplingParams, seed: int) -> dict:
-    body = {
+def _sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
+    body: dict[str, Any] = {
         "temperature": params.temperature,
         "max_new_tokens": params.max_tokens,
         "top_p": params.top_p,
@@ -178,8 +196,8 @@ def _sampling_body(params: SamplingParams, seed: int) -> dict:
     return body
 
 
-def read_response(answer: dict, weight_version: int) -> Response:
-    """Check and unpack what /generate answers."""
+def _read_response(answer: dict[str, Any], weight_version: int) -> Response:
+    """Checks and unpacks what /generate answers. Raises _Refused when it is cut off or not all of `weight_version`."""
     meta = answer["meta_info"]
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length"):  # "abort": the engine was paused or is going down

@@ -1,25 +1,26 @@
-"""Where the loop gets its groups: each data-parallel leader samples and grades its replica's share of the step's prompts.
+"""The source of the loop's groups: each data-parallel leader samples and grades its replica's share of the prompts.
 
-While leaders wait for samples, all ranks keep meeting in a small all-reduce: an engine that died and came back needs the
-current weights, publishing is collective, and so every rank must be there to take part before the samples can go on.
+While leaders wait for samples, all ranks keep meeting in a small all-reduce: an engine that died and came back needs
+the current weights, publishing is collective, and so every rank must take part before the samples can go on.
 """
 
 import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
-from megagrpo.rollout.control import ServiceControl, ServiceUnreachable
+from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
@@ -29,23 +30,26 @@ from megagrpo.rollout.generation import (
     sample_seed,
 )
 from megagrpo.rollout.tools import Tool, respond_with_tool
-from megagrpo.types import EngineInfo, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.types import EngineInfo, Outcome, Prompt, Refresh, RolloutGroup, Sample
 
-Refresh = Callable[[list[str]], None]
-_FIRST_POLL_S, _POLL_S = 0.02, 0.2
+_FIRST_POLL_S, _POLL_S = 0.02, 0.2  # pause between two meetings of all ranks
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
-_CANCEL_S = 10.0
+_CANCEL_S = 10.0  # how long a cancelled thread may take
 
 
-class Grader(Protocol):
-    def submit(self, prompt: Prompt, text: str) -> Future[Outcome]: ...
+class OutcomeSource(Protocol):
+    """Grades responses in the background, as rewards/pool.py does."""
+
+    def submit(self, prompt: Prompt, text: str) -> Future[Outcome]:
+        """Returns the outcome of `text` as a response to `prompt`, once it is known."""
+        ...
 
 
 class RolloutSource:
-    """On-policy groups from the service at `control`. Every method is collective over the world.
+    """Samples on-policy groups from the service at `control`. `next` and `evaluate` are collective over the world.
 
-    `decode` turns response token ids into the text that is graded, special tokens left out. `grader` is used on leaders only.
-    `alive` is called whenever all ranks have met while they wait.
+    grader: grades responses; used on leaders only. decode: token ids of a response -> the text that is graded, without
+    special tokens. alive: called whenever all ranks have met while they wait.
     """
 
     def __init__(
@@ -53,8 +57,9 @@ class RolloutSource:
         config: ExperimentConfig,
         mesh: Mesh,
         control: ServiceControl,
-        grader: Grader | None,
+        grader: OutcomeSource | None,
         decode: Callable[[Sequence[int]], str],
+        *,
         tool: Tool | None = None,
         alive: Callable[[], None] = lambda: None,
     ):
@@ -70,22 +75,22 @@ class RolloutSource:
     def next(
         self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int = 0
     ) -> list[RolloutGroup]:
-        """This rank's share of the groups of one step; `prompts` is the same on every rank.
+        """Collective. Returns this rank's share of the groups of one step; `prompts` is the same on every rank.
 
-        A group's id is its prompt's place in `prompts`. `attempt` counts the calls of a step: a prompt that comes again in it
-        gets other responses. `refresh(engine_ids)` is called on all ranks together whenever engines hold other weights than
-        `version`: it publishes to them and marks them ready. Raises LeaderError on every rank.
+        A group's id is its prompt's place in `prompts`. attempt: counts the calls of a step, so that a prompt that
+        comes again in it gets other responses. refresh: called on all ranks together, with engine ids, whenever engines
+        hold other weights than `version`. Raises LeaderError on every rank.
         """
         params = SamplingParams.of(self._config.sampling)
         again = f" batch {attempt}" if attempt else ""
-        groups = self._collect(
-            _Job(f"train{again}", step, version, params, self._config.train.group_size), prompts, refresh
-        )
+        job = _SamplingJob(f"train{again}", step, version, params, num_samples=self._config.train.group_size)
+        groups = self._collect(job, prompts, refresh)
         if not self._config.algorithm.needs_greedy_response:
             return groups
-        # After the others and not among them: one greedy request (a top-k of 1) moves SGLang's whole batch to another sampling
-        # routine, which draws other tokens from the same seeds.
-        greedy = self._collect(_Job(f"greedy{again}", step, version, params.greedy(), 1), prompts, refresh)
+        # After the others and not among them: one greedy request (a top-k of 1) moves SGLang's whole batch to another
+        # sampling routine, which draws other tokens from the same seeds.
+        job = _SamplingJob(f"greedy{again}", step, version, params.greedy(), num_samples=1)
+        greedy = self._collect(job, prompts, refresh)
         return [
             replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0]) for g, b in zip(groups, greedy, strict=True)
         ]
@@ -99,30 +104,41 @@ class RolloutSource:
         max_tokens: int,
         refresh: Refresh,
     ) -> list[RolloutGroup]:
-        """This rank's share of `num_samples` responses to each prompt, with the same seeds at every evaluation."""
+        """Collective. Returns this rank's share of `num_samples` responses to each prompt, with the same seeds always.
+
+        max_tokens: limit of a response. Raises LeaderError on every rank.
+        """
         stops = SamplingParams.of(self._config.sampling)
         params = SamplingParams(temperature, max_tokens, stop_token_ids=stops.stop_token_ids, stop=stops.stop)
-        return self._collect(_Job("evaluate", 0, version, params, num_samples), prompts, refresh)
+        job = _SamplingJob("evaluate", 0, version, params, num_samples)
+        return self._collect(job, prompts, refresh)
 
-    def _collect(self, job: "_Job", prompts: Sequence[Prompt], refresh: Refresh) -> list[RolloutGroup]:
+    def _collect(self, job: "_SamplingJob", prompts: Sequence[Prompt], refresh: Refresh) -> list[RolloutGroup]:
         mesh, total = self._mesh, len(prompts)
         first, last = total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
-        share = _places(prompts)[first:last]
-        work = _Background(lambda: self._sample_share(job, share)) if mesh.is_leader else None
-        try:
-            self._wait(work, job, refresh)
-        except BaseException:
+        share = _slots(prompts)[first:last]
+        work = _Background(self._sample_share(job, share)) if mesh.is_leader else None
+        with ExitStack() as stack:
             if work is not None:
-                work.cancel()
-            raise
-        return mesh.from_leader(lambda: work.future.result(), f"rollout of {job}")
+                stack.callback(work.cancel)
+            self._wait(work, job, refresh)
 
-    def _wait(self, work: "_Background | None", job: "_Job", refresh: Refresh) -> None:
-        """Meet the other ranks until every leader is done; refresh engines together on the way. Raises LeaderError."""
+        def result() -> list[RolloutGroup]:
+            assert work is not None, "asked of leaders only"
+            return work.future.result()
+
+        return mesh.from_leader(result, f"rollout of {job}")
+
+    def _wait(self, work: "_Background | None", job: "_SamplingJob", refresh: Refresh) -> None:
+        """Meets the other ranks until every leader is done, and refreshes engines together with them.
+
+        Raises LeaderError.
+        """
         self._last_answer = time.monotonic()
         pause_s = _FIRST_POLL_S
         while True:
-            error, stale, lost_hosts = "", [], 0
+            error, lost_hosts = "", 0
+            stale: list[str] = []
             done = work is None or work.future.done()
             if done and work is not None and (exc := work.future.exception()) is not None:
                 error = f"rank {self._mesh.rank}, rollout of {job}: {type(exc).__name__}: {exc}"
@@ -137,48 +153,48 @@ class RolloutSource:
             if lost_hosts > self._lost_hosts:
                 self._lost_hosts = lost_hosts
                 if work is not None:
-                    work.soon(lambda: self._client and self._client.ask_again())
+                    work.soon(self._ask_again)
             if num_stale:
-                refresh(self._from_main(stale))
+                refresh(self._mesh.from_main(partial(list, stale), "naming stale engines"))
                 self._last_answer = time.monotonic()
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
 
+    def _ask_again(self) -> None:
+        if self._client is not None:
+            self._client.ask_again()
+
     def _look_at_engines(self, version: int) -> tuple[str, list[str], int]:
-        """On the main rank: (what is wrong with the service, engines that live with other weights, hosts lost so far)."""
+        """Returns what is wrong with the service, which live engines hold other weights, and the hosts lost so far."""
         try:
             status = self._control.healthy_status()
         except ServiceUnreachable as exc:
             silent_s = time.monotonic() - self._last_answer
             return (f"{exc} (silent for {silent_s:.0f} s)" if silent_s > _UNREACHABLE_S else ""), [], 0
-        except RuntimeError as exc:  # ServiceFailed: it says why
+        except ServiceFailed as exc:
             return str(exc), [], 0
         self._last_answer = time.monotonic()
         return "", [engine.id for engine in status.engines if _needs_weights(engine, version)], status.lost_hosts
 
     def _agree(self, *values: int) -> list[int]:
-        """The largest of each value over the world."""
+        """Collective. Returns the largest of each value over all ranks."""
         if self._mesh.world_size == 1:
             return [int(value) for value in values]
         tensor = torch.tensor([int(value) for value in values], device=self._mesh.device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    def _from_main(self, engine_ids: list[str]) -> list[str]:
-        if self._mesh.world_size == 1:
-            return engine_ids
-        box = [engine_ids]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+    async def _sample_share(self, job: "_SamplingJob", share: list["_PromptSlot"]) -> list[RolloutGroup]:
+        """Returns all groups of this leader, in order.
 
-    async def _sample_share(self, job: "_Job", share: list["_Place"]) -> list[RolloutGroup]:
-        """All groups of this leader, in order. Raises GenerationFailed, also at the deadline, naming what is missing."""
+        Raises GenerationFailed, which names what is missing at the deadline.
+        """
         rollout = self._config.rollout
         status = self._control.status()
         in_flight = max(1, len(status.engines) * rollout.max_running_requests // self._mesh.dp_size)
         async with GenerationClient(status.router, self._control.api_key, self._retry, in_flight) as client:
             self._client = client
-            tasks = [asyncio.create_task(self._sample_group(client, job, place)) for place in share]
+            tasks = [asyncio.create_task(self._sample_group(client, job, slot)) for slot in share]
             try:
                 async with asyncio.timeout(rollout.step_timeout_s):
                     return list(await asyncio.gather(*tasks))
@@ -197,13 +213,13 @@ class RolloutSource:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample_group(self, client: GenerationClient, job: "_Job", place: "_Place") -> RolloutGroup:
-        answers = await asyncio.gather(*(self._sample(client, job, place, index) for index in range(job.num_samples)))
+    async def _sample_group(self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot") -> RolloutGroup:
+        answers = await asyncio.gather(*(self._sample(client, job, slot, index) for index in range(job.num_samples)))
         samples, outcomes = zip(*answers, strict=True)
-        return RolloutGroup(place.group_id, place.prompt, samples, outcomes)
+        return RolloutGroup(slot.group_id, slot.prompt, samples, outcomes)
 
     def waiting(self) -> str:
-        """What this rank's samples wait for at present, "" for nothing. From any thread."""
+        """Returns what this rank's samples wait for at present, "" for nothing. May be called from any thread."""
         by_owner: dict[str, list[int]] = {}
         for (_, prompt, _), owner in sorted(dict(self._pending).items()):
             by_owner.setdefault(owner, []).append(prompt)
@@ -213,19 +229,20 @@ class RolloutSource:
         )
 
     async def _sample(
-        self, client: GenerationClient, job: "_Job", place: "_Place", index: int
+        self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot", index: int
     ) -> tuple[Sample, Outcome]:
-        key = place.group_id, place.prompt.id, index
+        assert self._grader is not None, "leaders alone sample"
+        key = slot.group_id, slot.prompt.id, index
         self._pending[key] = "the engines"
         try:
-            sample = await self._respond(client, job, place, index)
+            sample = await self._respond(client, job, slot, index)
             self._pending[key] = "the grader"
-            return sample, await asyncio.wrap_future(self._grader.submit(place.prompt, sample.text))
+            return sample, await asyncio.wrap_future(self._grader.submit(slot.prompt, sample.text))
         finally:
             del self._pending[key]
 
-    async def _respond(self, client: GenerationClient, job: "_Job", place: "_Place", index: int) -> Sample:
-        prompt, purpose_of_all = place.prompt, f"{job.purpose} again {place.again}" if place.again else job.purpose
+    async def _respond(self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot", index: int) -> Sample:
+        prompt, purpose_of_all = slot.prompt, f"{job.purpose} again {slot.again}" if slot.again else job.purpose
 
         def turn(number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> Awaitable[Response]:
             purpose = f"{purpose_of_all} turn {number}" if number else purpose_of_all
@@ -241,51 +258,56 @@ class RolloutSource:
             response, loss_mask = await turn(0, (), ()), None
         else:
             response, loss_mask = await respond_with_tool(turn, self._tool, self._decode, job.params.max_tokens)
-        text = self._decode(response.token_ids)
         return Sample(
-            index, response.token_ids, response.logprobs, response.finish_reason, job.version, text, loss_mask
+            index=index,
+            token_ids=response.token_ids,
+            logprobs=response.logprobs,
+            finish_reason=response.finish_reason,
+            weight_version=job.version,
+            text=self._decode(response.token_ids),
+            loss_mask=loss_mask,
         )
 
 
 @dataclass(frozen=True)
-class _Place:
-    """One group to sample."""
+class _PromptSlot:
+    """Holds a prompt's place in its batch, for which a group is sampled."""
 
     group_id: int
     prompt: Prompt
     again: int  # how often the prompt has come before in the same batch; part of its seeds
 
 
-def _places(prompts: Sequence[Prompt]) -> list[_Place]:
+def _slots(prompts: Sequence[Prompt]) -> list[_PromptSlot]:
     seen: Counter[int] = Counter()
-    found = []
+    slots = []
     for group_id, prompt in enumerate(prompts):
-        found.append(_Place(group_id, prompt, seen[prompt.id]))
+        slots.append(_PromptSlot(group_id, prompt, seen[prompt.id]))
         seen[prompt.id] += 1
-    return found
+    return slots
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What to sample: the same for every prompt of one call."""
+class _SamplingJob:
+    """Holds what one call asks for: the same for every prompt."""
 
     purpose: str  # part of every seed
     step: int
-    version: int
+    version: int  # of the weights that sample
     params: SamplingParams
-    num_samples: int
+    num_samples: int  # responses to each prompt
 
     def __str__(self) -> str:
         return f"{self.purpose} step {self.step}, weights {self.version}"
 
 
 class _Background:
-    """A coroutine in an event loop of its own thread, so that this thread can take part in collectives meanwhile."""
+    """Runs a coroutine in an event loop of its own thread; this thread can take part in collectives meanwhile."""
 
-    def __init__(self, make: Callable):
-        self.future: Future = Future()
+    def __init__(self, work: Coroutine[Any, Any, list[RolloutGroup]]):
+        self.future: Future[list[RolloutGroup]] = Future()
         self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(make())
+        self._task = self._loop.create_task(work)
         self._thread = threading.Thread(target=self._run, daemon=True, name="rollout")
         self._thread.start()
 
@@ -298,11 +320,15 @@ class _Background:
             self._loop.close()
 
     def soon(self, call: Callable[[], object]) -> None:
-        """Run `call` in the coroutine's thread, between two of its steps; nothing when it has ended."""
+        """Runs `call` in the coroutine's thread, between two of its steps.
+
+        Does nothing when the coroutine has ended.
+        """
         with suppress(RuntimeError):  # its loop was closed a moment ago
             self._loop.call_soon_threadsafe(call)
 
     def cancel(self) -> None:
+        """Ends the coroutine, if it still runs, and its thread."""
         self.soon(self._task.cancel)
         self._thread.join(_CANCEL_S)
 

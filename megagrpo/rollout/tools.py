@@ -1,67 +1,55 @@
 """Tools that a model calls in the middle of a response, so that the response has several turns.
 
-The model's tokens and the tool's alternate; the tool's get loss mask 0 and log-probability 0. Token ids are kept as they were
-sampled and put in: every turn continues the very ids of the turns before it. A tool that raises ends the run with its reason.
+The model's tokens alternate with the tool's, which have loss mask 0 and log-probability 0. Token ids are kept as they
+were sampled or inserted: every turn continues the very ids of the turns before it. A tool that raises ends the run,
+with the reason it gave.
 """
 
 import asyncio
-import difflib
-import importlib
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from megagrpo.config.schema import ToolConfig
 from megagrpo.rollout.generation import Response
-from megagrpo.tiny.arithmetic import exact_value
+from megagrpo.user_function import load_function
 
-ToolFunction = Callable[[str], str | None]
-Turn = Callable[[int, tuple[int, ...], tuple[int, ...]], Awaitable[Response]]
-_LAST_CALL = re.compile(r"<([^<>]*)>$")
+if TYPE_CHECKING:  # seconds to import, and it pulls in torch
+    from transformers import PreTrainedTokenizerBase
 
+ToolFunction = Callable[[str], str | None]  # (the response so far, as text) -> output, or None to end the response
 
-def calculator(text: str) -> str | None:
-    """The exact value of the expression between the last < and the > that ends the text; None when there is none."""
-    call = _LAST_CALL.search(text)
-    return exact_value(call.group(1)) if call else None
+BUILT_IN = {"calculator": "megagrpo.tiny.arithmetic:calculator"}
 
 
-BUILT_IN: dict[str, ToolFunction] = {"calculator": calculator}
+class Turn(Protocol):
+    """Samples one turn of a response."""
+
+    def __call__(self, number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> Awaitable[Response]:
+        """Continues the token ids `so_far` until a token of `stops` or of the experiment's own; turns count from 0."""
+        ...
 
 
 def load_tool(name: str) -> ToolFunction:
-    """A built-in tool or "package.module:function". ValueError when there is no such thing."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    module_name, colon, function_name = name.partition(":")
-    if not colon:
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(BUILT_IN)}"
-        raise ValueError(
-            f"sampling.tool.function {name!r} is unknown; {hint} (your own is written package.module:function)"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as exc:
-        hint = "; is its folder on PYTHONPATH?" if isinstance(exc, ModuleNotFoundError) else ""
-        problem = f"importing {module_name} failed: {type(exc).__name__}: {exc}{hint}"
-        raise ValueError(f"sampling.tool.function {name!r}: {problem}") from exc
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f"sampling.tool.function {name!r}: {module_name} has no function {function_name}")
-    return function
+    """Imports the tool `name`, a built-in or the user's own `package.module:function`. Raises ValueError."""
+    return load_function(name, BUILT_IN, "sampling.tool.function")
 
 
 @dataclass(frozen=True)
 class Tool:
+    """Holds a tool function and what it takes to call it from a response."""
+
     function: ToolFunction
-    encode: Callable[[str], Sequence[int]]
-    call_end: int  # token id
-    max_turns: int
+    encode: Callable[[str], Sequence[int]]  # text -> token ids
+    call_end: int  # token id that ends a call
+    max_turns: int  # sampled turns of one response
 
 
-def make_tool(config: ToolConfig, tokenizer) -> Tool:
-    """Raises ValueError for an unknown function, and when call_end is not exactly one token of the tokenizer."""
+def make_tool(config: ToolConfig, tokenizer: "PreTrainedTokenizerBase") -> Tool:
+    """Loads the tool of an experiment.
+
+    Raises ValueError for an unknown function, and when `call_end` is not exactly one token of the tokenizer.
+    """
 
     def encode(text: str) -> list[int]:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -72,7 +60,7 @@ def make_tool(config: ToolConfig, tokenizer) -> Tool:
     ids = encode(config.call_end)
     if len(ids) != 1:
         raise ValueError(
-            f"sampling.tool.call_end {config.call_end!r} is {len(ids)} tokens; it must be one, at which sampling can stop"
+            f"sampling.tool.call_end {config.call_end!r} is {len(ids)} tokens; it must be one, where sampling can stop"
         )
     return Tool(load_tool(config.function), encode, ids[0], config.max_turns)
 
@@ -80,10 +68,11 @@ def make_tool(config: ToolConfig, tokenizer) -> Tool:
 async def respond_with_tool(
     turn: Turn, tool: Tool, decode: Callable[[Sequence[int]], str], max_tokens: int
 ) -> tuple[Response, tuple[int, ...]]:
-    """The whole response, at most max_tokens with the tool's, and its loss mask.
+    """Samples a whole response and returns it with its loss mask: 1 on the model's tokens, 0 on the tool's.
 
-    turn(number, ids so far, more stop ids) samples one turn. A response that is cut by a limit, of tokens or of turns, has finish
-    reason "length"; the tool's output is never cut: where it leaves no room for another token the response ends before it.
+    max_tokens: limit of the response, the tool's tokens included. A response that is cut by a limit, of tokens or of
+    turns, has finish reason "length". The tool's output is never cut: where it leaves no room for another token, the
+    response ends before it.
     """
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -95,9 +84,8 @@ async def respond_with_tool(
             return Response(tokens, logprobs, said.finish_reason), mask
         if number + 1 == tool.max_turns:
             break
-        result = await asyncio.to_thread(
-            tool.function, decode(tokens)
-        )  # a slow tool must not hold up the other samples
+        # In a thread: a slow tool must not hold up the other samples.
+        result = await asyncio.to_thread(tool.function, decode(tokens))
         if result is None:
             return Response(tokens, logprobs, "stop"), mask
         ids = tuple(tool.encode(result))

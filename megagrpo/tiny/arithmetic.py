@@ -1,9 +1,20 @@
 """Exact values of arithmetic expressions: what the tiny tasks call the right answer, and what the calculator tool says."""
 
 import ast
+import re
 from fractions import Fraction
 
 _MAX_PLACES = 12  # after the decimal point
+_LAST_CALL = re.compile(r"<([^<>]*)>$")
+
+
+def calculator(text: str) -> str | None:
+    """Returns the exact value of the expression between the last < and the > that ends `text`; None when there is none.
+
+    The built-in tool of that name (sampling.tool.function).
+    """
+    call = _LAST_CALL.search(text)
+    return exact_value(call.group(1)) if call else None
 
 
 def exact_value(expression: str) -> str | None:

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.mesh import make_mesh
-from megagrpo.batching.microbatch import plan
+from megagrpo.batching.microbatch import plan_micro_batches
 from megagrpo.batching.balance import update_of_group
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
@@ -51,7 +51,7 @@ def run_rank(rank: int, folder, results) -> None:
         shapes = []
         for update in range(num_updates):
             rows = [r for r, g in enumerate(batch.group_ids.tolist()) if update_of_group(g, batch.num_groups, num_updates) == update]
-            micros = plan(batch, rows, chance.randint(20, 80), packed, layout, mesh)
+            micros = plan_micro_batches(batch, rows, chance.randint(20, 80), packed, layout, mesh)
             assert sorted(r for m in micros for r in m.members.tolist()) == rows
             shapes.append([tuple(m.tokens.shape) for m in micros])
         tokens = [row[:n].tolist() for row, n in zip(batch.tokens, batch.lengths.tolist(), strict=True)]

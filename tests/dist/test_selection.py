@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,7 +34,8 @@ class Source:
     def next(self, step: int, prompts: Sequence[Prompt], version: int, refresh, attempt: int) -> list[RolloutGroup]:
         assert step == version
         self.asked.append((step, attempt, [prompt.id for prompt in prompts]))
-        first, last = (len(prompts) * place // self.mesh.dp_size for place in (self.mesh.dp_rank, self.mesh.dp_rank + 1))
+        rank, size = self.mesh.dp_rank, self.mesh.dp_size
+        first, last = len(prompts) * rank // size, len(prompts) * (rank + 1) // size
         return [self.group(i, prompts[i], version) for i in range(first, last)]
 
     def group(self, group_id: int, prompt: Prompt, version: int) -> RolloutGroup:
@@ -59,12 +61,14 @@ def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
     source, steps = Source(mesh), []
     while state.step < num_steps:
         metrics = Metrics()
-        chosen = next_groups(source, PROMPTS, state, experiment(), mesh, None, metrics)
-        state.step += 1
-        checkpoint.save(folder, TrainState(**{**vars(state), "surplus": gather_surplus(state.surplus, mesh)}), {}, 9, lambda _: None, mesh)
-        parts = [group for part in mesh.gather_dp(chosen) for group in part]
+        taken = next_groups(source, PROMPTS, state, experiment(), mesh, None, metrics)
+        state = TrainState(step=state.step + 1, data_cursor=taken.data_cursor, surplus=taken.surplus)
+        saved = replace(state, surplus=gather_surplus(state.surplus, mesh))
+        checkpoint.save(folder, saved, {}, 9, lambda _: None, mesh)
+        parts = [group for part in mesh.gather_dp(taken.groups) for group in part]
         surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
-        steps.append({"chosen": parts, "surplus": surplus, "cursor": state.data_cursor, "metrics": metrics.reduced(mesh.reduce)})
+        numbers = metrics.reduced(mesh.reduce)
+        steps.append({"chosen": parts, "surplus": surplus, "cursor": state.data_cursor, "metrics": numbers})
     return steps
 
 
@@ -110,7 +114,8 @@ def test_selection_does_not_depend_on_the_layout(tmp_path, world):
     mp.spawn(rank_main, args=(world, tmp_path / "parts", NUM_STEPS), nprocs=world)
     resumed = torch.load(tmp_path / "parts" / "steps.pt", weights_only=False)
     for one, many in zip(whole[2:], resumed, strict=True):
-        assert many["chosen"] != [] and by_id(many["chosen"]) == one["chosen"] and by_id(many["surplus"]) == one["surplus"]
+        assert many["chosen"] != [] and by_id(many["chosen"]) == one["chosen"]
+        assert by_id(many["surplus"]) == one["surplus"]
         assert many["cursor"] == one["cursor"] and many["metrics"] == one["metrics"]
 
 
@@ -123,9 +128,12 @@ def test_surplus_comes_back_from_a_checkpoint_as_it_was(tmp_path):
 
 def test_too_few_groups_is_an_error_that_says_what_to_do():
     source, state = Source(alone(), always_alike=True), TrainState()
-    with pytest.raises(RuntimeError, match=r"3 batches of 4 prompts .*max_num_gen_batches.* 0 of 4 groups .* 12 of 12 groups were dropped"):
+    said = r"3 batches of 4 prompts .*max_num_gen_batches.* 0 of 4 groups .* 12 of 12 groups were dropped"
+    with pytest.raises(RuntimeError, match=said):
         next_groups(source, PROMPTS, state, experiment(max_num_gen_batches=3), alone(), None, Metrics())
-    assert [attempt for _, attempt, _ in source.asked] == [0, 1, 2] and state.data_cursor == 12
+    assert [attempt for _, attempt, _ in source.asked] == [0, 1, 2] and state == TrainState(), (
+        "a step that fails leaves the state as it was"
+    )
 
 
 def test_shaped_rewards_can_tell_groups_apart():
@@ -141,11 +149,12 @@ def test_shaped_rewards_can_tell_groups_apart():
 
     class Lengths(Source):
         def group(self, group_id, prompt, version):
-            samples = tuple(Sample(i, (5,) * (2 + prompt.id % 2 * i), (-0.1,) * 5, "stop", version, "") for i in range(2))
+            lengths = (2, 2 + prompt.id % 2)
+            samples = tuple(Sample(i, (5,) * n, (-0.1,) * 5, "stop", version, "") for i, n in enumerate(lengths))
             return RolloutGroup(group_id, prompt, samples, (Outcome("score", 1.0),) * 2)
 
     chosen = next_groups(Lengths(alone()), PROMPTS, TrainState(), config, alone(), None, Metrics())
-    assert [g.prompt.id % 2 for g in chosen] == [1] * WANTED
+    assert [g.prompt.id % 2 for g in chosen.groups] == [1] * WANTED
 
 
 def test_without_dynamic_sampling_the_step_is_the_next_prompts():
@@ -153,7 +162,8 @@ def test_without_dynamic_sampling_the_step_is_the_next_prompts():
     config = config.model_copy(update={"algorithm": type(config.algorithm)()})
     source, state, metrics = Source(alone()), TrainState(), Metrics()
     for step in range(2):
-        state.step = step
-        groups = next_groups(source, PROMPTS, state, config, alone(), None, metrics)
-        assert [g.prompt for g in groups] == PROMPTS.batch(step * WANTED, WANTED, 0) and state.data_cursor == (step + 1) * WANTED
+        taken = next_groups(source, PROMPTS, state, config, alone(), None, metrics)
+        assert [g.prompt for g in taken.groups] == PROMPTS.batch(step * WANTED, WANTED, 0)
+        assert taken.data_cursor == (step + 1) * WANTED
+        state = TrainState(step=step + 1, data_cursor=taken.data_cursor)
     assert metrics.reduced(alone().reduce) == {} and [attempt for _, attempt, _ in source.asked] == [0, 0]

@@ -170,7 +170,7 @@ def test_both_transports_put_the_same_weights_into_both(trainer):
 def test_nobody_is_heard_without_the_key(trainer):
     control, run_dir = trainer.service.control, trainer.service.run_dir
     engine, router = control.engines()[0].url, control.status().router
-    calls = [("GET", f"{control.url}/status"), ("POST", f"{control.url}/shutdown"), ("POST", f"{engine}/generate")]
+    calls = [("GET", f"{control.url}/status"), ("POST", f"{control.url}/engines"), ("POST", f"{engine}/generate")]
     calls += [
         ("POST", f"{engine}/update_weights_from_tensor"),
         ("GET", f"{engine}/server_info"),

@@ -23,7 +23,7 @@ def sample(service: RunningService, tool: Tool | None) -> list[tuple[Prompt, Sam
         "sampling": {"max_response_tokens": MAX_TOKENS},
     }
     config, mesh = ExperimentConfig.model_validate(values), make_mesh(0, 1, torch.device("cpu"), 60.0)
-    source = RolloutSource(config, mesh, service.control, LengthGrader(), tokenizer.decode, tool)
+    source = RolloutSource(config, mesh, service.control, LengthGrader(), tokenizer.decode, tool=tool)
     prompts = [Prompt(i, "", ids, "") for i, ids in enumerate(PROMPTS)]
     return [(group.prompt, s) for group in source.next(0, prompts, 0, refresh=None) for s in group.samples]
 

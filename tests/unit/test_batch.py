@@ -1,7 +1,8 @@
-"""Samples to a Batch, a Batch to micro-batches, positions to targets, on one data-parallel rank (several: dist/test_actor_batches.py)."""
+"""Samples to a Batch, a Batch to micro-batches, positions to targets, on one rank (more: dist/test_actor_batches.py)."""
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.batching.batch import build_batch, shuffle_rewards
-from megagrpo.batching.microbatch import plan, targets
+from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
@@ -120,7 +121,8 @@ LAYOUTS = st.sampled_from(
 def test_every_token_is_in_one_micro_batch_and_none_is_above_the_budget(shapes, budget: int, packed: bool, sizes: dict):
     batch, layout = batch_of(shapes), ParallelConfig(**sizes)
     by_rank = [
-        plan(batch, range(len(batch.tokens)), budget, packed, layout, ALONE, cp_rank) for cp_rank in range(layout.cp)
+        plan_micro_batches(batch, range(len(batch.tokens)), budget, packed, layout, ALONE, cp_rank)
+        for cp_rank in range(layout.cp)
     ]
     seen = torch.zeros_like(batch.tokens)
     for micros in by_rank:
@@ -156,7 +158,7 @@ def check_micro_batch(micro: MicroBatch, batch: Batch, budget: int, packed: bool
         assert (
             bounds[0] == 0
             and bounds[-1] == width * layout.cp
-            and micro.max_seqlen == max(b - a for a, b in zip(bounds, bounds[1:]))
+            and micro.max_seqlen == max(b - a for a, b in pairwise(bounds))
         )
     else:
         assert micro.cu_seqlens is None
@@ -169,7 +171,7 @@ def test_targets_are_the_trained_tokens_each_from_the_position_before(
     batch, layout = batch_of(shapes, masks=masks), ParallelConfig(**sizes)
     found = torch.zeros_like(batch.loss_mask)
     for cp_rank in range(layout.cp):
-        for micro in plan(batch, range(len(batch.tokens)), budget, packed, layout, ALONE, cp_rank):
+        for micro in plan_micro_batches(batch, range(len(batch.tokens)), budget, packed, layout, ALONE, cp_rank):
             flat, rows, columns = targets(micro, batch)
             assert torch.equal(micro.rows.flatten()[flat], rows) and torch.equal(
                 micro.columns.flatten()[flat] + 1, columns
@@ -183,7 +185,7 @@ def test_targets_are_the_trained_tokens_each_from_the_position_before(
 def test_no_sample_gives_a_dummy_micro_batch(packed: bool, sizes: dict):
     """A rank without samples still takes part in every collective of the others."""
     batch = batch_of([(2, [3])])
-    micros = plan(batch, [], 10, packed, ParallelConfig(**sizes), ALONE)
+    micros = plan_micro_batches(batch, [], 10, packed, ParallelConfig(**sizes), ALONE)
     for micro in micros:
         assert micro.tokens.shape[1] > 0 and (micro.rows == -1).all()
         assert all(len(t) == 0 for t in targets(micro, batch))

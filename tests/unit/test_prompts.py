@@ -76,7 +76,7 @@ def test_bad_lines_are_named_by_file_and_line(tmp_path, tokenizer, lines, said):
 def test_bad_files(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"missing.jsonl: no such file"):
         load_prompts(DataConfig(path=str(tmp_path / "missing.jsonl")), tokenizer)
-    with pytest.raises(ValueError, match="jsonl or .parquet, not .csv"):
+    with pytest.raises(ValueError, match=r"jsonl or \.parquet, not \.csv"):
         load_prompts(DataConfig(path=write(tmp_path / "a.csv", [])), tokenizer)
     with pytest.raises(ValueError, match="not a readable parquet file"):
         load_prompts(DataConfig(path=write(tmp_path / "a.parquet", ["x" * 100])), tokenizer)
@@ -109,7 +109,7 @@ def test_templates(tmp_path, tokenizer):
     )
     several = DataConfig(path=write(tmp_path / "m.jsonl", [messages]), chat_template=True)
     assert load_prompts(several, templated).prompts[0].text == "<user>hi#<assistant>yo#>"
-    with pytest.raises(ValueError, match="m.jsonl:1: 'prompt' should be a text"):
+    with pytest.raises(ValueError, match=r"m\.jsonl:1: 'prompt' should be a text"):
         load_prompts(DataConfig(path=several.path), templated)
 
 

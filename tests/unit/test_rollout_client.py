@@ -179,9 +179,9 @@ def test_service_that_gave_up_ends_the_wait():
 
 
 def test_unreachable_service_is_a_clear_error(tmp_path):
-    with pytest.raises(ServiceUnreachable, match="no rollout service answers at http://127.0.0.1:9.*megagrpo serve"):
+    with pytest.raises(ServiceUnreachable, match=r"no rollout service answers at http://127.0.0.1:9.*megagrpo serve"):
         ServiceControl("http://127.0.0.1:9", "key").engines()
-    with pytest.raises(ServiceUnreachable, match="service.json did not appear in 0 s"):
+    with pytest.raises(ServiceUnreachable, match=r"service\.json did not appear in 0 s"):
         find_service(tmp_path)
     with running(FakeService()) as service:
         source = make_source(service)

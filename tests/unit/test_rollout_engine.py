@@ -24,7 +24,7 @@ def config(**rollout) -> ExperimentConfig:
 
 def options(command: list[str]) -> dict[str, str | None]:
     """Flag -> its value, None for a switch."""
-    words = command[3:] + ["--"]
+    words = [*command[3:], "--"]
     return {
         w: None if words[i + 1].startswith("--") else words[i + 1]
         for i, w in enumerate(words[:-1])
@@ -116,7 +116,7 @@ except NotImplementedError as exc: print(kernel.__name__, other(), exc, triton.c
 
 
 def murmur3(data: bytes) -> int:
-    """MurmurHash3_x86_32 with seed 0, for whole blocks of four bytes; from the published algorithm, in plain integers."""
+    """MurmurHash3_x86_32 with seed 0, for whole blocks of four bytes, from the published algorithm, in integers."""
     state = 0
     for i in range(0, len(data), 4):
         k = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & 0xFFFFFFFF

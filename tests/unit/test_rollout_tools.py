@@ -1,4 +1,4 @@
-"""Responses of several turns: what is sent, what is masked, what the mathematics makes of it, over a real HTTP server."""
+"""Responses of several turns over real HTTP: what is sent, what is masked, what the mathematics makes of it."""
 
 import asyncio
 from concurrent.futures import Future
@@ -15,7 +15,8 @@ from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.generation import Response, sample_seed
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.rollout.tools import Tool, calculator, load_tool, make_tool, respond_with_tool
+from megagrpo.rollout.tools import Tool, load_tool, make_tool, respond_with_tool
+from megagrpo.tiny.arithmetic import calculator
 from megagrpo.tiny.model import character_tokenizer
 from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample
 
@@ -61,7 +62,7 @@ def respond(*turns: dict, max_tokens: int = 32, **tool) -> tuple[Sample, list[di
     with running(FakeService(version=3, script=list(turns))) as service:
         grader, made = Grader(), make_tool(config.sampling.tool, TOKENIZER)
         decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
-        source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), grader, decode, made)
+        source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), grader, decode, tool=made)
         [group] = source.next(7, [PROMPT], 3, refresh=None)
         assert not service.script, "turns that were never asked for"
         return group.samples[0], service.requests, grader.texts[0]
@@ -111,7 +112,7 @@ def test_a_tool_that_fails_ends_the_step_with_its_reason():
             return Response(tuple(ids("<1>")), (0.0,) * 3, "stop")
 
         with pytest.raises(
-            (ZeroDivisionError, ValueError), match="division by zero|does not know every character of 'é'"
+            (ZeroDivisionError, ValueError), match=r"division by zero|does not know every character of 'é'"
         ):
             asyncio.run(respond_with_tool(turn, tool, TOKENIZER.decode, 20))
     with pytest.raises(LeaderError, match="KeyError"):
@@ -153,7 +154,7 @@ def test_calculator(text, said):
 
 
 def test_masked_tokens_reach_neither_the_statistics_nor_the_loss_and_credit_passes_them():
-    """Three responses with tool output, against the same ones with the output cut out: the same advantages on the same tokens."""
+    """Three responses with tool output, against the same ones with it cut out: the same advantages on them."""
     texts = [("<1+1>", "2", "=2"), ("<2+3>", "5", "=5"), ("<9*9>", "81", "=1")]
     algorithms = {
         "returns": AlgorithmConfig(advantage={"name": "reinforce_plus_plus"}),

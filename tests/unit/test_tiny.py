@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
 from megagrpo.config.schema import DatasetConfig, TinyModelConfig
-from megagrpo.rollout.tools import calculator
-from megagrpo.tiny.arithmetic import exact_value
+from megagrpo.tiny.arithmetic import calculator, exact_value
 from megagrpo.tiny.datasets import make_dataset
 from megagrpo.tiny.model import character_tokenizer, make_tiny_model
 

@@ -1,7 +1,7 @@
 """Python runs this file in every process that has its folder on PYTHONPATH: an engine and the processes it starts.
 
-It loads nothing heavy. It repairs a module the moment that module is imported: REPAIRS says which, each function says why.
-Written against sglang 0.5.21 and torch 2.13.0.
+It loads nothing heavy. It repairs a module the moment that module is imported: REPAIRS says which, each function says
+why. Written against sglang 0.5.21 and torch 2.13.0.
 """
 
 import importlib.abc
@@ -60,7 +60,7 @@ def skip_remote_experts(module) -> None:
 
 
 def allow_deterministic_attention(module) -> None:
-    """torch_native attends one sequence at a time, which is batch-invariant, but is not in the list of those that are."""
+    """Adds torch_native, which attends one sequence at a time, to the list of batch-invariant backends."""
     module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
 
 

@@ -1,1 +1,4 @@
-"""The rollout service: Ray places engines, a supervisor watches each, sglang-router stands in front. The only package that imports ray."""
+"""The rollout service: Ray places engines, a supervisor watches each, sglang-router stands in front.
+
+No other package imports ray.
+"""

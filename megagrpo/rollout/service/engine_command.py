@@ -1,4 +1,4 @@
-"""How one SGLang engine is started: command line and environment as pure functions of the experiment.
+"""The command line and the environment of one SGLang engine, as pure functions of the experiment.
 
 An engine is one model replica of `rollout.tp` ranks over `rollout.nodes_per_engine` nodes; each node runs one server
 process, the first one answers HTTP.
@@ -18,7 +18,7 @@ _MAX_CPU_THREADS = 4  # of a rank: a small model gets slower with more
 
 @dataclass(frozen=True)
 class Place:
-    """Where one node of an engine runs."""
+    """Says where one node of an engine runs."""
 
     node_rank: int
     bind_host: str  # interface to listen on
@@ -29,9 +29,9 @@ class Place:
 
 
 def engine_command(config: ExperimentConfig, place: Place) -> list[str]:
-    """The command of one server process."""
+    """Returns the command of one server process."""
     rollout = config.rollout
-    options = {
+    options: dict[str, str | int | float] = {
         "--model-path": config.model.path,
         "--tokenizer-path": config.model.tokenizer or config.model.path,
         "--host": place.bind_host,
@@ -73,7 +73,7 @@ def engine_command(config: ExperimentConfig, place: Place) -> list[str]:
 
 
 def engine_environment(config: ExperimentConfig, place: Place) -> dict[str, str]:
-    """Variables to set for one server process."""
+    """Returns the variables to set for one server process."""
     env = {
         # /health would sample a token, which a paused engine cannot: an update of the weights would look like a death.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -98,5 +98,5 @@ def engine_environment(config: ExperimentConfig, place: Place) -> dict[str, str]
 
 
 def engine_python_path(place: Place) -> list[str]:
-    """Folders that come first on the server process's PYTHONPATH."""
+    """Returns the folders that come first on the server process's PYTHONPATH."""
     return [] if place.cuda else [str(CPU_SHIMS)]

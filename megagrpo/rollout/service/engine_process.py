@@ -1,7 +1,7 @@
 """The main program of an engine: SGLang's own server, with the API key taken from the environment.
 
-On a command line every user of the machine could read it, and SGLang writes its arguments into the log. The processes that
-SGLang starts import this file again, so nothing they write shows the key either.
+On a command line every user of the machine could read it, and SGLang writes its arguments into the log. The processes
+that SGLang starts import this file again, so nothing they write shows the key either.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import sys
 from megagrpo import environment
 
 _PR_SET_PDEATHSIG = 1
-_KEY = environment.get(environment.API_KEY)
+_KEY = environment.get(environment.API_KEY) or ""
 _make_record = logging.getLogRecordFactory()
 
 
@@ -32,7 +32,7 @@ if _KEY:
     logging.setLogRecordFactory(_without_key)
 
 if __name__ == "__mp_main__":
-    # SGLang ties its processes to the server as well, but only after imports that take long: one killed before left orphans.
+    # SGLang ties its processes to the server as well, but only after long imports: one killed before left orphans.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(1)

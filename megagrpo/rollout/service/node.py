@@ -1,9 +1,11 @@
-"""One node of one engine: a Ray actor that starts the SGLang server process on its machine and says how it is doing."""
+"""One node of one engine: a Ray actor that starts the SGLang server process on its machine and reports on it."""
 
 import os
 import random
 import socket
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 import psutil
 import ray
@@ -21,7 +23,10 @@ _CPU_GRACE_S = 0.5  # nothing to give back; SGLang alone would take 5 s to notic
 
 
 def own_address(host: str) -> str:
-    """The address of this machine that `rollout.host`, an address or the name of an interface, stands for. Raises ValueError."""
+    """Returns the address of this machine that `rollout.host` stands for, an address or the name of an interface.
+
+    Raises ValueError when it is neither.
+    """
     if host in LOOPBACK:
         return "127.0.0.1"
     interfaces = {
@@ -37,24 +42,27 @@ def own_address(host: str) -> str:
 
 
 def reachable_host(address: str) -> str:
-    """The address under which others reach a service of this machine that listens on `address`."""
+    """Returns the address under which others reach a service of this machine that listens on `address`."""
     return ray.util.get_node_ip_address() if address in _EVERYWHERE else address
 
 
 def loopback() -> str:
-    """Names the loopback interface that this process sees: equal for processes that can reach each other through it."""
+    """Returns a name of this process's loopback interface, equal for processes that reach each other through it."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the network interface with that address."""
+    """Returns the name of the network interface with that address."""
     found = psutil.net_if_addrs().items()
     return next((name for name, addresses in found if address in [a.address for a in addresses]), None)
 
 
 def free_port(bind_host: str) -> int:
-    """A port that nobody listens on. Not from the ephemeral range: an engine binds it seconds later, and by then some
-    outgoing connection could have it."""
+    """Returns a port that nobody listens on. Raises ValueError.
+
+    It is not from the ephemeral range: an engine binds it seconds later, and by then some outgoing connection could
+    have it.
+    """
     for port in random.sample(_PORTS, 200):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,41 +74,59 @@ def free_port(bind_host: str) -> int:
     raise ValueError(f"rollout.host {bind_host}: no free port among {len(_PORTS)}")
 
 
-@ray.remote
 class EngineNode:
-    """Lives as long as one incarnation of its engine; the server process dies with it, whatever ends it."""
+    """Holds one server process of one incarnation of an engine; the process dies with it, whatever ends it.
 
-    def __init__(self, config: ExperimentConfig, node_rank: int, cuda: bool, cores_share: int, api_key: str):
+    cores_share: server processes that share the CPU cores of this machine.
+    """
+
+    def __init__(self, config: ExperimentConfig, *, node_rank: int, cuda: bool, cores_share: int, api_key: str):
         self.config, self.node_rank, self.cuda, self.api_key = config, node_rank, cuda, api_key
         self.bind_address = own_address(config.rollout.host)
         self.num_cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
-        self.process = None
+        self.process: Popen[bytes] | None = None
 
     def address(self, service_loopback: str) -> tuple[str, int, int]:
-        """(host, port for HTTP, port for the engine's nodes to meet) of this node. Raises ValueError: the service cannot reach it."""
+        """Returns (host, port for HTTP, port where the engine's nodes meet) of this node.
+
+        Raises ValueError when the service, on the machine with that loopback, cannot reach it.
+        """
         if self.bind_address == "127.0.0.1" and loopback() != service_loopback:
             raise ValueError(
-                f"rollout.host {self.config.rollout.host} is not reachable from other machines, such as that of the service; "
-                "give the name of the private interface, such as eth0, which every machine looks up for itself"
+                f"rollout.host {self.config.rollout.host} is not reachable from other machines, such as that of the "
+                "service; give the name of the private interface, such as eth0, which every machine looks up for itself"
             )
         return reachable_host(self.bind_address), free_port(self.bind_address), free_port(self.bind_address)
 
     def start(self, port: int, rendezvous: str, log: str) -> int:
-        """Start the server process and return its pid. It is up when /health answers."""
-        place = Place(self.node_rank, self.bind_address, port, rendezvous, self.cuda, self.num_cores)
+        """Starts the server process and returns its pid. It is up when /health answers."""
+        place = Place(
+            node_rank=self.node_rank,
+            bind_host=self.bind_address,
+            port=port,
+            rendezvous=rendezvous,
+            cuda=self.cuda,
+            num_cores=self.num_cores,
+        )
         interface = interface_of(self.bind_address)
         # Between the ranks of an engine, and between them and the trainer, on the same interface as everything else.
-        network = {name: get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface}
+        names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
+        network = {name: get(name) or str(interface) for name in names}
         variables = engine_environment(self.config, place) | network | of_all_nccl_ranks() | {API_KEY: self.api_key}
         environment = child_environment(variables, engine_python_path(place))
         self.process = spawn(engine_command(self.config, place), environment, Path(log))
         return self.process.pid
 
     def exit_code(self) -> int | None:
-        """None while the server process runs; minus the signal that ended it, as in subprocess."""
+        """Returns None while the server process runs, and minus the signal that ended it, as in subprocess."""
+        assert self.process is not None, "asked before its start"
         return self.process.poll()
 
     def stop(self) -> None:
+        """Ends the server process and all that it started."""
         if self.process is not None:
             stop_tree(self.process.pid, _CUDA_GRACE_S if self.cuda else _CPU_GRACE_S)
             self.process.wait()
+
+
+EngineNodeActor: Any = ray.remote(EngineNode)  # Ray gives its actors methods that a type checker cannot see

@@ -5,15 +5,18 @@ import sys
 import time
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 import aiohttp
 
 from megagrpo.environment import API_KEY, child_environment
 from megagrpo.processes import spawn, stop_tree
+from megagrpo.rollout.control import bearer
 
-_START_S = 60.0
-_ADD_S = 60.0
-_ASK_AGAIN_S = 15.0
+_START_S = 60.0  # how long it may take to start
+_ADD_S = 60.0  # how long it may take to list an engine
+_ASK_AGAIN_S = 15.0  # before it is told of an engine once more
+_REQUEST_S = 10.0  # limit of one request to it
 _POLL_S = 0.1
 _WATCH_S = 0.5
 _MAX_RESTARTS = 5  # in a row: one that has run for _STEADY_S starts the count again
@@ -29,35 +32,36 @@ main()
 
 
 class RouterFailed(RuntimeError):
-    """The router did not start, or did not take a worker, in time."""
+    """Raised when the router did not start, or did not take an engine, in time."""
 
 
 class Router:
-    """The child process and the engines that it should know. `watch` makes the router's own list equal to that at all times:
-    after a restart, and after an engine came or went while the router could not be told."""
+    """Holds the router's process and the set of engines that it should know.
 
-    def __init__(self, bind_host: str, url: str, metrics_port: int, request_timeout_s: float, api_key: str, log: Path):
+    `watch` makes the router's own list equal to that set at all times: after a restart, and after an engine came or
+    went while the router could not be told.
+    """
+
+    def __init__(
+        self, *, bind_host: str, url: str, metrics_port: int, request_timeout_s: float, api_key: str, log: Path
+    ):
         self.url = url
         self._api_key, self._log = api_key, log
-        self._command = [sys.executable, "-c", _PROGRAM, "--host", bind_host, "--port", url.rpartition(":")[2]]
-        self._command += [
-            "--prometheus-host",
-            "127.0.0.1",
-            "--prometheus-port",
-            str(metrics_port),
-            "--log-level",
-            "warn",
-        ]
-        self._command += [
-            "--request-timeout-secs",
-            str(int(request_timeout_s) + 1),
-            "--worker-startup-check-interval",
-            "1",
-        ]
-        # Even load matters more than a shared prompt prefix: a step is as slow as its slowest engine.
-        self._command += ["--policy", "round_robin"]
+        options = {
+            "--host": bind_host,
+            "--port": url.rpartition(":")[2],
+            "--prometheus-host": "127.0.0.1",
+            "--prometheus-port": str(metrics_port),
+            "--log-level": "warn",
+            "--request-timeout-secs": str(int(request_timeout_s) + 1),
+            "--worker-startup-check-interval": "1",
+            # Even load matters more than a shared prompt prefix: a step is as slow as its slowest engine.
+            "--policy": "round_robin",
+        }
         # One judge of an engine's health and one place that retries: the supervisor and the trainers' client.
-        self._command += ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check"]
+        flags = ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check"]
+        words = [word for pair in options.items() for word in pair]
+        self._command = [sys.executable, "-c", _PROGRAM, *words, *flags]
         self._wanted: set[str] = set()
         self._asked: dict[str, float] = {}  # when the router was last told to take that engine
         self._process: Popen | None = None
@@ -65,7 +69,7 @@ class Router:
         self._restarts_in_a_row = self.restarts = 0
 
     async def start(self, http: aiohttp.ClientSession) -> None:
-        """Raises RouterFailed."""
+        """Starts the process; returns when it answers. Raises RouterFailed."""
         self._http = http
         direct = {"NO_PROXY": "*", "no_proxy": "*"}  # a cluster's web proxy does not know the engines
         self._process = spawn(self._command, child_environment(direct | {API_KEY: self._api_key}), self._log)
@@ -82,20 +86,18 @@ class Router:
         raise RouterFailed(f"sglang-router did not start in {_START_S:.0f} s, see {self._log}")
 
     async def watch(self) -> None:
-        """Start it again, at the same URL, whenever it ends or hangs. Raises RouterFailed when that does not help."""
+        """Starts it again, at the same URL, whenever it ends or hangs. Raises RouterFailed when that does not help."""
         answered = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
-            try:
-                await self._reconcile()
+            if await self._reconcile() is not None:
                 answered = time.monotonic()
-            except (aiohttp.ClientError, TimeoutError):
-                pass
-            if self._process.poll() is None and time.monotonic() - answered < _HUNG_S:
+            if self._process is not None and self._process.poll() is None and time.monotonic() - answered < _HUNG_S:
                 continue
             await self.stop()
             self.restarts += 1
-            self._restarts_in_a_row = 1 if time.monotonic() - self._started > _STEADY_S else self._restarts_in_a_row + 1
+            steady = time.monotonic() - self._started > _STEADY_S
+            self._restarts_in_a_row = 1 if steady else self._restarts_in_a_row + 1
             if self._restarts_in_a_row > _MAX_RESTARTS:
                 raise RouterFailed(f"sglang-router ended {self._restarts_in_a_row} times in a row, see {self._log}")
             print("sglang-router is gone: it is started again", flush=True)
@@ -103,30 +105,32 @@ class Router:
             await self.start(self._http)
             answered = time.monotonic()
 
-    async def add(self, engine_url: str) -> None:
-        """Returns when requests reach the engine; adding one that is there changes nothing. Raises RouterFailed."""
+    async def add(self, engine_url: str) -> str:
+        """Returns "" when requests reach the engine, else why they do not. Adding one that is there changes nothing."""
         self._wanted.add(engine_url)
         deadline = time.monotonic() + _ADD_S
         while engine_url in self._wanted and time.monotonic() < deadline:
-            try:
-                if engine_url in (await self._reconcile()):
-                    return
-            except (aiohttp.ClientError, TimeoutError):
-                pass  # `watch` starts it again
+            if engine_url in (await self._reconcile() or ()):
+                return ""
             await asyncio.sleep(_POLL_S)
-        raise RouterFailed(
-            f"sglang-router did not take the engine at {engine_url} within {_ADD_S:.0f} s, see {self._log}"
-        )
+        return f"sglang-router did not take the engine at {engine_url} within {_ADD_S:.0f} s, see {self._log}"
 
     async def remove(self, engine_url: str) -> None:
+        """Stops requests to the engine."""
         self._wanted.discard(engine_url)
-        try:
-            await self._reconcile()
-        except (aiohttp.ClientError, TimeoutError):
-            pass  # it is down or slow: `watch` will see to it
+        await self._reconcile()
 
-    async def _reconcile(self) -> set[str]:
-        """Tell the router who came and went; returns the engines that it sends requests to."""
+    async def _reconcile(self) -> set[str] | None:
+        """Tells the router who came and went; returns the engines that it sends requests to.
+
+        None when it is down or slow: `watch` will see to it.
+        """
+        try:
+            return await self._update_workers()
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+
+    async def _update_workers(self) -> set[str]:
         async with self._request("GET", "/workers") as answer:
             answer.raise_for_status()
             workers = {worker["url"]: worker for worker in (await answer.json())["workers"]}
@@ -142,13 +146,14 @@ class Router:
                 answer.raise_for_status()
         return {url for url, worker in workers.items() if worker["is_healthy"]} & self._wanted
 
-    def _request(self, method: str, path: str, body: dict | None = None):
-        headers = {"Authorization": f"Bearer {self._api_key}"}
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
         return self._http.request(
-            method, f"{self.url}{path}", json=body, headers=headers, timeout=aiohttp.ClientTimeout(total=10.0)
+            method, f"{self.url}{path}", json=body, headers=bearer(self._api_key), timeout=timeout
         )
 
     async def stop(self) -> None:
+        """Ends the process."""
         if self._process is not None:
             await asyncio.to_thread(stop_tree, self._process.pid, 0.5)  # its own grace is for other people's requests
             self._process.wait()

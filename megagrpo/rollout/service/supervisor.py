@@ -1,20 +1,24 @@
-"""The life of one engine: placed, started, watched, started again when it dies or hangs, until its budget is spent.
+"""Supervision of one engine: placed, started, watched, and started again, within a budget, when it dies or hangs.
 
     starting -> stale -> ready -> dead -> starting -> ...        ready -> draining -> gone
 
-`stale`: it answers, but nobody vouches for its weights: it has just started, or a trainer is writing into it. The trainer
-verifies and says so (`mark_ready`); only then does the router send it requests. Every start is a new incarnation, so a late
-word about the last one is not believed.
+`stale`: it answers, but nobody vouches for its weights: it has just started, or a trainer is writing into it. The
+trainer verifies them and reports so (`mark_ready`); only then does the router send it requests. Every start is a new
+incarnation, so a late report about the last one is not believed.
 
-Two questions tell whether it hangs, each with `rollout.health_timeout_s` of patience. /health is answered by the HTTP process
-alone, at once, whatever the engine does. /server_info goes through the scheduler, between two forward passes; it is asked of
-ready engines only, since a transfer of weights occupies the scheduler: there the trainer has deadlines of its own.
+Two questions tell whether it hangs, each with `rollout.health_timeout_s` of patience. /health is answered by the HTTP
+process alone, at once, whatever the engine does. /server_info goes through the scheduler, between two forward passes;
+it is asked of ready engines only, since a transfer of weights occupies the scheduler: there the trainer has deadlines
+of its own.
 """
 
 import asyncio
+import json
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import ray
@@ -22,65 +26,91 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.service.node import EngineNode, loopback
-from megagrpo.rollout.service.router import Router
+from megagrpo.rollout.control import bearer
+from megagrpo.rollout.service.node import EngineNodeActor, loopback
+from megagrpo.rollout.service.router import Router, RouterFailed
+from megagrpo.types import EngineInfo
 
-_WATCH_S = 1.0
+_WATCH_S = 1.0  # between two looks at the processes
 _DRAIN_POLL_S = 0.5
 _PLACE_POLL_S = 0.1
-_LOST_NODE_S = 30.0
+_START_POLL_S = 0.25
+_LOST_NODE_S = 30.0  # how long the actors of an engine may take to stop it
 _LOG_TAIL = 2000  # characters of the engine's log in an error
 
 
 class EngineDied(Exception):
-    """Why an incarnation ended."""
+    """Raised with the reason when an incarnation has ended or must end."""
 
 
 class StaleReport(ValueError):
-    """A trainer spoke about an incarnation that is not the present one."""
+    """Raised when a trainer reports about an engine or incarnation that is gone."""
 
 
 class SupervisedEngine:
-    """One engine under supervision. `run` is its life; the other methods are what trainers and people ask and say."""
+    """Keeps one engine running. `begin` starts its life; the other methods answer trainers and people.
 
-    def __init__(self, index: int, config: ExperimentConfig, cuda: bool, router: Router, api_key: str, log_dir: Path):
+    `state`, `url`, `incarnation` and so on mean what EngineInfo says. `lost_hosts`: machines lost under it so far.
+    `gave_up`: its budget of restarts is spent, for the reason in `reason`.
+    """
+
+    def __init__(
+        self, index: int, config: ExperimentConfig, *, cuda: bool, router: Router, api_key: str, log_dir: Path
+    ):
         self.id = f"engine-{index}"
-        self.state, self.url, self.pid = "starting", "", 0
+        self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
         self.incarnation = self.restarts = self.lost_hosts = 0
         self.weight_version: int | None = None
-        self.reason = ""  # of the last death
         self.gave_up = self._was_up = False
         self._config, self._cuda, self._router, self._api_key, self._log_dir = config, cuda, router, api_key, log_dir
         self._group: PlacementGroup | None = None
-        self._nodes: list = []
-        self._lost = asyncio.Event()
-        self._life: asyncio.Task | None = None
+        self._nodes: list[Any] = []  # Ray actors of type EngineNode
+        self._lost: asyncio.Future[None] | None = None  # done when a trainer has lost this incarnation
+        self._life: asyncio.Task[None] | None = None
 
-    def status(self) -> dict:
-        names = ("id", "url", "state", "weight_version", "incarnation", "restarts", "pid", "reason")
-        return {name: getattr(self, name) for name in names}
+    def status(self) -> dict[str, Any]:
+        """Returns the fields of EngineInfo."""
+        return asdict(
+            EngineInfo(
+                id=self.id,
+                url=self.url,
+                state=self.state,
+                weight_version=self.weight_version,
+                incarnation=self.incarnation,
+                restarts=self.restarts,
+                pid=self.pid,
+                reason=self.reason,
+            )
+        )
+
+    @property
+    def is_starting(self) -> bool:
+        """Tells whether it is about to answer, for the first time or again."""
+        return self.state == "starting" or (self.state == "dead" and not self.gave_up)
 
     def begin_update(self, incarnation: int) -> None:
-        """A trainer is about to write weights into it. Raises StaleReport."""
+        """Notes that a trainer is about to write weights into it. Raises StaleReport."""
         self._check_current(incarnation)
         self.state, self.weight_version = "stale", None
 
     async def mark_ready(self, incarnation: int, weight_version: int) -> None:
-        """The trainer has verified that this incarnation holds these weights: requests may come. Raises StaleReport."""
+        """Lets requests come: the trainer has verified that this incarnation holds `weight_version`.
+
+        Raises StaleReport, and RouterFailed when the router does not take it.
+        """
         self._check_current(incarnation)
-        try:
-            await self._router.add(self.url)
-        finally:
-            self._check_current(
-                incarnation
-            )  # it may have died while the router looked at it, which is then no failure of the router
+        problem = await self._router.add(self.url)
+        self._check_current(incarnation)  # it may have died meanwhile, which is no failure of the router
+        if problem:
+            raise RouterFailed(problem)
         self.state, self.weight_version = "ready", weight_version
 
     def lost(self, incarnation: int) -> None:
-        """A trainer could not finish an update of it: what it holds is unknown, so this incarnation ends."""
+        """Ends this incarnation: a trainer could not finish an update of it, so that what it holds is unknown."""
         if incarnation == self.incarnation and self.state in ("stale", "ready"):
             self.state, self.weight_version = "dead", None  # at once: the trainer's next look must not find it usable
-            self._lost.set()
+            if self._lost is not None and not self._lost.done():
+                self._lost.set_result(None)
 
     def _check_current(self, incarnation: int) -> None:
         if incarnation != self.incarnation or self.state not in ("stale", "ready"):
@@ -88,12 +118,14 @@ class SupervisedEngine:
                 f"{self.id} is incarnation {self.incarnation} and {self.state}; the report is about {incarnation}"
             )
 
-    def begin(self, http: aiohttp.ClientSession) -> asyncio.Task:
+    def begin(self, http: aiohttp.ClientSession) -> asyncio.Task[None]:
+        """Starts its life, a task that ends when the engine has given up."""
         self._life = asyncio.create_task(self._run(http))
         return self._life
 
     async def drain(self, http: aiohttp.ClientSession) -> None:
-        """Finish the requests that it has, take no other, and end. Returns when it has ended."""
+        """Lets it finish the requests that it has and take no other. Returns when it has ended."""
+        assert self._life is not None, "drained before its beginning"
         was_up = self.state in ("stale", "ready")
         self.state = "draining"  # before the first wait: no trainer may begin an update now
         self._life.cancel()
@@ -106,13 +138,18 @@ class SupervisedEngine:
         await self.stop()
 
     async def _run(self, http: aiohttp.ClientSession) -> None:
-        """Returns when the budget of restarts is spent, with `gave_up` set and the reason in `reason`."""
+        """Starts and watches incarnations. Returns when the budget of restarts is spent, with `gave_up` set."""
         while True:
             try:
                 await self._start(http)
                 await self._watch(http)
             except EngineDied as exc:
                 self.reason = str(exc)
+            except TimeoutError:  # of _ask
+                limit_s = self._config.rollout.start_timeout_s
+                self.reason = (
+                    f"a Ray actor of its nodes gave no answer within {limit_s:.0f} s (rollout.start_timeout_s)"
+                )
             except ray.exceptions.RayTaskError as exc:  # its machine is there and refuses
                 self.reason = str(exc.cause)
             except ray.exceptions.RayError as exc:
@@ -131,13 +168,13 @@ class SupervisedEngine:
             self.restarts += 1
 
     async def stop(self) -> None:
-        """End the server processes and the actors that hold them, and give their place back."""
+        """Ends the server processes and the actors that hold them, and gives their place back."""
         nodes, self._nodes = self._nodes, []
-        for stopping in [node.stop.remote() for node in nodes]:
-            try:
-                await asyncio.wait_for(asyncio.wrap_future(stopping.future()), _LOST_NODE_S)
-            except (ray.exceptions.RayError, TimeoutError):
-                pass  # the actor is gone, and the kernel ended its server process with it
+        if nodes:
+            # Where an actor is gone, the kernel has ended its server process with it.
+            stopping = asyncio.gather(*(node.stop.remote() for node in nodes), return_exceptions=True)
+            await asyncio.wait([stopping], timeout=_LOST_NODE_S)
+            stopping.cancel()
         for node in nodes:
             ray.kill(node)
         if self._group is not None:
@@ -145,11 +182,15 @@ class SupervisedEngine:
             self._group = None
 
     async def _start(self, http: aiohttp.ClientSession) -> None:
-        """Raises EngineDied when no answer comes within start_timeout_s, RayError when the machine is lost."""
+        """Starts the next incarnation.
+
+        Raises EngineDied when no answer comes within start_timeout_s, TimeoutError when the machine says nothing,
+        RayError when it is lost.
+        """
         rollout = self._config.rollout
         self.incarnation += 1
         self.state, self.weight_version, self.url, self.pid = "starting", None, "", 0
-        self._lost.clear()
+        self._lost = asyncio.get_running_loop().create_future()
         await self._place()
         deadline = time.monotonic() + rollout.start_timeout_s
         self._nodes = [self._make_node(rank) for rank in range(rollout.nodes_per_engine)]
@@ -161,18 +202,17 @@ class SupervisedEngine:
         )
         self.pid = pids[0]
         url = f"http://{addresses[0][0]}:{addresses[0][1]}"
-        while not await self._answers(http, url, "/health", rollout.health_timeout_s):
+        while await self._fetch(http, url + "/health") is None:
             await self._check_processes()
             if time.monotonic() > deadline:
-                raise EngineDied(
-                    f"did not answer within {rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)\n{self._log_tail(0)}"
-                )
-            await asyncio.sleep(0.25)
+                limit = f"{rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)"
+                raise EngineDied(f"did not answer within {limit}\n{self._log_tail(0)}")
+            await asyncio.sleep(_START_POLL_S)
         self.url, self.state, self._was_up = url, "stale", True
         print(f"{self.id} is up at {url} (incarnation {self.incarnation}, pid {self.pid})", flush=True)
 
     async def _place(self) -> None:
-        """Find machines anew for every start: those of the last one may be gone. Raises EngineDied."""
+        """Finds machines, anew for every start: those of the last one may be gone. Raises EngineDied."""
         rollout = self._config.rollout
         bundle = {"CPU": 1.0} | ({"GPU": float(rollout.tp // rollout.nodes_per_engine)} if self._cuda else {})
         # Ray fills up one node before it takes the next. The nodes of one engine lie apart where the machines allow it.
@@ -183,24 +223,30 @@ class SupervisedEngine:
             if time.monotonic() > deadline:
                 have = {name: amount for name, amount in ray.cluster_resources().items() if name in ("CPU", "GPU")}
                 raise EngineDied(
-                    f"{rollout.nodes_per_engine} x {bundle} did not fit on the machines within {rollout.start_timeout_s:.0f} s "
-                    f"(rollout.start_timeout_s); they have {have} in all. Lower rollout.num_engines or rollout.tp, or add machines"
+                    f"{rollout.nodes_per_engine} x {bundle} did not fit on the machines within "
+                    f"{rollout.start_timeout_s:.0f} s (rollout.start_timeout_s); they have {have} in all. Lower "
+                    "rollout.num_engines or rollout.tp, or add machines"
                 )
             await asyncio.sleep(_PLACE_POLL_S)
 
     async def _watch(self, http: aiohttp.ClientSession) -> None:
-        """Raises EngineDied when a process ended or nothing answers, RayError when the machine is lost."""
+        """Watches this incarnation until it ends.
+
+        Raises EngineDied when a process ended or nothing answers, TimeoutError when the machine says nothing, RayError
+        when it is lost.
+        """
         patience_s = self._config.rollout.health_timeout_s
         answered = time.monotonic()
         while True:
             state, path = self.state, "/server_info" if self.state == "ready" else "/health"
-            probe = asyncio.create_task(self._answers(http, self.url, path, patience_s))
+            probe = asyncio.create_task(self._fetch(http, self.url + path))
             try:
                 while not probe.done() and self.state == state:
                     await self._look()
             finally:
                 probe.cancel()
-            if self.state != state or probe.result():  # in an update the scheduler may be silent for longer
+            # In an update the scheduler may be silent for longer.
+            if self.state != state or probe.result() is not None:
                 answered = time.monotonic()
             elif time.monotonic() - answered >= patience_s:
                 raise EngineDied(
@@ -209,44 +255,39 @@ class SupervisedEngine:
             await self._look()
 
     async def _look(self) -> None:
-        """One round of watching for what is known at once. Raises EngineDied."""
-        try:
-            await asyncio.wait_for(self._lost.wait(), _WATCH_S)
-        except TimeoutError:
-            await self._check_processes()
-            return
-        raise EngineDied("a trainer lost it in the middle of an update of its weights")
+        """Waits a moment for a trainer's report, then asks after the processes. Raises EngineDied."""
+        assert self._lost is not None
+        await asyncio.wait([self._lost], timeout=_WATCH_S)
+        if self._lost.done():
+            raise EngineDied("a trainer lost it in the middle of an update of its weights")
+        await self._check_processes()
 
     async def _check_processes(self) -> None:
         try:
             codes = await self._ask(node.exit_code.remote() for node in self._nodes)
         except ray.exceptions.ActorUnavailableError:
-            return  # a broken connection: Ray will say whether the node is lost, and until then the probe has a time limit
+            return  # a broken connection: Ray will say whether the node is lost; until then the probe has a time limit
         for rank, code in enumerate(codes):
             if code is not None:
                 how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
                 raise EngineDied(f"the server process of node {rank} ended, {how}\n{self._log_tail(rank)}")
 
-    async def _ask(self, calls: Iterable) -> list:
-        """What every node's Ray actor answers. Raises EngineDied when one says nothing, RayError when it is lost."""
-        limit_s = (
-            self._config.rollout.start_timeout_s
-        )  # Ray starts a process for the first call; later ones answer at once
-        try:
-            return await asyncio.wait_for(asyncio.gather(*calls), limit_s)
-        except TimeoutError:
-            raise EngineDied(
-                f"a Ray actor of its nodes does not answer within {limit_s:.0f} s (rollout.start_timeout_s)"
-            ) from None
+    async def _ask(self, calls: Iterable[Any]) -> list[Any]:
+        """Returns the answers of Ray actors. Raises TimeoutError when one says nothing, RayError when it is lost."""
+        # Ray starts a process for the first call; later ones are answered at once.
+        return await asyncio.wait_for(asyncio.gather(*calls), self._config.rollout.start_timeout_s)
 
-    def _make_node(self, rank: int):
+    def _make_node(self, rank: int) -> Any:
         rollout = self._config.rollout
+        assert self._group is not None, "placed before"
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         num_gpus = rollout.tp // rollout.nodes_per_engine if self._cuda else 0
         # On a CPU all engines of the experiment may share one machine; its cores are shared out between them.
         cores_share = rollout.num_engines * rollout.nodes_per_engine
-        options = EngineNode.options(num_cpus=1, num_gpus=num_gpus, scheduling_strategy=strategy, max_restarts=0)
-        return options.remote(self._config, rank, self._cuda, cores_share, self._api_key)
+        options = EngineNodeActor.options(num_cpus=1, num_gpus=num_gpus, scheduling_strategy=strategy, max_restarts=0)
+        return options.remote(
+            self._config, node_rank=rank, cuda=self._cuda, cores_share=cores_share, api_key=self._api_key
+        )
 
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"{self.id}.node-{rank}.log"
@@ -256,25 +297,18 @@ class SupervisedEngine:
         text = log.read_text(errors="replace")[-_LOG_TAIL:] if log.exists() else ""
         return f"the end of {log}:\n{text}"
 
-    async def _answers(self, http: aiohttp.ClientSession, url: str, path: str, patience_s: float) -> bool:
+    async def _fetch(self, http: aiohttp.ClientSession, url: str) -> bytes | None:
+        """Returns the body of a good answer within rollout.health_timeout_s; None when there is none."""
+        timeout = aiohttp.ClientTimeout(total=self._config.rollout.health_timeout_s)
         try:
-            async with self._get(http, url + path, patience_s) as answer:
-                return answer.status == 200
+            async with http.get(url, headers=bearer(self._api_key), timeout=timeout) as answer:
+                return await answer.read() if answer.status == 200 else None
         except (aiohttp.ClientError, TimeoutError):
-            return False
+            return None
 
     async def _is_busy(self, http: aiohttp.ClientSession) -> bool:
-        try:
-            async with self._get(
-                http, f"{self.url}/v1/loads?include=core", self._config.rollout.health_timeout_s
-            ) as answer:
-                answer.raise_for_status()
-                return any(
-                    load["num_running_reqs"] + load["num_waiting_reqs"] for load in (await answer.json())["loads"]
-                )
-        except (aiohttp.ClientError, TimeoutError):
-            return False  # it died: nothing is left to wait for
-
-    def _get(self, http: aiohttp.ClientSession, url: str, timeout_s: float):
-        headers = {"Authorization": f"Bearer {self._api_key}"}
-        return http.get(url, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s))
+        """Tells whether it has requests. One that does not answer has died: nothing is left to wait for."""
+        body = await self._fetch(http, f"{self.url}/v1/loads?include=core")
+        return body is not None and any(
+            load["num_running_reqs"] + load["num_waiting_reqs"] for load in json.loads(body)["loads"]
+        )

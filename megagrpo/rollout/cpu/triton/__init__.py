@@ -1,7 +1,7 @@
 """Stands in for Triton, 700 MB that a CPU imports and never runs: SGLang defines its GPU kernels at load time.
 
-Every `triton.x.y` can be imported and every name in it exists: lower case a module that is also a decorator which returns
-the function as it is, upper case a class. Calling a kernel fails, as it must.
+Every `triton.x.y` can be imported and every name in it exists: lower case a module that is also a decorator which
+returns the function as it is, upper case a class. Calling a kernel fails, as it must.
 """
 
 import importlib.abc

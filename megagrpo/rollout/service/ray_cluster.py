@@ -1,0 +1,90 @@
+"""The Ray cluster that places engines: a running one, or a private one on this machine that ends with the service."""
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import psutil
+import ray
+
+from megagrpo.config.schema import RolloutConfig
+from megagrpo.processes import stop_tree
+
+_SPARE_NODES = 2  # for engines added while it runs; a CPU here is a place, GPUs are counted
+_OBJECT_STORE_BYTES = 80 * 2**20  # no batch passes through Ray: its least
+_PAUSE_S = 1.0  # between two attempts
+_GRACE_S = 1.0  # for what a failed attempt left
+
+
+class RayNotStarted(RuntimeError):
+    """Raised when Ray could not be started or joined within rollout.start_timeout_s."""
+
+
+@contextmanager
+def in_ray_cluster(rollout: RolloutConfig, address: str | None) -> Iterator[None]:
+    """Connects this process to Ray inside the block; a private cluster ends with it.
+
+    address: "host:port" of a running cluster, None for a private one. Raises RayNotStarted.
+    """
+    with ExitStack() as stack:
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+        if address is None:
+            # A short name: paths of Unix sockets end at 107 characters.
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mgr-", ignore_cleanup_errors=True))
+            options |= _private_cluster(rollout.num_engines * rollout.nodes_per_engine, folder)
+        else:
+            options["address"] = address
+        stack.callback(ray.shutdown)
+        _connect(options, rollout.start_timeout_s)
+        yield
+
+
+def _private_cluster(num_nodes: int, folder: str) -> dict[str, Any]:
+    return {
+        # "local": a Ray of our own, whatever else runs on this machine. It ends with this process, even by SIGKILL.
+        "address": "local",
+        "num_cpus": num_nodes + _SPARE_NODES,
+        "object_store_memory": _OBJECT_STORE_BYTES,
+        "include_dashboard": False,
+        "_system_config": {"worker_niceness": 0},  # an engine is no background job
+        "_temp_dir": folder,
+        "_node_ip_address": "127.0.0.1",
+    }
+
+
+def _connect(options: dict[str, Any], timeout_s: float) -> None:
+    """Tries to start or join Ray for as long as the next attempt would end within `timeout_s`. Raises RayNotStarted.
+
+    Ray's own limit of 30 s for a start is fixed, and a busy machine may need longer.
+    """
+    deadline, attempts = time.monotonic() + timeout_s, 0
+    while True:
+        began, before = time.monotonic(), _children()
+        attempts += 1
+        try:
+            ray.init(**options)
+            return
+        except Exception as exc:  # Ray has no type for it: "The current node timed out during startup" is an Exception
+            problem = f"{type(exc).__name__}: {str(exc).strip().partition(os.linesep)[0]}"
+        # A failed start hands over nothing that could be shut down, and leaves its processes.
+        ray.shutdown()
+        for pid in _children() - before:
+            stop_tree(pid, _GRACE_S)
+        where = f"Ray at {options['address']}" if options["address"] != "local" else f"Ray on {socket.gethostname()}"
+        now = time.monotonic()
+        if now + _PAUSE_S + (now - began) > deadline:
+            remedy = "end other programs there" if options["address"] == "local" else "see whether it runs there"
+            raise RayNotStarted(
+                f"{where} did not start in {attempts} attempt(s) within {timeout_s:.0f} s; {remedy} or raise "
+                f"rollout.start_timeout_s. The last problem: {problem}"
+            )
+        print(f"{where} did not start, trying again ({problem})", flush=True)
+        time.sleep(_PAUSE_S)
+
+
+def _children() -> set[int]:
+    return {process.pid for process in psutil.Process().children()}
