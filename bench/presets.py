@@ -20,7 +20,8 @@ from common import RESULTS, provenance, write_results
 
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
-from megagrpo.monitor.metrics import read_metrics
+from megagrpo.monitor.record import read_metrics
+from megagrpo.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
@@ -85,7 +86,7 @@ def _megagrpo(command: str, config: Path, overrides: list[str]) -> None:
 def _measure(name: str, folder: Path, config: Path, overrides: list[str]) -> dict:
     started = time.time()
     _megagrpo("run", config, overrides)
-    entries = read_metrics(folder)
+    entries = read_metrics(RunFolder(folder))
     accuracy = [(e["step"], e["eval/accuracy"]) for e in entries if "eval/accuracy" in e]
     return {
         "preset": name,

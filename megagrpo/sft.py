@@ -10,7 +10,7 @@ from megagrpo.batching.batch import build_batch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer, where
 from megagrpo.monitor.console import StepConsole
-from megagrpo.monitor.metrics import StepLog
+from megagrpo.monitor.record import StepLog
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 

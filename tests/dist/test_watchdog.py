@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megagrpo.monitor import watchdog
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
+from megagrpo.monitor import watchdog
 from megagrpo.monitor.watchdog import Watchdog
+from megagrpo.run_folder import RunFolder
 
 WORLD, STUCK, DEADLINE_S = 3, 1, 12.0
 
@@ -37,7 +38,7 @@ def rank_main(rank: int, stuck, folder: Path) -> None:
     sections = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}, "weights": {"timeout_s": 1}}
     config = ExperimentConfig.model_validate(sections | {"actor": {"deadline_s": DEADLINE_S}})
     watchdog._SILENT_S, watchdog._BEAT_S, watchdog._ANSWER_S = 3.0, 1.0, 5.0
-    with Watchdog(config, mesh, folder / "logs", lambda: 6) as dog:
+    with Watchdog(config, mesh, RunFolder(folder), lambda: 6) as dog:
         dog.waits.append(lambda: "2 sample(s) of the grader (prompts [4])" if rank == STUCK and stuck is sleeps_in_a_loader else "")
         dog.enter("rollout")
         dist.barrier()
