@@ -1,14 +1,14 @@
 """The run folder: what lies where in it, and how a file gets there, whole or not at all.
 
-    config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md  curve.png
-    checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...: batches for `megagrpo replay`
-    weights/        what transport `disk` publishes  sft/           metrics of the supervised warm-up
-    service.json    where the rollout service is     service.key    its key: readable by its owner, gone when it ends
-    certify/        what `megagrpo certify` writes   logs/          of every process
-    logs/trainer.log, service.log, engine-0.node-0.log ...
-    logs/trainer.stop_request                        asks the ranks of one node to stop, see stop_request.py
-    logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": the same would happen again
-    logs/deadline_TIME.txt, logs/ranks/              who waits for whom, see monitor/watchdog.py
+config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md  curve.png
+checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...: batches for `megagrpo replay`
+weights/        what transport `disk` publishes  sft/           metrics of the supervised warm-up
+service.json    where the rollout service is     service.key    its key: readable by its owner, gone when it ends
+certify/        what `megagrpo certify` writes   logs/          of every process
+logs/trainer.log, service.log, engine-0.node-0.log ...
+logs/trainer.stop_request                        asks the ranks of one node to stop, see stop_request.py
+logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": the same would happen again
+logs/deadline_TIME.txt, logs/ranks/              who waits for whom, see monitor/watchdog.py
 """
 
 import json

@@ -11,6 +11,7 @@ import megagrpo
 from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig, RolloutConfig
 from megagrpo.explain import preflight
+from megagrpo.run_folder import RunFolder
 
 SCRIPTS = {"one-job": "one_job.sbatch", "het": "het_job.sbatch", "one-node": "one_node.sbatch"}
 _LOOPBACK = ("127.0.0.1", "localhost", "lo")
@@ -49,7 +50,9 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     if dry_run:
         print(f"{script.read_text()}\n# {shlex.join(command)}")
         return 0
-    Path(config.output_dir, "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for the job's output
+    RunFolder(Path(config.output_dir)).logs.mkdir(
+        parents=True, exist_ok=True
+    )  # Slurm makes no folder for the job's output
     return subprocess.run(command, env=environment.child_environment()).returncode
 
 
@@ -136,13 +139,13 @@ def _rollout_misfits(rollout: RolloutConfig, request: Request) -> list[str]:
 
 def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Request, script: Path) -> list[str]:
     """sbatch's whole command line. A second submit of a run folder waits for the first to end, then goes on from its checkpoint."""
-    run_dir = Path(config.output_dir).absolute()
-    name = f"{config.name}@{run_dir}"
+    folder = RunFolder(Path(config.output_dir).absolute())
+    name = f"{config.name}@{folder.path}"
     exported = (
         f"ALL,MEGAGRPO_ROOT={script.parent.parent},MEGAGRPO_VENV={sys.prefix},TRAINER_NODES={request.trainer_nodes}"
     )
     once = ["--parsable", f"--job-name={name}", "--dependency=singleton", f"--signal=B:USR1@{request.grace_s}"]
-    once += [f"--output={run_dir}/logs/slurm-%j.out", f"--export={exported}"]
+    once += [f"--output={folder.log('slurm-%j').with_suffix('.out')}", f"--export={exported}"]
     asked = {"time": request.time, "partition": request.partition, "gpus-per-node": request.gpus_per_node}
     every = [*(f"--{option}={value}" for option, value in asked.items() if value), *request.options]
     match request.kind:

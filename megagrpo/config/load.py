@@ -5,9 +5,7 @@ overrides), validate with the schema and say each complaint in the words of the 
 """
 
 import difflib
-import os
 import re
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -17,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.run_folder import write_whole
 
 KeyPath = tuple[str | int, ...]
 
@@ -84,18 +83,10 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> ExperimentConfig
 
 
 def dump_config(config: ExperimentConfig, path: str | Path) -> None:
-    """Write the resolved experiment as YAML that load_config reads back to an equal config; whole file or nothing."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    """Writes the resolved experiment as YAML that load_config reads back to an equal config; whole file or nothing."""
+    write_whole(
+        Path(path), yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    )
 
 
 def _error(path: str | Path, problems: list[str]) -> ConfigError:

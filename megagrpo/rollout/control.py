@@ -8,11 +8,10 @@ from pathlib import Path
 import httpx
 
 from megagrpo import environment
+from megagrpo.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120.0  # marking an engine ready waits until the router lists it
-SERVICE_FILE = "service.json"
-KEY_FILE = "service.key"  # readable by its owner only, gone when the service ends
 
 
 class ServiceUnreachable(RuntimeError):
@@ -90,7 +89,7 @@ class ServiceControl:
             ) from exc
         if answer.status_code == 401:
             raise ServiceUnreachable(
-                f"{self.url} refuses the API key, which is that in the run's {KEY_FILE} or in {environment.API_KEY}"
+                f"{self.url} refuses the API key, which is that in the run's service.key or in {environment.API_KEY}"
             )
         if answer.status_code == 409:  # about an engine or incarnation that is gone: the caller's business
             return answer
@@ -104,17 +103,17 @@ def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) 
 
     Its key is the environment's, else the run folder's. Raises ServiceUnreachable.
     """
-    deadline = time.monotonic() + timeout_s
+    folder, deadline = RunFolder(run_dir), time.monotonic() + timeout_s
     while True:
         try:
-            where = url or json.loads((run_dir / SERVICE_FILE).read_text())["url"]
-            control = ServiceControl(where, environment.get(environment.API_KEY) or (run_dir / KEY_FILE).read_text())
+            where = url or json.loads(folder.service.read_text())["url"]
+            control = ServiceControl(where, environment.get(environment.API_KEY) or folder.service_key.read_text())
             control.status()
             return control
         except FileNotFoundError as exc:
             problem = f"{exc.filename} did not appear" + (f" (nor is {environment.API_KEY} set)" if url else "")
         except ServiceUnreachable as exc:
-            problem = f"{url or run_dir / SERVICE_FILE} is of a service that is gone ({exc}), and no new one came"
+            problem = f"{url or folder.service} is of a service that is gone ({exc}), and no new one came"
         if time.monotonic() > deadline:
             raise ServiceUnreachable(f"{problem} in {timeout_s:.0f} s: `megagrpo serve` has not started its engines")
         time.sleep(0.2)
@@ -126,8 +125,9 @@ def bearer(api_key: str) -> dict[str, str]:
 
 def print_status(run_dir: Path, as_json: bool = False) -> int:
     """State of the service of a run, for people or as JSON. Returns 1 when it has failed."""
-    if not (run_dir / SERVICE_FILE).exists():
-        raise ValueError(f"{run_dir / SERVICE_FILE} does not exist: no rollout service runs for this folder")
+    file = RunFolder(run_dir).service
+    if not file.exists():
+        raise ValueError(f"{file} does not exist: no rollout service runs for this folder")
     status = find_service(run_dir).status()
     if as_json:
         print(json.dumps(asdict(status), indent=2))

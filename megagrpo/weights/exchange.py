@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
+from megagrpo.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 from megagrpo.weights.digest import slice_digest
 from megagrpo.weights.engine_client import Deadline, EngineConnection, EngineDown
@@ -72,7 +73,7 @@ class Exchange:
         self._slices: dict[tuple, int] = {}  # (HF tensor, box) -> place in the digest vector; the same on every rank
         self._parts: list[list[Copy]] = []  # by place: what this rank holds of it
         self._transport = _TRANSPORTS[config.weights.transport](
-            run_dir / "weights", Path(config.model.path), self._dtype, mesh.device
+            RunFolder(run_dir).weights, Path(config.model.path), self._dtype, mesh.device
         )
         self._engines: dict[str, EngineConnection] = {}  # rank 0 only, as all below
         self._lost: dict[str, EngineDown] = {}  # engines that died in this publish and are not back

@@ -50,6 +50,16 @@ def experiment(**options) -> ExperimentConfig:
     return ExperimentConfig.model_validate(data)
 
 
+class NoActor:
+    """The plan of a checkpoint that holds no weights."""
+
+    def write(self) -> list[Path]:
+        return []
+
+    def finish(self) -> None:
+        pass
+
+
 def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
     """Steps of the loop without training, continued from the folder's checkpoint; one more checkpoint after each."""
     state = TrainState()
@@ -61,7 +71,8 @@ def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
         metrics = Metrics()
         chosen = next_groups(source, PROMPTS, state, experiment(), mesh, None, metrics)
         state.step += 1
-        checkpoint.save(folder, TrainState(**{**vars(state), "surplus": gather_surplus(state.surplus, mesh)}), {}, 9, lambda _: None, mesh)
+        whole = TrainState(**{**vars(state), "surplus": gather_surplus(state.surplus, mesh)})
+        checkpoint.begin(folder, whole, {}, 9, lambda _: NoActor(), mesh).finish()
         parts = [group for part in mesh.gather_dp(chosen) for group in part]
         surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
         steps.append({"chosen": parts, "surplus": surplus, "cursor": state.data_cursor, "metrics": metrics.reduced(mesh.reduce)})

@@ -15,12 +15,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 
 
 # A part imports itself and parts on earlier lines; parts of one line do not know each other.
 LAYERS = (
-    {"types", "environment", "stop_request", "run_folder", "user_function", "config", "processes"},
+    {"run_folder"},
+    {"types", "environment", "stop_request", "user_function", "config", "processes"},
     {"families", "mesh", "hf_files", "algo"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
-    {"actor", "rollout", "checkpoint", "replay", "selection", "doctor"},
+    {"actor", "rollout", "checkpoint", "dump", "selection", "doctor"},
     {"explain", "run"},
-    {"evaluation", "sft"},
+    {"evaluation", "sft", "replay", "export"},
     {"train"},
     {"entrypoints", "cluster"},
     {"certify"},
@@ -37,7 +38,7 @@ ONLY_IN = {
     "rich": r"monitor/console\.py|doctor\.py",
 }
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}
-NO_TORCH = LAYERS[0]
+NO_TORCH = LAYERS[0] | LAYERS[1]
 
 LONG_FUNCTIONS: dict[str, str] = {}  # "path:function" -> why it is better in one piece
 # These run in the engine's interpreter before any code of ours and patch what it reads from its environment.

@@ -30,10 +30,10 @@ from aiohttp import web
 
 from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.control import KEY_FILE, SERVICE_FILE
 from megagrpo.rollout.service.node import free_port, own_address, reachable_host
 from megagrpo.rollout.service.router import Router, RouterFailed
 from megagrpo.rollout.service.supervisor import StaleReport, SupervisedEngine
+from megagrpo.run_folder import RunFolder, write_whole
 
 _FAILED_LINGER_S = 60.0  # a failed service stays that long, so that waiting trainers can read why
 _SPARE_NODES = 2  # for engines added while it runs; a CPU here is a place, GPUs are counted
@@ -46,17 +46,16 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     `ray_address` joins a running Ray cluster, else a private one is started on this machine. When the engines are up,
     run_dir/service.json holds {"url": ...}. Raises ValueError when rollout.host is nothing of this machine.
     """
-    run_dir = run_dir.absolute()
-    service_file, key_file = run_dir / SERVICE_FILE, run_dir / KEY_FILE
-    service_file.unlink(missing_ok=True)  # an older run's URL would mislead trainers
-    api_key = make_key(key_file)
+    folder = RunFolder(run_dir.absolute())
+    folder.service.unlink(missing_ok=True)  # an older run's URL would mislead trainers
+    api_key = make_key(folder.service_key)
     try:
         with _ray(config, ray_address):
             cuda = ray.cluster_resources().get("GPU", 0) > 0
-            return asyncio.run(_Service(config, run_dir, cuda, api_key).run())
+            return asyncio.run(_Service(config, folder, cuda, api_key).run())
     finally:
-        service_file.unlink(missing_ok=True)
-        key_file.unlink(missing_ok=True)
+        folder.service.unlink(missing_ok=True)
+        folder.service_key.unlink(missing_ok=True)
 
 
 def make_key(file: Path) -> str:
@@ -103,12 +102,12 @@ def _ray(config: ExperimentConfig, address: str | None) -> Iterator[None]:
 
 
 class _Service:
-    def __init__(self, config: ExperimentConfig, run_dir: Path, cuda: bool, api_key: str):
-        self._config, self._run_dir, self._cuda, self._api_key = config, run_dir, cuda, api_key
+    def __init__(self, config: ExperimentConfig, folder: RunFolder, cuda: bool, api_key: str):
+        self._config, self._folder, self._cuda, self._api_key = config, folder, cuda, api_key
         self._address = own_address(config.rollout.host)
         self._host = reachable_host(self._address)
         url = f"http://{self._host}:{free_port(self._address)}"
-        log = run_dir / "logs" / "router.log"
+        log = folder.log("router")
         self._router = Router(
             self._address, url, free_port("127.0.0.1"), config.rollout.request_timeout_s, api_key, log
         )
@@ -146,7 +145,7 @@ class _Service:
 
     def _add_engine(self) -> SupervisedEngine:
         engine = SupervisedEngine(
-            self._num_added, self._config, self._cuda, self._router, self._api_key, self._run_dir / "logs"
+            self._num_added, self._config, self._cuda, self._router, self._api_key, self._folder.logs
         )
         self._num_added += 1
         self._engines[engine.id] = engine
@@ -168,10 +167,7 @@ class _Service:
         port = free_port(self._address)
         await web.TCPSite(runner, self._address, port).start()
         url = f"http://{self._host}:{port}"
-        target = self._run_dir / SERVICE_FILE
-        draft = target.with_suffix(".tmp")
-        draft.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-        draft.replace(target)
+        write_whole(self._folder.service, json.dumps({"url": url, "pid": os.getpid()}))
         print(f"rollout service at {url}, {len(self._engines)} engine(s) behind {self._router.url}", flush=True)
 
     async def _watch(self) -> None:
@@ -186,7 +182,7 @@ class _Service:
             if self._num_left() < self._config.rollout.min_healthy_engines:
                 reasons = "\n".join(f"{e.id} after {e.restarts} restart(s): {e.reason}" for e in gone)
                 self._failed = f"fewer than rollout.min_healthy_engines {self._config.rollout.min_healthy_engines} are left. {reasons}"
-        if (self._run_dir / SERVICE_FILE).exists():
+        if self._folder.service.exists():
             await asyncio.sleep(_FAILED_LINGER_S)
         self._stop.set()
 
