@@ -2,8 +2,9 @@
 
     python bench/learning.py quickstart gsm8k_calc --seeds 0 1 2
 
-Every run is the shipped experiment with another seed (data, model, warm-up and GRPO alike) in a folder of its own. The control
-starts from the first seed's warm-up and permutes the rewards over the samples of each step. Writes bench/results/learning_NAME.*
+Every run is the shipped experiment with another seed (data, model, warm-up and GRPO alike) in a folder of its own. The
+control starts from the first seed's warm-up and permutes the rewards over the samples of each step. Writes
+bench/results/learning_NAME.*
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python bench/presets.py [--presets grpo dapo] [--steps 30] [--set rollout.max_running_requests=128]
 
-The quickstart experiment's own algorithm section is left out and the preset named instead; everything else is as shipped. The
-warm-up is made once, in FOLDER/start, and used again while it lies there. Writes bench/results/presets.{json,md}, in which rows of
-presets that are not run again stay, each with its own commit.
+The quickstart experiment's own algorithm section is left out and the preset named instead; everything else is as
+shipped. The warm-up is made once, in FOLDER/start, and used again while it lies there. Writes
+bench/results/presets.{json,md}, in which rows of presets that are not run again stay, each with its own commit.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _experiment(folder: Path, start: Path, preset: str) -> Path:
-    """The quickstart experiment under a preset, as a YAML beside its run folder; model and data are those of `start`."""
+    """Writes the quickstart experiment under a preset as a YAML beside its run folder; model and data are `start`'s."""
     text = (ROOT / "configs" / "quickstart.yaml").read_text()
     text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", text)
     assert found == 1, "quickstart.yaml has one algorithm section"

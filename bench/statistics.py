@@ -87,7 +87,8 @@ def main() -> None:
     print(f"{'responses':>10} {'dp':>3} {'exact ms':>9} {'float32 ms':>11} {'ratio':>6} {'difference':>11}")
     for r in rows:
         print(
-            f"{r['responses']:>10} {r['dp']:>3} {r['exact_ms']:>9} {r['plain_float32_ms']:>11} {r['ratio']:>6} {r['max_difference']:>11.1e}"
+            f"{r['responses']:>10} {r['dp']:>3} {r['exact_ms']:>9} {r['plain_float32_ms']:>11} {r['ratio']:>6} "
+            f"{r['max_difference']:>11.1e}"
         )
     if out:
         out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -105,7 +105,7 @@ def checkpoint_folder(root: Path, step: int) -> Path:
 
 
 def latest(root: Path, at_most: int | None = None) -> Path | None:
-    """Returns the finished checkpoint of the highest step (up to `at_most`), or None. An interrupted save does not count."""
+    """Returns the finished checkpoint of the highest step (up to `at_most`), or None; an interrupted save is none."""
     found = _finished(root)
     if at_most is not None:
         found = [p for p in found if p <= checkpoint_folder(root, at_most)]
@@ -119,8 +119,8 @@ def _finished(root: Path) -> list[Path]:
 def begin(root: Path, state: TrainState, identity: dict, keep: int, plan_save: PlanSave, mesh: Mesh) -> "PendingSave":
     """Collective. Begins to write a checkpoint of `state`; a thread of every rank does so until `PendingSave.finish`.
 
-    Training may go on meanwhile if plan_save took a copy. A failure on any rank (disk full, say), here or in `finish`, raises
-    LeaderError on every rank and leaves older checkpoints as they were. `keep`: how many finished ones stay.
+    Training may go on meanwhile if plan_save took a copy. A failure on any rank (disk full, say), here or in `finish`,
+    raises LeaderError on every rank and leaves older checkpoints as they were. `keep`: how many finished ones stay.
     """
     pending = PendingSave(root, state, identity, keep, mesh)
     pending.begin(plan_save)
@@ -224,7 +224,7 @@ def load(folder: Path, identity: dict, load_actor: Callable[[Path], None], mesh:
 
 
 def _check(folder: Path, identity: dict, mesh: Mesh) -> None:
-    """Raises ValueError naming what is wrong with a checkpoint folder: missing files, sizes or checksums, another model.
+    """Raises ValueError naming what is wrong with a checkpoint: missing files, sizes or checksums, another model.
 
     The files are shared out over the ranks: one alone would read the terabytes of a large model for an hour.
     """

@@ -24,7 +24,7 @@ _LEFT_OUT = "reference"  # hidden states of a whole model, of one layout; a repl
 def write_dump(
     folder: Path, batch: Batch, algorithm: AlgorithmConfig, weight_version: int, values: dict[str, float], mesh: Mesh
 ) -> None:
-    """Collective. Keeps a batch that is about to be, or was, trained on; LeaderError on every rank when it cannot be written."""
+    """Collective. Keeps a batch of the step at hand; LeaderError on every rank when it cannot be written."""
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Runs the bodies of the processes that torchrun starts: train, sft, export, replay, certify. A failure becomes one message."""
+"""Runs what torchrun starts: the ranks of train, sft, export and replay. A failure becomes one message."""
 
 import os
 import sys
@@ -62,10 +62,10 @@ def replay_main(config: ExperimentConfig, dump_folder: str) -> int:
 
 
 def guarded(config: ExperimentConfig, name: str, body: Callable[[], None]) -> int:
-    """Returns 0, or 1 with the reason in logs/error_<name>_rank<N>.txt; the traceback goes to standard error, <name>.log.
+    """Returns 0, or 1 with the reason in logs/error_<name>_rank<N>.txt; the traceback goes to standard error.
 
-    The report is a final one when another try would end in the same way: torchrun starts the ranks again whatever their status,
-    so that the launcher, which sees the file, has to end it.
+    The report is a final one when another try would end in the same way: torchrun starts the ranks again whatever
+    their status, so that the launcher, which sees the file, has to end it.
     """
     from megagrpo.mesh import RunStopped
 
@@ -85,8 +85,8 @@ def guarded(config: ExperimentConfig, name: str, body: Callable[[], None]) -> in
 def _ended(status: int) -> int:
     """Returns the exit status; a rank of torchrun ends here with it.
 
-    Its work is done and on disk. Python's own way out would take down process groups whose threads still run: now and then that
-    aborts ("terminate called without an active exception"), and torchrun would call a finished run failed.
+    Its work is done and on disk. Python's own way out would take down process groups whose threads still run: now and
+    then that aborts ("terminate called without an active exception"), and torchrun would call a finished run failed.
     """
     if environment.under_torchrun():
         sys.stdout.flush()
@@ -96,7 +96,7 @@ def _ended(status: int) -> int:
 
 
 def _reason(exc: Exception) -> str:
-    """Returns what a user reads: our own errors explain themselves, anything else is named with the place that raised it."""
+    """Returns what a user reads: our own errors explain themselves, others are named with their place."""
     if isinstance(exc, (ValueError, RuntimeError)) and str(exc):
         return str(exc)
     place = traceback.extract_tb(exc.__traceback__)[-1]

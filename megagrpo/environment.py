@@ -45,12 +45,12 @@ def temporarily(name: str, value: str) -> Iterator[None]:
 
 
 def of_all_nccl_ranks() -> dict[str, str]:
-    """Returns what trainers and engines, which meet in one NCCL communicator, must agree on; SGLang sets it for its own ranks."""
+    """Returns what trainers and engines, which meet in one NCCL communicator, must agree on; SGLang sets it alone."""
     return {"NCCL_CUMEM_ENABLE": get("NCCL_CUMEM_ENABLE", "0")}
 
 
 def child_environment(extra: dict[str, str] | None = None, python_path: list[str] | None = None) -> dict[str, str]:
-    """Returns this process's environment for a child, with `extra` set and the folders `python_path` first on PYTHONPATH.
+    """Returns this process's environment for a child, with `extra` set and `python_path` first on PYTHONPATH.
 
     The folder of this package is always on the path, so children find megagrpo however the parent was started.
     """

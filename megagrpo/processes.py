@@ -26,8 +26,9 @@ def spawn(
 ) -> subprocess.Popen:
     """Starts `command` in a session of its own; the kernel sends it `death_signal` when this thread's process dies.
 
-    Output is appended to `log` (standard output stays this process's with `share_stdout`), or shared with this process. Call it
-    from a thread that lives as long as the child may: Linux ties the signal to the thread that forked.
+    Output is appended to `log` (standard output stays this process's with `share_stdout`), or shared with this
+    process. Call it from a thread that lives as long as the child may: Linux ties the signal to the thread that
+    forked.
     """
     parent = os.getpid()
 
@@ -83,7 +84,7 @@ def is_live(process: psutil.Process) -> bool:
 
 
 def stop_tree(pid: int, grace_s: float = 5.0) -> None:
-    """Ends process `pid`, a session leader made by `spawn`, and all it started: TERM, `grace_s` seconds, KILL to the rest.
+    """Ends process `pid`, a session leader from `spawn`, and all it started: TERM, `grace_s` seconds, KILL to the rest.
 
     The caller still has to `wait` for its own child, else that remains a zombie.
     """

@@ -1,4 +1,4 @@
-"""Holds everything that the loop needs, built once from the configuration on every rank, in an order that fails early."""
+"""Holds all that the loop needs, built once from the configuration on every rank, in an order that fails early."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -53,7 +53,7 @@ class Run:
         return self.actor.mesh
 
     def publish(self) -> dict[str, float]:
-        """Brings weights of version `state.step` into every engine; returns seconds by phase when each has proved them."""
+        """Brings weights of version `state.step` into every engine; returns seconds when each has proved them."""
         self.watchdog.enter("publish")
         seconds = self.exchange.publish(self.state.step)
         return {f"publish/{name}": value for name, value in seconds.items()}
@@ -244,10 +244,11 @@ def _console(
 
 
 def resume(config: ExperimentConfig, folder: RunFolder, actor: MegatronActor) -> TrainState:
-    """Collective. Continues from the run's own latest checkpoint, else from `checkpoint.load`, else from the initial weights.
+    """Collective. Continues from the run's own latest checkpoint, else `checkpoint.load`, else the initial weights.
 
-    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's. Raises ValueError when
-    `checkpoint.resume` is never where the run folder holds checkpoints of an earlier start: one history a folder.
+    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's. Raises
+    ValueError when `checkpoint.resume` is never where the run folder holds checkpoints of an earlier start: one
+    history a folder.
     """
     options = config.checkpoint
     # the main rank's view: that of other nodes may be seconds older on a shared file system

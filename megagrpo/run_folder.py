@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a draft beside `path` and renames it, so that no reader ever sees half of it. OSError leaves the old file."""
+    """Writes a draft beside `path` and renames it: no reader ever sees half of it. OSError leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:

@@ -1,4 +1,4 @@
-"""Warms the actor up by supervised steps: it learns `answer` + end of sequence after `prompt`; writes it as an HF folder."""
+"""Warms the actor up: it learns `answer` + end of sequence after `prompt`, and is written as an HF folder."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,9 @@
 """Carries the wish to stop: save at the next safe point, leave, and be continued by the next start.
 
-It is a file on every trainer node, not a signal to the ranks: a rank that is still starting has no handler, and torchrun ends
-its ranks at a signal. The node's launcher makes the file when it gets USR1 (or TERM, `megagrpo train`); between two steps the
-ranks agree whether any node has one, save, and write into it how far they came; the launcher then exits with STOPPED.
+It is a file on every trainer node, not a signal to the ranks: a rank that is still starting has no handler, and
+torchrun ends its ranks at a signal. The node's launcher makes the file when it gets USR1 (or TERM, `megagrpo train`);
+between two steps the ranks agree whether any node has one, save, and write into it how far they came; the launcher
+then exits with STOPPED.
 """
 
 from pathlib import Path

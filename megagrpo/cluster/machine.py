@@ -1,4 +1,4 @@
-"""Runs an experiment on one machine: the rollout service and the trainers, or the ranks of another collective command."""
+"""Runs an experiment on one machine: the rollout service and the trainers, or another collective command's ranks."""
 
 import fcntl
 import signal
@@ -94,7 +94,7 @@ def _visible_gpus() -> list[str]:
 
 
 def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the environments of the trainers and of the service, which give each GPUs of its own. Empty where there are none.
+    """Returns the environments of the trainers and of the service: GPUs of their own. Empty where there are none.
 
     Raises ValueError when there are too few; weights over `disk` may share them, NCCL refuses two ranks on one.
     """
@@ -103,8 +103,8 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
         return {}, {}
     if len(visible) < ranks + engine_ranks:
         raise ValueError(
-            f"{len(visible)} GPU(s) are visible, but {ranks} trainer ranks (actor.world_size) and {engine_ranks} engine "
-            "ranks (rollout.num_engines x tp) need one each; lower them, or let them share GPUs with "
+            f"{len(visible)} GPU(s) are visible, but {ranks} trainer ranks (actor.world_size) and {engine_ranks} "
+            "engine ranks (rollout.num_engines x tp) need one each; lower them, or let them share GPUs with "
             "weights.transport: disk"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible[:ranks])}, {"CUDA_VISIBLE_DEVICES": ",".join(visible[ranks:])}
@@ -119,8 +119,9 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
     ranks, gpus = config.actor.world_size, len(_visible_gpus())
     if 0 < gpus < ranks:
         raise ValueError(
-            f"`megagrpo {name}` runs on one machine: {gpus} GPU(s) are visible for {ranks} ranks (actor.world_size). Over "
-            f"several nodes start `torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` on each of them"
+            f"`megagrpo {name}` runs on one machine: {gpus} GPU(s) are visible for {ranks} ranks (actor.world_size). "
+            f"Over several nodes start `torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` "
+            "on each of them"
         )
     folder = RunFolder(Path(config.output_dir))
     dump_config(config, folder.config)

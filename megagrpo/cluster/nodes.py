@@ -63,8 +63,8 @@ class Node:
 def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     """Runs this node's ranks under torchrun, which starts each with `arguments`: `megagrpo train` outside torchrun.
 
-    USR1, or the first TERM: all nodes save after the present step and return STOPPED. INT, USR2, a second TERM: end at once.
-    ValueError when actor.world_size does not divide over the nodes.
+    USR1, or the first TERM: all nodes save after the present step and return STOPPED. INT, USR2, a second TERM: end at
+    once. ValueError when actor.world_size does not divide over the nodes.
     """
     world = config.actor.world_size
     if world % node.number:
@@ -104,8 +104,9 @@ def _between_nodes(node: Node) -> dict[str, str]:
 def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     """Runs Ray on this node, and on node 0 the service, started with `arguments`: `megagrpo serve --master-addr ...`.
 
-    Returns the service's status on node 0; elsewhere 0 when told to end, 1 when Ray ended. INT, USR2 and TERM end it; in a Slurm
-    job TERM does not: where Slurm pre-empts by TERM, it tells every step, and the trainers' last one still needs the engines.
+    Returns the service's status on node 0; elsewhere 0 when told to end, 1 when Ray ended. INT, USR2 and TERM end it;
+    in a Slurm job TERM does not: where Slurm pre-empts by TERM, it tells every step, and the trainers' last one still
+    needs the engines.
     """
     folder = RunFolder(Path(config.output_dir))
     temporary = Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}")  # short: Unix socket paths end at 107 characters
@@ -123,7 +124,7 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
 
 
 def _ray_environment(node: Node) -> dict[str, str]:
-    """Returns the environment of `ray start` and of what joins it. ValueError when several nodes have no common token."""
+    """Returns the environment of `ray start` and of what joins it. ValueError when nodes have no common token."""
     env = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}  # an engine is no background job
     named = environment.get("RAY_AUTH_TOKEN") or environment.get("RAY_AUTH_TOKEN_PATH")
     if named or (Path.home() / ".ray" / "auth_token").exists():
@@ -161,7 +162,8 @@ def _ray_command(node: Node, temporary: Path) -> list[str]:
 def _start_ray(launch: Launch, config: ExperimentConfig, node: Node, temporary: Path, env: dict[str, str]) -> Child:
     """Returns when Ray runs on this node. ValueError after rollout.start_timeout_s.
 
-    Until then it is started again: Ray itself gives up on a busy machine after 30 s, and at once when the head is not there yet.
+    Until then it is started again: Ray itself gives up on a busy machine after 30 s, and at once when the head is not
+    there yet.
     """
     log = RunFolder(Path(config.output_dir)).log(f"ray-{node.rank}")
     limit_s = config.rollout.start_timeout_s

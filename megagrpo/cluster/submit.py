@@ -1,4 +1,4 @@
-"""`megagrpo submit`: an experiment as a Slurm job. Checks that it fits, then hands one of slurm/*.sbatch to sbatch."""
+"""Submits an experiment as a Slurm job: checks that it fits, then hands one of slurm/*.sbatch to sbatch."""
 
 import shlex
 import shutil
@@ -19,7 +19,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "lo")
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of Slurm. `None`: Slurm's own default, or for nodes what `kind` makes of it."""
+    """What is asked of Slurm. `None`: Slurm's own default."""
 
     kind: str  # a key of SCRIPTS
     trainer_nodes: int = 1
@@ -32,7 +32,7 @@ class Request:
 
 
 def submit(config: ExperimentConfig, experiment: list[str], request: Request, dry_run: bool) -> int:
-    """Submit `experiment` (its file and overrides, as the job's command line has them) and return sbatch's exit status.
+    """Submits `experiment` (file and overrides, as the job's command line has them); returns sbatch's exit status.
 
     `dry_run` prints the script and the command instead. ValueError naming everything that does not fit.
     """
@@ -57,7 +57,7 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
 
 
 def misfits(config: ExperimentConfig, request: Request) -> list[str]:
-    """Why this experiment does not fit on these nodes, each with what would."""
+    """Returns why this experiment does not fit on these nodes, each reason with what would."""
     if request.kind != "one-node":
         return (
             _time_misfits(request)
@@ -67,27 +67,30 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
     problems, gpus = _time_misfits(request), request.gpus_per_node
     if (request.trainer_nodes, request.rollout_nodes) != (1, 1):
         problems.append(
-            "one-node: everything runs on one node; leave --trainer-nodes and --rollout-nodes out, or take another --kind"
+            "one-node: everything runs on one node; leave --trainer-nodes and --rollout-nodes out, or take "
+            "another --kind"
         )
     ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
     if gpus and ranks + engine_ranks > gpus:
         problems.append(
-            f"one-node: {ranks} trainer ranks and {engine_ranks} engine ranks want {ranks + engine_ranks} GPUs, not {gpus}"
+            f"one-node: {ranks} trainer ranks and {engine_ranks} engine ranks want {ranks + engine_ranks} GPUs, "
+            f"not {gpus}"
         )
     return problems
 
 
 def _time_misfits(request: Request) -> list[str]:
-    """A job that is told to stop as soon as it starts would go back into the queue for ever."""
+    """Refuses a job that is told to stop as soon as it starts: it would go back into the queue for ever."""
     if request.time is None or (limit := seconds(request.time)) > request.grace_s:
         return []
     return [
-        f"--time {request.time} is {limit} s, all of them within the last --grace-s {request.grace_s}, when the job stops"
+        f"--time {request.time} is {limit} s, all of them within the last --grace-s {request.grace_s}, when the "
+        "job stops"
     ]
 
 
 def seconds(limit: str) -> int:
-    """Of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. ValueError for anything else."""
+    """Converts a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. ValueError for anything else."""
     days, dash, clock = limit.rpartition("-")
     try:
         parts = [int(part) for part in clock.split(":")]
@@ -125,20 +128,25 @@ def _rollout_misfits(rollout: RolloutConfig, request: Request) -> list[str]:
     problems = []
     if on_a_node == 0:
         problems.append(
-            f"an engine has {ranks} ranks a node, but a node {request.gpus_per_node} GPUs: raise rollout.nodes_per_engine"
+            f"an engine has {ranks} ranks a node, but a node {request.gpus_per_node} GPUs: raise "
+            "rollout.nodes_per_engine"
         )
     elif not (least := max(rollout.nodes_per_engine, -(-parts // on_a_node))) <= nodes <= parts:
         engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
         problems.append(f"--rollout-nodes {nodes}: {engines}, so it may be {least} to {parts}")
     if rollout.host in _LOOPBACK:
         problems.append(
-            f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; name the interface between nodes, as eth0"
+            f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; name the interface between "
+            "nodes, as eth0"
         )
     return problems
 
 
 def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Request, script: Path) -> list[str]:
-    """sbatch's whole command line. A second submit of a run folder waits for the first to end, then goes on from its checkpoint."""
+    """Returns sbatch's whole command line.
+
+    A second submit of a run folder waits for the first to end, then goes on from its checkpoint.
+    """
     folder = RunFolder(Path(config.output_dir).absolute())
     name = f"{config.name}@{folder.path}"
     exported = (

@@ -1,4 +1,4 @@
-"""Starts the children of a launcher with their place and their log, watches them, and ends them whatever signal comes."""
+"""Starts the children of a launcher with their log, watches them, and ends them whatever signal comes."""
 
 import shutil
 import signal
@@ -33,14 +33,15 @@ class Child:
 class Launch:
     """Starts children that do not outlive the `with` block, and minds the signals meanwhile.
 
-    A signal of `end` leaves the block: what follows it finds in `status` what a shell reports for that signal, 128 + its number.
-    A signal of `ask` makes the stop request of the ranks; a TERM that comes after the request leaves the block as well. A signal
-    of `unheard` does nothing. From the first signal that leaves the block, and from the end of the block in any case, all
-    signals are ignored, so that nothing cuts the clean-up short: it ends the children, the last first, each with all that it
-    started in turn, after `grace_s` seconds by force; then it removes the folder `scratch`.
+    A signal of `end` leaves the block: what follows it finds in `status` what a shell reports for that signal, 128 +
+    its number. A signal of `ask` makes the stop request of the ranks; a TERM that comes after the request leaves the
+    block as well. A signal of `unheard` does nothing. From the first signal that leaves the block, and from the end of
+    the block in any case, all signals are ignored, so that nothing cuts the clean-up short: it ends the children, the
+    last first, each with all that it started in turn, after `grace_s` seconds by force; then it removes the folder
+    `scratch`.
 
-    `command` is the megagrpo command of this launcher. `ranks` names the log, the stop request and the error reports of what
-    start_ranks starts.
+    `command` is the megagrpo command of this launcher. `ranks` names the log, the stop request and the error reports
+    of what start_ranks starts.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ class _Ended(BaseException):
 
 
 def torchrun(ranks: int, max_restarts: int = 0) -> list[str]:
-    """Returns the interpreter's arguments that start `ranks` processes; when one fails all start again, `max_restarts` times."""
+    """Returns Python's arguments that start `ranks` processes; when one fails all start again, `max_restarts` times."""
     return ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)]
 
 

@@ -1,4 +1,4 @@
-"""Shows a run to the person watching it: one live line with a progress bar in a terminal, one plain line per step elsewhere."""
+"""Shows a run to the person watching it: one live line with a progress bar, or a plain line per step."""
 
 import sys
 import time
@@ -18,9 +18,9 @@ _SHOWN = (
 
 
 class StepConsole:
-    """Shows the progress of a loop of `num_steps` steps of which `start_step` are finished. Use as a context manager, on the main rank.
+    """Shows the progress of a loop of `num_steps` steps of which `start_step` are finished. A context manager.
 
-    `enabled` False shows nothing. `stream` is stdout unless given.
+    For the main rank. `enabled` False shows nothing. `stream` is stdout unless given.
     """
 
     def __init__(

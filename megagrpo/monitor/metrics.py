@@ -32,7 +32,7 @@ class Metrics:
         self._kinds: dict[str, str] = {}
 
     def add_mean(self, name: str, numerator: float | Tensor, denominator: float | Tensor = 1.0) -> None:
-        """Adds a mean: sum of numerators over sum of denominators, over calls and ranks. Left out where these sum to 0."""
+        """Adds a mean: sum of numerators over sum of denominators, of all calls and ranks; left out if these are 0."""
         self._add(self._sums, name, "mean", ("/numerator", numerator), ("/denominator", denominator))
 
     def add_sum(self, name: str, value: float | Tensor) -> None:
@@ -40,7 +40,7 @@ class Metrics:
         self._add(self._sums, name, "sum", ("", value))
 
     def add_max(self, name: str, value: float | Tensor) -> None:
-        """Adds a maximum over calls and ranks. NaN counts as infinite: all-reduces drop a NaN, and it must not be hidden."""
+        """Adds a maximum over calls and ranks. NaN counts as infinite: all-reduces would drop it."""
         self._claim(name, "max")
         value = torch.nan_to_num(
             torch.as_tensor(_detached(value), dtype=torch.float64), nan=torch.inf, posinf=torch.inf, neginf=-torch.inf
@@ -49,7 +49,7 @@ class Metrics:
         self._largest[name] = value if old is None else torch.maximum(value, old.to(value.device))
 
     def add_rate(self, name: str, amount: float | Tensor, seconds: float) -> None:
-        """Adds a throughput: the amount of all ranks per second of the slowest, which work side by side. Once a step."""
+        """Adds a throughput, once a step: the amount of all ranks per second of the slowest; they work side by side."""
         assert name not in self._kinds, f"metric {name}: a rate is added once a step"
         self._add(self._sums, name, "rate", ("/amount", amount))
         self._largest[name] = torch.tensor(seconds, dtype=torch.float64)
@@ -65,7 +65,7 @@ class Metrics:
             into[name + suffix] = into.get(name + suffix, 0.0) + _detached(value)
 
     def reduced(self, reduce: Callable[[Tensor, str], Tensor], device: torch.device | str = "cpu") -> dict[str, float]:
-        """Collective. Returns the step's values over all ranks, in name order; every rank must have added the same names.
+        """Collective. Returns the step's values over all ranks, in name order; all must have added the same names.
 
         `reduce(tensor, op)`, op "sum" or "max", all-reduces a float64 vector (Mesh.reduce). Three small collectives.
         """
@@ -139,7 +139,7 @@ class StepTimer:
             self._on_phase(f"what follows {name}")
 
     def record(self, metrics: Metrics, num_tokens: float | Tensor) -> None:
-        """Adds time/<phase>_s and time/step_s (of the slowest data-parallel rank), time/framework_fraction and perf/tokens_per_s.
+        """Adds time/<phase>_s and time/step_s (of the slowest rank), time/framework_fraction and perf/tokens_per_s.
 
         `num_tokens`: this data-parallel rank's tokens of the step, prompts included.
         """

@@ -46,7 +46,7 @@ class StepLog:
             self._board.flush()
 
     def write_rollouts(self, step: int, groups: Iterable[RolloutGroup]) -> None:
-        """Writes one line per prompt: its text and answer, and every sample with its reward, outcome and finish reason."""
+        """Writes a line per prompt: its text and answer, and every sample with reward, outcome and finish reason."""
         if self._keeps_rollouts:
             write_json_lines(self._folder.rollout_file(step), map(_rollout_record, groups))
 

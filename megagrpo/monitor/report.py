@@ -83,7 +83,7 @@ def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
 
 
 def _time_rows(entries: list[dict]) -> list[tuple[str, ...]]:
-    """Returns mean seconds per step of every phase, longest first; a phase that only some steps have is spread over all."""
+    """Returns mean seconds per step of every phase, longest first; one that only some steps have is spread over all."""
     steps = [entry for entry in entries if entry.get("time/step_s") is not None]
     names = {name for entry in steps for name in entry if name.startswith("time/") and name.endswith("_s")}
     if not steps:
@@ -115,7 +115,7 @@ def _table(rows: list[tuple[str, ...]], header: tuple[str, ...]) -> list[str]:
 
 
 def _draw(entries: list[dict], path: Path, title: str) -> None:
-    """Draws accuracy and reward, what was to be learned, and below them trainer/rollout agreement and response length."""
+    """Draws accuracy and reward, what was to be learned; below, trainer/rollout agreement and response length."""
     import matplotlib  # a second of import that the training loop need not pay
 
     matplotlib.use("Agg")
@@ -133,7 +133,9 @@ def _draw(entries: list[dict], path: Path, title: str) -> None:
             figure.add_subplot(grid[1, 1]),
         )
         _draw_learning(main, entries, title)
-        _draw_small(left, entries, "mismatch/logprob_abs_mean", "mean |trainer − rollout| log-prob", _MISMATCH)
+        _draw_small(
+            left, entries, "mismatch/logprob_abs_mean", "mean |trainer \N{MINUS SIGN} rollout| log-prob", _MISMATCH
+        )
         _draw_small(right, entries, "response/length_mean", "response tokens", _LENGTH)
         steps = [entry["step"] for entry in entries]
         for axes in (main, left, right):

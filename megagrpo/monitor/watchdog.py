@@ -1,11 +1,11 @@
 """Watches over one rank's progress: who waits for whom, on one page, shortly before a deadline ends the processes.
 
     run/logs/ranks/rank_3.json     step, phase, since when, last sign of life; written by a thread of that rank
-    run/logs/ranks/rank_3.stacks   its Python stacks, when a page asks for them or when its interpreter does not move at all
+    run/logs/ranks/rank_3.stacks   its Python stacks, when a page asks for them or when its interpreter hangs
     run/logs/deadline_TIME.txt     the page: who holds up whom, and the stacks
 
-The page is written a little before the deadline itself, which ends the processes: NCCL's does so without a Python exception.
-It needs no network, which may be what is broken: ranks meet in files.
+The page is written a little before the deadline itself, which ends the processes: NCCL's does so without a Python
+exception. It needs no network, which may be what is broken: ranks meet in files.
 """
 
 import faulthandler
@@ -38,8 +38,8 @@ _PACKAGE = Path(megagrpo.__file__).resolve().parent  # not a name to look for: a
 class Watchdog:
     """Reports this rank's progress to the others, and all ranks' when one is stuck. A context manager.
 
-    Construction is collective over the world. `step` returns the number of finished steps. Each of `waits` returns what a part
-    of this rank waits for outside the trainers, or "".
+    Construction is collective over the world. `step` returns the number of finished steps. Each of `waits` returns
+    what a part of this rank waits for outside the trainers, or "".
     """
 
     def __init__(self, config: ExperimentConfig, mesh: Mesh, folder: RunFolder, step: Callable[[], int]):
@@ -83,7 +83,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
-            # Without this thread to put it off, because C code holds the interpreter, another thread of C writes the stacks.
+            # Where C code holds the interpreter and this thread cannot put it off, a thread of C writes the stacks.
             faulthandler.dump_traceback_later(2 * _SILENT_S, file=self._hung)
             now, limit = time.time(), self._limits.get(self._name, self._deadline_s)
             if now - self._written > _BEAT_S or self._since > self._written:
@@ -162,9 +162,9 @@ def is_ours(file: str) -> bool:
 
 
 def describe(places: list[dict], now: float) -> str:
-    """Says who holds up the others, and where these wait. `places`: what each rank's file says, {"rank": n} when it has none.
+    """Says who holds up the others, and where these wait.
 
-    `now` is in seconds since the epoch.
+    `places`: what each rank's file says, {"rank": n} when it has none. `now`: seconds since the epoch.
     """
     held_by = _behind(places, now)
     lines = []
@@ -182,8 +182,8 @@ def describe(places: list[dict], now: float) -> str:
 def _behind(places: list[dict], now: float) -> list[dict]:
     """Returns the ranks that the others wait for; none when all are alike.
 
-    They are those that give no sign of life, else those that wait for somebody outside, else those in an earlier phase, else
-    those outside a collective while the others are in one.
+    They are those that give no sign of life, else those that wait for somebody outside, else those in an earlier
+    phase, else those outside a collective while the others are in one.
     """
     first = min((place["entered"] for place in places if "entered" in place), default=0)
     for late in (

@@ -17,7 +17,7 @@ SAVED = TrainState(step=5, data_cursor=40, algo_state={"kl_coef": 0.3})
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Resumes an experiment with these `checkpoint` options; returns the state, the actor and the folder that was read."""
+    """Resumes an experiment with these `checkpoint` options; returns the state, the actor and what was read."""
     read = []
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)

@@ -10,7 +10,7 @@ from megagrpo.monitor import watchdog
 
 @pytest.fixture
 def clone(tmp_path: Path, monkeypatch) -> Path:
-    """A clone as `git clone` makes it, with the environment inside: every file in it lies below a folder named megagrpo."""
+    """A clone as `git clone` makes it, the environment inside: all files in it lie below a folder named megagrpo."""
     root = tmp_path / "megagrpo"
     monkeypatch.setattr(watchdog, "_PACKAGE", root / "megagrpo")
     return root
