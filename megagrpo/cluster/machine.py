@@ -48,26 +48,27 @@ def alone_in(folder: RunFolder) -> Iterator[None]:
     folder.path.mkdir(parents=True, exist_ok=True)
     patience_s = _DEAD_LOCK_S if environment.get_int("SLURM_RESTART_COUNT", 0) else 0.0
     with folder.lock.open("w") as file:
-        try:
-            _lock(file, patience_s)
-        except BlockingIOError:
+        if not _lock(file, patience_s):
             raise ValueError(
                 f"output_dir {folder.path}: another run trains into this folder; wait for its end or name another"
-            ) from None
-        except OSError as exc:  # some cluster file systems are mounted without locks
-            reason = f"{folder.path} cannot be locked ({exc.strerror})"
-            print(f"megagrpo: {reason}: start no second run there", file=sys.stderr)
+            )
         yield
 
 
-def _lock(file: IO, patience_s: float) -> None:
+def _lock(file: IO, patience_s: float) -> bool:
+    """Locks a file; returns False when another holds it for `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise
+                return False
+        except OSError as exc:  # some cluster file systems are mounted without locks
+            folder = Path(file.name).parent
+            print(f"megagrpo: {folder} cannot be locked ({exc.strerror}): start no second run there", file=sys.stderr)
+            return True
         time.sleep(_POLL_S)
 
 
