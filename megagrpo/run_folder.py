@@ -122,8 +122,8 @@ class RunFolder:
         return self.logs / f"error_{name}_rank{rank}{'.final.txt' if final else '.txt'}"
 
     def error_reports(self, name: str) -> list[Path]:
-        """The reports of all ranks of the command `name`, on all nodes, the oldest first."""
-        return sorted(self.logs.glob(f"error_{name}_rank*.txt"), key=lambda report: report.stat().st_mtime_ns)
+        """The reports of all ranks of the command `name`, on all nodes."""
+        return list(self.logs.glob(f"error_{name}_rank*.txt"))
 
     def has_final_report(self, name: str) -> bool:
         """Whether a rank of the command `name` failed in a way that another try would repeat."""

@@ -150,8 +150,10 @@ class Launch:
 
     def _failed(self, child: Child) -> int:
         reports = self._folder.error_reports(child.reports) if child.reports is not None else []
-        # the first rank to fail knows why, the others may only have seen it go
-        reason = reports[0].read_text().rstrip() if reports else last_lines(child.log)
+        if reports:  # the first rank to fail knows why, the others may only have seen it go
+            reason = min(reports, key=lambda report: report.stat().st_mtime_ns).read_text().rstrip()
+        else:
+            reason = last_lines(child.log)
         status = f"{child.log.stem} ended with status {child.process.returncode}"
         print(f"megagrpo: {status}\n{reason}\nwhole log: {child.log}", file=sys.stderr)
         return 1
