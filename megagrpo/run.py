@@ -50,6 +50,7 @@ class Run:
 
     @property
     def mesh(self) -> Mesh:
+        """The actor's ranks."""
         return self.actor.mesh
 
     def publish(self) -> dict[str, float]:

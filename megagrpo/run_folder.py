@@ -44,50 +44,62 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
+        """The resolved experiment, as the children read it."""
         return self.path / "config.yaml"
 
     @property
     def lock(self) -> Path:
+        """Held by the launcher that trains into this folder."""
         return self.path / ".lock"
 
     @property
     def checkpoints(self) -> Path:
+        """The root of all checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def weights(self) -> Path:
+        """What transport `disk` publishes."""
         return self.path / "weights"
 
     @property
     def metrics(self) -> Path:
+        """One JSON object a step."""
         return self.path / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
+        """The metrics as TensorBoard reads them."""
         return self.path / "tensorboard"
 
     @property
     def rollouts(self) -> Path:
+        """The samples of every step."""
         return self.path / "rollouts"
 
     @property
     def summary(self) -> Path:
+        """The report's tables."""
         return self.path / "summary.md"
 
     @property
     def curve(self) -> Path:
+        """The report's picture."""
         return self.path / "curve.png"
 
     @property
     def service(self) -> Path:
+        """Where the rollout service is; gone when it ends."""
         return self.path / "service.json"
 
     @property
     def service_key(self) -> Path:
+        """The key of the rollout service, readable by its owner only; gone when it ends."""
         return self.path / "service.key"
 
     @property
     def certify(self) -> Path:
+        """What `megagrpo certify` writes."""
         return self.path / "certify"
 
     @property
@@ -107,6 +119,7 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
+        """Logs of all processes, and what they leave for one another."""
         return self.path / "logs"
 
     def log(self, name: str) -> Path:
@@ -134,6 +147,7 @@ class RunFolder:
         return self.logs / f"deadline_{moment}.txt"
 
     def deadline_pages(self) -> set[Path]:
+        """All pages of this folder."""
         return set(self.logs.glob("deadline_*.txt"))
 
     @property
@@ -142,9 +156,11 @@ class RunFolder:
         return self.logs / "ranks"
 
     def rank_place(self, rank: int) -> Path:
+        """Where rank `rank` is in its step."""
         return self.ranks / f"rank_{rank}.json"
 
     def rank_stacks(self, rank: int) -> Path:
+        """The Python stacks of rank `rank`, when somebody asked for them."""
         return self.ranks / f"rank_{rank}.stacks"
 
     def stacks_request(self, start: str) -> Path:

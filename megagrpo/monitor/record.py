@@ -51,6 +51,7 @@ class StepLog:
             write_json_lines(self._folder.rollout_file(step), map(_rollout_record, groups))
 
     def close(self) -> None:
+        """Closes TensorBoard's file."""
         if self._board is not None:
             self._board.close()
 
