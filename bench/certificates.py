@@ -2,8 +2,8 @@
 
     python bench/certificates.py [--ranks 2] [--layouts DP2,TP2+SP,PP2,CP2,EP2] [--presets grpo dapo]
 
-The quickstart experiment with its algorithm section replaced by the preset; the dense model is Qwen3. Exit status 1 when a
-certificate fails. Writes bench/results/certificates.{json,md}.
+The quickstart experiment with its algorithm section replaced by the preset; the dense model is Qwen3. Exit status 1
+when a certificate fails. Writes bench/results/certificates.{json,md}.
 """
 
 import argparse

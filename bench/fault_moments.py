@@ -1,7 +1,7 @@
-"""Written into a folder as sitecustomize.py by bench/faults.py: a trainer rank dies at a named moment when a file asks for it.
+"""Kills a trainer rank at a named moment when a file asks for it; bench/faults.py makes it a folder's sitecustomize.py.
 
-It wraps what it finds from outside, so that the package itself has no door for faults. `die_in_MOMENT_RANK` beside this file
-asks; it is removed just before the process kills itself.
+It wraps what it finds from outside, so that the package itself has no door for faults. `die_in_MOMENT_RANK` beside
+this file asks; it is removed just before the process kills itself.
 """
 
 import os

@@ -1,11 +1,12 @@
-"""The fault matrix: every part of a run is killed, hung or starved in turn, and the run must be the one that nobody disturbed.
+"""Kills, hangs or starves every part of a run in turn: the run must be the one that nobody disturbed.
 
     python bench/faults.py [--only NAME ...] [--folder FOLDER]
 
-Two trainer ranks, one engine, the tiny model, a deterministic engine, a checkpoint at every step. One run is left alone; in the
-other, faults strike one after the other, each in a step of its own, from outside: signals by process id, at moments read from
-logs. For the moments inside an update a file beside the experiment asks the rank to kill itself (bench/fault_moments.py). Writes
-bench/results/faults.{json,md}. Root is needed for the full disk (a small tmpfs is mounted).
+Two trainer ranks, one engine, the tiny model, a deterministic engine, a checkpoint at every step. One run is left
+alone; in the other, faults strike one after the other, each in a step of its own, from outside: signals by process id,
+at moments read from logs. For the moments inside an update a file beside the experiment asks the rank to kill itself
+(bench/fault_moments.py). Writes bench/results/faults.{json,md}. Root is needed for the full disk (a small tmpfs is
+mounted).
 """
 
 import argparse
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from ray_nodes import RayNodes  # noqa: E402
 from run_megagrpo import REPEATED, Job, assert_same_run, engine, megagrpo, metrics, rollouts, trainer, write_experiment  # noqa: E402
 
 from megagrpo.processes import is_live  # noqa: E402
-from megagrpo.rollout.generation import find_service  # noqa: E402
+from megagrpo.rollout.control import find_service  # noqa: E402
 
 SAMPLES = 32  # of a step
 STEPS_A_FAULT = 2
@@ -85,8 +87,10 @@ class Scene:
         return self.job.wait_for(ready, what, LIMIT_S, poll_s=0.005)
 
     def when(self, now: Callable[[str], bool], pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal when what the engine logs from here on shows that moment; the process is stopped first, and goes on when
-        the moment has passed meanwhile."""
+        """Sends a signal when what the engine logs from here on shows that moment.
+
+        The process is stopped first, and goes on when the moment has passed meanwhile.
+        """
         log = self.log("engine-0.node-0")
         begin = log.stat().st_size
 
@@ -109,13 +113,12 @@ class Scene:
     def process(self, name: str) -> psutil.Process:
         """Of this run, by its name: the one that lives, not one that a fault has ended."""
 
-        def find():
+        def find() -> psutil.Process | None:
             for process in self.job.tree():
-                try:
+                with suppress(psutil.Error):
                     if is_live(process) and process.name()[:_NAME_CHARACTERS] == name[:_NAME_CHARACTERS]:
                         return process
-                except psutil.Error:
-                    continue
+            return None
 
         return self.wait(find, name)
 
@@ -198,7 +201,7 @@ DISK, NODE = "disk full at a checkpoint", "Ray node killed in a rollout"
 
 
 def strike(scene: Scene, name: str) -> dict:
-    """One fault and what became of it. Seconds count from the fault; samples are those of the step in which it struck."""
+    """Strikes once and reports what became of it. Seconds count from the fault, samples are those of its step."""
     fault, before = FAULTS[name], scene.step()
     log = scene.log(fault.log) if fault.log else None
     begin = log.stat().st_size if log else 0
@@ -218,7 +221,7 @@ def strike(scene: Scene, name: str) -> dict:
 
 
 def judge(row: dict, folder: Path, reference: Path) -> dict:
-    """Whether the step of the fault, and the one after, are those of the undisturbed run, and how many of its samples are missing."""
+    """Compares the step of the fault, and the one after, with the undisturbed run; counts missing samples."""
     steps = range(row["step"], row["step"] + STEPS_A_FAULT)
     ours, theirs = ([(metrics(run)[s], rollouts(run)[s]) for s in steps] for run in (folder, reference))
     same = all(
@@ -286,7 +289,7 @@ def full_disk(root: Path) -> dict:
 
 
 def ray_node(root: Path) -> dict:
-    """Two Ray nodes with an engine each; all processes of one are killed in a rollout, and another node joins after the step."""
+    """Kills all processes of one of two Ray nodes with an engine each, in a rollout; another joins after the step."""
     engines = SETTINGS["rollout"] | {"num_engines": 2, "min_healthy_engines": 1}
     num_steps = 2 * STEPS_A_FAULT + 1
     sections = SETTINGS | {"rollout": engines, "train": {"num_steps": num_steps}}

@@ -1,9 +1,10 @@
-"""Chunked log-probabilities + entropy with backward, against plain autograd over materialised logits: time, memory, agreement.
+"""Compares chunked log-probabilities + entropy, with backward, with plain autograd over whole logits: time and memory.
 
-    python bench/head.py [--tokens 2048] [--vocab 151936] [--hidden 1024] [--device cpu|cuda] [--dtype float32|bfloat16] [--out FILE]
+    python bench/head.py [--tokens 2048] [--vocab 151936] [--hidden 1024] [--device cpu|cuda] [--dtype
+    float32|bfloat16] [--out FILE]
 
-Each side runs in its own process, in turns; times are the best of the rounds, by the clock and of all cores together, which other
-programs disturb less. --out writes FILE.json and FILE.md. Memory is the peak beyond inputs, outputs and
+Each side runs in its own process, in turns; times are the best of the rounds, by the clock and of all cores together,
+which other programs disturb less. --out writes FILE.json and FILE.md. Memory is the peak beyond inputs, outputs and
 gradients: on a CPU of the process (its largest resident size), on a GPU of torch's allocator.
 """
 

@@ -2,8 +2,9 @@
 
     python bench/learning.py quickstart gsm8k_calc --seeds 0 1 2
 
-Every run is the shipped experiment with another seed (data, model, warm-up and GRPO alike) in a folder of its own. The control
-starts from the first seed's warm-up and permutes the rewards over the samples of each step. Writes bench/results/learning_NAME.*
+Every run is the shipped experiment with another seed (data, model, warm-up and GRPO alike) in a folder of its own. The
+control starts from the first seed's warm-up and permutes the rewards over the samples of each step. Writes
+bench/results/learning_NAME.*
 """
 
 import argparse
@@ -16,7 +17,8 @@ from pathlib import Path
 
 from common import provenance, write_results
 
-from megagrpo.monitor.metrics import read_metrics
+from megagrpo.monitor.record import read_metrics
+from megagrpo.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -91,7 +93,7 @@ def _megagrpo(command: str, config: Path, overrides: list[str]) -> None:
 
 
 def _measure(label: str, folder: Path, seconds: float) -> dict:
-    entries = read_metrics(folder)
+    entries = read_metrics(RunFolder(folder))
     accuracy = [(e["step"], e["eval/accuracy"]) for e in entries if "eval/accuracy" in e]
     warm_up = folder / "sft"
     return {
@@ -99,7 +101,7 @@ def _measure(label: str, folder: Path, seconds: float) -> dict:
         "accuracy": accuracy,
         "before": accuracy[0][1],
         "after": accuracy[-1][1],
-        "warm_up_steps": read_metrics(warm_up)[-1]["step"] if warm_up.is_dir() else None,
+        "warm_up_steps": read_metrics(RunFolder(warm_up))[-1]["step"] if warm_up.is_dir() else None,
         "mismatch_max": max(e["mismatch/logprob_abs_mean"] for e in entries if "mismatch/logprob_abs_mean" in e),
         "framework_fraction": [e["time/framework_fraction"] for e in entries if "time/framework_fraction" in e],
         "seconds": seconds,

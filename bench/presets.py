@@ -2,9 +2,9 @@
 
     python bench/presets.py [--presets grpo dapo] [--steps 30] [--set rollout.max_running_requests=128]
 
-The quickstart experiment's own algorithm section is left out and the preset named instead; everything else is as shipped. The
-warm-up is made once, in FOLDER/start, and used again while it lies there. Writes bench/results/presets.{json,md}, in which rows of
-presets that are not run again stay, each with its own commit.
+The quickstart experiment's own algorithm section is left out and the preset named instead; everything else is as
+shipped. The warm-up is made once, in FOLDER/start, and used again while it lies there. Writes
+bench/results/presets.{json,md}, in which rows of presets that are not run again stay, each with its own commit.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from common import RESULTS, provenance, write_results
 
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
-from megagrpo.monitor.metrics import read_metrics
+from megagrpo.monitor.record import read_metrics
+from megagrpo.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def _experiment(folder: Path, start: Path, preset: str) -> Path:
-    """The quickstart experiment under a preset, as a YAML beside its run folder; model and data are those of `start`."""
+    """Writes the quickstart experiment under a preset as a YAML beside its run folder; model and data are `start`'s."""
     text = (ROOT / "configs" / "quickstart.yaml").read_text()
     text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", text)
     assert found == 1, "quickstart.yaml has one algorithm section"
@@ -85,7 +86,7 @@ def _megagrpo(command: str, config: Path, overrides: list[str]) -> None:
 def _measure(name: str, folder: Path, config: Path, overrides: list[str]) -> dict:
     started = time.time()
     _megagrpo("run", config, overrides)
-    entries = read_metrics(folder)
+    entries = read_metrics(RunFolder(folder))
     accuracy = [(e["step"], e["eval/accuracy"]) for e in entries if "eval/accuracy" in e]
     return {
         "preset": name,

@@ -2,9 +2,9 @@
 
     python bench/schedule.py [--golden ../shared/golden/balancing.json] [--out bench/results/schedule]
 
-step_sync_waste: 1 - tokens / (ranks x sum over micro-batch steps of the slowest rank's tokens); 0 is perfect. The same is
-given for floating-point operations of a model of 8 billion parameters, when samples are balanced by tokens and by cost.
---out writes FILE.json and FILE.md.
+step_sync_waste: 1 - tokens / (ranks x sum over micro-batch steps of the slowest rank's tokens); 0 is perfect. The same
+is given for floating-point operations of a model of 8 billion parameters, when samples are balanced by tokens and by
+cost. --out writes FILE.json and FILE.md.
 """
 
 import argparse
@@ -170,10 +170,12 @@ def as_table(found: dict, header: str) -> str:
         lines.append(f"| {key} | {' | '.join(f'{v:.4f}' if isinstance(v, float) else str(v) for v in values)} |")
     lines += [
         "",
-        f"{found['schedules']} schedules, {found['with_baseline_waste_above_5_percent']} with a baseline waste above 5 %.",
+        f"{found['schedules']} schedules, {found['with_baseline_waste_above_5_percent']} with a baseline waste "
+        "above 5 %.",
     ]
     lines.append(
-        "The bound, at most half of the baseline's waste in tokens, is one on by_tokens; by_cost evens out work, not tokens."
+        "The bound, at most half of the baseline's waste in tokens, is one on by_tokens; by_cost evens out work, "
+        "not tokens."
     )
     return "\n".join(lines) + "\n"
 

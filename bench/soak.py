@@ -1,10 +1,10 @@
-"""The soak: many steps of the tiny model while random faults strike. It must finish, learn, keep its memory, and leave nothing behind.
+"""Runs many steps of the tiny model while random faults strike: it must finish, learn, not grow, leave nothing.
 
     python bench/soak.py [--steps 200] [--every 10] [--seed 0] [--folder FOLDER]
 
-About every tenth step one fault of bench/faults.py, drawn by the seed, strikes at its moment. Memory is the resident set of each
-trainer rank and of each engine's scheduler, sampled every step; a process that was started again begins anew. Writes
-bench/results/soak.{json,md}.
+About every tenth step one fault of bench/faults.py, drawn by the seed, strikes at its moment. Memory is the resident
+set of each trainer rank and of each engine's scheduler, sampled every step; a process that was started again begins
+anew. Writes bench/results/soak.{json,md}.
 """
 
 import argparse

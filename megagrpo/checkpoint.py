@@ -1,8 +1,8 @@
-"""Checkpoint folders: atomic, checked before use, bounded in number. What is inside them is the actor's and TrainState's.
+"""Saves and loads checkpoints: atomic folders, checked before use, bounded in number, written while training goes on.
 
     run/checkpoints/step_000010/   written as step_000010.partial, renamed when every rank has finished
         actor/         Megatron dist_checkpointing
-        state.json     TrainState, model identity, layout, versions
+        state.json     TrainState, model identity, version of this package
         manifest.json  size and CRC-32 of every file, written last
 
 A folder without a manifest, or whose files differ from it, is refused with the file's name.
@@ -12,29 +12,100 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
+from typing import Protocol, TypeVar
 
 from pydantic import TypeAdapter
 
 from megagrpo import __version__
-from megagrpo.mesh import Mesh
+from megagrpo.config.schema import CheckpointConfig
+from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.types import TrainState
 
 _PARTIAL = ".partial"
-# Given the folder, returns how this rank's files are written (alone, in a thread; their paths) and the collective end of it;
-# or None when everything is there already.
-SaveActor = Callable[[Path], tuple[Callable[[], list[Path]], Callable[[], None]] | None]
+T = TypeVar("T")
+SizeAndCrc = tuple[int, int]  # bytes, CRC-32
+
+
+class SavePlan(Protocol):
+    """How this rank writes its part of a checkpoint. OSError from either method when it cannot."""
+
+    def write(self) -> list[Path]:
+        """Writes this rank's files, perhaps in a thread and without any other rank; returns their paths."""
+
+    def finish(self) -> None:
+        """Collective. Comes when `write` has returned on every rank."""
+
+
+PlanSave = Callable[[Path], SavePlan]  # collective; given an existing empty folder
+
+
+class Checkpointer:
+    """Saves one run when its schedule asks for it, one save at a time, with options.asynchronous in the background.
+
+    Every method is collective over the world and raises LeaderError on every rank when any could not write.
+    gather_state: collective; returns, on the main rank at least, the state with what other ranks hold of it.
+    num_steps: the step after which the run ends. saved_step: that of the checkpoint it starts from.
+    """
+
+    def __init__(
+        self,
+        options: CheckpointConfig,
+        root: Path,
+        identity: dict,
+        plan_save: PlanSave,
+        gather_state: Callable[[TrainState], TrainState],
+        mesh: Mesh,
+        *,
+        num_steps: int,
+        saved_step: int,
+    ):
+        self._options, self._root, self._identity = options, root, identity
+        self._plan_save, self._gather_state, self._mesh = plan_save, gather_state, mesh
+        self._num_steps, self._saved_step = num_steps, saved_step
+        self._pending: PendingSave | None = None  # being written while training goes on
+
+    def on_schedule(self, state: TrainState) -> None:
+        """Collective. Saves after every options.every steps and after the last; finishes a save that is written."""
+        if self._pending is not None and self._pending.ready():
+            self._finish()
+        last = state.step == self._num_steps
+        if (self._options.every and state.step % self._options.every == 0) or last:
+            self._begin(state)
+        if last or not self._options.asynchronous:
+            self._finish()
+
+    def save_now(self, state: TrainState) -> None:
+        """Collective. Saves `state`, unless it is saved already, and waits until it is written."""
+        self._begin(state)
+        self._finish()
+
+    def _begin(self, state: TrainState) -> None:
+        if self._saved_step == state.step:
+            return
+        self._finish()  # one at a time: it holds a copy of the whole state
+        whole = self._gather_state(state)
+        self._pending = begin(self._root, whole, self._identity, self._options.keep, self._plan_save, self._mesh)
+        self._saved_step = state.step
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            self._pending.finish()
+            self._pending = None
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
+    """The checkpoint of the state after `step` steps."""
     return root / f"step_{step:06d}"
 
 
 def latest(root: Path, at_most: int | None = None) -> Path | None:
-    """The finished checkpoint of the highest step (up to `at_most`), or None. Partial folders (an interrupted save) do not count."""
+    """Returns the finished checkpoint of the highest step (up to `at_most`), or None; an interrupted save is none."""
     found = _finished(root)
     if at_most is not None:
         found = [p for p in found if p <= checkpoint_folder(root, at_most)]
@@ -45,34 +116,14 @@ def _finished(root: Path) -> list[Path]:
     return sorted(p for p in root.glob("step_*") if p.is_dir() and not p.name.endswith(_PARTIAL))
 
 
-def save(root: Path, state: TrainState, identity: dict, keep: int, save_actor: SaveActor, mesh: Mesh) -> Path:
-    """Collective. Write a checkpoint of `state`, then drop the oldest beyond `keep`. Returns its folder.
+def begin(root: Path, state: TrainState, identity: dict, keep: int, plan_save: PlanSave, mesh: Mesh) -> "PendingSave":
+    """Collective. Begins to write a checkpoint of `state`; a thread of every rank does so until `PendingSave.finish`.
 
-    A failure on any rank (disk full, say) raises LeaderError on every rank and leaves older checkpoints as they were.
-    """
-    return begin(root, state, identity, keep, save_actor, mesh).finish()
-
-
-def begin(root: Path, state: TrainState, identity: dict, keep: int, save_actor: SaveActor, mesh: Mesh) -> "PendingSave":
-    """Collective. Start what `save` does; files are written by a thread of every rank until `PendingSave.finish`.
-
-    Training may go on meanwhile if save_actor took a copy. LeaderError as from `save`, for what fails before the writing.
+    Training may go on meanwhile if plan_save took a copy. A failure on any rank (disk full, say), here or in `finish`,
+    raises LeaderError on every rank and leaves older checkpoints as they were. `keep`: how many finished ones stay.
     """
     pending = PendingSave(root, state, identity, keep, mesh)
-
-    def prepare() -> None:
-        shutil.rmtree(pending.partial, ignore_errors=True)
-        (pending.partial / "actor").mkdir(parents=True)
-
-    pending.on_main(prepare, "creating the folder")
-    parts, failure = None, None
-    try:
-        parts = save_actor(pending.partial / "actor")
-    except Exception as exc:  # any rank: the others must not wait for it in the next collective
-        failure = exc
-    pending.all_or_none(failure)
-    if parts is not None:
-        pending.write_in_background(*parts)
+    pending.begin(plan_save)
     return pending
 
 
@@ -84,80 +135,71 @@ class PendingSave:
         self.partial = self.target.with_name(self.target.name + _PARTIAL)
         self._description = {"train": asdict(state), "identity": identity, "version": __version__}
         self._keep, self._mesh = keep, mesh
-        self._thread: Thread | None = None
-        self._finish_actor: Callable[[], None] = lambda: None
-        self._failure: Exception | None = None
-        self._written: dict[str, tuple[int, int]] = {}  # this rank's files, for the manifest
+        self._written: Future[dict[str, SizeAndCrc]] = Future()  # this rank's files, for the manifest
 
-    def write_in_background(self, write: Callable[[], list[Path]], finish: Callable[[], None]) -> None:
-        def work() -> None:
-            try:
-                self._written = {self._name(path): _size_and_crc(path) for path in write()}
-            except Exception as exc:  # raised in `finish`, on every rank
-                self._failure = exc
-
-        self._finish_actor = finish
-        self._thread = Thread(target=work, name="checkpoint", daemon=True)  # a run that fails does not wait for it
-        self._thread.start()
+    def begin(self, plan_save: PlanSave) -> None:
+        """Collective. Makes the folder and starts the thread that writes this rank's files into it."""
+        with self._all_or_nothing():
+            self._mesh.from_main(self._make_folder, f"checkpoint {self.target}")
+            self._plan = self._everywhere(lambda: plan_save(self.partial / "actor"))
+        # a daemon: a run that fails does not wait for it
+        Thread(target=self._write, name="checkpoint", daemon=True).start()
 
     def ready(self) -> bool:
-        """Whether all ranks have written their files, so that `finish` will not wait. Collective."""
-        return self._mesh.all_true(self._thread is None or not self._thread.is_alive())
+        """Collective. Whether all ranks have written their files, so that `finish` will not wait."""
+        return self._mesh.all_true(self._written.done())
 
     def finish(self) -> Path:
-        """Wait for the files, then name the folder a checkpoint. Collective; LeaderError on every rank as from `save`."""
-        if self._thread is not None:
-            self._thread.join()
-        self.all_or_none(self._failure)
-        try:
-            self._finish_actor()
-        except Exception as exc:
-            self._failure = exc
-        self.all_or_none(self._failure)
-        written = {name: entry for part in self._mesh.gather_world(self._written) for name, entry in part.items()}
-
-        def publish() -> None:
-            _write_json(self.partial / "state.json", self._description)
-            rest = sorted(p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written)
-            _write_json(
-                self.partial / "manifest.json", written | {self._name(path): _size_and_crc(path) for path in rest}
-            )
-            shutil.rmtree(self.target, ignore_errors=True)
-            os.replace(self.partial, self.target)
-            finished = _finished(self.target.parent)
-            older = [p for p in finished if p < self.target]  # whatever else lies here, this one is not what makes room
-            interrupted = self.target.parent.glob(f"step_*{_PARTIAL}")
-            for folder in [*older[: max(len(finished) - self._keep, 0)], *interrupted]:
-                shutil.rmtree(folder, ignore_errors=True)
-
-        self.on_main(publish, "writing the manifest")
+        """Collective. Waits for the files, then names the folder a checkpoint and drops the oldest ones."""
+        with self._all_or_nothing():
+            written = self._everywhere(self._written.result)
+            self._everywhere(self._plan.finish)
+            of_all = {name: entry for part in self._mesh.gather_world(written) for name, entry in part.items()}
+            self._mesh.from_main(lambda: self._publish(of_all), f"checkpoint {self.target}")
         return self.target
 
-    def on_main(self, action: Callable[[], None], what: str) -> None:
-        """The main rank does it; LeaderError on every rank when it cannot."""
-        error = ""
-        if self._mesh.is_main:
-            try:
-                action()
-            except OSError as exc:
-                shutil.rmtree(self.partial, ignore_errors=True)
-                error = f"checkpoint {self.target}: {what} failed: {exc}"
-        self._mesh.raise_any(error)
+    def _make_folder(self) -> None:
+        shutil.rmtree(self.partial, ignore_errors=True)
+        (self.partial / "actor").mkdir(parents=True)
 
-    def all_or_none(self, failure: Exception | None) -> None:
-        """Collective: if any rank failed, remove the folder and raise LeaderError on every rank."""
-        error = ""
-        if failure is not None:
+    def _write(self) -> None:
+        try:
+            self._written.set_result({self._name(path): _size_and_crc(path) for path in self._plan.write()})
+        except Exception as exc:  # raised in `finish`, on every rank
+            self._written.set_exception(exc)
+
+    def _publish(self, written: dict[str, SizeAndCrc]) -> None:
+        _write_json(self.partial / "state.json", self._description)
+        rest = sorted(p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written)
+        entries = written | {self._name(path): _size_and_crc(path) for path in rest}
+        _write_json(self.partial / "manifest.json", entries)
+        shutil.rmtree(self.target, ignore_errors=True)
+        os.replace(self.partial, self.target)
+        finished = _finished(self.target.parent)
+        older = [p for p in finished if p < self.target]  # whatever else lies here, this one is not what makes room
+        interrupted = self.target.parent.glob(f"step_*{_PARTIAL}")
+        for folder in [*older[: max(len(finished) - self._keep, 0)], *interrupted]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _everywhere(self, action: Callable[[], T]) -> T:
+        """Collective. Does it on every rank; a failure on one raises LeaderError on all, so that none waits for it."""
+        try:
+            result, error = action(), ""
+        except Exception as exc:
             free_mib = (
                 shutil.disk_usage(self.target.parent).free >> 20
             )  # torch's writer does not say that the disk is full
-            error = (
-                f"checkpoint {self.target}: rank {self._mesh.rank} could not write, {free_mib} MiB are free there: "
-                f"{type(failure).__name__}: {failure}"
-            )
+            place = f"checkpoint {self.target}: rank {self._mesh.rank} could not write, {free_mib} MiB are free there"
+            error = f"{place}: {type(exc).__name__}: {exc}"
+        self._mesh.raise_any(error)
+        return result
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Removes the folder when a rank failed, which all ranks know."""
         try:
-            self._mesh.raise_any(error)
-        except RuntimeError:
+            yield
+        except LeaderError:
             if self._mesh.is_main:
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise
@@ -167,13 +209,13 @@ class PendingSave:
 
 
 def load(folder: Path, identity: dict, load_actor: Callable[[Path], None], mesh: Mesh) -> TrainState:
-    """Collective. Check the folder against its manifest and this run's model, then load it.
+    """Collective. Checks the folder against its manifest and this run's model, then loads it.
 
     Raises LeaderError (a message naming the file) for a missing, half-written, corrupt or foreign checkpoint.
     """
     error = ""
     try:
-        check(folder, identity, mesh)
+        _check(folder, identity, mesh)
     except ValueError as exc:
         error = str(exc)
     mesh.raise_any(error)
@@ -181,8 +223,8 @@ def load(folder: Path, identity: dict, load_actor: Callable[[Path], None], mesh:
     return TypeAdapter(TrainState).validate_python(json.loads((folder / "state.json").read_text())["train"])
 
 
-def check(folder: Path, identity: dict, mesh: Mesh) -> None:
-    """ValueError naming what is wrong with a checkpoint folder: missing files, sizes or checksums, another model.
+def _check(folder: Path, identity: dict, mesh: Mesh) -> None:
+    """Raises ValueError naming what is wrong with a checkpoint: missing files, sizes or checksums, another model.
 
     The files are shared out over the ranks: one alone would read the terabytes of a large model for an hour.
     """
@@ -213,7 +255,7 @@ def check(folder: Path, identity: dict, mesh: Mesh) -> None:
         raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(different))
 
 
-def _size_and_crc(path: Path) -> tuple[int, int]:
+def _size_and_crc(path: Path) -> SizeAndCrc:
     return path.stat().st_size, _crc(path)
 
 

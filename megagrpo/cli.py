@@ -1,53 +1,86 @@
-"""The command line: `megagrpo COMMAND ...`. Heavy imports stay inside the command that needs them."""
+"""Reads the command line, `megagrpo COMMAND ...`. Heavy imports stay inside the command that needs them."""
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megagrpo import __version__
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import under_torchrun
 
+if TYPE_CHECKING:
+    from megagrpo.cluster.nodes import Node
+
 _KINDS = ("one-job", "het", "one-node")
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 2 for what the user can put right, which is said in one message."""
     args = _parser().parse_args(argv)
     try:
-        return args.run(args) or 0
-    except ValueError as exc:  # what a user can put right; everything else keeps its traceback
+        return args.run(args)
+    except ValueError as exc:  # everything else keeps its traceback
         print(f"megagrpo {args.command}: {exc}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
 
 
+class _Commands:
+    """Collects the commands of the parser."""
+
+    def __init__(self, parser: argparse.ArgumentParser):
+        self._commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(self, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        """Adds a command; `text` is its help."""
+        command = self._commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        return command
+
+    def add_with_config(
+        self, name: str, run: Callable[[argparse.Namespace], int], text: str
+    ) -> argparse.ArgumentParser:
+        """Adds a command that reads an experiment."""
+        command = self.add(name, run, text)
+        command.add_argument("config", help="experiment YAML")
+        command.add_argument(
+            "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="override one key"
+        )
+        return command
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megagrpo", description="GRPO with Megatron-Core actors and SGLang rollouts")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = _Commands(parser)
+    _add_training(commands)
+    _add_submit(commands)
+    _add_preparation(commands)
+    _add_checkpoints(commands)
+    _add_inspection(commands)
+    return parser
 
-    def add(name: str, run, text: str, config: bool = True) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(run=run)
-        if config:
-            command.add_argument("config", help="experiment YAML")
-            command.add_argument(
-                "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="override one key"
-            )
-        return command
 
-    add("run", _run, "serve and train on this machine, and clean up")
-    serve = add(
+def _add_training(commands: _Commands) -> None:
+    commands.add_with_config("run", _run, "serve and train on this machine, and clean up")
+    serve = commands.add_with_config(
         "serve", _serve, "start the rollout service and watch over it; with --master-addr, this node's part of it"
     )
     serve.add_argument("--ray-address", help="join this Ray cluster")
     _add_place(serve, "rollout", 30000)
-    train = add("train", _train, "the trainer ranks of one node, against a running service (under torchrun: one rank)")
+    train = commands.add_with_config(
+        "train", _train, "the trainer ranks of one node, against a running service (under torchrun: one rank)"
+    )
     train.add_argument("--service", help="URL of the service; default: as it stands in the run folder")
     _add_place(train, "trainer", 29500)
-    submit = add("submit", _submit, "run the experiment as a Slurm job")
+
+
+def _add_submit(commands: _Commands) -> None:
+    submit = commands.add_with_config("submit", _submit, "run the experiment as a Slurm job")
     submit.add_argument(
         "--kind",
         choices=_KINDS,
@@ -66,10 +99,13 @@ def _parser() -> argparse.ArgumentParser:
         "--sbatch", action="append", default=[], metavar="OPTION", help="further option: --sbatch=--account=x"
     )
     submit.add_argument("--dry-run", action="store_true", help="print the script and sbatch's command line")
-    add("sft", _sft, "supervised warm-up with the same actor")
-    add("prepare", _prepare, "make the tiny model and data that the experiment asks for")
-    add("check", _check, "explain the experiment without starting anything")
-    certify = add(
+
+
+def _add_preparation(commands: _Commands) -> None:
+    commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
+    commands.add_with_config("prepare", _prepare, "make the tiny model and data that the experiment asks for")
+    commands.add_with_config("check", _check, "explain the experiment without starting anything")
+    certify = commands.add_with_config(
         "certify", _certify, "prove on a tiny model of this architecture that no layout changes loss or gradients"
     )
     certify.add_argument(
@@ -79,23 +115,29 @@ def _parser() -> argparse.ArgumentParser:
         "--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit"
     )
     certify.add_argument("--plant", help=argparse.SUPPRESS)  # a fault that must be found, see certify/faults.py
-    export = add("export", _export, "write a checkpoint as a Hugging Face model folder")
+
+
+def _add_checkpoints(commands: _Commands) -> None:
+    export = commands.add_with_config("export", _export, "write a checkpoint as a Hugging Face model folder")
     export.add_argument("output", help="folder to create")
     export.add_argument("--checkpoint", help="checkpoint folder; default: the latest of the run")
-    replay = add(
+    replay = commands.add_with_config(
         "replay", _replay, "update once more on a dumped batch: of a step that was not finite, or of log.dump_steps"
     )
     replay.add_argument("dump", help="folder dumps/step_N of a run")
-    add("report", _report, "summary table and learning curve of a run folder", config=False).add_argument("run_dir")
-    status = add("status", _status, "state of the rollout service of a run", config=False)
+
+
+def _add_inspection(commands: _Commands) -> None:
+    report = commands.add("report", _report, "summary table and learning curve of a run folder")
+    report.add_argument("run_dir")
+    status = commands.add("status", _status, "state of the rollout service of a run")
     status.add_argument("run_dir")
     status.add_argument("--json", action="store_true", help="for programs")
-    engines = add("engines", _engines, "add an engine to a running service, or drain one", config=False)
+    engines = commands.add("engines", _engines, "add an engine to a running service, or drain one")
     engines.add_argument("action", choices=["add", "drain"])
     engines.add_argument("run_dir")
     engines.add_argument("engine", nargs="?", help="drain: its name, as in `megagrpo status`")
-    add("doctor", _doctor, "versions, what is missing or clashes, and the remedy", config=False)
-    return parser
+    commands.add("doctor", _doctor, "versions, what is missing or clashes, and the remedy")
 
 
 def _add_place(parser: argparse.ArgumentParser, kind: str, port: int) -> None:
@@ -108,14 +150,20 @@ def _add_place(parser: argparse.ArgumentParser, kind: str, port: int) -> None:
     parser.add_argument("--node-addr", help="this node's own address; default: that of the interface towards node 0")
 
 
-def _place(args: argparse.Namespace):
+def _place(args: argparse.Namespace) -> "Node":
     from megagrpo.cluster.nodes import Node
 
-    return Node(args.node_rank, args.nnodes, args.node_addr, args.master_addr, args.master_port)
+    return Node(
+        rank=args.node_rank,
+        number=args.nnodes,
+        address=args.node_addr,
+        first_address=args.master_addr,
+        first_port=args.master_port,
+    )
 
 
 def _experiment_words(args: argparse.Namespace) -> list[str]:
-    """The experiment as a child's command line names it."""
+    """Returns the experiment as a child's command line names it."""
     return [args.config, *(word for override in args.overrides for word in ("--set", override))]
 
 
@@ -123,13 +171,13 @@ def _config(args: argparse.Namespace) -> ExperimentConfig:
     return load_config(args.config, args.overrides)
 
 
-def _run(args) -> int:
+def _run(args: argparse.Namespace) -> int:
     from megagrpo.cluster.machine import run
 
     return run(_config(args))
 
 
-def _serve(args) -> int:
+def _serve(args: argparse.Namespace) -> int:
     config = _config(args)
     if args.master_addr is not None and args.ray_address is None:
         from megagrpo.cluster.nodes import serve_node
@@ -140,7 +188,7 @@ def _serve(args) -> int:
     return serve(config, Path(config.output_dir), args.ray_address)
 
 
-def _train(args) -> int:
+def _train(args: argparse.Namespace) -> int:
     config = _config(args)
     if under_torchrun():
         from megagrpo.entrypoints import train_main
@@ -148,21 +196,28 @@ def _train(args) -> int:
         return train_main(config, args.service)
     from megagrpo.cluster.nodes import train_node
 
-    return train_node(
-        config, [*_experiment_words(args), *(["--service", args.service] if args.service else [])], _place(args)
-    )
+    service = ["--service", args.service] if args.service else []
+    return train_node(config, [*_experiment_words(args), *service], _place(args))
 
 
-def _submit(args) -> int:
+def _submit(args: argparse.Namespace) -> int:
     from megagrpo.cluster.submit import Request, submit
 
-    names = ("kind", "trainer_nodes", "rollout_nodes", "gpus_per_node", "time", "partition", "grace_s")
-    request = Request(**{name: getattr(args, name) for name in names}, options=tuple(args.sbatch))
+    request = Request(
+        kind=args.kind,
+        trainer_nodes=args.trainer_nodes,
+        rollout_nodes=args.rollout_nodes,
+        gpus_per_node=args.gpus_per_node,
+        time=args.time,
+        partition=args.partition,
+        grace_s=args.grace_s,
+        options=tuple(args.sbatch),
+    )
     args.config = str(Path(args.config).absolute())
     return submit(_config(args), _experiment_words(args), request, args.dry_run)
 
 
-def _sft(args) -> int:
+def _sft(args: argparse.Namespace) -> int:
     config = _config(args)
     if config.sft is None:
         raise ValueError(f"{args.config} has no sft section: there is no warm-up to run")
@@ -175,14 +230,14 @@ def _sft(args) -> int:
     return train_ranks(config, ["sft"])
 
 
-def _prepare(args) -> int:
+def _prepare(args: argparse.Namespace) -> int:
     from megagrpo.tiny.model import prepare
 
     prepare(_config(args))
     return 0
 
 
-def _check(args) -> int:
+def _check(args: argparse.Namespace) -> int:
     from megagrpo.explain import explain, preflight
 
     config = _config(args)
@@ -190,14 +245,14 @@ def _check(args) -> int:
     return 1 if preflight(config) else 0
 
 
-def _certify(args) -> int:
+def _certify(args: argparse.Namespace) -> int:
     from megagrpo.certify.command import certify, certify_main
 
     config = _config(args)
     return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts, args.plant)
 
 
-def _export(args) -> int:
+def _export(args: argparse.Namespace) -> int:
     config = _config(args)
     if under_torchrun():
         from megagrpo.entrypoints import export_main
@@ -208,7 +263,7 @@ def _export(args) -> int:
     return train_ranks(config, ["export", args.output, *(["--checkpoint", args.checkpoint] if args.checkpoint else [])])
 
 
-def _replay(args) -> int:
+def _replay(args: argparse.Namespace) -> int:
     config = _config(args)
     if under_torchrun():
         from megagrpo.entrypoints import replay_main
@@ -219,20 +274,20 @@ def _replay(args) -> int:
     return train_ranks(config, ["replay", args.dump])
 
 
-def _report(args) -> int:
+def _report(args: argparse.Namespace) -> int:
     from megagrpo.monitor.report import write_report
 
     print(write_report(Path(args.run_dir)))
     return 0
 
 
-def _status(args) -> int:
+def _status(args: argparse.Namespace) -> int:
     from megagrpo.rollout.control import print_status
 
     return print_status(Path(args.run_dir), args.json)
 
 
-def _engines(args) -> int:
+def _engines(args: argparse.Namespace) -> int:
     from megagrpo.rollout.control import find_service
 
     if (args.action == "drain") != bool(args.engine):
@@ -246,7 +301,7 @@ def _engines(args) -> int:
     return 0
 
 
-def _doctor(args) -> int:
+def _doctor(args: argparse.Namespace) -> int:
     from megagrpo.doctor import run_doctor
 
     return run_doctor()

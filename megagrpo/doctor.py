@@ -1,7 +1,7 @@
-"""`megagrpo doctor`: what this machine and this environment have, what is missing or clashes, and the remedy.
+"""Reports what this machine and this environment have, what is missing or clashes, and the remedy: `megagrpo doctor`.
 
-Versions are read from package metadata; nothing heavy is imported, so a broken installation can still be diagnosed. What
-is wanted is stated once, in pyproject.toml.
+Versions are read from package metadata; nothing heavy is imported, so a broken installation can still be diagnosed.
+What is wanted is stated once, in pyproject.toml.
 """
 
 import importlib.metadata
@@ -16,18 +16,24 @@ from pathlib import Path
 
 import psutil
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import NormalizedName, canonicalize_name
 from rich.console import Console
 from rich.table import Table
 
 _INSTALL = "bash launch/install.sh --repair"
-_SHOWN = ("torch", "megatron-core", "transformers", "sglang", "sglang-router", "ray", "transformer-engine")
+_SHOWN = tuple(
+    canonicalize_name(name)
+    for name in ("torch", "megatron-core", "transformers", "sglang", "sglang-router", "ray", "transformer-engine")
+)
 _CPU_ENGINE = "cpu-engine"  # the extra that is installed without its requirements, which name CUDA packages
 _GIB = 2**30
+_SHM_REMEDY = "mount -o remount,size=4G /dev/shm (docker: --shm-size=4g)"
 
 
 @dataclass(frozen=True)
 class Finding:
+    """One line of the table."""
+
     what: str
     wanted: str
     found: str
@@ -36,7 +42,7 @@ class Finding:
 
 
 def run_doctor() -> int:
-    """Print the table; 0 when everything needed is there, else 1."""
+    """Prints the table; returns 0 when everything needed is there, else 1."""
     gpu = _has_gpu()
     findings = [_python(), *package_findings(gpu), *machine_findings(gpu)]
     table = Table(
@@ -66,7 +72,7 @@ def _python() -> Finding:
 
 
 def package_findings(gpu: bool) -> list[Finding]:
-    """One line for each of the large packages, then one for every other requirement that is not met, then their number."""
+    """Returns a line for each large package, one for every other requirement that is not met, and their number."""
     if _version("megagrpo") is None:
         return [Finding("megagrpo", "installed", "missing", "error", _INSTALL)]
     extras = ["gpu"] if gpu else ["cpu", _CPU_ENGINE]
@@ -96,11 +102,11 @@ def _package_finding(requirement: Requirement) -> Finding:
 
 
 def _torch_build(gpu: bool) -> Finding:
-    """Which device this torch was built for, read from its version file: importing torch takes seconds."""
+    """Reports which device this torch was built for, read from its version file: importing torch takes seconds."""
     wanted = "CUDA" if gpu else "any"
     if _version("torch") is None:
         return Finding("torch build", wanted, "missing", "error", _INSTALL)
-    version_file = Path(importlib.metadata.distribution("torch").locate_file("torch/version.py"))
+    version_file = Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py")))
     match = re.search(r"^cuda\b.*= ['\"]([\d.]+)['\"]", version_file.read_text(), re.MULTILINE)
     found = f"CUDA {match[1]}" if match else "CPU only"
     clash = gpu and match is None
@@ -119,22 +125,24 @@ def _version(name: str) -> str | None:
 
 
 def _requirements(name: str, extras: list[str], only_extra: bool = False) -> Iterator[Requirement]:
-    """The requirements of an installed distribution that apply here with these extras."""
+    """Yields the requirements of an installed distribution that apply here with these extras."""
     for text in importlib.metadata.requires(name) or []:
         requirement = Requirement(text)
-        always = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if (always and not only_extra) or (
-            not always and any(requirement.marker.evaluate({"extra": e}) for e in extras)
-        ):
+        marker = requirement.marker
+        if marker is None or marker.evaluate({"extra": ""}):
+            if not only_extra:
+                yield requirement
+        elif any(marker.evaluate({"extra": extra}) for extra in extras):
             yield requirement
 
 
-def _closure(root: str, extras: list[str], bare: set[str]) -> Iterator[tuple[str, Requirement]]:
-    """(owner, requirement) for everything reachable from `root`; the requirements of `bare` packages are not followed."""
-    todo, seen = [(root, tuple(sorted(extras)))], set()
+def _closure(root: str, extras: list[str], bare: set[NormalizedName]) -> Iterator[tuple[str, Requirement]]:
+    """Yields (owner, requirement) for all that is reachable from `root`; those of `bare` packages are not followed."""
+    todo: list[tuple[str, tuple[str, ...]]] = [(root, tuple(sorted(extras)))]
+    seen: set[tuple[str, tuple[str, ...]]] = set()
     while todo:
         owner, owner_extras = todo.pop()
-        if (owner, owner_extras) in seen or owner in bare or _version(owner) is None:
+        if (owner, owner_extras) in seen or canonicalize_name(owner) in bare or _version(owner) is None:
             continue
         seen.add((owner, owner_extras))
         for requirement in _requirements(owner, list(owner_extras)):
@@ -146,49 +154,30 @@ def _closure(root: str, extras: list[str], bare: set[str]) -> Iterator[tuple[str
 
 
 def machine_findings(gpu: bool) -> list[Finding]:
+    """Returns what the machine offers: memory, disk, cores, files, a compiler, local ports."""
+    cores = psutil.cpu_count() or 1
     memory, disk = psutil.virtual_memory().available, shutil.disk_usage(Path.cwd()).free
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     compiler_use = "for Transformer Engine" if gpu else "on GPU machines only"
+    no_compiler = "error" if gpu else "warning"
     enough_files = soft == resource.RLIM_INFINITY or soft >= 4096
+    most = hard if 0 < hard < 65536 else 65536
     open_files = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
     return [
         _at_least("free memory", memory, 6 * _GIB, 4 * _GIB, "fewer actor ranks or engines, or a larger machine"),
         _at_least("free disk here", disk, 10 * _GIB, 2 * _GIB, "free some, or set output_dir to a larger disk"),
-        _at_least(
-            "free /dev/shm", shared, 1 * _GIB, _GIB // 16, "mount -o remount,size=4G /dev/shm (docker: --shm-size=4g)"
-        ),
-        _judge(
-            "CPU cores",
-            "2",
-            str(psutil.cpu_count()),
-            psutil.cpu_count() >= 2,
-            "warning",
-            "everything shares one core: slow",
-        ),
-        _judge(
-            "open files",
-            "4096",
-            open_files,
-            enough_files,
-            "warning",
-            f"ulimit -n {hard if 0 < hard < 65536 else 65536}",
-        ),
-        _judge(
-            "C++ compiler",
-            compiler_use,
-            compiler or "none",
-            bool(compiler),
-            "error" if gpu else "warning",
-            "apt-get install g++",
-        ),
+        _at_least("free /dev/shm", shared, 1 * _GIB, _GIB // 16, _SHM_REMEDY),
+        _judge("CPU cores", "2", str(cores), cores >= 2, "warning", "everything shares one core: slow"),
+        _judge("open files", "4096", open_files, enough_files, "warning", f"ulimit -n {most}"),
+        _judge("C++ compiler", compiler_use, compiler or "none", bool(compiler), no_compiler, "apt-get install g++"),
         _loopback(),
     ]
 
 
 def _at_least(what: str, found: int, good: int, least: int, remedy: str) -> Finding:
-    """Bytes: from `good` on ok, from `least` on a warning, else an error."""
+    """Judges a number of bytes: from `good` on ok, from `least` on a warning, else an error."""
     status = "ok" if found >= good else "warning" if found >= least else "error"
     wanted = f"{good / _GIB:.0f} GiB"
     return Finding(what, wanted, f"{found / _GIB:.1f} GiB", status, "" if status == "ok" else remedy)
@@ -199,7 +188,7 @@ def _judge(what: str, wanted: str, found: str, fulfilled: bool, otherwise: str, 
 
 
 def _loopback() -> Finding:
-    """Services on one machine find each other over 127.0.0.1; a proxy or a closed sandbox can forbid even that."""
+    """Tries 127.0.0.1, over which services of one machine meet; a proxy or a closed sandbox can forbid even that."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()

@@ -1,4 +1,4 @@
-"""The bodies of the processes that torchrun starts: train, sft, export, replay. A failure becomes one message for the launcher."""
+"""Runs what torchrun starts: the ranks of train, sft, export and replay. A failure becomes one message."""
 
 import os
 import sys
@@ -6,14 +6,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from megagrpo import checkpoint, environment
+from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig
-
-FINAL = ".final.txt"
+from megagrpo.run_folder import RunFolder, write_whole
 
 
 def train_main(config: ExperimentConfig, service_url: str | None) -> int:
-    """`megagrpo train`: one trainer rank of a run."""
+    """Runs one trainer rank of a run: `megagrpo train`."""
 
     def body() -> None:
         from megagrpo.monitor.report import write_report
@@ -30,7 +29,7 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
 
 
 def sft_main(config: ExperimentConfig) -> int:
-    """`megagrpo sft`: one rank of the supervised warm-up."""
+    """Runs one rank of the supervised warm-up: `megagrpo sft`."""
 
     def body() -> None:
         from megagrpo.sft import sft
@@ -40,98 +39,54 @@ def sft_main(config: ExperimentConfig) -> int:
     return guarded(config, "sft", body)
 
 
-def export_main(config: ExperimentConfig, folder: str | None, output: str) -> int:
-    """`megagrpo export`: a checkpoint of this run as an HF folder; ValueError when there is none."""
+def export_main(config: ExperimentConfig, source: str | None, output: str) -> int:
+    """Runs one rank of `megagrpo export`."""
 
     def body() -> None:
-        from megagrpo.actor import DEVICE
-        from megagrpo.actor.megatron_actor import MegatronActor
-        from megagrpo.actor.saving import load_actor
-        from megagrpo.run import run_identity
-        from megagrpo.weights.actor_weights import export_hf, load_initial_weights
+        from megagrpo.export import export
 
-        source_folder = Path(folder) if folder else checkpoint.latest(Path(config.output_dir) / "checkpoints")
-        if source_folder is None:
-            raise ValueError(
-                f"{config.output_dir}/checkpoints holds no finished checkpoint; name one with --checkpoint"
-            )
-        actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, 1, config.seed, DEVICE)
-        weights = load_initial_weights(actor, config.model.path)
-        checkpoint.load(source_folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
-        export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
+        export(config, Path(source) if source else None, output)
 
     return guarded(config, "export", body)
 
 
-def replay_main(config: ExperimentConfig, folder: str) -> int:
-    """`megagrpo replay`: the update of a dumped step on the newest weights at or before it, beside what was measured then."""
+def replay_main(config: ExperimentConfig, dump_folder: str) -> int:
+    """Runs one rank of `megagrpo replay`."""
 
     def body() -> None:
-        from megagrpo.actor import DEVICE
-        from megagrpo.actor.megatron_actor import MegatronActor
-        from megagrpo.actor.saving import load_actor
-        from megagrpo.actor.step import update, with_logprobs
-        from megagrpo.replay import compare, read_dump
-        from megagrpo.run import run_identity
-        from megagrpo.weights.actor_weights import load_initial_weights
+        from megagrpo.replay import replay
 
-        dump, num_updates, temperature = (
-            read_dump(Path(folder)),
-            config.train.num_updates_per_step,
-            config.sampling.temperature,
-        )
-        total = config.train.num_steps * num_updates
-        actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, total, config.seed, DEVICE)
-        load_initial_weights(actor, config.model.path)
-        if dump.algorithm.uses_reference:
-            actor.keep_reference()
-        version, source = 0, checkpoint.latest(Path(config.output_dir) / "checkpoints", dump.weight_version)
-        if source is not None:
-            version = checkpoint.load(
-                source, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh
-            ).step
-        batch = dump.batch(actor.mesh)
-        if (
-            dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full"
-        ):  # the reference's states are not dumped
-            batch = with_logprobs(actor, batch, temperature, False, "full")
-        values = update(actor, batch, dump.algorithm, temperature, config.sampling.max_response_tokens, num_updates)
-        if actor.mesh.is_main:
-            print(compare(dump, values, version, source or config.model.path), flush=True)
+        replay(config, Path(dump_folder))
 
     return guarded(config, "replay", body)
 
 
 def guarded(config: ExperimentConfig, name: str, body: Callable[[], None]) -> int:
-    """Exit status 0, or 1 with the reason in logs/error_<name>_rank<N>.txt; the traceback goes to standard error, which is <name>.log.
+    """Returns 0, or 1 with the reason in logs/error_<name>_rank<N>.txt; the traceback goes to standard error.
 
-    The name ends in FINAL when another try would end in the same way: torchrun starts the ranks again whatever their status, so
-    that the launcher, which sees the file, has to end it.
+    The report is a final one when another try would end in the same way: torchrun starts the ranks again whatever
+    their status, so that the launcher, which sees the file, has to end it.
     """
     from megagrpo.mesh import RunStopped
 
-    logs = Path(config.output_dir) / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    name = f"error_{name}_rank{environment.get_int('RANK', 0)}"
-    for ending in (".txt", FINAL):
-        (logs / f"{name}{ending}").unlink(missing_ok=True)
+    folder, rank = RunFolder(Path(config.output_dir)), environment.get_int("RANK", 0)
+    for final in (False, True):
+        folder.error_report(name, rank, final).unlink(missing_ok=True)
     try:
         body()
-        return _ended(0)
     except Exception as exc:
         traceback.print_exc()
         final = isinstance(exc, ValueError | AssertionError | RunStopped)
-        draft = logs / f"{name}.tmp"  # the launcher ends this process as soon as it sees the name
-        draft.write_text(_reason(exc))
-        draft.replace(logs / f"{name}{FINAL if final else '.txt'}")
+        write_whole(folder.error_report(name, rank, final), _reason(exc))  # its name ends this process, too
         return _ended(1)
+    return _ended(0)
 
 
 def _ended(status: int) -> int:
-    """The exit status; a rank of torchrun's ends here with it.
+    """Returns the exit status; a rank of torchrun ends here with it.
 
-    Its work is done and on disk. Python's own way out would take down process groups whose threads still run: now and then that
-    aborts ("terminate called without an active exception"), and torchrun would call a finished run failed.
+    Its work is done and on disk. Python's own way out would take down process groups whose threads still run: now and
+    then that aborts ("terminate called without an active exception"), and torchrun would call a finished run failed.
     """
     if environment.under_torchrun():
         sys.stdout.flush()
@@ -141,7 +96,7 @@ def _ended(status: int) -> int:
 
 
 def _reason(exc: Exception) -> str:
-    """What a user reads: our own errors say it themselves, anything else is named with the place that raised it."""
+    """Returns what a user reads: our own errors explain themselves, others are named with their place."""
     if isinstance(exc, (ValueError, RuntimeError)) and str(exc):
         return str(exc)
     place = traceback.extract_tb(exc.__traceback__)[-1]

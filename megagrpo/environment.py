@@ -1,9 +1,10 @@
-"""The one file that reads os.environ; everybody else is handed values, and child environments are built here."""
+"""Reads os.environ, as the only file that does, and builds the environments of children."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import overload
 
 import megagrpo
 
@@ -11,11 +12,17 @@ API_KEY = "MEGAGRPO_API_KEY"  # between trainers, router and engines; without it
 WEIGHT_LOADER = "megagrpo.weights.engine_loader.run"  # engines are started with it, and trainers call it there by this name
 
 
+@overload
+def get(name: str) -> str | None: ...
+@overload
+def get(name: str, default: str) -> str: ...
 def get(name: str, default: str | None = None) -> str | None:
+    """Returns a variable of this process."""
     return os.environ.get(name, default)
 
 
 def get_int(name: str, default: int) -> int:
+    """Returns a variable of this process as a number; ValueError where it is none."""
     return int(os.environ.get(name, default))
 
 
@@ -26,7 +33,7 @@ def under_torchrun() -> bool:
 
 @contextmanager
 def temporarily(name: str, value: str) -> Iterator[None]:
-    """Inside, this process has the variable, for a library that reads it there."""
+    """Sets a variable inside the block, for a library that reads it there."""
     old = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -39,12 +46,12 @@ def temporarily(name: str, value: str) -> Iterator[None]:
 
 
 def of_all_nccl_ranks() -> dict[str, str]:
-    """What trainers and engines, who meet in one NCCL communicator, must agree on; SGLang alone would set it for its own ranks."""
+    """Returns what trainers and engines, which meet in one NCCL communicator, must agree on; SGLang sets it alone."""
     return {"NCCL_CUMEM_ENABLE": get("NCCL_CUMEM_ENABLE", "0")}
 
 
 def child_environment(extra: dict[str, str] | None = None, python_path: list[str] | None = None) -> dict[str, str]:
-    """A copy of this process's environment for a child, with `extra` set and `python_path` folders put first on PYTHONPATH.
+    """Returns this process's environment for a child, with `extra` set and `python_path` first on PYTHONPATH.
 
     The folder of this package is always on the path, so children find megagrpo however the parent was started.
     """

@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent, and the end of a process with everything it started."""
+"""Starts child processes that never outlive their parent, and ends a process with everything it started."""
 
 import ctypes
 import os
@@ -6,7 +6,9 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -22,10 +24,11 @@ def spawn(
     death_signal: signal.Signals = signal.SIGKILL,
     share_stdout: bool = False,
 ) -> subprocess.Popen:
-    """Start `command` in a session of its own; the kernel sends it `death_signal` when this thread's process dies.
+    """Starts `command` in a session of its own; the kernel sends it `death_signal` when this thread's process dies.
 
-    Output is appended to `log` (standard output stays this process's with `share_stdout`), or shared with this process. Call it
-    from a thread that lives as long as the child may: Linux ties the signal to the thread that forked.
+    Output is appended to `log` (standard output stays this process's with `share_stdout`), or shared with this
+    process. Call it from a thread that lives as long as the child may: Linux ties the signal to the thread that
+    forked.
     """
     parent = os.getpid()
 
@@ -34,38 +37,46 @@ def spawn(
         for number in (
             signal.SIGUSR1,
             signal.SIGUSR2,
-        ):  # said to a launcher; some Slurms say it to all that it started, too
+        ):  # meant for a launcher; some Slurms send them to its children too
             signal.signal(number, signal.SIG_IGN)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
 
-    options = dict(env=env, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
-    if log is None:
-        return subprocess.Popen(command, **options)
+    with nullcontext() if log is None else _open_log(log) as output:
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=None if share_stdout else output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+
+def _open_log(log: Path) -> IO[bytes]:
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        return subprocess.Popen(command, stdout=None if share_stdout else output, stderr=output, **options)
+    return log.open("ab")
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """What runs of process `pid`, its descendants and its session (the child of a dead child has another parent, but still
-    the session). Zombies do not count."""
+    """Returns what runs of process `pid`, its descendants and its session. Zombies do not count.
+
+    The child of a dead child has another parent, but still the session.
+    """
     found: dict[int, psutil.Process] = {}
-    try:
+    with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         found = {process.pid: process for process in (root, *root.children(recursive=True))}
-    except psutil.NoSuchProcess:
-        pass
     for process in psutil.process_iter():
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             if os.getsid(process.pid) == pid:
                 found[process.pid] = process
-        except (ProcessLookupError, PermissionError):
-            continue
     return [process for process in found.values() if is_live(process)]
 
 
 def is_live(process: psutil.Process) -> bool:
+    """Whether a process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -73,7 +84,7 @@ def is_live(process: psutil.Process) -> bool:
 
 
 def stop_tree(pid: int, grace_s: float = 5.0) -> None:
-    """End process `pid`, a session leader made by `spawn`, and all it started: TERM to it, `grace_s` seconds, KILL to the rest.
+    """Ends process `pid`, a session leader from `spawn`, and all it started: TERM, `grace_s` seconds, KILL to the rest.
 
     The caller still has to `wait` for its own child, else that remains a zombie.
     """
@@ -94,7 +105,5 @@ def _wait_gone(processes: Iterable[psutil.Process], seconds: float) -> None:
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        pass

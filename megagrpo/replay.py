@@ -1,83 +1,47 @@
-"""A step's batch on disk, and what `megagrpo replay` makes of it: kept when an update was not finite, or when asked.
+"""Makes the update of a dumped step once more and compares it with what was measured then: `megagrpo replay`."""
 
-run/dumps/step_000012/   named like the step's entry in metrics.jsonl: an update of weights 11
-    dp_0.pt ...          the tensors of one data-parallel rank's Batch, advantages included
-    step.json            weight version, algorithm with its present KL coefficient, metrics; written last
-"""
-
-import json
-import math
-from dataclasses import dataclass, fields
 from pathlib import Path
 
-import torch
-
-from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.mesh import Mesh
-from megagrpo.types import Batch
-
-_LEFT_OUT = "reference"  # hidden states of a whole model, of one layout; a replay computes them again
-
-
-def dump_folder(run_dir: Path, step: int) -> Path:
-    return run_dir / "dumps" / f"step_{step:06d}"
-
-
-def write_dump(
-    folder: Path, batch: Batch, algorithm: AlgorithmConfig, weight_version: int, values: dict[str, float], mesh: Mesh
-) -> None:
-    """Collective. Keep a batch that is about to be, or was, trained on; LeaderError on every rank when it cannot be written."""
-
-    def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        on_host = batch.to("cpu")
-        parts = {field.name: getattr(on_host, field.name) for field in fields(Batch) if field.name != _LEFT_OUT}
-        torch.save(parts, folder / f"dp_{mesh.dp_rank}.pt")
-
-    mesh.from_leader(write, f"dump into {folder}")
-
-    def describe() -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        description = {"weight_version": weight_version, "dp": mesh.dp_size, "values": finite}
-        description["algorithm"] = algorithm.model_dump(mode="json")
-        (folder / "step.json").write_text(json.dumps(description, indent=1))
-
-    mesh.from_leader(lambda: describe() if mesh.is_main else None, f"dump into {folder}")
+from megagrpo import checkpoint
+from megagrpo.actor import DEVICE
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.saving import load_actor
+from megagrpo.actor.step import update, with_logprobs
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.dump import Dump, read_dump
+from megagrpo.run import run_identity
+from megagrpo.run_folder import RunFolder
+from megagrpo.weights.actor_weights import load_initial_weights
 
 
-@dataclass(frozen=True)
-class Dump:
-    folder: Path
-    weight_version: int  # that the step sampled from and updated
-    dp: int
-    algorithm: AlgorithmConfig
-    values: dict[str, float | None]  # what was measured then
+def replay(config: ExperimentConfig, dump_folder: Path) -> None:
+    """Collective. Updates the newest weights at or before the dumped step's; the main rank prints the comparison.
 
-    def batch(self, mesh: Mesh) -> Batch:
-        """This rank's. ValueError when the data-parallel size is another one."""
-        if mesh.dp_size != self.dp:
-            raise ValueError(f"{self.folder} is of {self.dp} data-parallel ranks, this layout has {mesh.dp_size}")
-        parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", map_location=mesh.device, weights_only=True)
-        return Batch(**parts)
-
-
-def read_dump(folder: Path) -> Dump:
-    """ValueError when the folder is no finished dump."""
-    try:
-        description = json.loads((folder / "step.json").read_text())
-    except (OSError, ValueError) as exc:
-        raise ValueError(f"{folder} is not a finished dump of a step: {exc}") from exc
-    algorithm = AlgorithmConfig.model_validate(description.pop("algorithm"))
-    return Dump(folder, algorithm=algorithm, **description)
+    ValueError when the folder is no finished dump, or of another data-parallel size.
+    """
+    dump = read_dump(dump_folder)
+    num_updates, temperature = config.train.num_updates_per_step, config.sampling.temperature
+    total = config.train.num_steps * num_updates
+    actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, total, config.seed, DEVICE)
+    load_initial_weights(actor, config.model.path)
+    if dump.algorithm.uses_reference:
+        actor.keep_reference()
+    version, source = 0, checkpoint.latest(RunFolder(Path(config.output_dir)).checkpoints, dump.weight_version)
+    if source is not None:
+        identity = run_identity(config, actor)
+        version = checkpoint.load(source, identity, lambda folder: load_actor(actor, folder), actor.mesh).step
+    batch = dump.batch(actor.mesh)
+    if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":  # the reference's states are not dumped
+        batch = with_logprobs(actor, batch, temperature, False, "full")
+    values = update(actor, batch, dump.algorithm, temperature, config.sampling.max_response_tokens, num_updates)
+    if actor.mesh.is_main:
+        print(compare(dump, values, version, source or config.model.path), flush=True)
 
 
 def compare(dump: Dump, values: dict[str, float], version: int, source: str | Path) -> str:
-    """Then and now, side by side, with the weights that were used."""
-    other = (
-        ""
-        if version == dump.weight_version
-        else f"; the step itself was made from version {dump.weight_version}: figures differ"
-    )
+    """Shows then and now side by side, with the weights that were used."""
+    made_from = f"; the step itself was made from version {dump.weight_version}: figures differ"
+    other = made_from if version != dump.weight_version else ""
     lines = [f"weights of version {version} ({source}){other}", f"{'':32}{'then':>24}{'now':>24}"]
     for name, value in sorted(values.items()):
         then = dump.values.get(name)

@@ -1,4 +1,4 @@
-"""Everything the loop holds: built once from the configuration, on every trainer rank, in an order that fails early."""
+"""Holds all that the loop needs, built once from the configuration on every rank, in an order that fails early."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -9,18 +9,21 @@ from megagrpo import checkpoint, environment
 from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import load_actor, save_actor
+from megagrpo.checkpoint import Checkpointer
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
+from megagrpo.dump import write_dump
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.console import StepConsole
-from megagrpo.monitor.metrics import Metrics, StepLog
+from megagrpo.monitor.metrics import Metrics
+from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.watchdog import Watchdog
-from megagrpo.replay import dump_folder, write_dump
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.control import find_service
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
+from megagrpo.run_folder import RunFolder
 from megagrpo.selection import deal_surplus, gather_surplus, next_groups, rollout_metrics
 from megagrpo.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState
@@ -33,37 +36,39 @@ class Run:
     """One training run on this rank. `state.step` counts finished steps and is the version of the actor's weights."""
 
     config: ExperimentConfig
-    run_dir: Path
+    folder: RunFolder
     actor: MegatronActor
     prompts: PromptSet
     eval_prompts: PromptSet | None
     rollouts: RolloutSource
     exchange: Exchange
     state: TrainState
-    stop_request: StopRequest
+    checkpointer: Checkpointer
+    stop_request: StopRequest | None  # None where no launcher of ours started the ranks: nobody can ask them
     watchdog: Watchdog
-    saved_step: int = -1
-    pending_save: checkpoint.PendingSave | None = None  # being written while training goes on
-    step_log: StepLog | None = None  # the main rank's
-    console: StepConsole | None = None
+    record: "MainRecord | None" = None  # the main rank's
 
     @property
     def mesh(self) -> Mesh:
+        """The actor's ranks."""
         return self.actor.mesh
 
     def publish(self) -> dict[str, float]:
-        """Weights of version `state.step` into every engine; returns when each has proved them."""
+        """Brings weights of version `state.step` into every engine; returns seconds when each has proved them."""
         self.watchdog.enter("publish")
         seconds = self.exchange.publish(self.state.step)
         return {f"publish/{name}": value for name, value in seconds.items()}
 
     def next_groups(self, metrics: Metrics) -> list[RolloutGroup]:
-        """This rank's share of the step's groups, sampled and scored. Where that cannot go on, the finished steps are saved first."""
+        """Returns this rank's share of the step's groups, sampled and scored.
+
+        Where that cannot go on, it saves the state of the finished steps before it raises RunStopped on every rank.
+        """
         config, state = self.config, self.state
         try:
             step = next_groups(self.rollouts, self.prompts, state, config, self.mesh, self._refresh, metrics)
             rollout_metrics(metrics, step.groups, self.mesh, config.train)
-        except RunStopped as stopped:  # on every rank
+        except RunStopped as stopped:
             self._save_before_the_end(stopped)
             raise
         state.data_cursor, state.surplus = step.data_cursor, step.surplus
@@ -71,15 +76,16 @@ class Run:
 
     def _save_before_the_end(self, reason: RunStopped) -> None:
         try:
-            self._begin_save()
-            self._finish_save()
+            self.checkpointer.save_now(self.state)
         except LeaderError as exc:
             raise RunStopped(
                 f"{reason}\nand the state after step {self.state.step} could not be saved: {exc}"
             ) from reason
 
     def evaluation_groups(self) -> list[RolloutGroup]:
+        """Returns this rank's share of the evaluation's groups, sampled and scored."""
         config, sampling = self.config.eval, self.config.sampling
+        assert config is not None and self.eval_prompts is not None, "asked for by a configuration with an eval section"
         self.watchdog.enter("evaluate")
         return self.rollouts.evaluate(
             self.eval_prompts.prompts,
@@ -91,84 +97,65 @@ class Run:
         )
 
     def _refresh(self, engines: Sequence[str]) -> None:
-        """An engine came back with other weights: give it the present ones. Called on every rank together."""
+        """Collective. Gives the present weights to engines that came back with others."""
         self.exchange.publish(self.state.step, only=list(engines))
 
     def inspect_update(self, batch: Batch, algorithm: AlgorithmConfig, values: dict[str, float]) -> None:
-        """Keep the step's batch when log.dump_steps asks for it or an update was not finite. Collective.
+        """Collective. Keeps the step's batch when log.dump_steps asks for it or an update was not finite.
 
         Raises NonFiniteUpdate on every rank unless train.non_finite is skip.
         """
         step, bad = self.state.step + 1, values["optim/non_finite_updates"]
         if not bad and step not in self.config.log.dump_steps:
             return
-        folder = dump_folder(self.run_dir, step)
+        folder = self.folder.dump(step)
         write_dump(folder, batch, algorithm, self.state.step, values, self.mesh)
         if not bad:
             return
-        text = f"step {step}: loss or gradient of {bad:.0f} update(s) is not finite, these were not taken; the batch is in {folder}"
+        which = f"step {step}: loss or gradient of {bad:.0f} update(s) is not finite"
+        text = f"{which}, these were not taken; the batch is in {folder}"
         if self.config.train.non_finite == "halt":
             raise NonFiniteUpdate(f"{text} (`megagrpo replay`). train.non_finite: skip would go on")
-        if self.console is not None:
-            self.console.note(text)
+        if self.record is not None:
+            self.record.console.note(text)
 
     def checkpoint(self) -> None:
-        """Save when the schedule asks for it, and after the last step; finish a save in the background when it is written."""
-        config, step = self.config.checkpoint, self.state.step
-        if self.pending_save is not None and self.pending_save.ready():
-            self._finish_save()
-        last = step == self.config.train.num_steps
-        if (config.every and step % config.every == 0) or last:
-            self._begin_save()
-        if last or not config.asynchronous:
-            self._finish_save()
+        """Collective. Saves when the schedule asks for it, and after the last step."""
+        self.checkpointer.on_schedule(self.state)
 
     def stopping(self) -> bool:
-        """Whether any node was asked to stop (pre-emption, time limit); then the present state is saved. Collective."""
-        if self.mesh.all_true(not self.stop_request.made()):
+        """Collective. Whether any node was asked to stop (pre-emption, time limit); then the present state is saved."""
+        if not any(self.mesh.gather_world(self.stop_request is not None and self.stop_request.made())):
             return False
-        self._begin_save()
-        self._finish_save()
-        self.stop_request.grant(self.state.step)
-        if self.console is not None:
-            self.console.note(f"stops after step {self.state.step}, as asked; the next start goes on from there")
+        self.checkpointer.save_now(self.state)
+        if self.stop_request is not None:
+            self.stop_request.grant(self.state.step)
+        if self.record is not None:
+            step = self.state.step
+            self.record.console.note(f"stops after step {step}, as asked; the next start goes on from there")
         return True
 
-    def _begin_save(self) -> None:
-        if self.saved_step == self.state.step:
-            return
-        self._finish_save()  # one at a time: it holds a copy of the whole state
-        config, identity = self.config.checkpoint, run_identity(self.config, self.actor)
-        state = replace(self.state, surplus=gather_surplus(self.state.surplus, self.mesh))
-        self.pending_save = checkpoint.begin(
-            self.run_dir / "checkpoints",
-            state,
-            identity,
-            config.keep,
-            lambda f: save_actor(self.actor, f, config.asynchronous),
-            self.mesh,
-        )
-        self.saved_step = self.state.step
-
-    def _finish_save(self) -> None:
-        if self.pending_save is not None:
-            self.pending_save.finish()
-            self.pending_save = None
-
     def log(self, values: dict[str, float], groups: Sequence[RolloutGroup] | None = None) -> None:
-        """One entry of the run's record; every rank calls it, the main rank writes."""
+        """Collective. Adds one entry to the run's record, which the main rank writes."""
         parts = self.mesh.gather_dp_to_main(groups) if groups is not None and self.config.log.rollouts else []
-        if self.mesh.is_main:
-            self.step_log.write(self.state.step, values)
+        if self.record is not None:
+            self.record.step_log.write(self.state.step, values)
             if parts:
-                self.step_log.write_rollouts(
-                    self.state.step, sorted((g for part in parts for g in part), key=lambda g: g.group_id)
-                )
-            self.console.update(self.state.step, values)
+                in_order = sorted((group for part in parts for group in part), key=lambda group: group.group_id)
+                self.record.step_log.write_rollouts(self.state.step, in_order)
+            self.record.console.update(self.state.step, values)
+
+
+@dataclass(frozen=True)
+class MainRecord:
+    """Where the main rank writes what all ranks measured."""
+
+    step_log: StepLog
+    console: StepConsole
 
 
 def run_identity(config: ExperimentConfig, actor: MegatronActor) -> dict:
-    """What must agree between a checkpoint and the run that loads it; the layout may differ."""
+    """Returns what must agree between a checkpoint and the run that loads it; the layout may differ."""
     return {
         "model": asdict(actor.arch),
         "dtype": config.actor.dtype,
@@ -178,8 +165,8 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor) -> dict:
 
 @contextmanager
 def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run]:
-    """Build everything, on every rank; what needs no other process comes first, so that user errors end the run early."""
-    run_dir = Path(config.output_dir)
+    """Collective. Builds everything; what needs no other process comes first, so that user errors end the run early."""
+    folder = RunFolder(Path(config.output_dir))
     num_updates = config.train.num_steps * config.train.num_updates_per_step
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.data, tokenizer)
@@ -189,78 +176,93 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
     weights = load_initial_weights(actor, config.model.path)
     if config.algorithm.uses_reference:
         actor.keep_reference()  # the initial weights, also when the run resumes
-    state = resume(config, run_dir, actor)
+    state = resume(config, folder, actor)
     mesh = actor.mesh
     with ExitStack() as stack:
         console = stack.enter_context(_console(config, state, prompts, eval_prompts)) if mesh.is_main else None
-        control = find_service(run_dir, service_url, config.rollout.start_timeout_s)
-        watchdog = stack.enter_context(Watchdog(config, mesh, run_dir / "logs", lambda: state.step))
+        control = find_service(folder.path, service_url, config.rollout.start_timeout_s)
+        watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step))
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
 
         def decode(token_ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
         rollouts = RolloutSource(config, mesh, control, rewards, decode, tool=tool, alive=watchdog.alive)
-        exchange = Exchange(config, mesh, weights, control, run_dir)
+        exchange = Exchange(config, mesh, weights, control, folder.path)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
         watchdog.waits += [rollouts.waiting, exchange.waiting]
-        stop_request = StopRequest(environment.get(STOP_FILE))
+        stop_file = environment.get(STOP_FILE)
         run = Run(
-            config,
-            run_dir,
-            actor,
-            prompts,
-            eval_prompts,
-            rollouts,
-            exchange,
-            state,
-            stop_request,
-            watchdog,
-            saved_step=state.step,
+            config=config,
+            folder=folder,
+            actor=actor,
+            prompts=prompts,
+            eval_prompts=eval_prompts,
+            rollouts=rollouts,
+            exchange=exchange,
+            state=state,
+            checkpointer=_checkpointer(config, folder, actor, state.step),
+            stop_request=StopRequest(Path(stop_file)) if stop_file is not None else None,
+            watchdog=watchdog,
         )
-        if mesh.is_main:
-            run.step_log = StepLog(run_dir, config.log, state.step)
-            stack.callback(run.step_log.close)
-            run.console = console
+        if console is not None:
+            step_log = StepLog(folder, config.log, state.step)
+            stack.callback(step_log.close)
+            run.record = MainRecord(step_log, console)
         yield run
+
+
+def _checkpointer(config: ExperimentConfig, folder: RunFolder, actor: MegatronActor, saved_step: int) -> Checkpointer:
+    return Checkpointer(
+        config.checkpoint,
+        folder.checkpoints,
+        run_identity(config, actor),
+        lambda part: save_actor(actor, part, config.checkpoint.asynchronous),
+        lambda state: replace(state, surplus=gather_surplus(state.surplus, actor.mesh)),
+        actor.mesh,
+        num_steps=config.train.num_steps,
+        saved_step=saved_step,
+    )
 
 
 @contextmanager
 def _console(
     config: ExperimentConfig, state: TrainState, prompts: PromptSet, eval_prompts: PromptSet | None
 ) -> Iterator[StepConsole]:
-    """What is known before anything is sampled is said at once."""
+    """Makes the console and shows at once what is known before anything is sampled."""
     with StepConsole(config.name, config.train.num_steps, state.step, config.log.console) as console:
-        for data, found in ((config.data, prompts), (config.eval and config.eval.data, eval_prompts)):
-            if found is not None and (dropped := describe_dropped(data, found)):
-                console.note(dropped)
+        notes = [describe_dropped(config.data, prompts)]
+        if config.eval is not None and eval_prompts is not None:
+            notes.append(describe_dropped(config.eval.data, eval_prompts))
         if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
-            console.note(
-                f"a rank was lost: all ranks started again, for the {restarts}. of {config.actor.max_restarts} times"
-            )
+            of = config.actor.max_restarts
+            notes.append(f"a rank was lost: all ranks started again, for the {restarts}. of {of} times")
         if state.step:
-            console.note(f"continues after step {state.step}")
+            notes.append(f"continues after step {state.step}")
+        for note in filter(None, notes):
+            console.note(note)
         yield console
 
 
-def resume(config: ExperimentConfig, run_dir: Path, actor: MegatronActor) -> TrainState:
-    """Continue from the run's own latest checkpoint, else from `checkpoint.load`, else from the initial weights.
+def resume(config: ExperimentConfig, folder: RunFolder, actor: MegatronActor) -> TrainState:
+    """Collective. Continues from the run's own latest checkpoint, else `checkpoint.load`, else the initial weights.
 
-    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's. Raises ValueError when
-    `checkpoint.resume` is never where the run folder holds checkpoints of an earlier start: one history a folder.
+    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's. Raises
+    ValueError when `checkpoint.resume` is never where the run folder holds checkpoints of an earlier start: one
+    history a folder.
     """
     options = config.checkpoint
     # the main rank's view: that of other nodes may be seconds older on a shared file system
-    own = actor.mesh.gather_world(checkpoint.latest(run_dir / "checkpoints"))[0]
+    own = actor.mesh.gather_world(checkpoint.latest(folder.checkpoints))[0]
     again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int("SLURM_RESTART_COUNT", 0)
     if own is not None and options.resume == "never" and not again:
         raise ValueError(
             f"checkpoint.resume is never, but {own} is there; choose another output_dir, or move that folder away"
         )
-    folder = own or (Path(options.load) if options.load else None)
-    if folder is None:
+    source = own or (Path(options.load) if options.load else None)
+    if source is None:
         return TrainState()
-    state = checkpoint.load(folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
+    state = checkpoint.load(source, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
     if own is None:
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()

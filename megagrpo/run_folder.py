@@ -1,29 +1,33 @@
-"""What lies where in a run folder, and how a file gets there: whole, or not at all.
+"""The run folder: what lies where in it, and how a file gets there, whole or not at all.
 
 config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md  curve.png
 checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...: batches for `megagrpo replay`
-weights/        what transport `disk` publishes  logs/          of every process; ranks/, deadline_*.txt, error_*.txt
+weights/        what transport `disk` publishes  sft/           metrics of the supervised warm-up
 service.json    where the rollout service is     service.key    its key: readable by its owner, gone when it ends
+certify/        what `megagrpo certify` writes   logs/          of every process
+logs/trainer.log, service.log, engine-0.node-0.log ...
+logs/trainer.stop_request                        asks the ranks of one node to stop, see stop_request.py
+logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": the same would happen again
+logs/deadline_TIME.txt, logs/ranks/              who waits for whom, see monitor/watchdog.py
 """
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a draft beside `path` and renames it, so that no reader ever sees half of it. OSError leaves the old file."""
+    """Writes a draft beside `path` and renames it: no reader ever sees half of it. OSError leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)
     except BaseException:
-        Path(draft).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
 
 
@@ -40,51 +44,63 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
+        """The resolved experiment, as the children read it."""
         return self.path / "config.yaml"
 
     @property
     def lock(self) -> Path:
+        """Held by the launcher that trains into this folder."""
         return self.path / ".lock"
 
     @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
     def checkpoints(self) -> Path:
+        """The root of all checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def weights(self) -> Path:
+        """What transport `disk` publishes."""
         return self.path / "weights"
 
     @property
     def metrics(self) -> Path:
+        """One JSON object a step."""
         return self.path / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
+        """The metrics as TensorBoard reads them."""
         return self.path / "tensorboard"
 
     @property
     def rollouts(self) -> Path:
+        """The samples of every step."""
         return self.path / "rollouts"
 
     @property
     def summary(self) -> Path:
+        """The report's tables."""
         return self.path / "summary.md"
 
     @property
     def curve(self) -> Path:
+        """The report's picture."""
         return self.path / "curve.png"
 
     @property
     def service(self) -> Path:
+        """Where the rollout service is; gone when it ends."""
         return self.path / "service.json"
 
     @property
     def service_key(self) -> Path:
+        """The key of the rollout service, readable by its owner only; gone when it ends."""
         return self.path / "service.key"
+
+    @property
+    def certify(self) -> Path:
+        """What `megagrpo certify` writes."""
+        return self.path / "certify"
 
     @property
     def sft(self) -> "RunFolder":
@@ -96,4 +112,57 @@ class RunFolder:
         return self.path / "dumps" / f"step_{step:06d}"
 
     def rollout_file(self, step: int) -> Path:
+        """The samples of finished step `step`."""
         return self.rollouts / f"step_{step:06d}.jsonl"
+
+    # ---- logs --------------------------------------------------------------------------------------------------------
+
+    @property
+    def logs(self) -> Path:
+        """Logs of all processes, and what they leave for one another."""
+        return self.path / "logs"
+
+    def log(self, name: str) -> Path:
+        """What the child `name` prints: "service", "trainer", or on node 1 of several "trainer-1"."""
+        return self.logs / f"{name}.log"
+
+    def stop_request(self, name: str) -> Path:
+        """Asks the ranks that `name` starts to save and leave."""
+        return self.logs / f"{name}.stop_request"
+
+    def error_report(self, name: str, rank: int, final: bool) -> Path:
+        """Why rank `rank` of the command `name` failed. `final`: another try would end in the same way."""
+        return self.logs / f"error_{name}_rank{rank}{'.final.txt' if final else '.txt'}"
+
+    def error_reports(self, name: str) -> list[Path]:
+        """The reports of all ranks of the command `name`, on all nodes."""
+        return list(self.logs.glob(f"error_{name}_rank*.txt"))
+
+    def has_final_report(self, name: str) -> bool:
+        """Whether a rank of the command `name` failed in a way that another try would repeat."""
+        return any(self.logs.glob(f"error_{name}_rank*.final.txt"))
+
+    def deadline_page(self, moment: str) -> Path:
+        """Who waited for whom at `moment`, with all stacks."""
+        return self.logs / f"deadline_{moment}.txt"
+
+    def deadline_pages(self) -> set[Path]:
+        """All pages of this folder."""
+        return set(self.logs.glob("deadline_*.txt"))
+
+    @property
+    def ranks(self) -> Path:
+        """Where ranks tell one another what they do."""
+        return self.logs / "ranks"
+
+    def rank_place(self, rank: int) -> Path:
+        """Where rank `rank` is in its step."""
+        return self.ranks / f"rank_{rank}.json"
+
+    def rank_stacks(self, rank: int) -> Path:
+        """The Python stacks of rank `rank`, when somebody asked for them."""
+        return self.ranks / f"rank_{rank}.stacks"
+
+    def stacks_request(self, start: str) -> Path:
+        """Asks all ranks of the start at `start` for their stacks."""
+        return self.ranks / f"asked_{start}"

@@ -1,8 +1,9 @@
-"""Asked to stop: save at the next safe point, leave, and be continued by the next start.
+"""Carries the wish to stop: save at the next safe point, leave, and be continued by the next start.
 
-A file on every trainer node, not a signal to the ranks: a rank that is still starting has no handler, and torchrun ends its
-ranks at a signal. The node's launcher makes the file when it gets USR1 (or TERM, `megagrpo train`); between two steps the ranks
-agree whether any node has one, save, and write into it how far they came; the launcher then exits with STOPPED.
+It is a file on every trainer node, not a signal to the ranks: a rank that is still starting has no handler, and
+torchrun ends its ranks at a signal. The node's launcher makes the file when it gets USR1 (or TERM, `megagrpo train`);
+between two steps the ranks agree whether any node has one, save, and write into it how far they came; the launcher
+then exits with STOPPED.
 """
 
 from pathlib import Path
@@ -12,27 +13,28 @@ STOP_FILE = "MEGAGRPO_STOP_FILE"  # tells the ranks of a node where the file wou
 
 
 class StopRequest:
-    """The file of one node. `path` is None for ranks that no launcher of ours started: nobody can ask them."""
+    """Asks the ranks of one node, by a file, to stop."""
 
-    def __init__(self, path: Path | str | None):
-        self._path = Path(path) if path is not None else None
+    def __init__(self, path: Path):
+        self._path = path
 
     def withdraw(self) -> None:
-        """Forget what an earlier launcher of this run folder left."""
+        """Removes what an earlier launcher of this run folder left."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.unlink(missing_ok=True)
 
     def make(self) -> None:
+        """Asks."""
         self._path.touch()
 
     def made(self) -> bool:
-        return self._path is not None and self._path.exists()
+        """Whether somebody asked."""
+        return self._path.exists()
 
     def grant(self, step: int) -> None:
-        """Say that the run is saved after `step` and its ranks are leaving."""
-        if self._path is not None:
-            self._path.write_text(f"saved after step {step}")
+        """Notes that the run is saved after `step` and its ranks are leaving."""
+        self._path.write_text(f"saved after step {step}")
 
     def granted(self) -> str:
-        """What `grant` wrote, or ""."""
+        """Returns what `grant` wrote, or ""."""
         return self._path.read_text() if self.made() else ""

@@ -1,6 +1,6 @@
 """The actor's part of a checkpoint: Megatron's dist_checkpointing of model and optimiser, plus the RNG states of every rank."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue, SimpleQueue
 
@@ -25,54 +25,58 @@ _MESSAGE_CHARACTERS = 300
 filesystem_async._results_queue = Queue()
 
 
-def save_actor(
-    actor: MegatronActor, folder: Path, snapshot: bool = False
-) -> tuple[Callable[[], list[Path]], Callable[[], None]]:
-    """Collective. Plan a checkpoint in an existing empty folder; returns how this rank writes its files, and the collective end.
+def save_actor(actor: MegatronActor, folder: Path, snapshot: bool = False) -> "ActorSave":
+    """Collective. Plans a checkpoint in an existing empty folder.
 
-    The first may run in a thread, without any other rank, and returns the paths; the second comes when every rank's first is
-    done. With `snapshot` the state is copied to host memory now, so that training may go on meanwhile. OSError from either.
+    With `snapshot` the state is copied to host memory now, so that training may go on meanwhile. OSError when it cannot be planned.
     """
     state = _sharded_state(actor, actor.updates_done, is_loading=False)
     try:
         request = dist_checkpointing.save(state, str(folder), content_metadata=_METADATA, async_sharded_save=True)
     except CheckpointException as exc:  # no Exception: it would pass every handler but a bare one
         raise OSError(_first_failure(exc)) from exc
-    buckets = (
-        request.preload_fn() if request.preload_fn else []
-    )  # on the host; for a model on a CPU these are the live tensors
+    # on the host; for a model on a CPU these are the live tensors
+    buckets = request.preload_fn() if request.preload_fn else []
     if snapshot and actor.mesh.device.type == "cpu":
         buckets = [
             (path, name, (blobs, [(item, t.clone()) for item, t in tensors]))
             for path, name, (blobs, tensors) in buckets
         ]
+    return ActorSave(request, buckets)
 
-    def finish() -> None:
+
+@dataclass(frozen=True)
+class ActorSave:
+    """How this rank writes its part of a checkpoint; see checkpoint.SavePlan. `buckets`: Megatron's, one a file."""
+
+    request: AsyncRequest
+    buckets: list
+
+    def write(self) -> list[Path]:
+        """Runs Megatron's own writer in this thread. Megatron would fork processes, which deadlock where other threads compute."""
+        if not self.buckets:
+            return []
+        transforms, results = self.request.async_fn.args[0], {}
+        for index, bucket in enumerate(self.buckets):
+            outcome: SimpleQueue = SimpleQueue()
+            turns: Queue = Queue()
+            turns.put(index)
+            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+                transforms, index, bucket, outcome, turns, use_fsync=True
+            )
+            _, results[index] = outcome.get()
+            if isinstance(results[index], Exception):
+                raise _root(results[index])
+        self.request.async_fn_args[2].put(results)  # where `finish` looks for them
+        return [Path(path) for path, _, _ in self.buckets]
+
+    def finish(self) -> None:
+        """Collective. Writes the index of all ranks' files."""
         try:
-            for collective in request.finalize_fns:
+            for collective in self.request.finalize_fns:
                 collective()
         except CheckpointException as exc:
             raise OSError(_first_failure(exc)) from exc
-
-    return lambda: _write(request, buckets), finish
-
-
-def _write(request: AsyncRequest, buckets: list) -> list[Path]:
-    """Megatron's own writer, in this thread. Megatron would fork processes, which deadlock where other threads compute."""
-    if not buckets:
-        return []
-    transforms, results = request.async_fn.args[0], {}
-    for index, bucket in enumerate(buckets):
-        outcome, turns = SimpleQueue(), Queue()
-        turns.put(index)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, index, bucket, outcome, turns, use_fsync=True
-        )
-        _, results[index] = outcome.get()
-        if isinstance(results[index], Exception):
-            raise _root(results[index])
-    request.async_fn_args[2].put(results)  # where `finish` looks for them
-    return [Path(path) for path, _, _ in buckets]
 
 
 def _root(exc: BaseException) -> BaseException:

@@ -13,6 +13,7 @@ from megagrpo.certify.subject import make_models
 from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.entrypoints import guarded
+from megagrpo.run_folder import RunFolder
 
 
 def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = None, fault: str | None = None) -> int:
@@ -20,7 +21,7 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
 
     only: layout names; default all that `ranks` can hold. ValueError for what cannot be run as asked.
     """
-    folder = Path(config.output_dir) / "certify"
+    folder = RunFolder(Path(config.output_dir)).certify
     shutil.rmtree(folder, ignore_errors=True)
     layouts = layouts_of(config.actor)
     tiny = make_models(folder, config, config.actor.parallel, config.seed)

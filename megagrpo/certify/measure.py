@@ -1,7 +1,6 @@
 """One rank's part of the certificate: the same batch under one case after another, compared with the one-rank reference."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -23,6 +22,7 @@ from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, NUM_GROUPS, longe
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import Mesh
+from megagrpo.run_folder import write_whole
 from megagrpo.types import AlgoState, Batch, RolloutGroup
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.plan import gather_buckets, make_gather_plan
@@ -92,9 +92,7 @@ def certify_ranks(config: ExperimentConfig) -> None:
                 f"certify: {case.ranks} ranks, {number + 1} of {len(cases)}: {case.layout}, {case.variant}", flush=True
             )
     if environment.get_int("RANK", 0) == 0:
-        partial = folder / "results.json.partial"
-        partial.write_text(json.dumps(results))
-        os.replace(partial, folder / "results.json")
+        write_whole(folder / "results.json", json.dumps(results))
 
 
 def measure(config: ExperimentConfig, case: Case, folder: Path, store: Path) -> dict:

@@ -1,14 +1,12 @@
-"""One node of a cluster: its trainers under torchrun, or its part of the rollout service under Ray.
+"""Runs one node of a cluster: its trainers under torchrun, or its part of the rollout service under Ray.
 
 slurm/*.sbatch and launch/*_node.sh start one of these on every node and tell it its place.
 """
 
 import os
 import secrets
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -18,30 +16,19 @@ from pathlib import Path
 import psutil
 
 from megagrpo import environment
-from megagrpo.cluster.machine import alone_in, write_resolved
-from megagrpo.cluster.supervise import (
-    Ended,
-    Signals,
-    end_all,
-    first_report,
-    ignore_signals,
-    last_lines,
-    start,
-    stopped,
-    torchrun,
-    watch,
-)
+from megagrpo.cluster.machine import alone_in
+from megagrpo.cluster.supervise import Child, Launch, last_lines, torchrun
+from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.processes import spawn
-from megagrpo.stop_request import STOP_FILE, StopRequest
+from megagrpo.run_folder import RunFolder
 
 _POLL_S = 0.2
 _JOIN_S = 600  # nodes of one job start at different times
 _GRACE_S = 30.0
 _RAY_IS_UP = b"Ray runtime started"
 _OBJECT_STORE_BYTES = 80 * 2**20  # no batch passes through Ray: its least
-_WORKER_PORTS = (10002, 19999)  # Ray's own default, said for those who write firewall rules
-_NODES_ON_A_HOST = 8  # that many pretended nodes of one machine do not take each other's ports
+_WORKER_PORTS = (10002, 19999)  # Ray's own default, given explicitly for those who write firewall rules
+_NODES_ON_A_HOST = 8  # so many pretended nodes of one machine do not take each other's ports
 
 
 @dataclass(frozen=True)
@@ -62,107 +49,85 @@ class Node:
 
     @property
     def own_address(self) -> str:
-        if self.address or self.rank == 0:
-            return self.address or self.first_address
+        """The address under which the others reach this node."""
+        if self.address:
+            return self.address
+        assert self.first_address is not None, "a single trainer node meets nobody"
+        if self.rank == 0:
+            return self.first_address
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((self.first_address, self.first_port))  # a datagram socket: chooses a route, sends nothing
             return probe.getsockname()[0]
 
 
 def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
-    """`megagrpo train` outside torchrun: this node's ranks under torchrun, which starts each with `arguments`.
+    """Runs this node's ranks under torchrun, which starts each with `arguments`: `megagrpo train` outside torchrun.
 
-    USR1, or the first TERM: all nodes save after the present step and return STOPPED. INT, USR2, a second TERM: end at once.
-    ValueError when actor.world_size does not divide over the nodes.
+    USR1, or the first TERM: all nodes save after the present step and return STOPPED. INT, USR2, a second TERM: end at
+    once. ValueError when actor.world_size does not divide over the nodes.
     """
     world = config.actor.world_size
     if world % node.number:
         raise ValueError(f"actor.world_size {world} ranks do not divide over {node.number} nodes")
-    with alone_in(Path(config.output_dir)) if node.rank == 0 else nullcontext():
-        return _train_ranks(config, arguments, node)
-
-
-def _train_ranks(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
-    run_dir = Path(config.output_dir)
-    if node.rank == 0:
-        write_resolved(config, run_dir)
-    name = "trainer" if node.number == 1 else f"trainer-{node.rank}"
-    log, stop_file = run_dir / "logs" / f"{name}.log", run_dir / "logs" / f"{name}.stop_request"
-    options, env = (
-        torchrun(config.actor.world_size // node.number, config.actor.max_restarts),
-        {STOP_FILE: str(stop_file)},
-    )
-    if node.number > 1:
-        options, env = options + _meeting(node), env | _between_nodes(node)
-    else:
-        options.append("--standalone")
-    children: list[subprocess.Popen] = []
-    with Signals((signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM), StopRequest(stop_file)) as request:
-        try:
-            status = watch(start(["train", *arguments], log, children, options, env), log, first_report)
-            return stopped(request) if status == 0 and request.granted() else status
-        except Ended as exc:
-            print(f"megagrpo train: {exc}; stopping", file=sys.stderr)
-            return exc.status
-        finally:
-            ignore_signals()
-            end_all(children)
+    folder = RunFolder(Path(config.output_dir))
+    with alone_in(folder) if node.rank == 0 else nullcontext():
+        if node.rank == 0:
+            dump_config(config, folder.config)
+        options, env = torchrun(world // node.number, config.actor.max_restarts), {}
+        if node.number > 1:
+            options, env = options + _meeting(node), _between_nodes(node)
+        else:
+            options.append("--standalone")
+        name = "trainer" if node.number == 1 else f"trainer-{node.rank}"
+        end, ask = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
+        with Launch(folder, "train", end=end, ask=ask, ranks=name) as launch:
+            return launch.watch(launch.start_ranks(["train", *arguments], options, env))
+        return launch.status
 
 
 def _meeting(node: Node) -> list[str]:
-    # Said outright: an agent that has to find out whether it is the host looks up names, which need not resolve.
+    # Given explicitly: an agent that has to find out whether it is the host looks up names, which need not resolve.
     host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S}"
     place = ["--rdzv-endpoint", f"{node.first_address}:{node.first_port}", "--local-addr", node.own_address]
     return ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host, *place]
 
 
 def _between_nodes(node: Node) -> dict[str, str]:
-    """Environment of ranks that talk to other nodes."""
+    """Returns the environment of ranks that talk to other nodes."""
     own = socket.gethostbyname(node.own_address)  # Slurm's node addresses may be names
     mine = [name for name, addresses in psutil.net_if_addrs().items() if any(a.address == own for a in addresses)]
-    if (
-        mine and environment.get("GLOO_SOCKET_IFNAME") is None
-    ):  # gloo would take what the host's name resolves to, often 127.0.0.1
-        return {"GLOO_SOCKET_IFNAME": mine[0]}
-    return {}
+    if not mine or environment.get("GLOO_SOCKET_IFNAME") is not None:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": mine[0]}  # gloo would take what the host's name resolves to, often 127.0.0.1
 
 
 def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
-    """`megagrpo serve --master-addr ...`: Ray on this node, and on node 0 the service, started with `arguments`.
+    """Runs Ray on this node, and on node 0 the service, started with `arguments`: `megagrpo serve --master-addr ...`.
 
-    Returns the service's status on node 0; elsewhere 0 when told to end, 1 when Ray ended. INT, USR2 and TERM end it; in a Slurm
-    job TERM does not.
+    Returns the service's status on node 0; elsewhere 0 when told to end, 1 when Ray ended. INT, USR2 and TERM end it;
+    in a Slurm job TERM does not: where Slurm pre-empts by TERM, it tells every step, and the trainers' last one still
+    needs the engines.
     """
-    log = Path(config.output_dir) / "logs" / f"ray-{node.rank}.log"
+    folder = RunFolder(Path(config.output_dir))
     temporary = Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}")  # short: Unix socket paths end at 107 characters
-    children: list[subprocess.Popen] = []
-    with Signals(end=(signal.SIGINT, signal.SIGUSR2, signal.SIGTERM)):
-        try:
-            if environment.get("SLURM_JOB_ID"):
-                # Where Slurm pre-empts by TERM, it says so to every step, and the trainers' last one still needs the engines.
-                signal.signal(signal.SIGTERM, lambda *_: None)
-            env = _ray_environment(node)
-            ray = _start_ray(config, node, temporary, env, log, children)
-            if node.rank > 0:
-                return watch(ray, log)
-            address = ["--ray-address", f"{node.first_address}:{node.first_port}"]
-            service = start(["serve", *arguments, *address], log.with_name("service.log"), children, env=env)
-            return watch(service, log.with_name("service.log"), last_lines, ray, log)
-        except Ended:
-            return 0
-        finally:
-            ignore_signals()
-            end_all(children, _GRACE_S)
-            shutil.rmtree(temporary, ignore_errors=True)
+    end, unheard = [signal.SIGINT, signal.SIGUSR2], [signal.SIGTERM]
+    if environment.get("SLURM_JOB_ID") is None:
+        end, unheard = end + unheard, []
+    with Launch(folder, "serve", end=end, unheard=unheard, grace_s=_GRACE_S, scratch=temporary) as launch:
+        env = _ray_environment(node)
+        ray = _start_ray(launch, config, node, temporary, env)
+        if node.rank > 0:
+            return launch.watch(ray)
+        address = ["--ray-address", f"{node.first_address}:{node.first_port}"]
+        return launch.watch(launch.start(["serve", *arguments, *address], "service", env), needed=ray)
+    return 0
 
 
 def _ray_environment(node: Node) -> dict[str, str]:
-    """Of `ray start` and of who joins it. ValueError when several nodes have no common token."""
+    """Returns the environment of `ray start` and of what joins it. ValueError when nodes have no common token."""
     env = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}  # an engine is no background job
-    if (
-        any(environment.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-        or (Path.home() / ".ray" / "auth_token").exists()
-    ):
+    named = environment.get("RAY_AUTH_TOKEN") or environment.get("RAY_AUTH_TOKEN_PATH")
+    if named or (Path.home() / ".ray" / "auth_token").exists():
         return env
     if node.number > 1:
         raise ValueError("who may join Ray? Set RAY_AUTH_TOKEN to the same long random text on every rollout node")
@@ -170,7 +135,7 @@ def _ray_environment(node: Node) -> dict[str, str]:
 
 
 def _ray_command(node: Node, temporary: Path) -> list[str]:
-    """`ray start` in the foreground, with every port given: GCS on the first, then ten for each node."""
+    """Returns `ray start` in the foreground, with every port given: GCS on the first, then ten for each node."""
     names = (
         "node-manager",
         "object-manager",
@@ -180,7 +145,7 @@ def _ray_command(node: Node, temporary: Path) -> list[str]:
         "metrics-export",
     )
     own = node.first_port + 10 * (1 + node.rank % _NODES_ON_A_HOST)
-    options = {f"--{name}-port": own + i for i, name in enumerate(names)}
+    options: dict[str, object] = {f"--{name}-port": own + i for i, name in enumerate(names)}
     options |= {"--min-worker-port": _WORKER_PORTS[0], "--max-worker-port": _WORKER_PORTS[1]}
     options |= {"--node-ip-address": node.own_address, "--object-store-memory": _OBJECT_STORE_BYTES}
     flags = ["--block", "--disable-usage-stats"]
@@ -190,38 +155,26 @@ def _ray_command(node: Node, temporary: Path) -> list[str]:
         flags.append("--head")
     else:
         options["--address"] = f"{node.first_address}:{node.first_port}"
-    return [
-        str(Path(sys.executable).with_name("ray")),
-        "start",
-        *flags,
-        *(str(word) for pair in options.items() for word in pair),
-    ]
+    words = [str(word) for pair in options.items() for word in pair]
+    return [str(Path(sys.executable).with_name("ray")), "start", *flags, *words]
 
 
-def _start_ray(
-    config: ExperimentConfig,
-    node: Node,
-    temporary: Path,
-    env: dict[str, str],
-    log: Path,
-    children: list[subprocess.Popen],
-) -> subprocess.Popen:
-    """Returns when Ray runs on this node. ValueError after rollout.start_timeout_s: Ray itself gives up on a busy machine after
-    30 s, and at once when the head is not there yet, so that it is started again until then."""
-    deadline = time.monotonic() + config.rollout.start_timeout_s
+def _start_ray(launch: Launch, config: ExperimentConfig, node: Node, temporary: Path, env: dict[str, str]) -> Child:
+    """Returns when Ray runs on this node. ValueError after rollout.start_timeout_s.
+
+    Until then it is started again: Ray itself gives up on a busy machine after 30 s, and at once when the head is not
+    there yet.
+    """
+    log = RunFolder(Path(config.output_dir)).log(f"ray-{node.rank}")
+    limit_s = config.rollout.start_timeout_s
+    deadline = time.monotonic() + limit_s
     while True:
         before = log.stat().st_size if log.exists() else 0
-        ray = spawn(_ray_command(node, temporary), environment.child_environment(env), log, signal.SIGTERM)
-        children.append(ray)
-        while ray.poll() is None:
+        ray = launch.spawn(_ray_command(node, temporary), log, env)
+        while ray.process.poll() is None and time.monotonic() <= deadline:
             if _RAY_IS_UP in log.read_bytes()[before:]:
                 return ray
-            if time.monotonic() > deadline:
-                break
             time.sleep(_POLL_S)
-        end_all(children, _GRACE_S)
-        children.clear()
+        launch.end(ray)
         if time.monotonic() > deadline:
-            raise ValueError(
-                f"no Ray here after {config.rollout.start_timeout_s:.0f} s (rollout.start_timeout_s):\n{last_lines(log)}"
-            )
+            raise ValueError(f"no Ray here after {limit_s:.0f} s (rollout.start_timeout_s):\n{last_lines(log)}")

@@ -1,4 +1,4 @@
-"""`megagrpo submit`: an experiment as a Slurm job. Checks that it fits, then hands one of slurm/*.sbatch to sbatch."""
+"""Submits an experiment as a Slurm job: checks that it fits, then hands one of slurm/*.sbatch to sbatch."""
 
 import shlex
 import shutil
@@ -11,6 +11,7 @@ import megagrpo
 from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig, RolloutConfig
 from megagrpo.explain import preflight
+from megagrpo.run_folder import RunFolder
 
 SCRIPTS = {"one-job": "one_job.sbatch", "het": "het_job.sbatch", "one-node": "one_node.sbatch"}
 _LOOPBACK = ("127.0.0.1", "localhost", "lo")
@@ -18,7 +19,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "lo")
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of Slurm. `None`: Slurm's own default, or for nodes what `kind` makes of it."""
+    """What is asked of Slurm. `None`: Slurm's own default."""
 
     kind: str  # a key of SCRIPTS
     trainer_nodes: int = 1
@@ -31,7 +32,7 @@ class Request:
 
 
 def submit(config: ExperimentConfig, experiment: list[str], request: Request, dry_run: bool) -> int:
-    """Submit `experiment` (its file and overrides, as the job's command line has them) and return sbatch's exit status.
+    """Submits `experiment` (file and overrides, as the job's command line has them); returns sbatch's exit status.
 
     `dry_run` prints the script and the command instead. ValueError naming everything that does not fit.
     """
@@ -49,12 +50,14 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     if dry_run:
         print(f"{script.read_text()}\n# {shlex.join(command)}")
         return 0
-    Path(config.output_dir, "logs").mkdir(parents=True, exist_ok=True)  # Slurm makes no folder for the job's output
+    RunFolder(Path(config.output_dir)).logs.mkdir(
+        parents=True, exist_ok=True
+    )  # Slurm makes no folder for the job's output
     return subprocess.run(command, env=environment.child_environment()).returncode
 
 
 def misfits(config: ExperimentConfig, request: Request) -> list[str]:
-    """Why this experiment does not fit on these nodes, each with what would."""
+    """Returns why this experiment does not fit on these nodes, each reason with what would."""
     if request.kind != "one-node":
         return (
             _time_misfits(request)
@@ -64,27 +67,30 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
     problems, gpus = _time_misfits(request), request.gpus_per_node
     if (request.trainer_nodes, request.rollout_nodes) != (1, 1):
         problems.append(
-            "one-node: everything runs on one node; leave --trainer-nodes and --rollout-nodes out, or take another --kind"
+            "one-node: everything runs on one node; leave --trainer-nodes and --rollout-nodes out, or take "
+            "another --kind"
         )
     ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
     if gpus and ranks + engine_ranks > gpus:
         problems.append(
-            f"one-node: {ranks} trainer ranks and {engine_ranks} engine ranks want {ranks + engine_ranks} GPUs, not {gpus}"
+            f"one-node: {ranks} trainer ranks and {engine_ranks} engine ranks want {ranks + engine_ranks} GPUs, "
+            f"not {gpus}"
         )
     return problems
 
 
 def _time_misfits(request: Request) -> list[str]:
-    """A job that is told to stop as soon as it starts would go back into the queue for ever."""
+    """Refuses a job that is told to stop as soon as it starts: it would go back into the queue for ever."""
     if request.time is None or (limit := seconds(request.time)) > request.grace_s:
         return []
     return [
-        f"--time {request.time} is {limit} s, all of them within the last --grace-s {request.grace_s}, when the job stops"
+        f"--time {request.time} is {limit} s, all of them within the last --grace-s {request.grace_s}, when the "
+        "job stops"
     ]
 
 
 def seconds(limit: str) -> int:
-    """Of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. ValueError for anything else."""
+    """Converts a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. ValueError for anything else."""
     days, dash, clock = limit.rpartition("-")
     try:
         parts = [int(part) for part in clock.split(":")]
@@ -122,27 +128,32 @@ def _rollout_misfits(rollout: RolloutConfig, request: Request) -> list[str]:
     problems = []
     if on_a_node == 0:
         problems.append(
-            f"an engine has {ranks} ranks a node, but a node {request.gpus_per_node} GPUs: raise rollout.nodes_per_engine"
+            f"an engine has {ranks} ranks a node, but a node {request.gpus_per_node} GPUs: raise "
+            "rollout.nodes_per_engine"
         )
     elif not (least := max(rollout.nodes_per_engine, -(-parts // on_a_node))) <= nodes <= parts:
         engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
         problems.append(f"--rollout-nodes {nodes}: {engines}, so it may be {least} to {parts}")
     if rollout.host in _LOOPBACK:
         problems.append(
-            f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; name the interface between nodes, as eth0"
+            f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; name the interface between "
+            "nodes, as eth0"
         )
     return problems
 
 
 def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Request, script: Path) -> list[str]:
-    """sbatch's whole command line. A second submit of a run folder waits for the first to end, then goes on from its checkpoint."""
-    run_dir = Path(config.output_dir).absolute()
-    name = f"{config.name}@{run_dir}"
+    """Returns sbatch's whole command line.
+
+    A second submit of a run folder waits for the first to end, then goes on from its checkpoint.
+    """
+    folder = RunFolder(Path(config.output_dir).absolute())
+    name = f"{config.name}@{folder.path}"
     exported = (
         f"ALL,MEGAGRPO_ROOT={script.parent.parent},MEGAGRPO_VENV={sys.prefix},TRAINER_NODES={request.trainer_nodes}"
     )
     once = ["--parsable", f"--job-name={name}", "--dependency=singleton", f"--signal=B:USR1@{request.grace_s}"]
-    once += [f"--output={run_dir}/logs/slurm-%j.out", f"--export={exported}"]
+    once += [f"--output={folder.log('slurm-%j').with_suffix('.out')}", f"--export={exported}"]
     asked = {"time": request.time, "partition": request.partition, "gpus-per-node": request.gpus_per_node}
     every = [*(f"--{option}={value}" for option, value in asked.items() if value), *request.options]
     match request.kind:

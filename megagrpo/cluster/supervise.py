@@ -1,23 +1,174 @@
-"""Children of a launcher: started with their place and their log, watched together, ended together, whatever signal comes."""
+"""Starts the children of a launcher with their log, watches them, and ends them whatever signal comes."""
 
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from megagrpo import environment
 from megagrpo.processes import spawn, stop_tree
-from megagrpo.stop_request import STOPPED, StopRequest
+from megagrpo.run_folder import RunFolder
+from megagrpo.stop_request import STOP_FILE, STOPPED, StopRequest
 
 _POLL_S = 0.2
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # that Signals may handle
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # that a launch may handle
 _LOG_LINES = 25
 _PARAGRAPH = "\n\n"
 
 
-class Ended(Exception):
+@dataclass(frozen=True)
+class Child:
+    """A process that a launch started."""
+
+    process: subprocess.Popen
+    log: Path
+    reports: str | None = None  # the name under which its ranks report errors, where it is torchrun
+
+
+class Launch:
+    """Starts children that do not outlive the `with` block, and minds the signals meanwhile.
+
+    A signal of `end` leaves the block: what follows it finds in `status` what a shell reports for that signal, 128 +
+    its number. A signal of `ask` makes the stop request of the ranks; a TERM that comes after the request leaves the
+    block as well. A signal of `unheard` does nothing. From the first signal that leaves the block, and from the end of
+    the block in any case, all signals are ignored, so that nothing cuts the clean-up short: it ends the children, the
+    last first, each with all that it started in turn, after `grace_s` seconds by force; then it removes the folder
+    `scratch`.
+
+    `command` is the megagrpo command of this launcher. `ranks` names the log, the stop request and the error reports
+    of what start_ranks starts.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        command: str,
+        *,
+        end: Sequence[signal.Signals],
+        ask: Sequence[signal.Signals] = (),
+        unheard: Sequence[signal.Signals] = (),
+        ranks: str = "trainer",
+        grace_s: float = 5.0,
+        scratch: Path | None = None,
+    ):
+        self.status = 1
+        self._folder, self._command, self._ranks = folder, command, ranks
+        self._end, self._ask, self._unheard = end, ask, unheard
+        self._grace_s, self._scratch = grace_s, scratch
+        self._request = StopRequest(folder.stop_request(ranks))
+        self._children: list[Child] = []
+
+    def __enter__(self) -> "Launch":
+        if self._ask:
+            self._request.withdraw()
+        self._old_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number in self._end:
+            signal.signal(number, self._leave)
+        for number in self._ask:
+            signal.signal(number, self._ask_to_stop)
+        for number in self._unheard:
+            signal.signal(number, lambda *_: None)  # not SIG_IGN, which the children would inherit
+        return self
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> bool:
+        _ignore_signals()
+        if isinstance(exc, _Ended):
+            print(f"megagrpo {self._command}: {exc}; stopping", file=sys.stderr)
+            self.status = exc.status
+        while self._children:
+            self.end(self._children[-1])
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        return isinstance(exc, _Ended)
+
+    def start(self, command: list[str], name: str, env: dict[str, str] | None = None) -> Child:
+        """Starts a subcommand of megagrpo as one process, which prints into the log `name`."""
+        return self._start(["-m", "megagrpo.cli", *command], self._folder.log(name), None, env or {})
+
+    def start_ranks(self, command: list[str], torchrun: list[str], env: dict[str, str] | None = None) -> Child:
+        """Starts a subcommand of megagrpo as ranks under torchrun; rank 0's standard output is this terminal's.
+
+        The ranks of all nodes (trainer-0, trainer-1) report their errors under one name: what stands before the hyphen.
+        """
+        reports = self._ranks.partition("-")[0]
+        for stale in self._folder.error_reports(reports):
+            stale.unlink(missing_ok=True)  # another node may have been quicker
+        asked = {STOP_FILE: str(self._folder.stop_request(self._ranks))} if self._ask else {}
+        arguments = [*torchrun, "-m", "megagrpo.cli", *command]
+        return self._start(arguments, self._folder.log(self._ranks), reports, asked | (env or {}))
+
+    def spawn(self, command: list[str], log: Path, env: dict[str, str]) -> Child:
+        """Starts another program, whose environment is this one's with `env`."""
+        child = Child(spawn(command, environment.child_environment(env), log, signal.SIGTERM), log)
+        self._children.append(child)
+        return child
+
+    def end(self, child: Child) -> None:
+        """Ends a child and all that it started."""
+        stop_tree(child.process.pid, self._grace_s)
+        child.process.wait()
+        self._children.remove(child)
+
+    def watch(self, main: Child, needed: Child | None = None) -> int:
+        """Waits for `main`, which cannot do without `needed`.
+
+        Returns 0; STOPPED when the ranks were asked to stop and did; or 1 after printing why either ended.
+        """
+        known = self._folder.deadline_pages()
+        while main.process.poll() is None:
+            for page in self._folder.deadline_pages() - known:
+                known.add(page)
+                print(f"megagrpo: {page.read_text().split(_PARAGRAPH)[0]}\nstacks: {page}", file=sys.stderr)
+            if needed is not None and needed.process.poll() is not None:
+                return self._failed(needed)
+            if main.reports is not None and self._folder.has_final_report(main.reports):
+                stop_tree(main.process.pid)  # torchrun would start the ranks again
+            time.sleep(_POLL_S)
+        if main.process.returncode != 0:
+            return self._failed(main)
+        if self._ask and (answer := self._request.granted()):
+            print(f"megagrpo: stopped as asked, {answer}; the same command goes on from there", file=sys.stderr)
+            return STOPPED
+        return 0
+
+    def _start(self, arguments: list[str], log: Path, reports: str | None, env: dict[str, str]) -> Child:
+        quiet = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"), "PYTHONWARNINGS": "ignore"}
+        # In torchrun's own store, ranks that start again would find the dead ones' addresses under the same names.
+        quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        whole = environment.child_environment(quiet | environment.of_all_nccl_ranks() | env)
+        words = [sys.executable, "-W", "ignore", *arguments]
+        child = Child(spawn(words, whole, log, signal.SIGTERM, share_stdout=reports is not None), log, reports)
+        self._children.append(child)
+        return child
+
+    def _failed(self, child: Child) -> int:
+        reports = self._folder.error_reports(child.reports) if child.reports is not None else []
+        if reports:  # the first rank to fail knows why, the others may only have seen it go
+            reason = min(reports, key=lambda report: report.stat().st_mtime_ns).read_text().rstrip()
+        else:
+            reason = last_lines(child.log)
+        status = f"{child.log.stem} ended with status {child.process.returncode}"
+        print(f"megagrpo: {status}\n{reason}\nwhole log: {child.log}", file=sys.stderr)
+        return 1
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        _ignore_signals()
+        raise _Ended(number)
+
+    def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and self._request.made():
+            self._leave(number, frame)
+        self._request.make()
+
+
+class _Ended(BaseException):
     """A signal that ends everything at once; `status` is what a shell reports for it."""
 
     def __init__(self, number: int):
@@ -26,118 +177,15 @@ class Ended(Exception):
 
 
 def torchrun(ranks: int, max_restarts: int = 0) -> list[str]:
-    """The interpreter's arguments that start `ranks` processes of what follows here; when one fails, all start again, so many times."""
+    """Returns Python's arguments that start `ranks` processes; when one fails all start again, `max_restarts` times."""
     return ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)]
 
 
-def start(
-    command: list[str],
-    log: Path,
-    children: list[subprocess.Popen],
-    torchrun: list[str] = (),
-    env: dict[str, str] | None = None,
-) -> subprocess.Popen:
-    """A subcommand as a child: one process, or ranks under `torchrun`. Rank 0's standard output is this terminal's."""
-    if torchrun:
-        for stale in _reports(log):
-            stale.unlink(missing_ok=True)  # another node may have been quicker
-    quiet = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"), "PYTHONWARNINGS": "ignore"}
-    # In torchrun's own store, ranks that start again would find the dead ones' addresses under the same names.
-    quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    quiet |= environment.of_all_nccl_ranks()
-    python = [sys.executable, "-W", "ignore", *torchrun, "-m", "megagrpo.cli"]
-    whole = environment.child_environment(quiet | (env or {}))
-    child = spawn([*python, *command], whole, log, signal.SIGTERM, share_stdout=bool(torchrun))
-    children.append(child)
-    return child
-
-
-def ignore_signals() -> None:
-    """The first act of a clean-up inside Signals, whose end undoes it."""
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def end_all(children: list[subprocess.Popen], grace_s: float = 5.0) -> None:
-    """End what was started, the last first, with all that it started in turn."""
-    for child in reversed(children):
-        stop_tree(child.pid, grace_s)
-        child.wait()
-
-
-def stopped(request: StopRequest) -> int:
-    """The exit status of a run that was asked to stop and did, after saying so."""
-    print(f"megagrpo: stopped as asked, {request.granted()}; the same command goes on from there", file=sys.stderr)
-    return STOPPED
-
-
 def last_lines(log: Path) -> str:
+    """Returns the end of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 
-def first_report(log: Path) -> str:
-    """Why ranks failed: the first to fail knows, the others may only have seen it go."""
-    reports = sorted(_reports(log), key=lambda report: report.stat().st_mtime_ns)
-    return reports[0].read_text().rstrip() if reports else last_lines(log)
-
-
-def _reports(log: Path, ending: str = ".txt") -> list[Path]:
-    """Of the ranks that write to `log`, on all nodes (trainer-0.log, trainer-1.log): an export must not be taken for the run beside it."""
-    return list(log.parent.glob(f"error_{log.stem.partition('-')[0]}_rank*{ending}"))
-
-
-def watch(
-    main: subprocess.Popen,
-    log: Path,
-    explain: Callable[[Path], str] = last_lines,
-    needed: subprocess.Popen | None = None,
-    needed_log: Path | None = None,
-) -> int:
-    """Wait for `main`, which writes to `log` and cannot do without `needed`. Returns 0, or 1 after printing why either ended."""
-    known = set(log.parent.glob("deadline_*.txt"))
-    while main.poll() is None:
-        for page in set(log.parent.glob("deadline_*.txt")) - known:
-            known.add(page)
-            print(f"megagrpo: {page.read_text().split(_PARAGRAPH)[0]}\nstacks: {page}", file=sys.stderr)
-        if needed is not None and needed.poll() is not None:
-            main, log, explain = needed, needed_log, last_lines
-            break
-        if explain is first_report and _reports(log, ".final.txt"):  # torchrun would start the ranks again
-            stop_tree(main.pid)
-        time.sleep(_POLL_S)
-    if main.returncode == 0 and main is not needed:
-        return 0
-    print(
-        f"megagrpo: {log.stem} ended with status {main.returncode}\n{explain(log)}\nwhole log: {log}", file=sys.stderr
-    )
-    return 1
-
-
-class Signals:
-    """Inside, signals in `end` raise Ended, so that `finally` blocks stop the children; those in `ask` make the request, and a
-    TERM that comes after the request ends too. A second signal is ignored, and a clean-up calls ignore_signals: nothing cuts it short."""
-
-    def __init__(self, end: Iterable[int], ask: Iterable[int] = (), request: StopRequest | None = None):
-        self._end, self._ask, self._request = end, ask, request
-
-    def __enter__(self) -> StopRequest | None:
-        def raise_ended(number, frame):
-            ignore_signals()
-            raise Ended(number)
-
-        def make_request(number, frame):
-            if number == signal.SIGTERM and self._request.made():
-                raise_ended(number, frame)
-            self._request.make()
-
-        if self._request is not None:
-            self._request.withdraw()
-        handlers = dict.fromkeys(self._end, raise_ended) | dict.fromkeys(self._ask, make_request)
-        self._old = {number: signal.getsignal(number) for number in _SIGNALS}
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        return self._request
-
-    def __exit__(self, *exc_info):
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""What a person watching a run sees: one live line with a progress bar in a terminal, one plain line per step elsewhere."""
+"""Shows a run to the person watching it: one live line with a progress bar, or a plain line per step."""
 
 import sys
 import time
@@ -18,9 +18,9 @@ _SHOWN = (
 
 
 class StepConsole:
-    """Progress of a loop of `num_steps` steps of which `start_step` are finished. Use as a context manager, on the main rank.
+    """Shows the progress of a loop of `num_steps` steps of which `start_step` are finished. A context manager.
 
-    `enabled` False shows nothing. `stream` is stdout unless given.
+    For the main rank. `enabled` False shows nothing. `stream` is stdout unless given.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StepConsole:
             self._bar.stop()
 
     def update(self, step: int, values: dict[str, float]) -> None:
-        """Show `step` finished steps with these metrics; unknown names are ignored."""
+        """Shows `step` finished steps with these metrics; unknown names are ignored."""
         self._latest.update(values)
         shown = "  ".join(
             f"{label} {form.format(self._latest[name])}" for name, label, form in _SHOWN if name in self._latest
@@ -68,7 +68,7 @@ class StepConsole:
             )
 
     def note(self, text: str) -> None:
-        """A line of its own that stays, above the bar."""
+        """Prints a line of its own that stays, above the bar."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         elif self._enabled:
@@ -82,7 +82,7 @@ class StepConsole:
 
 
 def minutes(seconds: float) -> str:
-    """Seconds as 1:02 or 3:04:05."""
+    """Formats seconds as 1:02 or 3:04:05."""
     total = round(seconds)
     hours, rest = divmod(total, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

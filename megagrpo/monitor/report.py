@@ -1,38 +1,44 @@
-"""What a run achieved: a summary table and a picture of its learning curve, made from the run folder alone."""
+"""Reports what a run achieved: a summary table and a picture of its learning curve, made from the run folder alone."""
 
 import statistics
 from pathlib import Path
 
-from megagrpo.monitor.metrics import read_metrics
+from megagrpo.monitor.record import read_metrics
+from megagrpo.run_folder import RunFolder, write_whole
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _REWARD, _EVAL, _MISMATCH, _LENGTH = "#2f6fb3", "#d9622b", "#6b4fa1", "#2a8c6e"
 
 
 def write_report(run_dir: str | Path) -> str:
-    """Write run_dir/summary.md and run_dir/curve.png from its metrics.jsonl; returns the summary's text.
+    """Writes summary.md and curve.png into the run folder from its metrics.jsonl; returns the summary's text.
 
     Raises ValueError when the run has measured nothing yet.
     """
-    run_dir = Path(run_dir)
-    entries = read_metrics(run_dir)
+    folder = RunFolder(Path(run_dir))
+    entries = read_metrics(folder)
     if not entries:
-        raise ValueError(f"{run_dir / 'metrics.jsonl'} is empty: nothing was measured yet")
-    text = summary(entries, run_dir.name)
-    (run_dir / "summary.md").write_text(text, encoding="utf-8")
-    _draw(entries, run_dir / "curve.png", run_dir.name)
-    places = (("table", "summary.md"), ("curve", "curve.png"), ("samples", "rollouts"), ("TensorBoard", "tensorboard"))
-    return text + "\n" + "".join(f"{words}: {run_dir / name}\n" for words, name in places if (run_dir / name).exists())
+        raise ValueError(f"{folder.metrics} is empty: nothing was measured yet")
+    text = summary(entries, folder.path.name)
+    write_whole(folder.summary, text)
+    _draw(entries, folder.curve, folder.path.name)
+    places = {
+        "table": folder.summary,
+        "curve": folder.curve,
+        "samples": folder.rollouts,
+        "TensorBoard": folder.tensorboard,
+    }
+    return text + "\n" + "".join(f"{words}: {path}\n" for words, path in places.items() if path.exists())
 
 
 def series(entries: list[dict], name: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of one metric where it was measured and finite."""
+    """Returns (steps, values) of one metric where it was measured and finite."""
     points = [(entry["step"], entry[name]) for entry in entries if entry.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def summary(entries: list[dict], title: str) -> str:
-    """The run in two Markdown tables: how metrics went from first to last, and where the time of a step went."""
+    """Returns two Markdown tables: how metrics went from first to last, and where the time of a step went."""
     lines = [
         f"# {title}: {entries[-1]['step']} steps",
         "",
@@ -45,7 +51,7 @@ def summary(entries: list[dict], title: str) -> str:
 
 
 def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
-    """Rows for what a reader asks first; a metric that the run did not measure has none."""
+    """Returns a row for each metric that a reader asks for first, and that the run measured."""
     asked = (  # metric, words, format, which end is better
         ("eval/accuracy", "held-out accuracy", "{:.3f}", max),
         ("eval/pass_at_k", "held-out pass@k", "{:.3f}", max),
@@ -65,7 +71,7 @@ def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
         ("perf/tokens_per_s", "tokens per second", "{:,.0f}", max),
         ("time/framework_fraction", "framework's share of time", "{:.3f}", min),
     )
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, words, form, better in asked:
         _, values = series(entries, name)
         if values:
@@ -77,21 +83,21 @@ def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
 
 
 def _time_rows(entries: list[dict]) -> list[tuple[str, ...]]:
-    """Mean seconds per step of every phase, longest first. A phase that not every step has is spread over all steps."""
+    """Returns mean seconds per step of every phase, longest first; one that only some steps have is spread over all."""
     steps = [entry for entry in entries if entry.get("time/step_s") is not None]
     names = {name for entry in steps for name in entry if name.startswith("time/") and name.endswith("_s")}
     if not steps:
         return []
     mean = {name: sum(entry.get(name) or 0.0 for entry in steps) / len(steps) for name in names}
     total = mean.pop("time/step_s")
-    longest_first = sorted(mean, key=mean.get, reverse=True)
-    rows = [(name.removeprefix("time/").removesuffix("_s"), mean[name]) for name in longest_first]
-    rows += [("unnamed rest", max(0.0, total - sum(mean.values()))), ("whole step", total)]
-    return [(words, f"{seconds:.2f}", f"{seconds / total:.0%}") for words, seconds in rows]
+    longest_first = sorted(mean, key=lambda name: mean[name], reverse=True)
+    shares = [(name.removeprefix("time/").removesuffix("_s"), mean[name]) for name in longest_first]
+    shares += [("unnamed rest", max(0.0, total - sum(mean.values()))), ("whole step", total)]
+    return [(words, f"{seconds:.2f}", f"{seconds / total:.0%}") for words, seconds in shares]
 
 
 def _table(rows: list[tuple[str, ...]], header: tuple[str, ...]) -> list[str]:
-    """A Markdown table whose source is aligned too: first column left, numbers right."""
+    """Formats a Markdown table whose source is aligned too: first column left, numbers right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: tuple[str, ...]) -> str:
@@ -109,11 +115,12 @@ def _table(rows: list[tuple[str, ...]], header: tuple[str, ...]) -> list[str]:
 
 
 def _draw(entries: list[dict], path: Path, title: str) -> None:
-    """Above: accuracy and reward, what was to be learned. Below: trainer/rollout agreement and response length."""
+    """Draws accuracy and reward, what was to be learned; below, trainer/rollout agreement and response length."""
     import matplotlib  # a second of import that the training loop need not pay
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     with plt.rc_context(
         {"font.size": 10, "text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _MUTED, "ytick.color": _MUTED}
@@ -126,12 +133,14 @@ def _draw(entries: list[dict], path: Path, title: str) -> None:
             figure.add_subplot(grid[1, 1]),
         )
         _draw_learning(main, entries, title)
-        _draw_small(left, entries, "mismatch/logprob_abs_mean", "mean |trainer − rollout| log-prob", _MISMATCH)
+        _draw_small(
+            left, entries, "mismatch/logprob_abs_mean", "mean |trainer \N{MINUS SIGN} rollout| log-prob", _MISMATCH
+        )
         _draw_small(right, entries, "response/length_mean", "response tokens", _LENGTH)
         steps = [entry["step"] for entry in entries]
         for axes in (main, left, right):
             axes.set_xlim(min(steps), max(max(steps), min(steps) + 1))
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 2.5, 5, 10], integer=True))
         right.set_xlabel("finished steps", color=_MUTED)
         left.set_xlabel("finished steps", color=_MUTED)
         figure.savefig(path)
@@ -197,7 +206,7 @@ def _draw_small(axes, entries: list[dict], name: str, title: str, colour: str) -
 
 
 def _smooth(values: list[float], weight: float = 0.8) -> list[float]:
-    """Exponential average that starts unbiased: early values are divided by the weight seen so far."""
+    """Averages exponentially, without bias at the start: early values are divided by the weight seen so far."""
     out, total, seen = [], 0.0, 0.0
     for value in values:
         total, seen = weight * total + (1 - weight) * value, weight * seen + (1 - weight)

@@ -52,6 +52,16 @@ def experiment(**options) -> ExperimentConfig:
     return ExperimentConfig.model_validate(data)
 
 
+class NoActor:
+    """The plan of a checkpoint that holds no weights."""
+
+    def write(self) -> list[Path]:
+        return []
+
+    def finish(self) -> None:
+        pass
+
+
 def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
     """Steps of the loop without training, continued from the folder's checkpoint; one more checkpoint after each."""
     state = TrainState()
@@ -64,7 +74,7 @@ def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
         taken = next_groups(source, PROMPTS, state, experiment(), mesh, None, metrics)
         state = TrainState(step=state.step + 1, data_cursor=taken.data_cursor, surplus=taken.surplus)
         saved = replace(state, surplus=gather_surplus(state.surplus, mesh))
-        checkpoint.save(folder, saved, {}, 9, lambda _: None, mesh)
+        checkpoint.begin(folder, saved, {}, 9, lambda _: NoActor(), mesh).finish()
         parts = [group for part in mesh.gather_dp(taken.groups) for group in part]
         surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
         numbers = metrics.reduced(mesh.reduce)

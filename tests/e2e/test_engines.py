@@ -72,7 +72,7 @@ class LengthGrader:
 
 
 class Trainer:
-    """One rank with the weights of a folder, as setup.py and the loop would put it together."""
+    """One rank with the weights of a folder, as run.py and the loop would put it together."""
 
     def __init__(self, service: RunningService, models: list[Path]):
         self.service, self.models = service, models

@@ -16,14 +16,15 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 
 # A part imports itself and parts on earlier lines; parts of one line do not know each other.
 LAYERS = (
     {"families"},
-    {"types", "environment", "stop_request", "run_folder", "user_function", "processes"},
+    {"run_folder", "environment"},
+    {"types", "stop_request", "user_function", "processes"},
     {"config"},
     {"mesh", "hf_files", "algo"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
-    {"actor", "rollout", "checkpoint", "replay", "selection", "doctor"},
+    {"actor", "rollout", "checkpoint", "dump", "selection", "doctor"},
     {"preflight"},
     {"explain", "run"},
-    {"evaluation", "sft"},
+    {"evaluation", "sft", "replay", "export"},
     {"train"},
     {"entrypoints", "cluster"},
     {"certify"},
@@ -40,7 +41,7 @@ ONLY_IN = {
     "rich": r"monitor/console\.py|doctor\.py",
 }
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}
-NO_TORCH = LAYERS[0] | LAYERS[1] | LAYERS[2]
+NO_TORCH = LAYERS[0] | LAYERS[1] | LAYERS[2] | LAYERS[3]
 
 LONG_FUNCTIONS: dict[str, str] = {}  # "path:function" -> why it is better in one piece
 # These run in the engine's interpreter before any code of ours and patch what it reads from its environment.

@@ -7,8 +7,10 @@ import time
 import pytest
 
 from megagrpo.cluster.machine import _devices, alone_in
-from megagrpo.cluster.supervise import Ended, Signals, first_report, ignore_signals, watch
+from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.run_folder import RunFolder
+from megagrpo.stop_request import STOPPED, StopRequest
 
 
 def experiment(transport: str) -> ExperimentConfig:
@@ -31,53 +33,99 @@ def test_too_few():
 
 
 def test_only_one_run_trains_into_a_folder(tmp_path):
-    with alone_in(tmp_path / "run"):
+    with alone_in(RunFolder(tmp_path / "run")):
         with (
             pytest.raises(ValueError, match="output_dir .*run: another run trains into this folder"),
-            alone_in(tmp_path / "run"),
+            alone_in(RunFolder(tmp_path / "run")),
         ):
             pass
-        with alone_in(tmp_path / "other"):
+        with alone_in(RunFolder(tmp_path / "other")):
             pass
-    with alone_in(tmp_path / "run"):
+    with alone_in(RunFolder(tmp_path / "run")):
         pass
 
 
 def test_a_requeued_job_waits_for_the_lock_of_a_node_that_died(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with alone_in(tmp_path):
+    with alone_in(RunFolder(tmp_path)):
         pass
     holder = subprocess.Popen(["flock", str(tmp_path / ".lock"), "sleep", "1"])
     time.sleep(0.3)
-    with alone_in(tmp_path):
+    with alone_in(RunFolder(tmp_path)):
         assert holder.wait(5) == 0
 
 
-def test_a_signal_in_a_clean_up_does_not_cut_it_short():
-    done = []
-    with Signals((signal.SIGTERM,)):
-        try:
-            pass
-        finally:
-            ignore_signals()
+def test_a_signal_in_a_clean_up_does_not_cut_it_short(tmp_path):
+    with Launch(RunFolder(tmp_path), "run", end=(signal.SIGTERM,)) as launch:
+        children = [launch.spawn(["sleep", "60"], tmp_path / f"{i}.log", {}) for i in range(2)]
+        end = launch.end
+
+        def interrupted(child: Child) -> None:
             signal.raise_signal(signal.SIGTERM)
-            done.append("cleaned")
-    assert done and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+            end(child)
+
+        launch.end = interrupted
+    assert all(child.process.poll() is not None for child in children)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL, "ignored meanwhile, though not handled"
 
 
-def test_an_export_is_not_taken_for_the_run_beside_it(tmp_path):
-    (tmp_path / "error_export_rank0.final.txt").write_text("no checkpoint")
-    (tmp_path / "error_trainer_rank1.txt").write_text("lost")
-    log = tmp_path / "trainer-1.log"
-    log.write_text("")
-    assert first_report(log) == "lost" and first_report(tmp_path / "export.log") == "no checkpoint"
-    child = subprocess.Popen(["sleep", "1"])
-    assert watch(child, log, first_report) == 0
+def test_an_export_is_not_taken_for_the_run_beside_it(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    folder.error_report("export", 0, final=True).write_text("no checkpoint")
+    folder.error_report("trainer", 1, final=False).write_text("lost")
+    with Launch(folder, "train", end=()) as launch:
+        for reports, said in (("trainer", "lost"), ("export", "no checkpoint")):
+            failed = launch.spawn(["false"], folder.log(f"{reports}-1"), {})
+            assert launch.watch(Child(failed.process, failed.log, reports)) == 1
+            assert f"{reports}-1 ended with status 1\n{said}\n" in capsys.readouterr().err
+        quiet = launch.spawn(["sleep", "1"], folder.log("trainer-1"), {})
+        assert launch.watch(Child(quiet.process, quiet.log, "trainer")) == 0, (
+            "the export's final report ends no trainer"
+        )
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_with_the_status_that_shells_know(number, status):
-    with pytest.raises(Ended) as caught, Signals((number,)):
+def test_a_signal_ends_with_the_status_that_shells_know(number, status, tmp_path, capsys):
+    with Launch(RunFolder(tmp_path), "run", end=(number,)) as launch:
+        child = launch.spawn(["sleep", "60"], tmp_path / "log", {})
         signal.raise_signal(number)
-    assert caught.value.status == status
+        raise AssertionError("the block goes on")
+    assert launch.status == status and child.process.poll() is not None
+    assert capsys.readouterr().err == f"megagrpo run: {number.name}; stopping\n"
+
+
+def test_who_is_asked_to_stop_may_finish_and_a_second_term_ends(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    request = StopRequest(folder.stop_request("trainer"))
+    for times in (1, 2):
+        with Launch(folder, "train", end=(), ask=(signal.SIGUSR1, signal.SIGTERM)) as launch:
+            assert not request.made(), "that of an earlier launch is withdrawn"
+            child = launch.spawn(["true"], tmp_path / "log", {})
+            signal.raise_signal(signal.SIGTERM)
+            request.grant(3)
+            if times == 2:
+                signal.raise_signal(signal.SIGTERM)
+            assert launch.watch(child) == STOPPED
+            assert "stopped as asked, saved after step 3" in capsys.readouterr().err
+    assert launch.status == 143
+
+
+def test_what_is_unheard_reaches_the_children(tmp_path):
+    with Launch(RunFolder(tmp_path), "serve", end=(), unheard=(signal.SIGTERM,)) as launch:
+        signal.raise_signal(signal.SIGTERM)
+        child = launch.spawn(["sleep", "60"], tmp_path / "log", {})
+        time.sleep(0.3)
+        child.process.terminate()
+        assert child.process.wait(5) == -signal.SIGTERM
+
+
+def test_a_failure_leaves_no_child_and_no_scratch(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    launch = Launch(RunFolder(tmp_path), "serve", end=(), scratch=scratch)
+    with pytest.raises(ValueError, match="no Ray"), launch:
+        child = launch.spawn(["sleep", "60"], tmp_path / "log", {})
+        raise ValueError("no Ray")
+    assert child.process.poll() is not None and not scratch.exists()

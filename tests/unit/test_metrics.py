@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from megagrpo.config.schema import LogConfig
-from megagrpo.monitor.metrics import Metrics, StepLog, StepTimer, read_metrics
+from megagrpo.monitor.metrics import Metrics, StepTimer
+from megagrpo.monitor.record import StepLog, read_metrics
+from megagrpo.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 FILES_ONLY = LogConfig(tensorboard=False)
@@ -92,46 +94,46 @@ def test_timer_counts_phases_and_the_rest():
 
 
 def test_log_round_trip_and_merge(tmp_path):
-    log = StepLog(tmp_path, FILES_ONLY)
+    log = StepLog(RunFolder(tmp_path), FILES_ONLY)
     log.write(0, {"eval/accuracy": 0.25})
     log.write(1, {"reward/mean": 0.5, "optim/grad_norm": math.inf})
     log.write(1, {"eval/accuracy": 0.75})
     log.close()
-    assert read_metrics(tmp_path) == [
+    assert read_metrics(RunFolder(tmp_path)) == [
         {"step": 0, "eval/accuracy": 0.25},
         {"step": 1, "reward/mean": 0.5, "optim/grad_norm": None, "eval/accuracy": 0.75},
     ]
 
 
 def test_resume_drops_what_will_be_made_again(tmp_path):
-    log = StepLog(tmp_path, FILES_ONLY)
+    log = StepLog(RunFolder(tmp_path), FILES_ONLY)
     for step in range(5):
         log.write(step, {"reward/mean": float(step)})
         log.write_rollouts(step, [])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "reward/me')  # the writer was killed here
-    resumed = StepLog(tmp_path, FILES_ONLY, start_step=3)
+    resumed = StepLog(RunFolder(tmp_path), FILES_ONLY, start_step=3)
     resumed.write(4, {"reward/mean": 40.0})
-    rewards = [(entry["step"], entry["reward/mean"]) for entry in read_metrics(tmp_path)]
+    rewards = [(entry["step"], entry["reward/mean"]) for entry in read_metrics(RunFolder(tmp_path))]
     assert rewards == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [f"step_{n:06d}.jsonl" for n in range(4)]
-    StepLog(tmp_path, FILES_ONLY, start_step=0)
-    assert read_metrics(tmp_path) == [] and not list((tmp_path / "rollouts").iterdir())
+    StepLog(RunFolder(tmp_path), FILES_ONLY, start_step=0)
+    assert read_metrics(RunFolder(tmp_path)) == [] and not list((tmp_path / "rollouts").iterdir())
 
 
 def test_broken_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{oops\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a JSON line"):
-        read_metrics(tmp_path)
+        read_metrics(RunFolder(tmp_path))
     with pytest.raises(ValueError, match="no such file"):
-        read_metrics(tmp_path / "absent")
+        read_metrics(RunFolder(tmp_path / "absent"))
 
 
 def test_rollout_lines(tmp_path):
     prompt = Prompt(id=7, text="1+1=", token_ids=(1, 2), answer="2")
     samples = tuple(Sample(i, (3, 4), (-0.1, -0.2), "stop", 5, text) for i, text in enumerate(("2", "é")))
     group = RolloutGroup(0, prompt, samples, (Outcome("score", 1.0), Outcome("timeout", detail="10 s")))
-    StepLog(tmp_path, FILES_ONLY).write_rollouts(12, [group])
+    StepLog(RunFolder(tmp_path), FILES_ONLY).write_rollouts(12, [group])
     (line,) = (tmp_path / "rollouts" / "step_000012.jsonl").read_text().splitlines()
     record = json.loads(line)
     assert (record["prompt"], record["answer"], record["prompt_id"]) == ("1+1=", "2", 7)
@@ -144,18 +146,18 @@ def test_rollout_lines(tmp_path):
         "num_tokens": 2,
         "weight_version": 5,
     }
-    StepLog(tmp_path / "off", LogConfig(tensorboard=False, rollouts=False)).write_rollouts(0, [group])
+    StepLog(RunFolder(tmp_path / "off"), LogConfig(tensorboard=False, rollouts=False)).write_rollouts(0, [group])
     assert not (tmp_path / "off" / "rollouts").exists()
 
 
 def test_tensorboard_reads_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = StepLog(tmp_path, LogConfig())
+    log = StepLog(RunFolder(tmp_path), LogConfig())
     for step in range(3):
         log.write(step, {"reward/mean": step / 2})
     log.close()
-    log = StepLog(tmp_path, LogConfig(), start_step=1)
+    log = StepLog(RunFolder(tmp_path), LogConfig(), start_step=1)
     log.write(2, {"reward/mean": 9.0})
     log.close()
     board = EventAccumulator(str(tmp_path / "tensorboard"))

@@ -56,7 +56,8 @@ import sys, time
 from pathlib import Path
 from megagrpo.environment import child_environment
 from megagrpo.processes import spawn
-print(spawn([sys.executable, "-c", "import time; time.sleep(600)"], child_environment(), Path({str(tmp_path / "inner")!r})).pid, flush=True)
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
+print(spawn(command, child_environment(), Path({str(tmp_path / "inner")!r})).pid, flush=True)
 print("up", flush=True)
 time.sleep(600)
 """

@@ -9,6 +9,7 @@ import torch
 from megagrpo import run as run_module
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
+from megagrpo.run_folder import RunFolder
 from megagrpo.types import AlgoState, TrainState
 
 SAVED = TrainState(step=5, data_cursor=40, algo_state=AlgoState(kl_coef=0.3))
@@ -16,7 +17,7 @@ SAVED = TrainState(step=5, data_cursor=40, algo_state=AlgoState(kl_coef=0.3))
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Resumes an experiment with these `checkpoint` options; returns the state, the actor and the folder that was read."""
+    """Resumes an experiment with these `checkpoint` options; returns the state, the actor and what was read."""
     read = []
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -29,7 +30,7 @@ def start(tmp_path, monkeypatch):
         sections = {"model": {"path": "m"}, "data": {"path": "d"}, "checkpoint": options}
         config = ExperimentConfig.model_validate({"name": "t", "output_dir": str(tmp_path)} | sections)
         actor = SimpleNamespace(mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5)
-        return run_module.resume(config, tmp_path, actor), actor, read
+        return run_module.resume(config, RunFolder(tmp_path), actor), actor, read
 
     return resume
 

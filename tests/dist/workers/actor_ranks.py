@@ -164,7 +164,8 @@ def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folde
     saved = None
     if "save" in job:
         state = TrainState(step=job.get("step", 1), data_cursor=17)
-        saved = checkpoint.save(Path(job["save"]), state, identity(job), 2, lambda f: save_actor(actor, f), actor.mesh)
+        root = Path(job["save"])
+        saved = checkpoint.begin(root, state, identity(job), 2, lambda f: save_actor(actor, f), actor.mesh).finish()
     after = {"updates_done": actor.updates_done}
     for number in (10, 11):
         after[f"loss{number}"] = gradient(actor, batch_of(actor.mesh, shift=number), RICH)
@@ -184,7 +185,8 @@ def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     try:
         if "save" in job:
             state = TrainState(step=job["step"])
-            checkpoint.save(Path(job["save"]), state, identity(job), 2, lambda f: save_actor(actor, f), actor.mesh)
+            root = Path(job["save"])
+            checkpoint.begin(root, state, identity(job), 2, lambda f: save_actor(actor, f), actor.mesh).finish()
         else:
             checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
     except (ValueError, RuntimeError) as exc:

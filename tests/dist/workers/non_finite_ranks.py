@@ -14,9 +14,11 @@ from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
-from megagrpo.replay import compare, read_dump
+from megagrpo.dump import read_dump
+from megagrpo.replay import compare
 from megagrpo.batching.balance import update_of_group
 from megagrpo.run import Run
+from megagrpo.run_folder import RunFolder
 from megagrpo.types import Batch, TrainState
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of
 
@@ -86,8 +88,8 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
     sections = {"name": "t", "output_dir": job["run"], "model": {"path": job["model"]}, "data": {"path": "d"}}
     config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
     state = TrainState(step=WEIGHT_VERSION)
-    rest = dict.fromkeys(("prompts", "eval_prompts", "rollouts", "exchange", "stop_request", "watchdog"))
-    run = Run(config, Path(job["run"]), actor, **rest, state=state)
+    rest = dict.fromkeys(("prompts", "eval_prompts", "rollouts", "exchange", "checkpointer", "stop_request", "watchdog"))
+    run = Run(config=config, folder=RunFolder(Path(job["run"])), actor=actor, **rest, state=state)
     try:
         run.inspect_update(batch, RICH, values)
     except NonFiniteUpdate as exc:

@@ -86,7 +86,7 @@ def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
     gradient(actor, batch_of(actor.mesh), RICH)
     actor.optimizer_step()
     root, message = Path(job["root"]), ""
-    checkpoint.save(root, TrainState(step=1), {}, 2, lambda f: save_actor(actor, f), actor.mesh)
+    checkpoint.begin(root, TrainState(step=1), {}, 2, lambda f: save_actor(actor, f), actor.mesh).finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if actor.mesh.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, limits[1]))
@@ -98,7 +98,7 @@ def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     messages = actor.mesh.gather_world(message)
     left = sorted(path.name for path in root.iterdir())
-    again = checkpoint.save(root, TrainState(step=3), {}, 2, lambda f: save_actor(actor, f), actor.mesh)
+    again = checkpoint.begin(root, TrainState(step=3), {}, 2, lambda f: save_actor(actor, f), actor.mesh).finish()
     return {"messages": messages, "left": left, "again": again.name}
 
 

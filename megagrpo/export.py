@@ -1,0 +1,27 @@
+"""Writes a checkpoint as a Hugging Face model folder: `megagrpo export`."""
+
+from pathlib import Path
+
+from megagrpo import checkpoint
+from megagrpo.actor import DEVICE
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.saving import load_actor
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.run import run_identity
+from megagrpo.run_folder import RunFolder
+from megagrpo.weights.actor_weights import export_hf, load_initial_weights
+
+
+def export(config: ExperimentConfig, source: Path | None, output: str) -> None:
+    """Collective. Writes the checkpoint `source`, by default the latest of the run, into the folder `output`.
+
+    ValueError when there is no checkpoint.
+    """
+    checkpoints = RunFolder(Path(config.output_dir)).checkpoints
+    found = source or checkpoint.latest(checkpoints)
+    if found is None:
+        raise ValueError(f"{checkpoints} holds no finished checkpoint; name one with --checkpoint")
+    actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, 1, config.seed, DEVICE)
+    weights = load_initial_weights(actor, config.model.path)
+    checkpoint.load(found, run_identity(config, actor), lambda folder: load_actor(actor, folder), actor.mesh)
+    export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)

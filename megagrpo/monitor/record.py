@@ -1,0 +1,101 @@
+"""Writes and reads a run's record in its folder: metrics, TensorBoard, samples.
+
+Entries are numbered by finished steps, which is the weight version: entry 0 holds what was measured before the first
+update, entry n what was measured while making weights n and of them.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from megagrpo.config.schema import LogConfig
+from megagrpo.run_folder import RunFolder, write_json_lines
+from megagrpo.types import RolloutGroup
+
+
+class StepLog:
+    """Writes the run's record: metrics.jsonl, tensorboard/, rollouts/step_000012.jsonl. On the main rank alone.
+
+    A run that starts at `start_step` finished steps (0: from the beginning) drops the entries of later steps, which it
+    makes again; beginning anew drops all.
+    """
+
+    def __init__(self, folder: RunFolder, config: LogConfig, start_step: int = 0) -> None:
+        self._folder, self._keeps_rollouts = folder, config.rollouts
+        last_kept = start_step if start_step > 0 else -1
+        entries = read_metrics(folder) if folder.metrics.exists() else []
+        write_json_lines(folder.metrics, [entry for entry in entries if entry["step"] <= last_kept])
+        for path in folder.rollouts.glob("step_*.jsonl"):
+            if int(path.stem.removeprefix("step_")) > last_kept:
+                path.unlink()
+        self._board = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # seconds of import that only the main rank pays
+
+            self._board = SummaryWriter(str(folder.tensorboard), purge_step=last_kept + 1)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Appends an entry; several of one step are read as one. A value that is not finite is written as null."""
+        entry = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
+        with self._folder.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+
+    def write_rollouts(self, step: int, groups: Iterable[RolloutGroup]) -> None:
+        """Writes a line per prompt: its text and answer, and every sample with reward, outcome and finish reason."""
+        if self._keeps_rollouts:
+            write_json_lines(self._folder.rollout_file(step), map(_rollout_record, groups))
+
+    def close(self) -> None:
+        """Closes TensorBoard's file."""
+        if self._board is not None:
+            self._board.close()
+
+
+def _rollout_record(group: RolloutGroup) -> dict:
+    samples = [
+        {
+            "text": sample.text,
+            "reward": outcome.value if outcome.ok else None,
+            "outcome": asdict(outcome),
+            "finish_reason": sample.finish_reason,
+            "num_tokens": len(sample.token_ids),
+            "weight_version": sample.weight_version,
+        }
+        for sample, outcome in zip(group.samples, group.outcomes, strict=True)
+    ]
+    prompt = group.prompt
+    return {
+        "group_id": group.group_id,
+        "prompt_id": prompt.id,
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "samples": samples,
+    }
+
+
+def read_metrics(folder: RunFolder) -> list[dict]:
+    """Reads the entries of metrics.jsonl by step, each {"step": int, name: float | None}; lines of one step are merged.
+
+    A last line cut short by a crash is ignored. Raises ValueError when there is no such file or another line is broken.
+    """
+    path = folder.metrics
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; a run folder has one after its first step")
+    lines = path.read_text(encoding="utf-8").split("\n")
+    entries: dict[int, dict] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):  # no newline after it: the writer was killed
+                break
+            raise ValueError(f"{path}:{number}: not a JSON line: {error}") from None
+        entries.setdefault(entry["step"], {}).update(entry)
+    return [entries[step] for step in sorted(entries)]
