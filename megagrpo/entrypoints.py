@@ -16,11 +16,14 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
     """`megagrpo train`: one trainer rank of a run."""
 
     def body() -> None:
+        from megagrpo.actor.host import prepare_host
+
+        device = prepare_host()
         from megagrpo.monitor.report import write_report
         from megagrpo.run import start_run
         from megagrpo.train import train
 
-        with start_run(config, service_url) as run:
+        with start_run(config, service_url, device) as run:
             train(run)
             is_main = run.mesh.is_main
         if is_main:
@@ -33,9 +36,12 @@ def sft_main(config: ExperimentConfig) -> int:
     """`megagrpo sft`: one rank of the supervised warm-up."""
 
     def body() -> None:
+        from megagrpo.actor.host import prepare_host
+
+        device = prepare_host()
         from megagrpo.sft import sft
 
-        sft(config)
+        sft(config, device)
 
     return guarded(config, "sft", body)
 
@@ -44,7 +50,9 @@ def export_main(config: ExperimentConfig, folder: str | None, output: str) -> in
     """`megagrpo export`: a checkpoint of this run as an HF folder; ValueError when there is none."""
 
     def body() -> None:
-        from megagrpo.actor import DEVICE
+        from megagrpo.actor.host import prepare_host
+
+        device = prepare_host()
         from megagrpo.actor.megatron_actor import MegatronActor
         from megagrpo.actor.saving import load_actor
         from megagrpo.run import run_identity
@@ -55,7 +63,14 @@ def export_main(config: ExperimentConfig, folder: str | None, output: str) -> in
             raise ValueError(
                 f"{config.output_dir}/checkpoints holds no finished checkpoint; name one with --checkpoint"
             )
-        actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, 1, config.seed, DEVICE)
+        actor = MegatronActor(
+            model_path=config.model.path,
+            config=config.actor,
+            optimizer=config.actor.optimizer,
+            num_updates=1,
+            seed=config.seed,
+            device=device,
+        )
         weights = load_initial_weights(actor, config.model.path)
         checkpoint.load(source_folder, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
         export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
@@ -67,7 +82,9 @@ def replay_main(config: ExperimentConfig, folder: str) -> int:
     """`megagrpo replay`: the update of a dumped step on the newest weights at or before it, beside what was measured then."""
 
     def body() -> None:
-        from megagrpo.actor import DEVICE
+        from megagrpo.actor.host import prepare_host
+
+        device = prepare_host()
         from megagrpo.actor.megatron_actor import MegatronActor
         from megagrpo.actor.saving import load_actor
         from megagrpo.actor.step import update, with_logprobs
@@ -81,7 +98,14 @@ def replay_main(config: ExperimentConfig, folder: str) -> int:
             config.sampling.temperature,
         )
         total = config.train.num_steps * num_updates
-        actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, total, config.seed, DEVICE)
+        actor = MegatronActor(
+            model_path=config.model.path,
+            config=config.actor,
+            optimizer=config.actor.optimizer,
+            num_updates=total,
+            seed=config.seed,
+            device=device,
+        )
         load_initial_weights(actor, config.model.path)
         if dump.algorithm.uses_reference:
             actor.keep_reference()

@@ -48,7 +48,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_size: int) -> Tensor:
-    """Position in the whole sequence of the place-th token that context rank `rank` holds of it.
+    """Returns the position in the whole sequence of the place-th token that context rank `rank` holds of it.
 
     Of 2 cp equal chunks it holds number `rank` and number 2 cp - 1 - rank, so that all ranks attend to as many keys.
     """
@@ -58,7 +58,7 @@ def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_siz
 
 
 class CausalAttention(torch.nn.Module):
-    """softmax(q k^T scale) v with a causal mask inside each sequence; grouped key/value heads."""
+    """Computes softmax(q k^T scale) v with a causal mask inside each sequence; key/value heads are grouped."""
 
     def __init__(
         self,
@@ -92,7 +92,10 @@ class CausalAttention(torch.nn.Module):
         return self._packed(query, key, value, packed_seq_params)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[b, heads, places, d]; `mask` [b, 1, queries, keys] True where a query sees a key, or None for a plain causal one."""
+        """Attends from query [b, heads, places, d] to key and value [b, groups, places, d].
+
+        mask: [b, 1, queries, keys], True where a query sees a key; None: a plain causal one.
+        """
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:  # written out: the grouped form has no fused kernel on every device
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
@@ -106,15 +109,16 @@ class CausalAttention(torch.nn.Module):
             place = torch.arange(len(query), device=query.device)
             by_rank = [zigzag_position(place, len(query), rank, self.cp_size) for rank in range(self.cp_size)]
             mask = (by_rank[mpu.get_context_parallel_rank()][:, None] >= torch.cat(by_rank))[None, None]
-        out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)), mask)
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = self._attend(query, key, value, mask)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         sequences, longest = len(packed.cu_seqlens_q) - 1, packed.max_seqlen_q
+        assert packed.query_at is not None and packed.key_at is not None, "not made by PackedSequences.make"
 
-        def grid(
-            flat: Tensor, places: int, where: tuple[Tensor, Tensor]
-        ) -> Tensor:  # [T, heads, d] -> [k, heads, places, d]
+        def grid(flat: Tensor, places: int, where: tuple[Tensor, Tensor]) -> Tensor:
+            """Lays [T, heads, d] out as [k, heads, places, d]."""
             return flat.new_zeros(sequences, places, *flat.shape[1:]).index_put(where, flat).transpose(1, 2)
 
         mask = None
@@ -132,4 +136,5 @@ class CausalAttention(torch.nn.Module):
         out = varlen_attn(
             query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal, enable_gqa=True
         )
+        assert isinstance(out, Tensor), "no log-sum-exp was asked for"
         return out.flatten(1)

@@ -1,4 +1,4 @@
-"""The actor's part of a checkpoint: Megatron's dist_checkpointing of model and optimiser, plus the RNG states of every rank."""
+"""Saves and loads the actor's part of a checkpoint: model and optimiser by Megatron, and every rank's RNG states."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.actor.megatron_actor import MegatronActor
@@ -21,17 +22,16 @@ _METADATA = {
     "chained_optim_avoid_prefix": True,
 }
 _MESSAGE_CHARACTERS = 300
-# Between processes Megatron's writer hands over its results through a manager process; between threads a queue does.
-filesystem_async._results_queue = Queue()
 
 
 def save_actor(
     actor: MegatronActor, folder: Path, snapshot: bool = False
 ) -> tuple[Callable[[], list[Path]], Callable[[], None]]:
-    """Collective. Plan a checkpoint in an existing empty folder; returns how this rank writes its files, and the collective end.
+    """Collective. Plans a checkpoint in an existing empty folder; returns how this rank writes its files, and the end.
 
-    The first may run in a thread, without any other rank, and returns the paths; the second comes when every rank's first is
-    done. With `snapshot` the state is copied to host memory now, so that training may go on meanwhile. OSError from either.
+    The first may run in a thread, without any other rank, and returns the paths; the second, collective, comes when every
+    rank's first is done. With `snapshot` the state is copied to host memory now, so that training may go on meanwhile.
+    Either raises OSError.
     """
     state = _sharded_state(actor, actor.updates_done, is_loading=False)
     try:
@@ -58,12 +58,13 @@ def save_actor(
 
 
 def _write(request: AsyncRequest, buckets: list) -> list[Path]:
-    """Megatron's own writer, in this thread. Megatron would fork processes, which deadlock where other threads compute."""
+    """Runs Megatron's own writer in this thread: Megatron would fork, which deadlocks where other threads compute."""
     if not buckets:
         return []
     transforms, results = request.async_fn.args[0], {}
     for index, bucket in enumerate(buckets):
-        outcome, turns = SimpleQueue(), Queue()
+        outcome: SimpleQueue = SimpleQueue()
+        turns: Queue = Queue()
         turns.put(index)
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
             transforms, index, bucket, outcome, turns, use_fsync=True
@@ -76,14 +77,14 @@ def _write(request: AsyncRequest, buckets: list) -> list[Path]:
 
 
 def _root(exc: BaseException) -> BaseException:
-    """What happened first: a full disk, not what torch's archive says about it while it is closed."""
+    """Returns what happened first: a full disk, not what torch's archive says about it while it is closed."""
     while exc.__context__ is not None:
         exc = exc.__context__
     return exc
 
 
 def load_actor(actor: MegatronActor, folder: Path) -> None:
-    """Collective. Read a state written by `save_actor`; ValueError when the files do not fit the model."""
+    """Collective. Reads a state written by `save_actor`. Raises ValueError when the files do not fit the model."""
     try:
         common = dist_checkpointing.load_common_state_dict(str(folder))
         updates_done = common["updates_done"]
@@ -112,20 +113,21 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
         tensor_parallel.get_cuda_rng_tracker().set_states(rng["tensor_parallel"])
 
 
-def _parts(actor: MegatronActor) -> list:
-    """The optimisers of dense and expert parameters, where there are both."""
-    return getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+def _parts(actor: MegatronActor) -> list[MegatronOptimizer]:
+    """Returns the optimisers of dense and expert parameters, where there are both."""
+    chained = isinstance(actor.optimizer, ChainedOptimizer)
+    return actor.optimizer.chained_optimizers if chained else [actor.optimizer]
 
 
 def _allocate_optimizer_state(actor: MegatronActor) -> None:
-    """Megatron asserts that a distributed optimizer has state before it describes the state that it wants loaded."""
+    """Gives a distributed optimizer state, which Megatron asserts before it describes the state that it wants loaded."""
     for part in _parts(actor):
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
             part._init_optimizer_states_with_dummy_values()  # steps with zero gradients; everything it writes is loaded next
 
 
 def _load_optimizer_state(actor: MegatronActor, state: dict) -> None:
-    """Megatron's loading, around its two slips with torch's Adam (Apex's keeps no step count beside a parameter).
+    """Loads as Megatron does, around its two slips with torch's Adam (Apex's keeps no step count beside a parameter).
 
     Reading reshardable parameter state it looks for a step count that is saved elsewhere; and the count that it restores is one
     tensor shared by all parameters, which torch then increases once for each of them.
@@ -162,7 +164,7 @@ def _sharded_state(actor: MegatronActor, updates_done: int, is_loading: bool) ->
 
 
 def _rng_state(actor: MegatronActor) -> ShardedObject:
-    """RNG states belong to a rank, not to a tensor: restored under the same layout only."""
+    """Returns this rank's RNG states, which belong to a rank, not to a tensor: restored under the same layout only."""
     states = {"torch": torch.get_rng_state(), "tensor_parallel": tensor_parallel.get_cuda_rng_tracker().get_states()}
     mesh = actor.mesh
     return ShardedObject("rng", states, (mesh.world_size,), (mesh.rank,), replica_id=0)

@@ -1,4 +1,4 @@
-"""Where a rank's time goes inside Megatron's schedule: computing, idle in the pipeline, waiting for the slowest rank.
+"""Measures where a rank's time goes in Megatron's schedule: computing, idle in the pipeline, waiting for the slowest.
 
 Megatron calls `config.timers(name)` around each forward and backward of a micro-batch. On a GPU the marks are CUDA events,
 read once a step after everything has run, so measuring waits for nothing.
@@ -15,7 +15,7 @@ _COMPUTE = ("forward-compute", "backward-compute")
 
 
 class ScheduleClock:
-    """Set as Megatron's `config.timers`; `gradients_done` is called at the end of a schedule, before gradients are reduced."""
+    """Times Megatron's schedule as its `config.timers`; `gradients_done` ends a schedule, before gradients are reduced."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -23,7 +23,7 @@ class ScheduleClock:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was measured, forwards of log-probabilities for instance."""
+        """Forgets what was measured, forwards of log-probabilities for instance."""
         self._spans: dict[str, list[tuple]] = {"compute": [], "schedule": [], "wait": []}
         self._open: dict[str, float | torch.cuda.Event] = {}
 
@@ -31,13 +31,15 @@ class ScheduleClock:
         return _Span(self, name)
 
     def start(self, name: str) -> None:
+        """Marks the beginning of a span."""
         self._open[name] = self._now()
 
     def stop(self, name: str, kind: str) -> None:
+        """Ends a span and counts it as compute, schedule or wait."""
         self._spans[kind].append((self._open.pop(name), self._now()))
 
     def gradients_done(self) -> None:
-        """Collective over all ranks, two tiny all-reduces: the stages of a pipeline meet, then everyone, as they would next anyway."""
+        """Collective. Lets the stages of a pipeline meet, then everyone, as they would next anyway: two tiny all-reduces."""
         if mpu.get_pipeline_model_parallel_world_size() > 1:
             dist.all_reduce(self._one.clone(), group=mpu.get_pipeline_model_parallel_group())
         self.stop("forward-backward", "schedule")
@@ -47,7 +49,7 @@ class ScheduleClock:
         self.stop("wait", "wait")
 
     def take(self) -> dict[str, float]:
-        """Metrics since `clear`, the same on every rank; collective over all ranks.
+        """Collective. Returns metrics since `clear`, the same on every rank.
 
         schedule/compute_s and schedule/wait_s: mean over ranks, schedule/wait_max_s: of the rank that waits longest.
         schedule/pipeline_bubble: share of the schedule in which stages do not compute, with pipeline stages only.
@@ -83,7 +85,7 @@ class ScheduleClock:
 
 
 class _Span:
-    """What Megatron starts and stops: a micro-batch's forward or backward, or the whole schedule; other names are left out."""
+    """Times what Megatron starts and stops: a micro-batch's forward or backward, or the schedule; ignores other names."""
 
     def __init__(self, clock: ScheduleClock, name: str):
         self._clock, self._name = clock, name

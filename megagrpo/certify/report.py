@@ -1,4 +1,4 @@
-"""The certificate's verdict: report.json with every figure, report.md for people."""
+"""Gives the certificate's verdict: report.json with every figure, report.md for people."""
 
 import json
 import math
@@ -10,7 +10,7 @@ LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-5, 1e-6
 
 
 def failures(result: dict) -> list[str]:
-    """What of one case is above its bound, with the figure. NaN is above every bound."""
+    """Returns what of one case is above its bound, with the figure. NaN is above every bound."""
     found = []
     if not result["loss_error"] <= LOSS_BOUND:
         found.append(f"loss off by {result['loss_error']:.2g}")
@@ -26,16 +26,16 @@ def failures(result: dict) -> list[str]:
 
 
 def worst_gradient(result: dict) -> tuple[str, float]:
-    """The parameter with the largest max|g - g1| / max|g1|, and that; ("", 0) where gradients cannot be read."""
+    """Returns the parameter with the largest max|g - g1| / max|g1|, and that; ("", 0) where gradients cannot be read."""
     return max(
         result["gradients"].items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1], default=("", 0.0)
     )
 
 
-def write_report(
+def write_certificate(
     folder: Path, name: str, family: str, results: list[dict], left_out: dict[str, str]
 ) -> tuple[str, bool]:
-    """Write both files; returns the table and whether every case is within the bounds."""
+    """Writes both files; returns the table and whether every case is within the bounds."""
     passed = all(not failures(result) for result in results)
     lines = [
         f"# Certificate of {name} ({family}): {'passed' if passed else 'FAILED'}",

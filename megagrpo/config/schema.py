@@ -3,14 +3,19 @@
 Loading, overrides and error messages are in config_load.py; the algorithm section is in config_algorithm.py.
 """
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.section import Section
+from megagrpo.families.table import FAMILIES
 
 Dtype = Literal["float32", "bfloat16"]
+if TYPE_CHECKING:
+    FamilyName = str  # a type checker takes no computed Literal
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -267,7 +272,7 @@ class TinyModelConfig(Section):
     """A randomly initialised model for laptops, made by `megagrpo prepare` with a character tokenizer."""
 
     path: str
-    family: Literal["qwen2", "qwen3", "qwen3_moe", "llama"] = "qwen3_moe"
+    family: FamilyName = "qwen3_moe"
     alphabet: str = "0123456789+-*/=.()<># "
     hidden_size: PositiveInt = 128
     num_layers: PositiveInt = 4

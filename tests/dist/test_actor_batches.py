@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megagrpo.config.schema import ParallelConfig
-from megagrpo.batching.batch import build_batch, shuffle_rewards
-from megagrpo.mesh import make_mesh
-from megagrpo.batching.microbatch import plan
 from megagrpo.batching.balance import update_of_group
+from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.microbatch import plan
+from megagrpo.config.schema import ParallelConfig
+from megagrpo.mesh import make_mesh
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 WORLD, ROUNDS = 3, 40

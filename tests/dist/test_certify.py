@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megagrpo.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
-from megagrpo.certify.report import failures, write_report
+from megagrpo.certify.report import failures, write_certificate
 from megagrpo.certify.subject import make_models
-from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.config.load import load_config
+from megagrpo.config.schema import ActorConfig, ParallelConfig
 from tests.dist.workers.launch import run_ranks
 
 pytestmark = pytest.mark.timeout(900)
@@ -145,4 +145,4 @@ def test_not_a_number_is_above_every_bound(tmp_path: Path):
     result = {"case": case("DP2"), "variant": "x", "loss": nan, "loss_error": nan, "grad_norm": nan, "norm_error": nan, "weights": nan}
     result["gradients"] = {"a": 0.0, "b": nan}
     assert len(failures(result)) == 4
-    assert write_report(tmp_path, "name", "qwen3", [result], {})[1] is False
+    assert write_certificate(tmp_path, "name", "qwen3", [result], {})[1] is False

@@ -3,17 +3,21 @@
 Layouts: `megagrpo certify CONFIG --set algorithm.kl.estimator=full`.
 """
 
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
 import pytest
 import torch
 
 from megagrpo.actor.step import backward, denominators_of, hidden_states, update, with_logprobs
-from megagrpo.weights.actor_weights import load_initial_weights
-from megagrpo.certify.measure import joined
-from megagrpo.config.schema import ActorConfig, OptimizerConfig, TinyModelConfig
-from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.batching.batch import build_batch
+from megagrpo.certify.measure import joined
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, TinyModelConfig
 from megagrpo.tiny.model import make_tiny_model
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.weights.actor_weights import load_initial_weights
 
 FULL = AlgorithmConfig.model_validate({"kl": {"loss_coef": 1.0, "estimator": "full"}})
 TEMPERATURE = 0.7
@@ -25,7 +29,7 @@ def actor(tmp_path):
     small = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "num_experts": 4, "expert_ffn_size": 16}
     make_tiny_model(TinyModelConfig(path=str(tmp_path / "model"), **small), 0)
     options = ActorConfig(logprob_chunk_tokens=7, micro_batch_tokens=24)
-    with joined(tmp_path / "store", options, OptimizerConfig(lr=1e-2, distributed=False), str(tmp_path / "model")) as actor:
+    with joined(tmp_path / "store", options, OptimizerConfig(lr=1e-2, distributed=False), str(tmp_path / "model"), DEVICE) as actor:
         load_initial_weights(actor, str(tmp_path / "model"))
         actor.keep_reference()
         move(actor, direction(actor, 1), 0.05)

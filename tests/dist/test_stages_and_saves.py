@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from megagrpo.config.schema import TinyModelConfig
-from megagrpo.tiny.model import random_tensors
-from megagrpo.tiny.description import hf_config
+from megagrpo.families.table import architecture_of
 from megagrpo.hf_files import write_hf_folder
+from megagrpo.tiny.description import hf_config
+from megagrpo.tiny.model import random_tensors
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import VOCAB
 
@@ -24,12 +25,21 @@ UNEVEN = {
 def five_layers(tmp_path_factory) -> Path:
     """A random Qwen3 of five layers; its norms are random too, so that a layer in the wrong place shows."""
     folder = tmp_path_factory.mktemp("five") / "model"
-    sizes = TinyModelConfig(path=str(folder), family="qwen3", hidden_size=64, num_layers=5, head_dim=16, ffn_size=96, tie_embeddings=True)
+    sizes = TinyModelConfig(
+        path=str(folder),
+        family="qwen3",
+        hidden_size=64,
+        num_layers=5,
+        head_dim=16,
+        ffn_size=96,
+        tie_embeddings=True,
+    )
+    description = hf_config(sizes) | {"vocab_size": VOCAB}
     like = folder.with_name("description")
     like.mkdir()
-    (like / "config.json").write_text(json.dumps(hf_config(sizes) | {"vocab_size": VOCAB}))
+    (like / "config.json").write_text(json.dumps(description))
     generator = torch.Generator().manual_seed(0)
-    tensors = random_tensors(sizes, VOCAB, generator)
+    tensors = random_tensors(architecture_of(description), generator)
     tensors = {name: t if t.dim() > 1 else t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
     write_hf_folder(folder, iter([tensors]), like=like, dtype=torch.float32)
     return folder

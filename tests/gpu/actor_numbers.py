@@ -6,9 +6,13 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
 import torch
 
-from megagrpo.actor import DEVICE, step
+from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.measure import joined, whole
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, TinyModelConfig
@@ -100,7 +104,7 @@ def main(folder: Path) -> None:
             logprob_chunk_tokens=job.get("chunk", 32),
             deadline_s=120.0,
         )
-        with joined(folder / f"store{number}", actor_config, OptimizerConfig(**OPTIMIZER), job["model"]) as actor:
+        with joined(folder / f"store{number}", actor_config, OptimizerConfig(**OPTIMIZER), job["model"], DEVICE) as actor:
             results.append(JOBS[job["do"]](actor, job, folder))
     (folder / "results.json").write_text(json.dumps(results))
 

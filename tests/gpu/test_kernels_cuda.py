@@ -21,6 +21,9 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("heads, groups", [(8, 8), (8, 2), (4, 1)])
 def test_packed_attention_in_bfloat16(dim, heads, groups):
     """Forward and gradients of every sequence against float32 attention over that sequence alone."""
+    from megagrpo.actor.host import prepare_host
+
+    prepare_host()
     from megagrpo.actor.attention import CausalAttention
 
     attention = CausalAttention(SimpleNamespace(kv_channels=dim, context_parallel_size=1), 1, None, "self")

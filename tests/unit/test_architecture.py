@@ -15,10 +15,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 
 
 # A part imports itself and parts on earlier lines; parts of one line do not know each other.
 LAYERS = (
+    {"families"},
     {"types", "environment", "stop_request", "run_folder", "user_function", "config", "processes"},
-    {"families", "mesh", "hf_files", "algo"},
+    {"mesh", "hf_files", "algo"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
     {"actor", "rollout", "checkpoint", "replay", "selection", "doctor"},
+    {"preflight"},
     {"explain", "run"},
     {"evaluation", "sft"},
     {"train"},
@@ -37,7 +39,7 @@ ONLY_IN = {
     "rich": r"monitor/console\.py|doctor\.py",
 }
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}
-NO_TORCH = LAYERS[0]
+NO_TORCH = LAYERS[0] | LAYERS[1]
 
 LONG_FUNCTIONS: dict[str, str] = {}  # "path:function" -> why it is better in one piece
 # These run in the engine's interpreter before any code of ours and patch what it reads from its environment.

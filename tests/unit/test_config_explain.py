@@ -11,7 +11,9 @@ import pytest
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ParallelConfig, TinyModelConfig
-from megagrpo.explain import check_against_model, explain, parameter_counts, preflight, rank_coordinates
+from megagrpo.explain import explain, rank_coordinates
+from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.preflight import check_against_model, preflight
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import make_tiny_model
 
@@ -31,7 +33,7 @@ BIG |= {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
-BIG |= {"vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": False}
+BIG |= {"vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 DENSE = hf_config(TinyModelConfig(path="x", family="qwen3"))
 MOE = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
 
@@ -60,12 +62,12 @@ def test_ranks_stand_where_megatron_puts_them(tp, cp, pp, ep, etp, world):
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_are_counted_exactly(tmp_path, family, tied):
     tiny = TinyModelConfig(path=str(tmp_path / "m"), family=family, tie_embeddings=tied)
-    assert sum(parameter_counts(hf_config(tiny))) == make_tiny_model(tiny, seed=0)
+    assert parameter_counts(architecture_of(hf_config(tiny))).total == make_tiny_model(tiny, seed=0)
 
 
 def test_the_big_model_has_the_size_in_its_name():
-    dense, expert = parameter_counts(BIG)
-    assert round((dense + expert) / 1e9) == 235 and round((dense + expert * 8 / 128) / 1e9) == 22
+    counts = parameter_counts(architecture_of(BIG))
+    assert round(counts.total / 1e9) == 235 and round(counts.active / 1e9) == 22
     assert check_against_model(load_config(ROOT / "configs" / "moe_235b.yaml"), BIG, 151_668) == []
 
 
@@ -117,7 +119,7 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(tm
     found = preflight(load_config(QUICKSTART, ["model.tokenizer=other"]))
     assert found == ["model.tokenizer has token id 63, but the model only 32 embeddings (vocab_size)"]
     Path("other/config.json").write_text("{")
-    with pytest.raises(ValueError, match="other/config.json: not a model description"):
+    with pytest.raises(ValueError, match=r"other/config\.json: not a model description"):
         preflight(load_config(QUICKSTART, ["model.path=other"]))
 
 

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -16,16 +20,16 @@ from megagrpo import checkpoint
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
-from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
 from megagrpo.certify.measure import joined, ratios, whole
-from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.hf_files import HfFolder
 from megagrpo.types import Batch, TrainState
+from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
-OPTIMIZER = dict(lr=1e-3, adam_eps=1e-4, clip_grad=0.5, weight_decay=0.01)
+OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-4, "clip_grad": 0.5, "weight_decay": 0.01}
 PLAIN = AlgorithmConfig.model_validate({"loss": {"name": "gpg"}, "aggregation": "token-mean"})  # what hf_reference.py computes
 RICH = AlgorithmConfig.model_validate(
     {"kl": {"loss_coef": 0.1}, "entropy_coef": 0.01, "aggregation": "seq-mean-token-mean", "loss": {"name": "ppo_clip"}}
@@ -64,18 +68,20 @@ def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig) -> 
 @contextmanager
 def recorded_logits() -> Iterator[list[tuple]]:
     """Inside, every call of the head on the last stage leaves (rows, columns, logits [T, vocabulary]) of its positions."""
-    seen, last, targets, head = [], [], step.targets, step._head
+    seen, places, targets, head = [], None, step.targets, step._head
 
     def noting_targets(micro, batch):
-        last[:] = targets(micro, batch)
-        return tuple(last)
+        nonlocal places
+        places = targets(micro, batch)
+        return places
 
     def noting_head(actor, chunk, hidden, flat, tokens, temperature):
         states = step.gather_from_sequence_parallel_region(hidden) if actor.config.parallel.tp > 1 else hidden
         local = states.transpose(0, 1).flatten(0, 1)[flat] @ chunk.output_weight().T
         shards = [torch.empty_like(local) for _ in range(actor.config.parallel.tp)]
         dist.all_gather(shards, local.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        seen.append((last[1], last[2], torch.cat(shards, 1)[:, :VOCAB]))
+        _, rows, columns = places
+        seen.append((rows, columns, torch.cat(shards, 1)[:, :VOCAB]))
         return head(actor, chunk, hidden, flat, tokens, temperature)
 
     step.targets, step._head = noting_targets, noting_head
@@ -216,7 +222,7 @@ def main(folder: Path) -> None:
         )
         optimizer = OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False))
         print("job", number, job, flush=True)
-        with joined(folder / f"store{number}", actor_config, optimizer, job["model"]) as actor:
+        with joined(folder / f"store{number}", actor_config, optimizer, job["model"], DEVICE) as actor:
             weights = load_initial_weights(actor, job["model"])
             results.append(JOBS[job["do"]](actor, weights, job, folder))
             everyone: list = [None] * actor.mesh.world_size

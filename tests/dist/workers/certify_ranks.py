@@ -6,11 +6,15 @@ import sys
 import warnings
 from pathlib import Path
 
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
 from megagrpo.certify.cases import Case
 from megagrpo.certify.measure import measure
-from megagrpo.config.schema import ModelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.load import load_config
+from megagrpo.config.schema import ModelConfig
 
 
 def main(folder: Path) -> None:
@@ -20,7 +24,7 @@ def main(folder: Path) -> None:
         changes = {"model": ModelConfig(path=str(place / "model")), "algorithm": AlgorithmConfig.model_validate(job["algorithm"])}
         config = load_config(job["config"], []).model_copy(update=changes)
         print("job", number, job, flush=True)
-        results.append(measure(config, Case(**job["case"]), place, folder / f"store{number}"))
+        results.append(measure(config, Case(**job["case"]), place, folder / f"store{number}", DEVICE))
     if os.environ["RANK"] == "0":
         (folder / "results.json").write_text(json.dumps(results))
 

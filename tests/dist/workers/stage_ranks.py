@@ -8,6 +8,10 @@ import time
 import warnings
 from pathlib import Path
 
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
 import torch
 import torch.distributed as dist
 
@@ -15,10 +19,10 @@ from megagrpo import checkpoint
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
-from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.certify.measure import joined, ratios, whole
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.types import TrainState
+from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, gradient, recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, WIDTH
 
@@ -119,7 +123,7 @@ def main(folder: Path) -> None:
         )
         print("job", number, job, flush=True)
         optimizer = OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False))
-        with joined(folder / f"store{number}", config, optimizer, job["model"]) as actor:
+        with joined(folder / f"store{number}", config, optimizer, job["model"], DEVICE) as actor:
             result = JOBS[job["do"]](actor, load_initial_weights(actor, job["model"]), job)
             everyone: list = [None] * actor.mesh.world_size
             dist.all_gather_object(everyone, result)
