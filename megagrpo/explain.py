@@ -11,7 +11,7 @@ _MAX_RANK_ROWS = 32
 
 
 def explain(config: ExperimentConfig) -> str:
-    """Returns layout, sizes of a step, engines, memory and what is done when as text, and every problem that `preflight` finds."""
+    """Returns what the experiment amounts to as text, ending with every problem that `preflight` finds."""
     hf = model_description(config)
     counts = None if hf is None or model_problems(hf) else parameter_counts(architecture_of(hf))
     title = f"{config.name}: {config.train.num_steps} steps into {config.output_dir}, seed {config.seed}"
@@ -60,7 +60,8 @@ def _model(config: ExperimentConfig, family: str | None, counts: ParameterCounts
     reference = "a reference model is kept" if algorithm.uses_reference else "no reference model"
     return [
         f"model      {config.model.path}: {family}, {_count(counts.total)} parameters{active}{there}",
-        f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, {algorithm.aggregation}; {reference}",
+        f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, "
+        f"{algorithm.aggregation}; {reference}",
         f"  loss     {algorithm.formula}",
         *(f"  ADVICE   {text}" for text in algorithm.advice),
         *(
@@ -96,6 +97,7 @@ def _step(config: ExperimentConfig) -> list[str]:
     train, actor = config.train, config.actor
     samples, updates, dp = train.num_prompts_per_step * train.group_size, train.num_updates_per_step, actor.dp
     longest = longest_samples(config)["data"]
+    max_response = config.sampling.max_response_tokens
     per_rank = math.ceil(samples / updates / dp)
     at_most = (
         per_rank if longest > actor.micro_batch_tokens else math.ceil(per_rank / (actor.micro_batch_tokens // longest))
@@ -104,15 +106,16 @@ def _step(config: ExperimentConfig) -> list[str]:
     lines = [
         f"a step     {train.num_prompts_per_step} prompts x {train.group_size} samples = {samples} samples",
         f"  asked for by {dp} data-parallel leaders, {' or '.join(map(str, shares))} prompts each",
-        f"  sample     at most {config.data.max_prompt_tokens} prompt + {config.sampling.max_response_tokens} response = {longest} tokens",
-        f"  tokens     at most {samples * longest:,}, of which {samples * config.sampling.max_response_tokens:,} are trained on",
+        f"  sample     at most {config.data.max_prompt_tokens} prompt + {max_response} response = {longest} tokens",
+        f"  tokens     at most {samples * longest:,}, of which {samples * max_response:,} are trained on",
         f"  updates    {updates} of {train.num_prompts_per_step // updates} prompts = {samples // updates} samples",
         f"  micro-batches  {actor.micro_batch_tokens} tokens {'packed' if actor.packing else 'padded'}; "
         f"a rank has about {per_rank} samples an update, in at most about {at_most}",
     ]
     if longest > actor.micro_batch_tokens:
         lines.append(
-            f"  note: a sample longer than micro_batch_tokens ({actor.micro_batch_tokens}) gets a micro-batch of its own"
+            f"  note: a sample longer than micro_batch_tokens ({actor.micro_batch_tokens}) "
+            "gets a micro-batch of its own"
         )
     lines.append(f"the run    {train.num_steps * updates} optimiser updates, {train.num_steps * samples:,} samples")
     return lines
@@ -124,10 +127,11 @@ def _rollout(config: ExperimentConfig) -> list[str]:
     samples = train.num_prompts_per_step * train.group_size
     nodes = f" on {r.nodes_per_engine} nodes" if r.nodes_per_engine > 1 else ""
     lines = [
-        f"rollout    SGLang engines: {r.num_engines} of tp {r.tp}, ep {r.ep}{nodes} = {r.num_engines * r.tp} ranks in all, {r.dtype}"
-        + (", deterministic" if r.deterministic else ""),
+        f"rollout    SGLang engines: {r.num_engines} of tp {r.tp}, ep {r.ep}{nodes} "
+        f"= {r.num_engines * r.tp} ranks in all, {r.dtype}" + (", deterministic" if r.deterministic else ""),
         f"  {at_once} samples at once, so a step's {samples} come in {math.ceil(samples / at_once)} waves at best",
-        f"  reward     {config.reward.grader} in {config.reward.workers} processes a leader, {config.reward.timeout_s:g} s a response"
+        f"  reward     {config.reward.grader} in {config.reward.workers} processes a leader, "
+        f"{config.reward.timeout_s:g} s a response"
         + (", SHUFFLED over the samples (control experiment)" if config.reward.shuffle else ""),
         *(
             [f"  tool       {tool.function}, asked at {tool.call_end!r}, at most {tool.max_turns} turns a response"]
@@ -138,8 +142,9 @@ def _rollout(config: ExperimentConfig) -> list[str]:
     ]
     if config.weights.timeout_s <= r.start_timeout_s:
         lines.append(
-            f"  ADVICE   weights.timeout_s {config.weights.timeout_s:g} is no more than rollout.start_timeout_s {r.start_timeout_s:g}: "
-            f"a publish that finds fewer than {r.min_healthy_engines} engines may not outwait the start of new ones, and ends the run"
+            f"  ADVICE   weights.timeout_s {config.weights.timeout_s:g} is no more than "
+            f"rollout.start_timeout_s {r.start_timeout_s:g}: a publish that finds fewer than {r.min_healthy_engines} "
+            "engines may not outwait the start of new ones, and ends the run"
         )
     for i in range(min(r.num_engines, _MAX_RANK_ROWS) if r.num_engines > 1 or r.tp > 1 else 0):
         lines.append(f"  engine {i}: ranks {i * r.tp}..{(i + 1) * r.tp - 1}")

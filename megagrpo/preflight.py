@@ -1,22 +1,22 @@
 """Finds everything that can be known to fail before anything starts. Loads no torch."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config.schema import DataConfig, ExperimentConfig
+from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.layout import divisors, layout_problems
-from megagrpo.families.table import architecture_of, model_problems
+from megagrpo.families.table import architecture_of, model_problems, read_description
 from megagrpo.rewards.graders import load_grader
 from megagrpo.rollout.tools import load_tool
 from megagrpo.tiny.description import hf_config as tiny_hf_config
 
 
 def preflight(config: ExperimentConfig) -> list[str]:
-    """Returns every problem found: missing files, broken lines, unknown functions, a model that the layout cannot cut."""
+    """Returns every problem: missing files, broken lines, unknown functions, a model that the layout cannot cut."""
     problems = _missing_files(config) + _broken_lines(config) + _function_problems(config)
     hf = model_description(config)
     if hf is not None:
@@ -33,10 +33,7 @@ def model_description(config: ExperimentConfig) -> dict[str, Any] | None:
     """
     path = Path(config.model.path) / "config.json"
     if path.is_file():
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as exc:
-            raise ValueError(f"{path}: not a model description: {exc}") from exc
+        return read_description(path)
     tiny = config.prepare.model if config.prepare is not None else None
     return tiny_hf_config(tiny) if tiny is not None and _is_made(config, config.model.path) else None
 
@@ -54,7 +51,8 @@ def check_against_model(config: ExperimentConfig, hf: dict[str, Any], largest_to
     ]
     if largest_token_id is not None and largest_token_id >= arch.vocab_size:
         problems.append(
-            f"model.tokenizer has token id {largest_token_id}, but the model only {arch.vocab_size} embeddings (vocab_size)"
+            f"model.tokenizer has token id {largest_token_id}, "
+            f"but the model only {arch.vocab_size} embeddings (vocab_size)"
         )
     return problems
 
@@ -78,7 +76,8 @@ def _engine_problems(config: ExperimentConfig, arch: Architecture) -> list[str]:
     problems = []
     if heads % tp:
         problems.append(
-            f"rollout.tp = {tp} does not divide the model's num_attention_heads = {heads}; it may be {divisors(heads, tp)}"
+            f"rollout.tp = {tp} does not divide the model's num_attention_heads = {heads}; "
+            f"it may be {divisors(heads, tp)}"
         )
     if kv_heads % tp and tp % kv_heads:
         problems.append(
@@ -129,15 +128,16 @@ def _missing_files(config: ExperimentConfig) -> list[str]:
 def _broken_lines(config: ExperimentConfig) -> list[str]:
     problems = []
     for data in _data_sections(config):
-        if not Path(data.path).exists():
-            continue
-        try:
-            rows = read_rows(data)
-            for grader in sorted({str(row[data.grader_key]) for _, row in rows} if data.grader_key else ()):
-                load_grader(grader, config.reward.args if grader == config.reward.grader else {})
-        except ValueError as exc:
-            problems.append(f"{data.path}: {exc}" if data.path not in str(exc) else str(exc))
+        if Path(data.path).exists():
+            found = _complaint(_read_lines, data, config.reward)
+            problems += [f"{data.path}: {text}" if data.path not in text else text for text in found]
     return problems
+
+
+def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
+    rows = read_rows(data)
+    for grader in sorted({str(row[data.grader_key]) for _, row in rows} if data.grader_key else ()):
+        load_grader(grader, reward.args if grader == reward.grader else {})
 
 
 def _data_sections(config: ExperimentConfig) -> Iterator[DataConfig]:
@@ -149,17 +149,19 @@ def _data_sections(config: ExperimentConfig) -> Iterator[DataConfig]:
 
 
 def _function_problems(config: ExperimentConfig) -> list[str]:
-    problems = []
-    try:
-        load_grader(config.reward.grader, config.reward.args)
-    except ValueError as exc:
-        problems.append(str(exc))
-    try:
-        if config.sampling.tool is not None:
-            load_tool(config.sampling.tool.function)
-    except ValueError as exc:
-        problems.append(str(exc))
+    problems = _complaint(load_grader, config.reward.grader, config.reward.args)
+    if config.sampling.tool is not None:
+        problems += _complaint(load_tool, config.sampling.tool.function)
     return problems
+
+
+def _complaint(load: Callable[..., object], *arguments: object) -> list[str]:
+    """Returns the text of the ValueError with which a loader refuses its arguments."""
+    try:
+        load(*arguments)
+    except ValueError as exc:
+        return [str(exc)]
+    return []
 
 
 def _is_made(config: ExperimentConfig, path: str) -> bool:
@@ -175,7 +177,7 @@ def _is_made(config: ExperimentConfig, path: str) -> bool:
 
 
 def _largest_token_id(folder: Path) -> int | None:
-    """Returns the largest id in tokenizer.json; None where there is none: load_tokenizer checks those when it has loaded them."""
+    """Returns the largest id in tokenizer.json; None without that file: load_tokenizer checks after loading."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None

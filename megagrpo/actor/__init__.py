@@ -1,1 +1,1 @@
-"""The learner: the only package that imports Megatron. actor/host.py's prepare_host() comes before its other modules."""
+"""Holds the learner, the only package that imports Megatron; host.prepare_host() comes before its other modules."""

@@ -1,14 +1,13 @@
 """Causal attention for padded, packed and context-parallel batches, in the place of Megatron's core attention.
 
-Megatron's own local attention refuses packed sequences and context parallelism; Transformer Engine's does not exist on a CPU.
-This one is torch's scaled_dot_product_attention on a CPU and torch's variable-length kernel on a GPU. Under context parallelism
-a rank holds two chunks of every sequence (zigzag) and gathers the keys and values of all ranks.
+Megatron's own local attention refuses packed sequences and context parallelism; Transformer Engine's does not exist
+on a CPU. This one is torch's scaled_dot_product_attention on a CPU and torch's variable-length kernel on a GPU. Under
+context parallelism a rank holds two chunks of every sequence (zigzag) and gathers the keys and values of all ranks.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -79,7 +78,8 @@ class CausalAttention(torch.nn.Module):
     ):
         """Padded: q [s, b, heads, d], k and v [s, b, groups, d] -> [s, b, heads d]. Packed: no b -> [T, heads d].
 
-        s and T are this context rank's. Padding is at the right, so the causal mask alone keeps it away from real tokens.
+        s and T are this context rank's. Padding is at the right, so the causal mask alone keeps it away from real
+        tokens.
         """
         if self.cp_size > 1:
             key, value = (
@@ -99,7 +99,7 @@ class CausalAttention(torch.nn.Module):
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:  # written out: the grouped form has no fused kernel on every device
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        return F.scaled_dot_product_attention(
+        return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
         )
 

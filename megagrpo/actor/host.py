@@ -1,8 +1,8 @@
 """Patches what Megatron-Core misses on this machine; entrypoints.py calls `prepare_host` before Megatron is imported.
 
-Megatron calls torch.cuda for devices, streams and RNG states without asking whether CUDA exists. On a CPU those calls have
-a natural meaning (the device is the CPU, streams are already in order, the RNG state is the CPU's), which is given here.
-Nothing of Megatron's mathematics is replaced.
+Megatron calls torch.cuda for devices, streams and RNG states without asking whether CUDA exists. On a CPU those calls
+have a natural meaning (the device is the CPU, streams are already in order, the RNG state is the CPU's), which is
+given here. Nothing of Megatron's mathematics is replaced.
 """
 
 import contextlib
@@ -96,7 +96,7 @@ def _fill_megatron_gaps() -> None:
 
 
 def _write_checkpoints_from_threads() -> None:
-    """Lets checkpoint writers hand over their results through a queue: Megatron's manager process is for forked writers."""
+    """Lets checkpoint writers hand over results through a queue: Megatron's manager process is for forked writers."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = Queue()

@@ -70,9 +70,9 @@ def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
 
 
 def leave_distributed(actor: "MegatronActor | None") -> None:
-    """Undoes start_distributed and empties the actor, so that this process may join another world (the certificate does)."""
-    # Its groups' threads would pile up by the thousand. Megatron keeps pieces of the last autograd graph in its modules, and the
-    # hooks in that graph keep the modules, which no garbage collector sees through: cut here.
+    """Undoes start_distributed and empties the actor, so that this process may join another world."""
+    # Its groups' threads would pile up by the thousand. Megatron keeps pieces of the last autograd graph in its
+    # modules, and the hooks in that graph keep the modules, which no garbage collector sees through: cut here.
     for wrapper in actor.model if actor is not None else []:
         vars(wrapper).clear()
     mpu.destroy_model_parallel()
@@ -95,7 +95,7 @@ def learning_rate(optimizer: OptimizerConfig, update: int, num_updates: int) -> 
 
 
 class MegatronActor:
-    """Trains one model over all ranks, which build it together; uninitialised until `load_hf` or a checkpoint was read."""
+    """Trains one model over all ranks; weights are uninitialised until `load_hf` or a checkpoint was read."""
 
     def __init__(
         self,
@@ -125,7 +125,8 @@ class MegatronActor:
         ]
         if self.transformer.bf16:
             self.chunks = [chunk.bfloat16() for chunk in self.chunks]
-        # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be copied
+        # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be
+        # copied
         self.clock = ScheduleClock(device)
         self.transformer.timers, self.transformer.finalize_model_grads_func = self.clock, self._reduce_gradients
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=optimizer.distributed, grad_reduce_in_fp32=True)
@@ -211,7 +212,7 @@ def _optimizer_config(optimizer: OptimizerConfig, config: ActorConfig) -> Megatr
 
 
 class _ExpertLoad:
-    """Counts how many tokens each expert of each layer was given since the last `take` (dummy padding tokens included)."""
+    """Counts the tokens that each expert of each layer was given since the last `take`, dummy ones included."""
 
     def __init__(self, chunks: list[HiddenStatesModel], arch: Architecture, device: torch.device):
         self.counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64, device=device)

@@ -4,7 +4,6 @@ import importlib.util
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megagrpo.config.schema import ActorConfig
@@ -29,13 +28,13 @@ def check_transformer_engine(config: ActorConfig) -> None:
     """Raises ValueError when Transformer Engine's layers are asked for where it is not installed."""
     if config.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
-            "actor.transformer_engine is true, but the package transformer_engine is not installed here (it needs CUDA): "
-            "pip install 'megagrpo[gpu]', or set actor.transformer_engine: false for torch's layers"
+            "actor.transformer_engine is true, but the package transformer_engine is not installed here "
+            "(it needs CUDA): pip install 'megagrpo[gpu]', or set actor.transformer_engine: false for torch's layers"
         )
 
 
 def transformer_config(arch: Architecture, config: ActorConfig) -> TransformerConfig:
-    """Returns Megatron's configuration: no fusions that need Transformer Engine or Apex, sums instead of means everywhere."""
+    """Returns Megatron's configuration: no fusions that need Transformer Engine or Apex, sums instead of means."""
     p, dtype = config.parallel, getattr(torch, config.dtype)
     return TransformerConfig(
         num_layers=arch.num_layers,
@@ -47,7 +46,7 @@ def transformer_config(arch: Architecture, config: ActorConfig) -> TransformerCo
         layernorm_epsilon=arch.rms_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,

@@ -1,7 +1,7 @@
 """Builds the Megatron-Core model of an HF architecture and puts HF weights into it.
 
-`load_hf` only slices and copies. Recorded by weights/record.py, its list of copies gives HF export, the exchange plan and
-the digests; there is no second description of where weights lie.
+`load_hf` only slices and copies. Recorded by weights/record.py, its list of copies gives HF export, the exchange plan
+and the digests; there is no second description of where weights lie.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelL
 
 
 class RmsNorm(torch.nn.RMSNorm):
-    """Marks torch's RMSNorm so that Megatron sums its gradient over sequence-parallel ranks (its own norm refuses SP)."""
+    """Marks torch's RMSNorm so that Megatron sums its gradient over sequence-parallel ranks; its own refuses them."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
@@ -95,7 +95,7 @@ def _block_spec(
 def build_chunk(
     arch: Architecture, config: TransformerConfig, vp_stage: int | None, transformer_engine: bool
 ) -> HiddenStatesModel:
-    """Builds one pipeline stage's model on this rank (`vp_stage` with virtual pipelining), its weights uninitialised."""
+    """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights uninitialised."""
     scaling = arch.rope_scaling
     tp = config.tensor_model_parallel_size
     chunk = HiddenStatesModel(
@@ -115,12 +115,14 @@ def build_chunk(
     for name, parameter in chunk.named_parameters():
         if ".experts." in name:
             # Megatron says "reduce over data-parallel ranks only" unless EP > 1, which leaves expert gradients of
-            # TP + sequence parallel at EP 1 unreduced over TP: silently wrong. Expert groups are right for every layout.
+            # TP + sequence parallel at EP 1 unreduced over TP: silently wrong. Expert groups are right for every
+            # layout.
             parameter.allreduce = False
     for module in chunk.modules():
         if type(module) in _SHARDED_DIM and module.weight is not None:
-            # Megatron sets this mark only where it initialises a weight itself. Without it the gradient norm counts every
-            # weight as a replica and misses the shards of all tensor-parallel ranks but the first: clipped too little.
+            # Megatron sets this mark only where it initialises a weight itself. Without it the gradient norm counts
+            # every weight as a replica and misses the shards of all tensor-parallel ranks but the first: clipped too
+            # little.
             module.weight.tensor_model_parallel, module.weight.partition_dim = True, _SHARDED_DIM[type(module)]
             module.weight.partition_stride = 1
     return chunk

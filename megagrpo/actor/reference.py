@@ -1,4 +1,4 @@
-"""Keeps the reference model: this rank's initial weights, on the host, swapped into the live parameters for a forward."""
+"""Keeps the reference model: this rank's initial weights in host memory, swapped in for a forward."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,6 +1,7 @@
 """Saves and loads the actor's part of a checkpoint: model and optimiser by Megatron, and every rank's RNG states."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue, SimpleQueue
 
@@ -18,7 +19,7 @@ from megagrpo.actor.megatron_actor import MegatronActor
 # every parameter's optimiser state in the parameter's own shape: resumes under any other layout
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,  # gathered by one rank of each replica group, not by all of them
+    "distrib_optim_fully_reshardable_mem_efficient": True,  # gathered by one rank of each replica group, not by all
     "chained_optim_avoid_prefix": True,
 }
 _MESSAGE_CHARACTERS = 300
@@ -29,15 +30,13 @@ def save_actor(
 ) -> tuple[Callable[[], list[Path]], Callable[[], None]]:
     """Collective. Plans a checkpoint in an existing empty folder; returns how this rank writes its files, and the end.
 
-    The first may run in a thread, without any other rank, and returns the paths; the second, collective, comes when every
-    rank's first is done. With `snapshot` the state is copied to host memory now, so that training may go on meanwhile.
-    Either raises OSError.
+    The first may run in a thread, without any other rank, and returns the paths; the second, collective, comes when
+    every rank's first is done. With `snapshot` the state is copied to host memory now, so that training may go on
+    meanwhile. Either raises OSError.
     """
     state = _sharded_state(actor, actor.updates_done, is_loading=False)
-    try:
+    with _failure_as_os_error():
         request = dist_checkpointing.save(state, str(folder), content_metadata=_METADATA, async_sharded_save=True)
-    except CheckpointException as exc:  # no Exception: it would pass every handler but a bare one
-        raise OSError(_first_failure(exc)) from exc
     buckets = (
         request.preload_fn() if request.preload_fn else []
     )  # on the host; for a model on a CPU these are the live tensors
@@ -48,13 +47,20 @@ def save_actor(
         ]
 
     def finish() -> None:
-        try:
+        with _failure_as_os_error():
             for collective in request.finalize_fns:
                 collective()
-        except CheckpointException as exc:
-            raise OSError(_first_failure(exc)) from exc
 
     return lambda: _write(request, buckets), finish
+
+
+@contextmanager
+def _failure_as_os_error() -> Iterator[None]:
+    """Raises OSError for a failed save: CheckpointException is no Exception and would pass most handlers."""
+    try:
+        yield
+    except CheckpointException as exc:
+        raise OSError(_first_failure(exc)) from exc
 
 
 def _write(request: AsyncRequest, buckets: list) -> list[Path]:
@@ -120,17 +126,18 @@ def _parts(actor: MegatronActor) -> list[MegatronOptimizer]:
 
 
 def _allocate_optimizer_state(actor: MegatronActor) -> None:
-    """Gives a distributed optimizer state, which Megatron asserts before it describes the state that it wants loaded."""
+    """Gives a distributed optimizer its state, which Megatron asserts before it says what it wants loaded."""
     for part in _parts(actor):
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
-            part._init_optimizer_states_with_dummy_values()  # steps with zero gradients; everything it writes is loaded next
+            # steps with zero gradients; everything it writes is loaded next
+            part._init_optimizer_states_with_dummy_values()
 
 
 def _load_optimizer_state(actor: MegatronActor, state: dict) -> None:
     """Loads as Megatron does, around its two slips with torch's Adam (Apex's keeps no step count beside a parameter).
 
-    Reading reshardable parameter state it looks for a step count that is saved elsewhere; and the count that it restores is one
-    tensor shared by all parameters, which torch then increases once for each of them.
+    Reading reshardable parameter state it looks for a step count that is saved elsewhere; and the count that it
+    restores is one tensor shared by all parameters, which torch then increases once for each of them.
     """
     parts = _parts(actor)
     if not isinstance(parts[0], DistributedOptimizer):

@@ -5,52 +5,24 @@ micro-batches and ranks, whatever the layout.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megagrpo.actor.attention import PackedSequences
+from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tokens
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.model import HiddenStatesModel
-from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.batching.balance import update_of_group
 from megagrpo.batching.microbatch import plan, targets
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
-
-_TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-Loss = tuple[Tensor, dict[str, Tensor]]  # scalar, metric sums
-
-
-@dataclass(frozen=True)
-class TokenValues:
-    """Holds what the model says of the trained tokens of n samples: [n, S] each, 0 off the loss mask, with gradients."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    full_kl: Tensor | None  # where batch.reference is there
-
-
-class TokenLoss(Protocol):
-    """Computes a loss from the values of sampled tokens."""
-
-    def __call__(self, members: Tensor, values: TokenValues) -> Loss:
-        """Returns the loss of the micro-batch that holds samples `members` [n] of the batch."""
-
-
-class LastStage(Protocol):
-    """Computes a loss from hidden states, on the last pipeline stage."""
-
-    def __call__(self, micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
-        """Returns the loss of one micro-batch, whose hidden states are [s / tp, b, h]."""
 
 
 def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Tensor:
@@ -65,7 +37,7 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
         return values.logprobs.sum() * 0.0, {}
 
     with torch.no_grad():
-        _run(actor, batch, range(len(batch.tokens)), _over_tokens(actor, batch, temperature, head), forward_only=True)
+        _run(actor, batch, range(len(batch.tokens)), over_tokens(actor, batch, temperature, head), forward_only=True)
     return _from_last_stage(out)
 
 
@@ -80,7 +52,7 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
     def keep(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
         flat, rows, columns = targets(micro, batch)
         index[rows, columns] = sum(len(part) for part in parts) + torch.arange(len(flat), device=index.device)
-        parts.append(_gathered(actor, hidden)[flat].clone())
+        parts.append(gathered(actor, hidden)[flat].clone())
         return hidden.sum() * 0.0, {}
 
     with torch.no_grad():
@@ -95,8 +67,8 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
 def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: bool, reference: str | None) -> Batch:
     """Collective. Returns the batch with old_logprobs if asked, and with what the KL estimator `reference` needs.
 
-    The reference is swapped in for its forward. Raises NonFiniteUpdate on every rank where one of them is NaN or infinite:
-    that comes from the weights, and the update would meet it too.
+    The reference is swapped in for its forward. Raises NonFiniteUpdate on every rank where one of them is NaN or
+    infinite: that comes from the weights, and the update would meet it too.
     """
     if old:
         batch = replace(batch, old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"))
@@ -125,7 +97,7 @@ def update(
     max_response_tokens: int,
     num_updates: int,
 ) -> dict[str, float]:
-    """Collective. Trains on the batch in `num_updates` optimiser updates; returns the step's metrics, equal on all ranks.
+    """Collective. Trains on the batch in `num_updates` optimiser updates; returns metrics, equal on all ranks.
 
     An update whose loss or gradient is not finite touches no weight; optim/non_finite_updates counts it.
     """
@@ -185,19 +157,19 @@ def backward(
     temperature: float,
     denominators: Denominators,
 ) -> dict[str, float]:
-    """Collective. Sums the gradients of one update's loss into the main gradients; returns metric sums over all ranks."""
+    """Collective. Sums one update's gradients into the main gradients; returns metric sums over all ranks."""
 
     def head(members: Tensor, values: TokenValues) -> Loss:
         loss, sums = objective(_loss_inputs(batch, members, values), algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
     actor.zero_grad()
-    collected = _run(actor, batch, rows, _over_tokens(actor, batch, temperature, head), forward_only=False)
+    collected = _run(actor, batch, rows, over_tokens(actor, batch, temperature, head), forward_only=False)
     return _sum_over_ranks(actor, collected)
 
 
 def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
-    """Collective. Makes one supervised update: the loss is minus the mean log-probability of the tokens in the loss mask."""
+    """Collective. Makes one supervised update: minus the mean log-probability over the loss mask is the loss."""
     num_tokens = actor.mesh.reduce(batch.loss_mask.sum().double(), "sum")
 
     def head(members: Tensor, values: TokenValues) -> Loss:
@@ -207,7 +179,7 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
     actor.zero_grad()
     actor.clock.clear()
     every = range(len(batch.tokens))
-    collected = _run(actor, batch, every, _over_tokens(actor, batch, 1.0, head), forward_only=False)
+    collected = _run(actor, batch, every, over_tokens(actor, batch, 1.0, head), forward_only=False)
     sums = _sum_over_ranks(actor, collected)
     return {"loss/total": sums["loss/total"], **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
@@ -230,29 +202,6 @@ def _loss_inputs(batch: Batch, members: Tensor, values: TokenValues) -> LossInpu
         policy_weights=of_members(batch.policy_weights),
         counted_mask=of_members(batch.denominator_mask),
     )
-
-
-def _over_tokens(actor: MegatronActor, batch: Batch, temperature: float, head: TokenLoss) -> LastStage:
-    """Returns for `_run` what turns hidden states into the values of sampled tokens and gives them to `head`."""
-
-    def loss(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
-        flat, rows, columns = targets(micro, batch)
-        logprobs, entropy = _head(actor, chunk, hidden, flat, batch.tokens[rows, columns], temperature)
-        full_kl = None
-        if batch.reference is not None:
-            full_kl = _full_kl(actor, chunk, hidden, flat, batch.reference, (rows, columns), temperature)
-        at = (torch.searchsorted(micro.members, rows), columns)
-        shape = (len(micro.members), batch.tokens.shape[1])
-
-        def grid(by_token: Tensor) -> Tensor:
-            return _all_context_ranks(by_token.new_zeros(shape).index_put(at, by_token))
-
-        values = TokenValues(
-            logprobs=grid(logprobs), entropy=grid(entropy), full_kl=None if full_kl is None else grid(full_kl)
-        )
-        return head(micro.members, values)
-
-    return loss
 
 
 def _run(
@@ -293,81 +242,6 @@ def _run(
         forward_only=forward_only,
     )
     return [*collected, counts] if mpu.is_pipeline_last_stage(ignore_virtual=True) else []
-
-
-def _head(
-    actor: MegatronActor,
-    chunk: HiddenStatesModel,
-    hidden: Tensor,
-    flat: Tensor,
-    tokens: Tensor,
-    temperature: float,
-) -> tuple[Tensor, Tensor]:
-    """Returns log-probability and entropy [T] of `tokens` [T], which the flat positions [T] of hidden [s / tp, b, h] predict."""
-    weight = chunk.output_weight()
-    return chunked_logprobs(_gathered(actor, hidden)[flat], weight, tokens, temperature, **_vocabulary(actor, weight))
-
-
-def _full_kl(
-    actor: MegatronActor,
-    chunk: HiddenStatesModel,
-    hidden: Tensor,
-    flat: Tensor,
-    reference: ReferenceStates,
-    at: tuple[Tensor, Tensor],
-    temperature: float,
-) -> Tensor:
-    """Returns the exact KL [T] to the reference at the flat positions [T].
-
-    They predict the tokens at rows and columns `at` of the batch.
-    """
-    index, weight = reference.index[at], chunk.output_weight()
-    assert bool((index >= 0).all()), "the reference did not see a position on the rank that trains on it"
-    assert reference.output_weight is not None, "the last stage has the reference's output weight"
-    return chunked_full_kl(
-        hidden=_gathered(actor, hidden)[flat],
-        weight=weight,
-        ref_hidden=reference.hidden[index],
-        ref_weight=reference.output_weight,
-        temperature=temperature,
-        **_vocabulary(actor, weight),
-    )
-
-
-def _gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:
-    """Returns hidden states [s / tp, b, h] as [b s, h] on every tensor-parallel rank."""
-    if actor.config.parallel.tp > 1:
-        # the gradient of this gather is a reduce-scatter: it sums the vocabulary shards' partial gradients
-        hidden = gather_from_sequence_parallel_region(hidden)
-    return hidden.transpose(0, 1).flatten(0, 1)
-
-
-def _vocabulary(actor: MegatronActor, weight: Tensor) -> dict[str, Any]:
-    """Returns what the chunked functions ask about this rank's shard `weight` [padded vocab / tp, h]."""
-    group = mpu.get_tensor_model_parallel_group()
-
-    def all_reduce(tensor: Tensor, op: str) -> Tensor:
-        dist.all_reduce(tensor, op=_TP_OPS[op], group=group)
-        return tensor
-
-    return {
-        "chunk_tokens": actor.config.logprob_chunk_tokens,
-        "vocab_start": mpu.get_tensor_model_parallel_rank() * weight.shape[0],
-        "vocab_size": actor.arch.vocab_size,
-        "reduce": all_reduce if actor.config.parallel.tp > 1 else None,
-    }
-
-
-def _all_context_ranks(grid: Tensor) -> Tensor:
-    """Collective over context-parallel ranks. Returns the values of all of them; only this rank's carry a gradient.
-
-    Megatron sums gradients over these ranks.
-    """
-    if mpu.get_context_parallel_world_size() == 1:
-        return grid
-    total = grid.detach().clone()
-    dist.all_reduce(total, group=mpu.get_context_parallel_group())
-    return grid + (total - grid.detach())
 
 
 def _from_last_stage(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Measures where a rank's time goes in Megatron's schedule: computing, idle in the pipeline, waiting for the slowest.
 
-Megatron calls `config.timers(name)` around each forward and backward of a micro-batch. On a GPU the marks are CUDA events,
-read once a step after everything has run, so measuring waits for nothing.
+Megatron calls `config.timers(name)` around each forward and backward of a micro-batch. On a GPU the marks are CUDA
+events, read once a step after everything has run, so measuring waits for nothing.
 """
 
 import time
@@ -15,7 +15,7 @@ _COMPUTE = ("forward-compute", "backward-compute")
 
 
 class ScheduleClock:
-    """Times Megatron's schedule as its `config.timers`; `gradients_done` ends a schedule, before gradients are reduced."""
+    """Times Megatron's schedule as its `config.timers`; `gradients_done` ends one, before gradients are reduced."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -39,7 +39,7 @@ class ScheduleClock:
         self._spans[kind].append((self._open.pop(name), self._now()))
 
     def gradients_done(self) -> None:
-        """Collective. Lets the stages of a pipeline meet, then everyone, as they would next anyway: two tiny all-reduces."""
+        """Collective. Lets pipeline stages meet, then everyone, as they would next anyway: two tiny all-reduces."""
         if mpu.get_pipeline_model_parallel_world_size() > 1:
             dist.all_reduce(self._one.clone(), group=mpu.get_pipeline_model_parallel_group())
         self.stop("forward-backward", "schedule")
@@ -85,7 +85,7 @@ class ScheduleClock:
 
 
 class _Span:
-    """Times what Megatron starts and stops: a micro-batch's forward or backward, or the schedule; ignores other names."""
+    """Times a micro-batch's forward or backward, or the whole schedule; ignores Megatron's other timers."""
 
     def __init__(self, clock: ScheduleClock, name: str):
         self._clock, self._name = clock, name

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Describes one run of the same batch; with the distributed optimizer only loss and updated weights are compared."""
+    """Describes one run of the same batch; the distributed optimizer leaves only loss and weights to compare."""
 
     layout: str
     ranks: int

@@ -35,7 +35,7 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
         if found is None:
             return 1
         results += found
-    text, passed = write_certificate(folder, config.name, tiny.family, results, left_out)
+    text, passed = write_certificate(folder, name=config.name, family=tiny.family, results=results, left_out=left_out)
     print(text, end="")
     if not passed:
         print(f"megagrpo certify: above the bound; every figure is in {folder / 'report.json'}", file=sys.stderr)

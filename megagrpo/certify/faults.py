@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from megagrpo.actor import megatron_actor, step
+from megagrpo.actor import head, megatron_actor, step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.model import build_chunk
 from megagrpo.algo.loss import objective
@@ -115,7 +115,7 @@ def _label_of_local_neighbour() -> Iterator[Plant]:
         same_row = micro.rows.flatten()[neighbour] == rows
         return flat, rows, torch.where(same_row, micro.columns.flatten()[neighbour], columns)
 
-    with _replaced(step, targets=local_targets):
+    with _replaced(head, targets=local_targets), _replaced(step, targets=local_targets):
         yield lambda actor: None
 
 

@@ -34,13 +34,14 @@ _CHUNK_TOKENS = 32
 @contextmanager
 def joined(
     store: Path,
+    *,
     config: ActorConfig,
     optimizer: OptimizerConfig,
     model_path: str,
     device: torch.device,
     num_updates: int = 10,
 ) -> Iterator[MegatronActor]:
-    """Makes this process a rank of a fresh world with this layout inside. `store`: a path that no world has used yet."""
+    """Makes this process a rank of a fresh world with this layout. `store`: a path that no world has used yet."""
     world, rank = environment.get_int("WORLD_SIZE", 1), environment.get_int("RANK", 0)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     meeting = dist.FileStore(str(store), world)  # type: ignore[attr-defined]  # torch does not declare the export
@@ -56,7 +57,7 @@ def joined(
 
 
 def whole(weights: ActorWeights, values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Collective. Returns values by parameter, weights or gradients, as whole HF tensors on the main rank, {} elsewhere."""
+    """Collective. Returns weights or gradients as whole HF tensors on the main rank, {} elsewhere."""
     plan = make_gather_plan(gather_copies(weights.copies, mesh), weights.hf_specs, torch.float32, 1 << 30)
     return {name: tensor.clone() for bucket in gather_buckets(plan, values, mesh) for name, tensor in bucket.items()}
 
@@ -91,7 +92,7 @@ def certify_ranks(config: ExperimentConfig, device: torch.device) -> None:
             {
                 "case": asdict(case),
                 "variant": case.variant,
-                **measure(config, case, folder.parent, folder / f"store{number}", device),
+                **measure(config, case, folder=folder.parent, store=folder / f"store{number}", device=device),
             }
         )
         if environment.get_int("RANK", 0) == 0:
@@ -104,7 +105,7 @@ def certify_ranks(config: ExperimentConfig, device: torch.device) -> None:
         os.replace(partial, folder / "results.json")
 
 
-def measure(config: ExperimentConfig, case: Case, folder: Path, store: Path, device: torch.device) -> dict:
+def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, device: torch.device) -> dict:
     """Collective. Returns one case's loss, gradient norm, and differences to `folder`/reference.pt.
 
     The reference case writes that file.
@@ -120,7 +121,10 @@ def measure(config: ExperimentConfig, case: Case, folder: Path, store: Path, dev
     )
     optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed})
     groups = make_groups(config, config.seed)
-    with planted(case.fault) as plant, joined(store, actor_config, optimizer, config.model.path, device) as actor:
+    with (
+        planted(case.fault) as plant,
+        joined(store, config=actor_config, optimizer=optimizer, model_path=config.model.path, device=device) as actor,
+    ):
         if config.algorithm.uses_reference:
             actor.load_hf(HfFolder(folder / "reference"))
             actor.keep_reference()
@@ -139,8 +143,8 @@ def _placed(actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
 def _backward(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup], base: Tensor) -> float:
     """Collective. Computes the gradients of the experiment's loss; returns the loss.
 
-    base: [samples, S] log-probabilities of the one-rank model. Those of the rollout and of the old policy are noise around it, far
-    enough for clips to act; the reference's are computed.
+    base: [samples, S] log-probabilities of the one-rank model. Those of the rollout and of the old policy are noise
+    around it, far enough for clips to act; the reference's are computed.
     """
     algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
     batch = _placed(actor, groups)
@@ -183,7 +187,7 @@ def _compare(
 ) -> dict:
     """Compares with the reference.
 
-    The distributed optimizer leaves each rank its shard of the summed gradient: then the updated weights speak for them.
+    The distributed optimizer leaves each rank its shard of the summed gradient: then updated weights speak for them.
     """
     loss = _backward(config, actor, groups, reference["base"])
     gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh) if readable_gradients else {}

@@ -1,4 +1,4 @@
-"""Makes what the certificate measures on: a tiny model of the experiment's own architecture, and one step's made-up samples."""
+"""Makes what the certificate measures on: a tiny model of the experiment's family, and made-up samples."""
 
 import json
 import math
@@ -21,11 +21,11 @@ NUM_GROUPS, MAX_PROMPT, MAX_RESPONSE = 5, 10, 24
 
 
 def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig, seed: int) -> Architecture:
-    """Writes HF folders `model` and `reference` with the experiment's family and options at tiny sizes that `parallel` can cut.
+    """Writes HF folders `model` and `reference`: the experiment's family and options, at sizes that `parallel` can cut.
 
-    Returns their architecture. The reference is the model with a little noise, as if some updates had been made. All tensors are
-    random, norms and biases too: a mistake that leaves one of them out must show. Raises ValueError when the
-    experiment's model is neither there nor in its prepare section.
+    Returns their architecture. The reference is the model with a little noise, as if some updates had been made. All
+    tensors are random, norms and biases too: a mistake that leaves one of them out must show. Raises ValueError when
+    the experiment's model is neither there nor in its prepare section.
     """
     real = model_description(config)
     if real is None:
@@ -72,7 +72,8 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
 def make_groups(config: ExperimentConfig, seed: int) -> list[RolloutGroup]:
     """Returns a step's groups.
 
-    Lengths are 1 to MAX_RESPONSE; there are a group of equal rewards, a failed grader, a truncated response, a masked hole.
+    Lengths are 1 to MAX_RESPONSE; there are a group of equal rewards, a failed grader, a truncated response, a masked
+    hole.
     """
     generator = torch.Generator().manual_seed(seed)
     size = min(max(config.train.group_size, 2), 4)

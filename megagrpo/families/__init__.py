@@ -1,1 +1,1 @@
-"""The model families: one module each, listed in table.py. Nothing here imports torch or megatron: `megagrpo check` reads it."""
+"""Describes the model families, one module each, listed in table.py; imports neither torch nor Megatron."""

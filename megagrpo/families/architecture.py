@@ -1,4 +1,4 @@
-"""Reads what every family's config.json has in common into an Architecture, and refuses what would be silently wrong."""
+"""Reads what config.json has in common for all families, and refuses what would be silently wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _REQUIRED_KEYS = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-# Keys of config.json that say how large a model is, not how it computes: a smaller model of the same kind changes them alone.
+# Keys of config.json that say how large a model is, not how it computes; a smaller model of the kind changes them
+# alone.
 COMMON_SIZE_KEYS = frozenset(
     {
         "hidden_size",
@@ -126,7 +127,7 @@ def decoder_architecture(
     expert_ffn_size: int = 0,
     norm_topk_prob: bool = True,
 ) -> Architecture:
-    """Reads a config.json without problems (`missing_keys`, refusals); the arguments are what the family alone knows."""
+    """Reads a config.json that has no refusals; the other arguments are what the family alone knows."""
     rope = hf.get("rope_parameters") or {}  # transformers 5's place for rope_theta and rope_scaling
     return Architecture(
         family=hf["model_type"],

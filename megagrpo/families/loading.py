@@ -1,4 +1,4 @@
-"""Puts HF tensors into Megatron's modules by slicing and copying alone, so that weights/record.py can trace every copy."""
+"""Loads HF tensors into Megatron's modules by slices and copies alone, which weights/record.py can trace."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def load_experts(mlp: MoELayer, hf: Mapping[str, Tensor], prefix: str, shard: Sh
 
 
 def load_vocabulary(weight: Tensor, hf: Tensor, shard: Shard) -> None:
-    """Loads this rank's rows [padded vocab / tp, hidden] of a vocabulary [vocab, hidden] that is padded to a multiple of tp.
+    """Loads this rank's rows [padded vocab / tp, hidden] of a vocabulary [vocab, hidden].
 
-    The rows beyond the real ones are 0 and never sampled.
+    It is padded to a multiple of tp; the rows beyond the real ones are 0 and never sampled.
     """
     start = shard.rank * weight.shape[0]
     real = hf[start : start + weight.shape[0]]

@@ -34,7 +34,8 @@ def refusals(hf: Mapping[str, Any]) -> list[str]:
         return problems
     if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
         problems.append(
-            "mlp_only_layers and decoder_sparse_step put layers without experts between MoE layers, which is not supported"
+            "mlp_only_layers and decoder_sparse_step put layers without experts between MoE layers, "
+            "which is not supported"
         )
     return [*problems, *common_refusals(hf), *attention_bias_refusals(hf)]
 

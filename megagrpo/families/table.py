@@ -1,7 +1,7 @@
 """The table of model families, and what every user of a family asks of it.
 
-To add a family: one module here with the names of `Family`, and its row in FAMILIES. The actor, `megagrpo check`, the tiny
-models and the certificate then know it.
+To add a family: one module here with the names of `Family`, and its row in FAMILIES. The actor, `megagrpo check`, the
+tiny models and the certificate then know it.
 """
 
 from __future__ import annotations
@@ -95,11 +95,19 @@ def read_architecture(folder: str | Path) -> Architecture:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; model.path must be a Hugging Face model folder with a config.json")
-    hf = json.loads(path.read_text(encoding="utf-8"))
+    hf = read_description(path)
     problems = model_problems(hf)
     if problems:
         raise ValueError(f"{path}: {'; '.join(problems)}")
     return architecture_of(hf)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Returns the values of an existing config.json. Raises ValueError, naming the file, when it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+        raise ValueError(f"{path}: not a model description: {exc}") from exc
 
 
 def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:

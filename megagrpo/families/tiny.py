@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def heads_fill_hidden(sizes: TinyModelConfig) -> list[str]:
-    """Returns a problem when num_heads x head_dim is not hidden_size, for families whose config.json has no head_dim."""
+    """Returns a problem when num_heads x head_dim is not hidden_size: these families have no head_dim."""
     if sizes.num_heads * sizes.head_dim == sizes.hidden_size:
         return []
     return [

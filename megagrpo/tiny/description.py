@@ -12,7 +12,7 @@ _VOCAB_MULTIPLE = 32
 
 
 def hf_config(config: TinyModelConfig) -> dict[str, Any]:
-    """Returns config.json in the spelling of the released checkpoints, which transformers, SGLang and our actor all read.
+    """Returns config.json in the spelling of released checkpoints, which transformers, SGLang and our actor read.
 
     Raises ValueError for sizes that the family cannot have.
     """

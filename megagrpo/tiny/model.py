@@ -37,9 +37,10 @@ def prepare(config: ExperimentConfig) -> None:
 
 
 def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
-    """Writes config.json, model.safetensors (float32), a character tokenizer and generation_config.json to `config.path`.
+    """Writes config.json, model.safetensors (float32), a character tokenizer and generation_config.json.
 
-    Returns the number of parameters. The folder is whole or absent. Raises ValueError for sizes that the family cannot have.
+    Returns the number of parameters. The folder `config.path` is whole or absent. Raises ValueError for sizes that
+    the family cannot have.
     """
     hf = hf_config(config)
     tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(seed))
@@ -78,8 +79,8 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 def random_tensors(arch: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
     """Returns a model's tensors by their names on disk: norms 1, biases 0, matrices [rows, columns] normal.
 
-    Their standard deviation is 1/sqrt(columns): the 0.02 that suits wide models starts a narrow one so small that it takes
-    many steps to learn anything.
+    Their standard deviation is 1/sqrt(columns): the 0.02 that suits wide models starts a narrow one so small that it
+    takes many steps to learn anything.
     """
     return {spec.name: _initial(spec, generator) for spec in model_tensors(arch)}
 

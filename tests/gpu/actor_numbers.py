@@ -104,7 +104,13 @@ def main(folder: Path) -> None:
             logprob_chunk_tokens=job.get("chunk", 32),
             deadline_s=120.0,
         )
-        with joined(folder / f"store{number}", actor_config, OptimizerConfig(**OPTIMIZER), job["model"], DEVICE) as actor:
+        with joined(
+            folder / f"store{number}",
+            config=actor_config,
+            optimizer=OptimizerConfig(**OPTIMIZER),
+            model_path=job["model"],
+            device=DEVICE,
+        ) as actor:
             results.append(JOBS[job["do"]](actor, job, folder))
     (folder / "results.json").write_text(json.dumps(results))
 

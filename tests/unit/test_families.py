@@ -1,4 +1,4 @@
-"""The families: random tensors stay what they are, refusals go by name, and one file with one row makes a new family."""
+"""The families: random tensors stay as they are, refusals go by name, one file and one row make a new family."""
 
 import hashlib
 import json
@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from megagrpo import environment
+from megagrpo.actor.host import prepare_host
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import TinyModelConfig
+from megagrpo.families.layout import layout_problems
 from megagrpo.families.table import FAMILIES, architecture_of, model_problems, model_tensors, read_architecture
+from megagrpo.preflight import check_against_model
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import random_tensors
 
@@ -60,15 +63,15 @@ def layer_tensors(arch, index):
     for spec in mlp_tensors(arch.hidden_size, arch.ffn_size, ""):
         yield replace(spec, name=f"{prefix}{NAMES[spec.name.removesuffix('.weight')]}.weight")
 '''
-TRIES_THE_TOY = '''
+TRIES_THE_TOY = """
 import json, sys
 from pathlib import Path
 from megagrpo.config.load import load_config
 from megagrpo.explain import explain
 
 folder = Path(sys.argv[2])
-changes = [f"prepare.model.path={folder / 'tiny'}", f"model.path={folder / 'tiny'}", "prepare.model.family=toy", "sft=null"]
-config = load_config(sys.argv[1], [*changes, "data.path=data.jsonl", "eval=null", "actor.parallel={}"])
+changes = [f"prepare.model.path={folder / 'tiny'}", f"model.path={folder / 'tiny'}", "prepare.model.family=toy"]
+config = load_config(sys.argv[1], [*changes, "sft=null", "data.path=data.jsonl", "eval=null", "actor.parallel={}"])
 text = explain(config)
 loaded = "torch" in sys.modules
 
@@ -86,7 +89,12 @@ path = str(folder / "tiny")
 size = make_tiny_model(config.prepare.model, seed=0)
 small = make_models(folder / "certify", config, ParallelConfig(), 0)
 actor = MegatronActor(
-    model_path=path, config=ActorConfig(), optimizer=OptimizerConfig(distributed=False), num_updates=1, seed=0, device=device
+    model_path=path,
+    config=ActorConfig(),
+    optimizer=OptimizerConfig(distributed=False),
+    num_updates=1,
+    seed=0,
+    device=device,
 )
 weights = load_initial_weights(actor, path)
 tokens = torch.arange(12)[None]
@@ -100,7 +108,7 @@ print(json.dumps({
     "said": text, "torch_for_check": loaded, "size": size, "certified": small.family,
     "names": sorted(source), "finite": bool(logits.isfinite().all()), "spread": float(logits.std()), "same": same,
 }))
-'''
+"""
 
 
 @pytest.mark.parametrize(("family", "tied"), DIGESTS)
@@ -167,7 +175,7 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     (package / "families" / "toy.py").write_text(TOY)
     table = package / "families" / "table.py"
     text = table.read_text()
-    rows = 'FAMILIES: dict[str, Family] = {\n'
+    rows = "FAMILIES: dict[str, Family] = {\n"
     assert text.count(rows) == 1 and text.count("import llama, ") == 1
     table.write_text(text.replace(rows, f'{rows}    "toy": toy,\n').replace("import llama, ", "import toy, llama, "))
     (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
@@ -184,3 +192,23 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     assert ": toy, " in found["said"] and not found["torch_for_check"], found["said"]
     assert found["finite"] and found["spread"] > 0.1 and found["same"] and found["certified"] == "toy"
     assert "model.layers.0.mlp.w2.weight" in found["names"] and found["size"] > 0
+
+
+def test_check_and_the_actor_say_the_same_of_a_layout():
+    """One place has the rules: `check` lists them, the actor refuses with them."""
+    hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
+    config = load_config(QUICKSTART, ["actor.world_size=36", "actor.parallel={tp: 4, ep: 3, pp: 3}"])
+    arch = architecture_of(hf)
+    problems = layout_problems(arch, config.actor)
+    assert [text.split(" does not divide")[0] for text in problems] == [
+        "actor.parallel.tp = 4",
+        "actor.parallel.ep = 3",
+        "actor.parallel.pp x vpp = 3",
+    ]
+    assert set(problems) <= set(check_against_model(config, hf))
+    prepare_host()
+    from megagrpo.actor.megatron_config import check_layout
+
+    with pytest.raises(ValueError, match="the model does not fit the layout") as refused:
+        check_layout(arch, config.actor)
+    assert all(text in str(refused.value) for text in problems)

@@ -21,10 +21,14 @@ def main(folder: Path) -> None:
     results = []
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
         place = Path(job["folder"])
-        changes = {"model": ModelConfig(path=str(place / "model")), "algorithm": AlgorithmConfig.model_validate(job["algorithm"])}
+        changes = {
+            "model": ModelConfig(path=str(place / "model")),
+            "algorithm": AlgorithmConfig.model_validate(job["algorithm"]),
+        }
         config = load_config(job["config"], []).model_copy(update=changes)
         print("job", number, job, flush=True)
-        results.append(measure(config, Case(**job["case"]), place, folder / f"store{number}", DEVICE))
+        store = folder / f"store{number}"
+        results.append(measure(config, Case(**job["case"]), folder=place, store=store, device=DEVICE))
     if os.environ["RANK"] == "0":
         (folder / "results.json").write_text(json.dumps(results))
 

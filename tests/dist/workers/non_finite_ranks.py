@@ -45,7 +45,13 @@ def job_of(job: dict, folder: Path, number: int) -> dict:
     )
     optimizer = OptimizerConfig(**OPTIMIZER, distributed=job["distributed"])
     print("job", number, job, flush=True)
-    with joined(folder / f"store{number}", config, optimizer, job["model"], DEVICE) as actor:
+    with joined(
+        folder / f"store{number}",
+        config=config,
+        optimizer=optimizer,
+        model_path=job["model"],
+        device=DEVICE,
+    ) as actor:
         load_initial_weights(actor, job["model"])
         initial = weights(actor)
         batch = batch_of(actor.mesh)
