@@ -1,4 +1,4 @@
-"""Causal attention for padded, packed and context-parallel batches, in the place of Megatron's core attention.
+"""Computes causal attention for padded, packed and context-parallel batches, in the place of Megatron's.
 
 Megatron's own local attention refuses packed sequences and context parallelism; Transformer Engine's does not exist
 on a CPU. This one is torch's scaled_dot_product_attention on a CPU and torch's variable-length kernel on a GPU. Under
@@ -20,13 +20,12 @@ class PackedSequences(PackedSeqParams):
 
     query_at: tuple[Tensor, Tensor] | None = None  # sequence and place [T / cp] of this rank's tokens
     key_at: tuple[Tensor, Tensor] | None = None  # sequence and position [T] of all ranks' tokens, rank after rank
-    query_position: Tensor | None = (
-        None  # [k, longest / cp] under context parallelism: positions in the whole sequences
-    )
+    # [k, longest / cp] under context parallelism: positions in the whole sequences
+    query_position: Tensor | None = None
 
     @staticmethod
     def make(cu_seqlens: Tensor, max_seqlen: int) -> "PackedSequences":
-        """cu_seqlens [k + 1] int32, from 0 to T; every token belongs to a sequence (a dummy tail is one too)."""
+        """Describes k sequences by cu_seqlens [k + 1] int32, from 0 to T; a dummy tail is one too."""
         cp_size, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
         local = lengths // cp_size
@@ -76,7 +75,7 @@ class CausalAttention(torch.nn.Module):
     def forward(
         self, query, key, value, attention_mask, /, *, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """Padded: q [s, b, heads, d], k and v [s, b, groups, d] -> [s, b, heads d]. Packed: no b -> [T, heads d].
+        """Maps q [s, b, heads, d], k and v [s, b, groups, d] to [s, b, heads d]; packed: no b, to [T, heads d].
 
         s and T are this context rank's. Padding is at the right, so the causal mask alone keeps it away from real
         tokens.

@@ -42,10 +42,10 @@ class LastStage(Protocol):
         """Returns the loss of one micro-batch, whose hidden states are [s / tp, b, h]."""
 
 
-def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, head: TokenLoss) -> LastStage:
-    """Returns for a forward what turns hidden states into the values of sampled tokens and gives them to `head`."""
+def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_loss: TokenLoss) -> LastStage:
+    """Returns what turns hidden states into the values of sampled tokens and gives them to `token_loss`."""
 
-    def loss(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
+    def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
         flat, rows, columns = targets(micro, batch)
         logprobs, entropy = token_values(actor, chunk, hidden, flat, batch.tokens[rows, columns], temperature)
         full_kl = None
@@ -60,9 +60,9 @@ def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, head: To
         values = TokenValues(
             logprobs=grid(logprobs), entropy=grid(entropy), full_kl=None if full_kl is None else grid(full_kl)
         )
-        return head(micro.members, values)
+        return token_loss(micro.members, values)
 
-    return loss
+    return from_hidden
 
 
 def token_values(

@@ -32,19 +32,26 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
     """
     out = torch.zeros_like(batch.rollout_logprobs)
 
-    def head(members: Tensor, values: TokenValues) -> Loss:
+    def token_loss(members: Tensor, values: TokenValues) -> Loss:
         out[members] = values.logprobs
         return values.logprobs.sum() * 0.0, {}
 
     with torch.no_grad():
-        _run(actor, batch, range(len(batch.tokens)), over_tokens(actor, batch, temperature, head), forward_only=True)
+        _run(
+            actor,
+            batch,
+            range(len(batch.tokens)),
+            over_tokens(actor, batch, temperature, token_loss),
+            forward_only=True,
+        )
     return _from_last_stage(out)
 
 
 def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
-    """Collective. Returns the last hidden states under the live weights and a copy of the output weight.
+    """Collective. Returns the last hidden states [T, h] under the live weights and a copy of the output weight.
 
-    The live weights are the reference's when it is swapped in.
+    T are the trained positions of this rank, on the last pipeline stage; 0 before it. The live weights are the
+    reference's when it is swapped in.
     """
     index = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=actor.mesh.device)
     parts: list[Tensor] = []
@@ -159,12 +166,12 @@ def backward(
 ) -> dict[str, float]:
     """Collective. Sums one update's gradients into the main gradients; returns metric sums over all ranks."""
 
-    def head(members: Tensor, values: TokenValues) -> Loss:
+    def token_loss(members: Tensor, values: TokenValues) -> Loss:
         loss, sums = objective(_loss_inputs(batch, members, values), algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
     actor.zero_grad()
-    collected = _run(actor, batch, rows, over_tokens(actor, batch, temperature, head), forward_only=False)
+    collected = _run(actor, batch, rows, over_tokens(actor, batch, temperature, token_loss), forward_only=False)
     return _sum_over_ranks(actor, collected)
 
 
@@ -172,14 +179,14 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
     """Collective. Makes one supervised update: minus the mean log-probability over the loss mask is the loss."""
     num_tokens = actor.mesh.reduce(batch.loss_mask.sum().double(), "sum")
 
-    def head(members: Tensor, values: TokenValues) -> Loss:
+    def token_loss(members: Tensor, values: TokenValues) -> Loss:
         loss = -values.logprobs.sum() / num_tokens.to(values.logprobs.dtype)
         return loss, {"loss/total": loss.detach()}
 
     actor.zero_grad()
     actor.clock.clear()
     every = range(len(batch.tokens))
-    collected = _run(actor, batch, every, over_tokens(actor, batch, 1.0, head), forward_only=False)
+    collected = _run(actor, batch, every, over_tokens(actor, batch, 1.0, token_loss), forward_only=False)
     sums = _sum_over_ranks(actor, collected)
     return {"loss/total": sums["loss/total"], **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 

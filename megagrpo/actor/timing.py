@@ -28,6 +28,7 @@ class ScheduleClock:
         self._open: dict[str, float | torch.cuda.Event] = {}
 
     def __call__(self, name: str, log_level: int = 0) -> "_Span":
+        """Returns the timer of this name, as Megatron asks for it."""
         return _Span(self, name)
 
     def start(self, name: str) -> None:

@@ -71,7 +71,7 @@ class Architecture:
 
     @property
     def is_moe(self) -> bool:
-        """Whether layers have experts."""
+        """Tells whether layers have experts."""
         return self.num_experts > 0
 
     @property

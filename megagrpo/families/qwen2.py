@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: as Llama, with biases on the query, key and value projections."""
+"""Describes Qwen2 and Qwen2.5: as Llama, with biases on the query, key and value projections."""
 
 from __future__ import annotations
 

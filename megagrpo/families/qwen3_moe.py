@@ -1,4 +1,4 @@
-"""Qwen3, mixture of experts: Qwen3's attention, and a softmax router over experts in every layer."""
+"""Describes Qwen3, mixture of experts: Qwen3's attention, and a softmax router over experts in every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of model families, and what every user of a family asks of it.
+"""Lists the model families, and answers what their users ask of a model.
 
 To add a family: one module here with the names of `Family`, and its row in FAMILIES. The actor, `megagrpo check`, the
 tiny models and the certificate then know it.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Family(Protocol):
-    """What the module of a family provides."""
+    """Says what the module of a family provides."""
 
     HF_CLASS: str  # the model's class in transformers, as config.json names it
     SIZE_KEYS: frozenset[str]  # keys of config.json that a smaller model of the same kind changes
@@ -70,7 +70,7 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Counts all parameters."""
         return self.dense + self.expert
 
 

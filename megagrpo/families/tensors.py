@@ -21,7 +21,7 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Counts the elements."""
         return math.prod(self.shape)
 
 

@@ -86,7 +86,7 @@ def test_every_fault_is_found_and_nothing_else(folders: dict[str, Path]):
     )
     found = [failures(result) for result in results]
     assert found[: len(right)] == [[]] * len(right)
-    for what, result, problems in zip(wrong, results[len(right) :], found[len(right) :], strict=True):
+    for what, problems in zip(wrong, found[len(right) :], strict=True):
         assert any("gradient of" in problem for problem in problems), (what["fault"], problems)
         print(what["fault"], problems)
     experts = results[len(right)]
@@ -99,7 +99,10 @@ def test_other_algorithms_are_certified_too(folders: dict[str, Path]):
     names = [name for name in ALGORITHMS for _ in range(3)]
     cases = [case("DP2"), case("TP2+SP"), case("PP2", recompute="full")] * len(ALGORITHMS)
     results = run_ranks(
-        2, folders[FIRST] / "algorithms", [job(folders, n, c) for n, c in zip(names, cases)], "certify_ranks.py"
+        2,
+        folders[FIRST] / "algorithms",
+        [job(folders, n, c) for n, c in zip(names, cases, strict=True)],
+        "certify_ranks.py",
     )
     for name, what, result in zip(names, cases, results, strict=True):
         assert failures(result) == [], (name, what["layout"])

@@ -1,4 +1,4 @@
-"""The exact KL to the reference in the actor: values and gradients against dense logits and finite differences, one rank.
+"""The exact KL to the reference in the actor: values and gradients against dense logits and finite differences.
 
 Layouts: `megagrpo certify CONFIG --set algorithm.kl.estimator=full`.
 """

@@ -74,22 +74,50 @@ def test_the_big_model_has_the_size_in_its_name():
 @pytest.mark.parametrize(
     "hf, overrides, said",
     [
-        (DENSE, ["actor.world_size=8", "actor.parallel={tp: 8}"], "tp = 8 does not divide the model's num_attention_heads = 4"),
-        (DENSE, ["actor.world_size=4", "actor.parallel={tp: 4}"], "tp = 4 does not divide the model's num_key_value_heads = 2"),
-        (DENSE, ["actor.world_size=3", "actor.parallel={pp: 3}"], "pp x vpp = 3 does not divide the model's num_hidden_layers = 4"),
-        (DENSE, ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"], "pp x vpp = 8 does not divide the model's num_hidden_layers = 4"),
-        (MOE, ["actor.world_size=3", "actor.parallel={ep: 3}"], "ep = 3 does not divide the model's num_experts = 8; it may be 2 or 4"),
-        (DENSE, ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"], "actor.parallel.etp = 2, but a qwen3 model has no experts"),
+        (
+            DENSE,
+            ["actor.world_size=8", "actor.parallel={tp: 8}"],
+            "tp = 8 does not divide the model's num_attention_heads = 4",
+        ),
+        (
+            DENSE,
+            ["actor.world_size=4", "actor.parallel={tp: 4}"],
+            "tp = 4 does not divide the model's num_key_value_heads = 2",
+        ),
+        (
+            DENSE,
+            ["actor.world_size=3", "actor.parallel={pp: 3}"],
+            "pp x vpp = 3 does not divide the model's num_hidden_layers = 4",
+        ),
+        (
+            DENSE,
+            ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"],
+            "pp x vpp = 8 does not divide the model's num_hidden_layers = 4",
+        ),
+        (
+            MOE,
+            ["actor.world_size=3", "actor.parallel={ep: 3}"],
+            "ep = 3 does not divide the model's num_experts = 8; it may be 2 or 4",
+        ),
+        (
+            DENSE,
+            ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"],
+            "actor.parallel.etp = 2, but a qwen3 model has no experts",
+        ),
         (DENSE, ["actor.parallel={ep: 2}"], "actor.parallel.ep = 2, but a qwen3 model has no experts"),
         (MOE, ["rollout.tp=3"], "rollout.tp = 3 does not divide the model's num_attention_heads = 4; it may be 2 or 4"),
-        (BIG, ["rollout={tp: 64, ep: 64}", "rollout.ep=3", "rollout.tp=6"], "rollout.tp = 6 is neither a divisor nor a multiple"),
+        (
+            BIG,
+            ["rollout={tp: 64, ep: 64}", "rollout.ep=3", "rollout.tp=6"],
+            "rollout.tp = 6 is neither a divisor nor a multiple",
+        ),
         (DENSE, ["rollout.tp=2", "rollout.ep=2"], "rollout.ep = 2, but a qwen3 model has no experts"),
         (MOE, ["sampling.max_response_tokens=2048"], "data: up to 2056 tokens, but the model has 2048 positions"),
         (MOE, ["eval.max_response_tokens=4000"], "eval.data: up to 4008 tokens, but the model has 2048 positions"),
         (MOE, ["rollout.max_total_tokens=10"], "data: up to 16 tokens, but an engine's cache holds 10"),
         ({"model_type": "gpt2"}, [], "model_type 'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"),
     ],
-)  # fmt: skip
+)
 def test_clashes_with_the_model_are_named_with_their_numbers(hf, overrides, said):
     found = check_against_model(load_config(QUICKSTART, ["actor.parallel={}", *overrides]), hf)
     assert any(said in problem for problem in found), found

@@ -1,4 +1,4 @@
-"""One rank of the actor's tests: runs the jobs of jobs.json, every job in a world of its own layout. usage: actor_ranks.py FOLDER"""
+"""One rank of the actor's tests: every job of jobs.json in a world of its own layout. usage: actor_ranks.py FOLDER"""
 
 import json
 import os
@@ -30,9 +30,8 @@ from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
 OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-4, "clip_grad": 0.5, "weight_decay": 0.01}
-PLAIN = AlgorithmConfig.model_validate(
-    {"loss": {"name": "gpg"}, "aggregation": "token-mean"}
-)  # what hf_reference.py computes
+# what hf_reference.py computes
+PLAIN = AlgorithmConfig.model_validate({"loss": {"name": "gpg"}, "aggregation": "token-mean"})
 RICH = AlgorithmConfig.model_validate(
     {"kl": {"loss_coef": 0.1}, "entropy_coef": 0.01, "aggregation": "seq-mean-token-mean", "loss": {"name": "ppo_clip"}}
 )
@@ -71,7 +70,7 @@ def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig) -> 
 
 @contextmanager
 def recorded_logits() -> Iterator[list[tuple]]:
-    """Inside, every call of the head on the last stage leaves (rows, columns, logits [T, vocabulary]) of its positions."""
+    """Inside, every call of token_values leaves (rows, columns, logits [T, vocabulary]) of its positions."""
     seen, places, targets, token_values = [], None, head.targets, head.token_values
 
     def noting_targets(micro, batch):
@@ -96,7 +95,7 @@ def recorded_logits() -> Iterator[list[tuple]]:
 
 
 def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Against transformers: logits of every position that predicts a token, log-probabilities, gradients. HF export, bit by bit."""
+    """Against transformers: logits of every predicting position, log-probabilities, gradients; export, bit by bit."""
     truth = torch.load(f"{job['model']}.pt")
     batch = batch_of(actor.mesh)
     everything = (torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]).float()
@@ -129,7 +128,10 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
 
 
 def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """The rich loss against one rank: loss, gradients, gradient norm, weights after one update. The reference job writes the file."""
+    """The rich loss against one rank: loss, gradients, gradient norm, weights after one update.
+
+    The reference job writes the file.
+    """
     calls = count_attention_calls(actor)
     loss = gradient(actor, batch_of(actor.mesh, keep=job.get("keep", NUM_SAMPLES)), RICH)
     values = None if job.get("distributed") else actor.gradients()
@@ -164,7 +166,7 @@ def difference(found: dict, expected: dict) -> float:
 
 
 def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """[load] -> `warm` updates -> [save] -> two more updates, whose losses, gradients and weights are kept in job["then"]."""
+    """[load] -> `warm` updates -> [save] -> two more, whose losses, gradients and weights are kept in job["then"]."""
     if "load" in job:
         state = checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
         assert state.data_cursor == 17

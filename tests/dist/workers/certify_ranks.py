@@ -1,4 +1,4 @@
-"""One rank of the certificate's tests: jobs.json holds cases, each with its algorithm section. usage: certify_ranks.py FOLDER"""
+"""One rank of the certificate's tests: jobs.json holds cases and algorithms. usage: certify_ranks.py FOLDER"""
 
 import json
 import os

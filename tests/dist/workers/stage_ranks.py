@@ -66,7 +66,7 @@ def clock_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
 
 
 def background_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
-    """Saved at once and in the background while two more updates run: both must resume to the same weights, bit by bit."""
+    """Saved at once, and in the background of two more updates: both must resume to the same weights, bit by bit."""
     batch, root = batch_of(actor.mesh), Path(job["root"])
 
     def save(name: str, snapshot: bool) -> checkpoint.PendingSave:
