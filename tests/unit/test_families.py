@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megagrpo import environment
-from megagrpo.actor.host import prepare_host
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import TinyModelConfig
 from megagrpo.families.layout import layout_problems
@@ -206,7 +205,6 @@ def test_check_and_the_actor_say_the_same_of_a_layout():
         "actor.parallel.pp x vpp = 3",
     ]
     assert set(problems) <= set(check_against_model(config, hf))
-    prepare_host()
     from megagrpo.actor.megatron_config import check_layout
 
     with pytest.raises(ValueError, match="the model does not fit the layout") as refused:
