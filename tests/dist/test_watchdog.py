@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from megagrpo.monitor import watchdog
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
-from megagrpo.monitor import watchdog
 from megagrpo.monitor.watchdog import Watchdog
 
 WORLD, STUCK, DEADLINE_S = 3, 1, 12.0
