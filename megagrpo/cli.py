@@ -238,7 +238,8 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from megagrpo.explain import explain, preflight
+    from megagrpo.explain import explain
+    from megagrpo.preflight import preflight
 
     config = _config(args)
     print(explain(config))

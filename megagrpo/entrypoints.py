@@ -1,25 +1,34 @@
-"""Runs what torchrun starts: the ranks of train, sft, export and replay. A failure becomes one message."""
+"""Runs what torchrun starts: the ranks of train, sft, export and replay. A failure becomes one message.
+
+A process of ours that computes begins in `guarded`, which prepares the host before anything imports Megatron-Core.
+"""
+
+from __future__ import annotations
 
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.run_folder import RunFolder, write_whole
 
+if TYPE_CHECKING:  # the command line imports this file, and most commands need no torch
+    import torch
+
 
 def train_main(config: ExperimentConfig, service_url: str | None) -> int:
     """Runs one trainer rank of a run: `megagrpo train`."""
 
-    def body() -> None:
+    def body(device: torch.device) -> None:
         from megagrpo.monitor.report import write_report
         from megagrpo.run import start_run
         from megagrpo.train import train
 
-        with start_run(config, service_url) as run:
+        with start_run(config, service_url, device) as run:
             train(run)
             is_main = run.mesh.is_main
         if is_main:
@@ -31,10 +40,10 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
 def sft_main(config: ExperimentConfig) -> int:
     """Runs one rank of the supervised warm-up: `megagrpo sft`."""
 
-    def body() -> None:
+    def body(device: torch.device) -> None:
         from megagrpo.sft import sft
 
-        sft(config)
+        sft(config, device)
 
     return guarded(config, "sft", body)
 
@@ -42,10 +51,10 @@ def sft_main(config: ExperimentConfig) -> int:
 def export_main(config: ExperimentConfig, source: str | None, output: str) -> int:
     """Runs one rank of `megagrpo export`."""
 
-    def body() -> None:
+    def body(device: torch.device) -> None:
         from megagrpo.export import export
 
-        export(config, Path(source) if source else None, output)
+        export(config, Path(source) if source else None, output, device)
 
     return guarded(config, "export", body)
 
@@ -53,27 +62,28 @@ def export_main(config: ExperimentConfig, source: str | None, output: str) -> in
 def replay_main(config: ExperimentConfig, dump_folder: str) -> int:
     """Runs one rank of `megagrpo replay`."""
 
-    def body() -> None:
+    def body(device: torch.device) -> None:
         from megagrpo.replay import replay
 
-        replay(config, Path(dump_folder))
+        replay(config, Path(dump_folder), device)
 
     return guarded(config, "replay", body)
 
 
-def guarded(config: ExperimentConfig, name: str, body: Callable[[], None]) -> int:
-    """Returns 0, or 1 with the reason in logs/error_<name>_rank<N>.txt; the traceback goes to standard error.
+def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], None]) -> int:
+    """Runs `body` on the device to compute on. Returns 0, or 1 with the reason in logs/error_<name>_rank<N>.txt; the traceback goes to standard error.
 
     The report is a final one when another try would end in the same way: torchrun starts the ranks again whatever
     their status, so that the launcher, which sees the file, has to end it.
     """
+    from megagrpo.actor.host import prepare_host
     from megagrpo.mesh import RunStopped
 
     folder, rank = RunFolder(Path(config.output_dir)), environment.get_int("RANK", 0)
     for final in (False, True):
         folder.error_report(name, rank, final).unlink(missing_ok=True)
     try:
-        body()
+        body(prepare_host())
     except Exception as exc:
         traceback.print_exc()
         final = isinstance(exc, ValueError | AssertionError | RunStopped)

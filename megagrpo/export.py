@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+import torch
+
 from megagrpo import checkpoint
-from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
 from megagrpo.config.schema import ExperimentConfig
@@ -12,7 +13,7 @@ from megagrpo.run_folder import RunFolder
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 
 
-def export(config: ExperimentConfig, source: Path | None, output: str) -> None:
+def export(config: ExperimentConfig, source: Path | None, output: str, device: torch.device) -> None:
     """Collective. Writes the checkpoint `source`, by default the latest of the run, into the folder `output`.
 
     ValueError when there is no checkpoint.
@@ -21,7 +22,14 @@ def export(config: ExperimentConfig, source: Path | None, output: str) -> None:
     found = source or checkpoint.latest(checkpoints)
     if found is None:
         raise ValueError(f"{checkpoints} holds no finished checkpoint; name one with --checkpoint")
-    actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, 1, config.seed, DEVICE)
+    actor = MegatronActor(
+        model_path=config.model.path,
+        config=config.actor,
+        optimizer=config.actor.optimizer,
+        num_updates=1,
+        seed=config.seed,
+        device=device,
+    )
     weights = load_initial_weights(actor, config.model.path)
     checkpoint.load(found, run_identity(config, actor), lambda folder: load_actor(actor, folder), actor.mesh)
     export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
+import torch
+
 from megagrpo import checkpoint
-from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor
 from megagrpo.actor.step import update, with_logprobs
@@ -14,7 +15,7 @@ from megagrpo.run_folder import RunFolder
 from megagrpo.weights.actor_weights import load_initial_weights
 
 
-def replay(config: ExperimentConfig, dump_folder: Path) -> None:
+def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) -> None:
     """Collective. Updates the newest weights at or before the dumped step's; the main rank prints the comparison.
 
     ValueError when the folder is no finished dump, or of another data-parallel size.
@@ -22,7 +23,14 @@ def replay(config: ExperimentConfig, dump_folder: Path) -> None:
     dump = read_dump(dump_folder)
     num_updates, temperature = config.train.num_updates_per_step, config.sampling.temperature
     total = config.train.num_steps * num_updates
-    actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, total, config.seed, DEVICE)
+    actor = MegatronActor(
+        model_path=config.model.path,
+        config=config.actor,
+        optimizer=config.actor.optimizer,
+        num_updates=total,
+        seed=config.seed,
+        device=device,
+    )
     load_initial_weights(actor, config.model.path)
     if dump.algorithm.uses_reference:
         actor.keep_reference()

@@ -5,8 +5,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from megagrpo import checkpoint, environment
-from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.checkpoint import Checkpointer
@@ -164,7 +165,7 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor) -> dict:
 
 
 @contextmanager
-def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run]:
+def start_run(config: ExperimentConfig, service_url: str | None, device: torch.device) -> Iterator[Run]:
     """Collective. Builds everything; what needs no other process comes first, so that user errors end the run early."""
     folder = RunFolder(Path(config.output_dir))
     num_updates = config.train.num_steps * config.train.num_updates_per_step
@@ -172,7 +173,14 @@ def start_run(config: ExperimentConfig, service_url: str | None) -> Iterator[Run
     prompts = load_prompts(config.data, tokenizer)
     eval_prompts = load_prompts(config.eval.data, tokenizer) if config.eval else None
     tool = make_tool(config.sampling.tool, tokenizer) if config.sampling.tool else None
-    actor = MegatronActor(config.model.path, config.actor, config.actor.optimizer, num_updates, config.seed, DEVICE)
+    actor = MegatronActor(
+        model_path=config.model.path,
+        config=config.actor,
+        optimizer=config.actor.optimizer,
+        num_updates=num_updates,
+        seed=config.seed,
+        device=device,
+    )
     weights = load_initial_weights(actor, config.model.path)
     if config.algorithm.uses_reference:
         actor.keep_reference()  # the initial weights, also when the run resumes

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megagrpo.actor import DEVICE
+import torch
+
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.step import likelihood_step
 from megagrpo.batching.batch import build_batch
@@ -18,11 +19,18 @@ from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 _DECAY = 0.95  # of the running mean of the loss: about the last 20 steps
 
 
-def sft(config: ExperimentConfig) -> None:
+def sft(config: ExperimentConfig, device: torch.device) -> None:
     """Collective. Trains from `sft.model` for `sft.num_steps` steps and writes the result to `model.path`."""
     options = config.sft
     assert options is not None, "the command refuses a configuration without an sft section"
-    actor = MegatronActor(options.model, config.actor, options.optimizer, options.num_steps, config.seed, DEVICE)
+    actor = MegatronActor(
+        model_path=options.model,
+        config=config.actor,
+        optimizer=options.optimizer,
+        num_updates=options.num_steps,
+        seed=config.seed,
+        device=device,
+    )
     mesh = actor.mesh
     weights = load_initial_weights(actor, options.model)
     tokenizer = load_tokenizer(config.model.model_copy(update={"path": options.model}))

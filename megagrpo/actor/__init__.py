@@ -1,5 +1,1 @@
-"""The learner. The only package that imports megatron, which on a machine without CUDA first needs host.py."""
-
-from megagrpo.actor.host import prepare_host
-
-DEVICE = prepare_host()
+"""Holds the learner, the only package that imports Megatron; host.prepare_host() comes before its other modules."""

@@ -1,14 +1,13 @@
-"""Causal attention for padded, packed and context-parallel batches, in the place of Megatron's core attention.
+"""Computes causal attention for padded, packed and context-parallel batches, in the place of Megatron's.
 
-Megatron's own local attention refuses packed sequences and context parallelism; Transformer Engine's does not exist on a CPU.
-This one is torch's scaled_dot_product_attention on a CPU and torch's variable-length kernel on a GPU. Under context parallelism
-a rank holds two chunks of every sequence (zigzag) and gathers the keys and values of all ranks.
+Megatron's own local attention refuses packed sequences and context parallelism; Transformer Engine's does not exist
+on a CPU. This one is torch's scaled_dot_product_attention on a CPU and torch's variable-length kernel on a GPU. Under
+context parallelism a rank holds two chunks of every sequence (zigzag) and gathers the keys and values of all ranks.
 """
 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -21,13 +20,12 @@ class PackedSequences(PackedSeqParams):
 
     query_at: tuple[Tensor, Tensor] | None = None  # sequence and place [T / cp] of this rank's tokens
     key_at: tuple[Tensor, Tensor] | None = None  # sequence and position [T] of all ranks' tokens, rank after rank
-    query_position: Tensor | None = (
-        None  # [k, longest / cp] under context parallelism: positions in the whole sequences
-    )
+    # [k, longest / cp] under context parallelism: positions in the whole sequences
+    query_position: Tensor | None = None
 
     @staticmethod
     def make(cu_seqlens: Tensor, max_seqlen: int) -> "PackedSequences":
-        """cu_seqlens [k + 1] int32, from 0 to T; every token belongs to a sequence (a dummy tail is one too)."""
+        """Describes k sequences by cu_seqlens [k + 1] int32, from 0 to T; a dummy tail is one too."""
         cp_size, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
         lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
         local = lengths // cp_size
@@ -48,7 +46,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_size: int) -> Tensor:
-    """Position in the whole sequence of the place-th token that context rank `rank` holds of it.
+    """Returns the position in the whole sequence of the place-th token that context rank `rank` holds of it.
 
     Of 2 cp equal chunks it holds number `rank` and number 2 cp - 1 - rank, so that all ranks attend to as many keys.
     """
@@ -58,7 +56,7 @@ def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_siz
 
 
 class CausalAttention(torch.nn.Module):
-    """softmax(q k^T scale) v with a causal mask inside each sequence; grouped key/value heads."""
+    """Computes softmax(q k^T scale) v with a causal mask inside each sequence; key/value heads are grouped."""
 
     def __init__(
         self,
@@ -77,9 +75,10 @@ class CausalAttention(torch.nn.Module):
     def forward(
         self, query, key, value, attention_mask, /, *, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """Padded: q [s, b, heads, d], k and v [s, b, groups, d] -> [s, b, heads d]. Packed: no b -> [T, heads d].
+        """Maps q [s, b, heads, d], k and v [s, b, groups, d] to [s, b, heads d]; packed: no b, to [T, heads d].
 
-        s and T are this context rank's. Padding is at the right, so the causal mask alone keeps it away from real tokens.
+        s and T are this context rank's. Padding is at the right, so the causal mask alone keeps it away from real
+        tokens.
         """
         if self.cp_size > 1:
             key, value = (
@@ -92,11 +91,14 @@ class CausalAttention(torch.nn.Module):
         return self._packed(query, key, value, packed_seq_params)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[b, heads, places, d]; `mask` [b, 1, queries, keys] True where a query sees a key, or None for a plain causal one."""
+        """Attends from query [b, heads, places, d] to key and value [b, groups, places, d].
+
+        mask: [b, 1, queries, keys], True where a query sees a key; None: a plain causal one.
+        """
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1:  # written out: the grouped form has no fused kernel on every device
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        return F.scaled_dot_product_attention(
+        return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
         )
 
@@ -106,15 +108,16 @@ class CausalAttention(torch.nn.Module):
             place = torch.arange(len(query), device=query.device)
             by_rank = [zigzag_position(place, len(query), rank, self.cp_size) for rank in range(self.cp_size)]
             mask = (by_rank[mpu.get_context_parallel_rank()][:, None] >= torch.cat(by_rank))[None, None]
-        out = self._attend(*(t.permute(1, 2, 0, 3) for t in (query, key, value)), mask)
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = self._attend(query, key, value, mask)
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         sequences, longest = len(packed.cu_seqlens_q) - 1, packed.max_seqlen_q
+        assert packed.query_at is not None and packed.key_at is not None, "not made by PackedSequences.make"
 
-        def grid(
-            flat: Tensor, places: int, where: tuple[Tensor, Tensor]
-        ) -> Tensor:  # [T, heads, d] -> [k, heads, places, d]
+        def grid(flat: Tensor, places: int, where: tuple[Tensor, Tensor]) -> Tensor:
+            """Lays [T, heads, d] out as [k, heads, places, d]."""
             return flat.new_zeros(sequences, places, *flat.shape[1:]).index_put(where, flat).transpose(1, 2)
 
         mask = None
@@ -132,4 +135,5 @@ class CausalAttention(torch.nn.Module):
         out = varlen_attn(
             query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal, enable_gqa=True
         )
+        assert isinstance(out, Tensor), "no log-sum-exp was asked for"
         return out.flatten(1)

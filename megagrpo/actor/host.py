@@ -1,12 +1,14 @@
-"""What Megatron-Core needs when there is no CUDA: imported first by the actor package; on a GPU machine it adds one name.
+"""Patches what Megatron-Core misses on this machine; entrypoints.py calls `prepare_host` before Megatron is imported.
 
-Megatron calls torch.cuda for devices, streams and RNG states without asking whether CUDA exists. On a CPU those calls have
-a natural meaning (the device is the CPU, streams are already in order, the RNG state is the CPU's), which is given here.
-Nothing of Megatron's mathematics is replaced.
+Megatron calls torch.cuda for devices, streams and RNG states without asking whether CUDA exists. On a CPU those calls
+have a natural meaning (the device is the CPU, streams are already in order, the RNG state is the CPU's), which is
+given here. Nothing of Megatron's mathematics is replaced.
 """
 
 import contextlib
 import sys
+from queue import Queue
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class _InOrder:
-    """A stream or event on a device that executes in order: waiting is never needed, all streams are one."""
+    """Stands for a stream or event of a device that executes in order: waiting is never needed, all streams are one."""
 
     cuda_stream = 0
 
@@ -37,7 +39,10 @@ class _InOrder:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Sends `device="cuda"` to the CPU, pins no memory, and lets tensor.type() keep its CUDA spelling, which gradient clipping asserts."""
+    """Sends `device="cuda"` to the CPU and pins no memory.
+
+    tensor.type() keeps its CUDA spelling, which gradient clipping asserts.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -53,7 +58,9 @@ class _OnCpu(TorchFunctionMode):
 
 
 def _install_cuda_names() -> None:
-    cuda = torch.cuda
+    cuda: Any = torch.cuda  # other signatures than CUDA's on purpose: Megatron takes what comes back as it is
+    tensor_class: Any = torch.Tensor
+    module_class: Any = torch.nn.Module
     cuda.current_device = lambda: CPU
     # one function each: torch's compiler, imported by Megatron, refuses a name that stands for two of its rules
     cuda.synchronize = lambda *args, **kwargs: None
@@ -66,12 +73,12 @@ def _install_cuda_names() -> None:
     cuda.current_stream = lambda *args: _InOrder()
     cuda.default_stream = lambda *args: _InOrder()
     cuda.stream = lambda stream: contextlib.nullcontext()
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    tensor_class.cuda = lambda self, *args, **kwargs: self
+    module_class.cuda = lambda self, *args, **kwargs: self
 
 
 def _name_missing_gemm() -> None:
-    """Only defined with Transformer Engine, but read by the router without it too."""
+    """Defines a name that exists only with Transformer Engine, but is read by the router without it too."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -88,16 +95,29 @@ def _fill_megatron_gaps() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
+def _write_checkpoints_from_threads() -> None:
+    """Lets checkpoint writers hand over results through a queue: Megatron's manager process is for forked writers."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = Queue()
+
+
 def prepare_host() -> torch.device:
-    """Make Megatron-Core importable and runnable here; returns the device to compute on. Safe to call again."""
+    """Makes Megatron-Core importable and runnable here, and returns the device to compute on.
+
+    To be called before anything imports Megatron; calling again changes nothing that matters.
+    """
     if torch.cuda.is_available():
         _name_missing_gemm()
+        _write_checkpoints_from_threads()
         return torch.device("cuda")
     if torch.cuda.Stream is not _InOrder:
         # On a machine with a GPU that is not to be seen: Megatron would call its CUDA kernels because it is installed.
-        sys.modules["transformer_engine"] = None
+        modules: dict[str, Any] = sys.modules
+        modules["transformer_engine"] = None
         _install_cuda_names()
         _OnCpu().__enter__()  # for the life of the process
         _name_missing_gemm()
         _fill_megatron_gaps()
+        _write_checkpoints_from_threads()
     return CPU

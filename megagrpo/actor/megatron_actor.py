@@ -1,4 +1,4 @@
-"""The actor: one Megatron-Core model over all trainer ranks, with its optimiser, reference and checkpointing."""
+"""Holds the actor: one Megatron-Core model over all trainer ranks, with its optimiser and its reference."""
 
 import gc
 import math
@@ -16,24 +16,29 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from megagrpo import environment
-from megagrpo.actor.hf_config import check_layout, check_transformer_engine, read_architecture, transformer_config
-from megagrpo.actor.model import build_chunk, load_hf
+from megagrpo.actor.megatron_config import check_layout, check_transformer_engine, transformer_config
+from megagrpo.actor.model import HiddenStatesModel, build_chunk, load_hf
 from megagrpo.actor.reference import HostReference
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import read_architecture
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
 
 
 class NonFiniteUpdate(RunStopped):
-    """The loss or the gradient norm of an update is NaN or infinite; the weights were not touched."""
+    """Says that the loss or the gradient norm of an update is NaN or infinite; the weights were not touched."""
 
 
-def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
-    """Join the torchrun world, cut it into Megatron's groups, and describe it as a Mesh. ValueError on a wrong world size."""
+def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
+    """Joins the torchrun world, cuts it into Megatron's groups, and describes it as a Mesh.
+
+    Raises ValueError on a wrong world size.
+    """
     world = environment.get_int("WORLD_SIZE", 1)
-    if world != actor.world_size:
-        raise ValueError(f"torchrun started {world} ranks, but actor.world_size is {actor.world_size}")
-    p = actor.parallel
+    if world != config.world_size:
+        raise ValueError(f"torchrun started {world} ranks, but actor.world_size is {config.world_size}")
+    p = config.parallel
     if device.type == "cpu" and p.etp > 1 and (p.ep > 1 or p.etp > p.tp):
         raise ValueError(
             f"on a CPU actor.parallel.etp {p.etp} works with ep 1 and tp >= etp only: gloo gathers no unequal sizes"
@@ -41,12 +46,15 @@ def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
     if device.type == "cuda":
         torch.cuda.set_device(environment.get_int("LOCAL_RANK", 0))
     else:
-        torch.set_num_threads(actor.threads)
+        torch.set_num_threads(config.threads)
     if not dist.is_initialized():
-        alone = dict(store=dist.HashStore(), rank=0, world_size=1)
-        options = {} if environment.under_torchrun() else alone
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=actor.deadline_s), **options)
+        deadline = timedelta(seconds=config.deadline_s)
+        if environment.under_torchrun():
+            dist.init_process_group(backend, timeout=deadline)
+        else:
+            alone = dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare the export
+            dist.init_process_group(backend, timeout=deadline, store=alone, rank=0, world_size=1)
         if device.type == "cuda":  # one communicator of all ranks, else point-to-point messages make one for every pair
             dist.all_reduce(torch.zeros(1, device=device))
     mpu.initialize_model_parallel(
@@ -56,15 +64,15 @@ def start_distributed(actor: ActorConfig, device: torch.device) -> Mesh:
         context_parallel_size=p.cp,
         expert_model_parallel_size=p.ep,
         expert_tensor_parallel_size=p.etp,
-        distributed_timeout_minutes=actor.deadline_s / 60,
+        distributed_timeout_minutes=config.deadline_s / 60,
     )
-    return make_mesh(mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), device, actor.deadline_s)
+    return make_mesh(mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), device, config.deadline_s)
 
 
 def leave_distributed(actor: "MegatronActor | None") -> None:
-    """Undo start_distributed and empty the actor, so that this process may join another world (for tests and the certificate)."""
-    # Its groups' threads would pile up by the thousand. Megatron keeps pieces of the last autograd graph in its modules, and the
-    # hooks in that graph keep the modules, which no garbage collector sees through: cut here.
+    """Undoes start_distributed and empties the actor, so that this process may join another world."""
+    # Its groups' threads would pile up by the thousand. Megatron keeps pieces of the last autograd graph in its
+    # modules, and the hooks in that graph keep the modules, which no garbage collector sees through: cut here.
     for wrapper in actor.model if actor is not None else []:
         vars(wrapper).clear()
     mpu.destroy_model_parallel()
@@ -73,7 +81,10 @@ def leave_distributed(actor: "MegatronActor | None") -> None:
 
 
 def learning_rate(optimizer: OptimizerConfig, update: int, num_updates: int) -> float:
-    """Linear warm-up, then constant, or linear or cosine decay to min_lr at the last of `num_updates` (update counts from 0)."""
+    """Returns the rate of an update, counted from 0.
+
+    It warms up linearly, then stays, or decays linearly or as a cosine to min_lr at the last of `num_updates`.
+    """
     if update < optimizer.warmup_steps:
         return optimizer.lr * (update + 1) / optimizer.warmup_steps
     if optimizer.lr_schedule == "constant":
@@ -84,32 +95,38 @@ def learning_rate(optimizer: OptimizerConfig, update: int, num_updates: int) -> 
 
 
 class MegatronActor:
-    """All ranks build one together. Weights are uninitialised until `load_hf` or a checkpoint has been read."""
+    """Trains one model over all ranks; weights are uninitialised until `load_hf` or a checkpoint was read."""
 
     def __init__(
         self,
+        *,
         model_path: str | Path,
-        actor: ActorConfig,
+        config: ActorConfig,
         optimizer: OptimizerConfig,
         num_updates: int,
         seed: int,
         device: torch.device,
     ):
+        """Collective. `device` is prepare_host()'s; `num_updates` is where the learning-rate schedule ends.
+
+        Raises ValueError for a model or a layout that cannot be computed.
+        """
         self.arch = read_architecture(model_path)
-        check_layout(self.arch, actor)
-        check_transformer_engine(actor)
-        self.config = actor
-        self.mesh = start_distributed(actor, device)
+        check_layout(self.arch, config)
+        check_transformer_engine(config)
+        self.config = config
+        self.mesh = start_distributed(config, device)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.optimizer_config, self.num_updates = optimizer, num_updates
-        self.transformer = transformer_config(self.arch, actor)
-        stages = range(actor.parallel.vpp) if actor.parallel.vpp > 1 else [None]
+        self.transformer = transformer_config(self.arch, config)
+        stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
         self.chunks = [
-            build_chunk(self.arch, self.transformer, stage, actor.transformer_engine).to(device) for stage in stages
+            build_chunk(self.arch, self.transformer, stage, config.transformer_engine).to(device) for stage in stages
         ]
         if self.transformer.bf16:
             self.chunks = [chunk.bfloat16() for chunk in self.chunks]
-        # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be copied
+        # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be
+        # copied
         self.clock = ScheduleClock(device)
         self.transformer.timers, self.transformer.finalize_model_grads_func = self.clock, self._reduce_gradients
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=optimizer.distributed, grad_reduce_in_fp32=True)
@@ -117,45 +134,49 @@ class MegatronActor:
             DistributedDataParallel(self.transformer, ddp, chunk, disable_bucketing=i > 0)
             for i, chunk in enumerate(self.chunks)
         ]
-        self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, actor), self.model)
+        self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, config), self.model)
         self.updates_done = 0
         self.reference: HostReference | None = None
         self.expert_load = _ExpertLoad(self.chunks, self.arch, device)
 
     def _reduce_gradients(self, model: list, num_tokens: Tensor | None = None, **groups) -> None:
-        """Megatron's reduction over ranks. The loss is divided by its global denominator, so its token count is left out: plain sums."""
+        """Collective. Sums gradients over ranks as Megatron does, without its token count.
+
+        The loss is divided by its global denominator already.
+        """
         self.clock.gradients_done()
         finalize_model_grads(model, None, **groups)
 
     def load_hf(self, hf: Mapping[str, Tensor]) -> None:
-        """Copy this rank's slices of an HF model into the parameters (recordable: nothing but slices and copies)."""
+        """Copies this rank's slices of an HF model into the parameters (recordable: nothing but slices and copies)."""
         load_hf(self.chunks, self.arch, hf)
 
     def weights_loaded(self) -> None:
-        """Tell the optimiser that the parameters were written from outside."""
+        """Tells the optimiser that the parameters were written from outside."""
         self.optimizer.reload_model_params()
 
     def keep_reference(self) -> None:
-        """Make the present weights the reference."""
+        """Makes the present weights the reference."""
         self.reference = HostReference(self.parameters())
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's live parameters by a name that is unique on this rank."""
+        """Returns this rank's live parameters by a name that is unique on this rank."""
         return {f"{i}.{name}": p for i, chunk in enumerate(self.chunks) for name, p in chunk.named_parameters()}
 
     def zero_grad(self) -> None:
+        """Clears gradients before a backward."""
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's accumulated float32 gradients, by parameter name (for tests and the certificate)."""
-        return {name: p.main_grad for name, p in self.parameters().items()}
+        """Returns this rank's accumulated float32 gradients by parameter name; the certificate compares them."""
+        return {name: p.main_grad for name, p in self.parameters().items()}  # type: ignore[attr-defined]  # by Megatron
 
     def optimizer_step(self, loss: float = 0.0) -> dict[str, float]:
-        """Clip by the global norm and step. `loss` is the update's, for its being finite alone.
+        """Collective. Clips by the global norm, and steps when that and `loss`, the update's, are finite.
 
-        Raises NonFiniteUpdate on every rank, before any weight is touched.
+        Raises NonFiniteUpdate on every rank, before any weight is touched, when they are not.
         """
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
@@ -174,7 +195,7 @@ class MegatronActor:
         return {"optim/grad_norm": norm, "optim/lr": lr}
 
 
-def _optimizer_config(optimizer: OptimizerConfig, actor: ActorConfig) -> MegatronOptimizerConfig:
+def _optimizer_config(optimizer: OptimizerConfig, config: ActorConfig) -> MegatronOptimizerConfig:
     return MegatronOptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
@@ -185,15 +206,15 @@ def _optimizer_config(optimizer: OptimizerConfig, actor: ActorConfig) -> Megatro
         adam_eps=optimizer.adam_eps,
         clip_grad=optimizer.clip_grad,
         use_distributed_optimizer=optimizer.distributed,
-        bf16=actor.dtype == "bfloat16",
-        params_dtype=getattr(torch, actor.dtype),
+        bf16=config.dtype == "bfloat16",
+        params_dtype=getattr(torch, config.dtype),
     )
 
 
 class _ExpertLoad:
-    """Counts how many tokens each expert of each layer was given since the last `take` (dummy padding tokens included)."""
+    """Counts the tokens that each expert of each layer was given since the last `take`, dummy ones included."""
 
-    def __init__(self, chunks, arch, device: torch.device):
+    def __init__(self, chunks: list[HiddenStatesModel], arch: Architecture, device: torch.device):
         self.counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64, device=device)
         self.enabled = False
         for chunk in chunks:
@@ -208,6 +229,6 @@ class _ExpertLoad:
         return count
 
     def take(self) -> Tensor:
-        """[layers, experts] int64, this rank's share; starts again from 0."""
+        """Returns this rank's counts [layers, experts] int64 and starts again from 0."""
         counts, self.counts = self.counts, torch.zeros_like(self.counts)
         return counts

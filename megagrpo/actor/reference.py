@@ -1,6 +1,6 @@
-"""The reference model: the initial weights of this rank, kept on the host and swapped into the live parameters for a forward."""
+"""Keeps the reference model: this rank's initial weights in host memory, swapped in for a forward."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor
 
 
 class HostReference:
+    """Holds a copy of this rank's parameters in host memory."""
+
     def __init__(self, parameters: Mapping[str, Tensor]):
         pin = torch.cuda.is_available()
         self._parameters = parameters
@@ -16,8 +18,8 @@ class HostReference:
         }
 
     @contextmanager
-    def swapped_in(self):
-        """Inside, the model computes with the reference weights; the live ones come back whatever happens.
+    def swapped_in(self) -> Iterator[None]:
+        """Lets the model compute with the reference weights inside; the live ones come back whatever happens.
 
         In place, because Megatron's gradient and parameter buffers hold views of these very tensors.
         """

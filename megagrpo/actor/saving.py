@@ -1,5 +1,7 @@
-"""The actor's part of a checkpoint: Megatron's dist_checkpointing of model and optimiser, plus the RNG states of every rank."""
+"""Saves and loads the actor's part of a checkpoint: model and optimiser by Megatron, and every rank's RNG states."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue, SimpleQueue
@@ -10,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megagrpo.actor.megatron_actor import MegatronActor
@@ -17,43 +20,21 @@ from megagrpo.actor.megatron_actor import MegatronActor
 # every parameter's optimiser state in the parameter's own shape: resumes under any other layout
 _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,  # gathered by one rank of each replica group, not by all of them
+    "distrib_optim_fully_reshardable_mem_efficient": True,  # gathered by one rank of each replica group, not by all
     "chained_optim_avoid_prefix": True,
 }
 _MESSAGE_CHARACTERS = 300
-# Between processes Megatron's writer hands over its results through a manager process; between threads a queue does.
-filesystem_async._results_queue = Queue()
-
-
-def save_actor(actor: MegatronActor, folder: Path, snapshot: bool = False) -> "ActorSave":
-    """Collective. Plans a checkpoint in an existing empty folder.
-
-    With `snapshot` the state is copied to host memory now, so that training may go on meanwhile. OSError when it cannot be planned.
-    """
-    state = _sharded_state(actor, actor.updates_done, is_loading=False)
-    try:
-        request = dist_checkpointing.save(state, str(folder), content_metadata=_METADATA, async_sharded_save=True)
-    except CheckpointException as exc:  # no Exception: it would pass every handler but a bare one
-        raise OSError(_first_failure(exc)) from exc
-    # on the host; for a model on a CPU these are the live tensors
-    buckets = request.preload_fn() if request.preload_fn else []
-    if snapshot and actor.mesh.device.type == "cpu":
-        buckets = [
-            (path, name, (blobs, [(item, t.clone()) for item, t in tensors]))
-            for path, name, (blobs, tensors) in buckets
-        ]
-    return ActorSave(request, buckets)
 
 
 @dataclass(frozen=True)
 class ActorSave:
-    """How this rank writes its part of a checkpoint; see checkpoint.SavePlan. `buckets`: Megatron's, one a file."""
+    """Writes this rank's part of a checkpoint; see checkpoint.SavePlan."""
 
     request: AsyncRequest
-    buckets: list
+    buckets: list  # Megatron's, one a file
 
     def write(self) -> list[Path]:
-        """Runs Megatron's own writer in this thread. Megatron would fork processes, which deadlock where other threads compute."""
+        """Runs Megatron's own writer in this thread: a fork, as Megatron would, deadlocks where other threads compute."""
         if not self.buckets:
             return []
         transforms, results = self.request.async_fn.args[0], {}
@@ -71,23 +52,48 @@ class ActorSave:
         return [Path(path) for path, _, _ in self.buckets]
 
     def finish(self) -> None:
-        """Collective. Writes the index of all ranks' files."""
-        try:
+        """Collective. Writes the index of all ranks' files. Raises OSError."""
+        with _failure_as_os_error():
             for collective in self.request.finalize_fns:
                 collective()
-        except CheckpointException as exc:
-            raise OSError(_first_failure(exc)) from exc
+
+
+def save_actor(actor: MegatronActor, folder: Path, snapshot: bool = False) -> ActorSave:
+    """Collective. Plans a checkpoint in an existing empty folder. Raises OSError when it cannot be planned.
+
+    With `snapshot` the state is copied to host memory now, so that training may go on meanwhile.
+    """
+    state = _sharded_state(actor, actor.updates_done, is_loading=False)
+    with _failure_as_os_error():
+        request = dist_checkpointing.save(state, str(folder), content_metadata=_METADATA, async_sharded_save=True)
+    # on the host; for a model on a CPU these are the live tensors
+    buckets = request.preload_fn() if request.preload_fn else []
+    if snapshot and actor.mesh.device.type == "cpu":
+        buckets = [
+            (path, name, (blobs, [(item, t.clone()) for item, t in tensors]))
+            for path, name, (blobs, tensors) in buckets
+        ]
+    return ActorSave(request, buckets)
+
+
+@contextmanager
+def _failure_as_os_error() -> Iterator[None]:
+    """Raises OSError for a failed save: CheckpointException is no Exception and would pass most handlers."""
+    try:
+        yield
+    except CheckpointException as exc:
+        raise OSError(_first_failure(exc)) from exc
 
 
 def _root(exc: BaseException) -> BaseException:
-    """What happened first: a full disk, not what torch's archive says about it while it is closed."""
+    """Returns what happened first: a full disk, not what torch's archive says about it while it is closed."""
     while exc.__context__ is not None:
         exc = exc.__context__
     return exc
 
 
 def load_actor(actor: MegatronActor, folder: Path) -> None:
-    """Collective. Read a state written by `save_actor`; ValueError when the files do not fit the model."""
+    """Collective. Reads a state written by `save_actor`. Raises ValueError when the files do not fit the model."""
     try:
         common = dist_checkpointing.load_common_state_dict(str(folder))
         updates_done = common["updates_done"]
@@ -116,23 +122,25 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
         tensor_parallel.get_cuda_rng_tracker().set_states(rng["tensor_parallel"])
 
 
-def _parts(actor: MegatronActor) -> list:
-    """The optimisers of dense and expert parameters, where there are both."""
-    return getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+def _parts(actor: MegatronActor) -> list[MegatronOptimizer]:
+    """Returns the optimisers of dense and expert parameters, where there are both."""
+    chained = isinstance(actor.optimizer, ChainedOptimizer)
+    return actor.optimizer.chained_optimizers if chained else [actor.optimizer]
 
 
 def _allocate_optimizer_state(actor: MegatronActor) -> None:
-    """Megatron asserts that a distributed optimizer has state before it describes the state that it wants loaded."""
+    """Gives a distributed optimizer its state, which Megatron asserts before it says what it wants loaded."""
     for part in _parts(actor):
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
-            part._init_optimizer_states_with_dummy_values()  # steps with zero gradients; everything it writes is loaded next
+            # steps with zero gradients; everything it writes is loaded next
+            part._init_optimizer_states_with_dummy_values()
 
 
 def _load_optimizer_state(actor: MegatronActor, state: dict) -> None:
-    """Megatron's loading, around its two slips with torch's Adam (Apex's keeps no step count beside a parameter).
+    """Loads as Megatron does, around its two slips with torch's Adam (Apex's keeps no step count beside a parameter).
 
-    Reading reshardable parameter state it looks for a step count that is saved elsewhere; and the count that it restores is one
-    tensor shared by all parameters, which torch then increases once for each of them.
+    Reading reshardable parameter state it looks for a step count that is saved elsewhere; and the count that it
+    restores is one tensor shared by all parameters, which torch then increases once for each of them.
     """
     parts = _parts(actor)
     if not isinstance(parts[0], DistributedOptimizer):
@@ -166,7 +174,7 @@ def _sharded_state(actor: MegatronActor, updates_done: int, is_loading: bool) ->
 
 
 def _rng_state(actor: MegatronActor) -> ShardedObject:
-    """RNG states belong to a rank, not to a tensor: restored under the same layout only."""
+    """Returns this rank's RNG states, which belong to a rank, not to a tensor: restored under the same layout only."""
     states = {"torch": torch.get_rng_state(), "tensor_parallel": tensor_parallel.get_cuda_rng_tracker().get_states()}
     mesh = actor.mesh
     return ShardedObject("rng", states, (mesh.world_size,), (mesh.rank,), replica_id=0)

@@ -1,10 +1,10 @@
-"""Forward and backward over micro-batches: Megatron's schedule with our head and our losses.
+"""Runs forward and backward over micro-batches: Megatron's schedule with our head and our losses.
 
 A loss closure returns a loss that is already divided by its global denominator, so gradients are plain sums over
 micro-batches and ranks, whatever the layout.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,60 +12,70 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megagrpo.actor.attention import PackedSequences
+from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tokens
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
-from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
+from megagrpo.actor.model import HiddenStatesModel
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.batching.balance import update_of_group
 from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
-_TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-Loss = tuple[Tensor, dict[str, Tensor]]  # scalar, metric sums
-Head = Callable[..., Loss]  # see _over_tokens
-
 
 def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Tensor:
-    """Log-probabilities [N, S] float32 of the sampled tokens under the live weights, on every rank of the replica; 0 elsewhere."""
+    """Collective. Returns log-probabilities [N, S] float32 of the sampled tokens under the live weights, 0 elsewhere.
+
+    Every rank of a replica gets them.
+    """
     out = torch.zeros_like(batch.rollout_logprobs)
 
-    def head(members, logprobs, entropy):
-        out[members] = logprobs
-        return logprobs.sum() * 0.0, {}
+    def token_loss(members: Tensor, values: TokenValues) -> Loss:
+        out[members] = values.logprobs
+        return values.logprobs.sum() * 0.0, {}
 
     with torch.no_grad():
-        _run(actor, batch, range(len(batch.tokens)), _over_tokens(actor, batch, temperature, head), forward_only=True)
+        _run(
+            actor,
+            batch,
+            range(len(batch.tokens)),
+            over_tokens(actor, batch, temperature, token_loss),
+            forward_only=True,
+        )
     return _from_last_stage(out)
 
 
 def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
-    """Last hidden states under the live weights, which are the reference's when it is swapped in, and the output weight's copy."""
-    index = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=actor.mesh.device)
-    parts, weights = [], []
+    """Collective. Returns the last hidden states [T, h] under the live weights and a copy of the output weight.
 
-    def keep(micro: MicroBatch, chunk, hidden: Tensor) -> Loss:
+    T are the trained positions of this rank, on the last pipeline stage; 0 before it. The live weights are the
+    reference's when it is swapped in.
+    """
+    index = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=actor.mesh.device)
+    parts: list[Tensor] = []
+
+    def keep(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
         flat, rows, columns = targets(micro, batch)
-        index[rows, columns] = sum(map(len, parts)) + torch.arange(len(flat), device=index.device)
-        parts.append(_gathered(actor, hidden)[flat].clone())
-        weights[:] = [chunk.output_weight()]
+        index[rows, columns] = sum(len(part) for part in parts) + torch.arange(len(flat), device=index.device)
+        parts.append(gathered(actor, hidden)[flat].clone())
         return hidden.sum() * 0.0, {}
 
     with torch.no_grad():
         _run(actor, batch, range(len(batch.tokens)), keep, forward_only=True)
         if not parts:  # an earlier pipeline stage
-            return ReferenceStates(torch.empty(0, actor.arch.hidden_size, device=index.device), index, None)
-        return ReferenceStates(torch.cat(parts), index, weights[0].detach().clone())
+            nothing = torch.empty(0, actor.arch.hidden_size, device=index.device)
+            return ReferenceStates(hidden=nothing, index=index, output_weight=None)
+        weight = actor.chunks[-1].output_weight().detach().clone()
+        return ReferenceStates(hidden=torch.cat(parts), index=index, output_weight=weight)
 
 
 def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: bool, reference: str | None) -> Batch:
-    """The batch with old_logprobs if asked, and what the KL estimator named by `reference` needs of the reference model.
+    """Collective. Returns the batch with old_logprobs if asked, and with what the KL estimator `reference` needs.
 
-    The reference is swapped in for its forward. Raises NonFiniteUpdate on every rank where one of them is NaN or infinite:
-    that comes from the weights, and the update would meet it too.
+    The reference is swapped in for its forward. Raises NonFiniteUpdate on every rank where one of them is NaN or
+    infinite: that comes from the weights, and the update would meet it too.
     """
     if old:
         batch = replace(batch, old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"))
@@ -94,12 +104,13 @@ def update(
     max_response_tokens: int,
     num_updates: int,
 ) -> dict[str, float]:
-    """Train on the batch in `num_updates` optimiser updates; returns the step's metrics, the same on every rank.
+    """Collective. Trains on the batch in `num_updates` optimiser updates; returns metrics, equal on all ranks.
 
     An update whose loss or gradient is not finite touches no weight; optim/non_finite_updates counts it.
     """
     totals: dict[str, float] = {}
-    taken, skipped, non_finite, optim = 0, 0, 0, {}
+    taken, skipped, non_finite = 0, 0, 0
+    optim: dict[str, float] = {}
     actor.expert_load.enabled = True
     actor.clock.clear()
     for index in range(num_updates):
@@ -138,7 +149,7 @@ def update(
 def denominators_of(
     actor: MegatronActor, batch: Batch, rows: Sequence[int], algorithm: AlgorithmConfig, max_response_tokens: int
 ) -> Denominators:
-    """What the loss of these rows' update is divided by, counted over all data-parallel ranks. Collective over them."""
+    """Collective over data-parallel ranks. Counts what the loss of these rows' update is divided by."""
     counted = batch.loss_mask if batch.denominator_mask is None else batch.denominator_mask
     return count_denominators(
         counted[rows], actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens
@@ -153,88 +164,61 @@ def backward(
     temperature: float,
     denominators: Denominators,
 ) -> dict[str, float]:
-    """Gradients of one update's loss, summed over all ranks into the main gradients; returns metric sums over all ranks."""
+    """Collective. Sums one update's gradients into the main gradients; returns metric sums over all ranks."""
 
-    def head(members, logprobs, entropy, full_kl=None):
-        loss, sums = objective(_loss_inputs(batch, members, logprobs, entropy, full_kl), algorithm, denominators)
+    def token_loss(members: Tensor, values: TokenValues) -> Loss:
+        loss, sums = objective(_loss_inputs(batch, members, values), algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
     actor.zero_grad()
-    collected = _run(actor, batch, rows, _over_tokens(actor, batch, temperature, head), forward_only=False)
+    collected = _run(actor, batch, rows, over_tokens(actor, batch, temperature, token_loss), forward_only=False)
     return _sum_over_ranks(actor, collected)
 
 
 def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
-    """One supervised update: minus the mean log-probability of the tokens in the loss mask, over all ranks."""
+    """Collective. Makes one supervised update: minus the mean log-probability over the loss mask is the loss."""
     num_tokens = actor.mesh.reduce(batch.loss_mask.sum().double(), "sum")
 
-    def head(members, logprobs, entropy):
-        loss = -logprobs.sum() / num_tokens.to(logprobs.dtype)
+    def token_loss(members: Tensor, values: TokenValues) -> Loss:
+        loss = -values.logprobs.sum() / num_tokens.to(values.logprobs.dtype)
         return loss, {"loss/total": loss.detach()}
 
     actor.zero_grad()
     actor.clock.clear()
-    sums = _sum_over_ranks(
-        actor, _run(actor, batch, range(len(batch.tokens)), _over_tokens(actor, batch, 1.0, head), forward_only=False)
-    )
+    every = range(len(batch.tokens))
+    collected = _run(actor, batch, every, over_tokens(actor, batch, 1.0, token_loss), forward_only=False)
+    sums = _sum_over_ranks(actor, collected)
     return {"loss/total": sums["loss/total"], **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
 
-def _loss_inputs(
-    batch: Batch, members: Tensor, logprobs: Tensor, entropy: Tensor, full_kl: Tensor | None
-) -> LossInputs:
-    def of_members(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[members]
+def _loss_inputs(batch: Batch, members: Tensor, values: TokenValues) -> LossInputs:
+    def of_members(field: Tensor | None) -> Tensor | None:
+        return None if field is None else field[members]
 
+    assert batch.advantages is not None, "with_advantages() comes before the update"
     return LossInputs(
-        logprobs=logprobs,
-        entropy=entropy,
+        logprobs=values.logprobs,
+        entropy=values.entropy,
         loss_mask=batch.loss_mask[members],
         advantages=batch.advantages[members],
         # one update a step: the policy before the update is the one being differentiated, bit for bit
-        old_logprobs=logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[members],
+        old_logprobs=values.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[members],
         rollout_logprobs=batch.rollout_logprobs[members],
         ref_logprobs=of_members(batch.ref_logprobs),
-        full_kl=full_kl,
+        full_kl=values.full_kl,
         policy_weights=of_members(batch.policy_weights),
         counted_mask=of_members(batch.denominator_mask),
     )
-
-
-def _over_tokens(
-    actor: MegatronActor, batch: Batch, temperature: float, head: Head
-) -> Callable[[MicroBatch, object, Tensor], Loss]:
-    """For `_run`: what turns hidden states into the values of sampled tokens and gives them to `head`.
-
-    head(members [n], logprobs [n, S], entropy [n, S], and full_kl [n, S] if batch.reference is there) -> (loss, metric sums); values
-    are 0 off the loss mask, gradients attached.
-    """
-
-    def loss(micro: MicroBatch, chunk, hidden: Tensor) -> Loss:
-        flat, grid_rows, columns = targets(micro, batch)
-        by_token = _head(actor, chunk, hidden, flat, batch.tokens[grid_rows, columns], temperature)
-        if batch.reference is not None:
-            by_token = (
-                *by_token,
-                _full_kl(actor, chunk, hidden, flat, batch.reference, (grid_rows, columns), temperature),
-            )
-        at = (torch.searchsorted(micro.members, grid_rows), columns)
-        shape = (len(micro.members), batch.tokens.shape[1])
-        return head(
-            micro.members, *(_all_context_ranks(values.new_zeros(shape).index_put(at, values)) for values in by_token)
-        )
-
-    return loss
 
 
 def _run(
     actor: MegatronActor,
     batch: Batch,
     rows: Sequence[int],
-    on_last_stage: Callable[[MicroBatch, object, Tensor], Loss],
+    on_last_stage: LastStage,
     forward_only: bool,
-) -> list[dict]:
-    """Megatron's schedule over the micro-batches of `rows`; the last stage calls on_last_stage(micro, chunk, hidden [s / tp, b, h])."""
+) -> list[dict[str, Tensor]]:
+    """Runs Megatron's schedule over the micro-batches of `rows`; returns the last stage's metric sums, [] elsewhere."""
     config, device = actor.config, actor.mesh.device
     layout, cp_rank = config.parallel, mpu.get_context_parallel_rank()
     micros = plan_micro_batches(batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank)
@@ -243,11 +227,11 @@ def _run(
         "real": batch.lengths[list(rows)].sum(),
     }
 
-    def loss(micro: MicroBatch, chunk, hidden: Tensor):
+    def loss(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         value, sums = on_last_stage(micro, chunk, hidden)
         return value, torch.tensor(0, dtype=torch.int, device=device), sums  # 0 tokens: Megatron divides by nothing
 
-    def forward_step(iterator, model):
+    def forward_step(iterator: Iterator[MicroBatch], model):
         micro = next(iterator)
         packed = None if micro.cu_seqlens is None else PackedSequences.make(micro.cu_seqlens, micro.max_seqlen)
         hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
@@ -259,71 +243,12 @@ def _run(
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=actor.model if len(actor.model) > 1 else actor.model[0],
         num_microbatches=len(micros),
-        seq_length=micros[0].tokens.shape[1]
-        * layout.cp,  # of the whole; Megatron divides by cp and tp for what a stage receives
+        # of the whole; Megatron divides by cp and tp for what a stage receives
+        seq_length=micros[0].tokens.shape[1] * layout.cp,
         micro_batch_size=micros[0].tokens.shape[0],
         forward_only=forward_only,
     )
     return [*collected, counts] if mpu.is_pipeline_last_stage(ignore_virtual=True) else []
-
-
-def _head(
-    actor: MegatronActor, chunk, hidden: Tensor, flat: Tensor, tokens: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Hidden states [s / tp, b, h] to log-probability and entropy [T] of `tokens` at the flat positions of [b, s]."""
-    weight = chunk.output_weight()
-    return chunked_logprobs(_gathered(actor, hidden)[flat], weight, tokens, temperature, *_vocabulary(actor, weight))
-
-
-def _full_kl(
-    actor: MegatronActor,
-    chunk,
-    hidden: Tensor,
-    flat: Tensor,
-    reference: ReferenceStates,
-    at: tuple[Tensor, Tensor],
-    temperature: float,
-) -> Tensor:
-    """Exact KL [T] to the reference at the flat positions, which predict the tokens at the Batch's rows and columns `at`."""
-    index, weight = reference.index[at], chunk.output_weight()
-    assert bool((index >= 0).all()), "the reference did not see a position on the rank that trains on it"
-    states = (_gathered(actor, hidden)[flat], weight, reference.hidden[index], reference.output_weight)
-    return chunked_full_kl(*states, temperature, *_vocabulary(actor, weight))
-
-
-def _gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:
-    """Hidden states [s / tp, b, h] as [b s, h] on every tensor-parallel rank."""
-    if actor.config.parallel.tp > 1:
-        # the gradient of this gather is a reduce-scatter: it sums the vocabulary shards' partial gradients
-        hidden = gather_from_sequence_parallel_region(hidden)
-    return hidden.transpose(0, 1).flatten(0, 1)
-
-
-def _vocabulary(actor: MegatronActor, weight: Tensor) -> tuple:
-    """chunk_tokens, vocab_start, vocab_size and reduce of this rank's shard `weight`, for the chunked functions."""
-    reduce = None
-    if actor.config.parallel.tp > 1:
-        group = mpu.get_tensor_model_parallel_group()
-
-        def reduce(tensor: Tensor, op: str) -> Tensor:
-            dist.all_reduce(tensor, op=_TP_OPS[op], group=group)
-            return tensor
-
-    return (
-        actor.config.logprob_chunk_tokens,
-        mpu.get_tensor_model_parallel_rank() * weight.shape[0],
-        actor.arch.vocab_size,
-        reduce,
-    )
-
-
-def _all_context_ranks(grid: Tensor) -> Tensor:
-    """Values of all context-parallel ranks' tokens; only this rank's carry a gradient, and Megatron sums gradients over them."""
-    if mpu.get_context_parallel_world_size() == 1:
-        return grid
-    total = grid.detach().clone()
-    dist.all_reduce(total, group=mpu.get_context_parallel_group())
-    return grid + (total - grid.detach())
 
 
 def _from_last_stage(tensor: Tensor) -> Tensor:
@@ -334,8 +259,8 @@ def _from_last_stage(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _sum_over_ranks(actor: MegatronActor, collected: list[dict]) -> dict[str, float]:
-    """Sums over micro-batches, then data-parallel ranks, in float64; every rank gets the last stage's."""
+def _sum_over_ranks(actor: MegatronActor, collected: list[dict[str, Tensor]]) -> dict[str, float]:
+    """Collective. Sums over micro-batches, then data-parallel ranks, in float64; every rank gets the last stage's."""
     names = sorted({name for sums in collected for name in sums})
     box = [names]
     if mpu.get_pipeline_model_parallel_world_size() > 1:
@@ -352,7 +277,10 @@ def _sum_over_ranks(actor: MegatronActor, collected: list[dict]) -> dict[str, fl
 
 
 def _expert_metrics(actor: MegatronActor) -> dict[str, float]:
-    """Largest expert load over the mean, averaged over layers: 1 is balanced, num_experts / top-k is one expert for all."""
+    """Collective. Returns the largest expert load over the mean, averaged over layers.
+
+    1 is balanced; num_experts / experts_per_token says that all tokens took the same experts.
+    """
     if not actor.arch.is_moe:
         return {}
     counts = actor.expert_load.take()

@@ -1,7 +1,7 @@
-"""Where a rank's time goes inside Megatron's schedule: computing, idle in the pipeline, waiting for the slowest rank.
+"""Measures where a rank's time goes in Megatron's schedule: computing, idle in the pipeline, waiting for the slowest.
 
-Megatron calls `config.timers(name)` around each forward and backward of a micro-batch. On a GPU the marks are CUDA events,
-read once a step after everything has run, so measuring waits for nothing.
+Megatron calls `config.timers(name)` around each forward and backward of a micro-batch. On a GPU the marks are CUDA
+events, read once a step after everything has run, so measuring waits for nothing.
 """
 
 import time
@@ -15,7 +15,7 @@ _COMPUTE = ("forward-compute", "backward-compute")
 
 
 class ScheduleClock:
-    """Set as Megatron's `config.timers`; `gradients_done` is called at the end of a schedule, before gradients are reduced."""
+    """Times Megatron's schedule as its `config.timers`; `gradients_done` ends one, before gradients are reduced."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -23,21 +23,24 @@ class ScheduleClock:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was measured, forwards of log-probabilities for instance."""
+        """Forgets what was measured, forwards of log-probabilities for instance."""
         self._spans: dict[str, list[tuple]] = {"compute": [], "schedule": [], "wait": []}
         self._open: dict[str, float | torch.cuda.Event] = {}
 
     def __call__(self, name: str, log_level: int = 0) -> "_Span":
+        """Returns the timer of this name, as Megatron asks for it."""
         return _Span(self, name)
 
     def start(self, name: str) -> None:
+        """Marks the beginning of a span."""
         self._open[name] = self._now()
 
     def stop(self, name: str, kind: str) -> None:
+        """Ends a span and counts it as compute, schedule or wait."""
         self._spans[kind].append((self._open.pop(name), self._now()))
 
     def gradients_done(self) -> None:
-        """Collective over all ranks, two tiny all-reduces: the stages of a pipeline meet, then everyone, as they would next anyway."""
+        """Collective. Lets pipeline stages meet, then everyone, as they would next anyway: two tiny all-reduces."""
         if mpu.get_pipeline_model_parallel_world_size() > 1:
             dist.all_reduce(self._one.clone(), group=mpu.get_pipeline_model_parallel_group())
         self.stop("forward-backward", "schedule")
@@ -47,7 +50,7 @@ class ScheduleClock:
         self.stop("wait", "wait")
 
     def take(self) -> dict[str, float]:
-        """Metrics since `clear`, the same on every rank; collective over all ranks.
+        """Collective. Returns metrics since `clear`, the same on every rank.
 
         schedule/compute_s and schedule/wait_s: mean over ranks, schedule/wait_max_s: of the rank that waits longest.
         schedule/pipeline_bubble: share of the schedule in which stages do not compute, with pipeline stages only.
@@ -83,7 +86,7 @@ class ScheduleClock:
 
 
 class _Span:
-    """What Megatron starts and stops: a micro-batch's forward or backward, or the whole schedule; other names are left out."""
+    """Times a micro-batch's forward or backward, or the whole schedule; ignores Megatron's other timers."""
 
     def __init__(self, clock: ScheduleClock, name: str):
         self._clock, self._name = clock, name

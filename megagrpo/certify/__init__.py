@@ -1,1 +1,1 @@
-"""`megagrpo certify`: evidence that the layout does not change the mathematics, for one experiment's architecture and algorithm."""
+"""Gives evidence that the layout does not change the mathematics of one experiment: `megagrpo certify`."""

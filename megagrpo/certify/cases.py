@@ -1,11 +1,16 @@
-"""What the certificate runs: layouts x {padded, packed} x {small, large token budget} x {no recompute, full}, and what it does not."""
+"""Lists what the certificate runs, and what it does not.
+
+Cases are layouts x {padded, packed} x {small, large token budget} x {no recompute, full}.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Literal
 
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 
+_RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
 SMALL_BUDGET, LARGE_BUDGET = 48, 4096  # tokens of a micro-batch: one to three samples, or all of them
 
 # name -> sizes; ranks that tp, pp and ep leave over are data parallel
@@ -29,34 +34,34 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the same batch. With the distributed optimizer only loss and updated weights can be compared."""
+    """Describes one run of the same batch; the distributed optimizer leaves only loss and weights to compare."""
 
     layout: str
     ranks: int
     parallel: dict[str, int] = field(default_factory=dict)
     packing: bool = False
     budget: int = LARGE_BUDGET
-    recompute: str = "none"
+    recompute: Literal["none", "full"] = "none"
     distributed: bool = False
     fault: str | None = None  # planted, see faults.py
 
     @property
     def variant(self) -> str:
-        """How the case differs from others of its layout, as the report prints it."""
+        """Says how the case differs from others of its layout, as the report prints it."""
         parts = ["packed" if self.packing else "padded", f"{self.budget} tokens"]
         parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         return ", ".join(parts + (["distributed optimizer"] if self.distributed else []))
 
 
-REFERENCE = Case("1 rank", 1)
+REFERENCE = Case(layout="1 rank", ranks=1)
 
 
-def layouts_of(actor: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
-    """The standing layouts and, under its own name, the experiment's, with even stages: the tiny model has its own layers."""
-    sizes = actor.parallel.model_dump(exclude={"first_stage_layers", "last_stage_layers"})
+def layouts_of(config: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
+    """Returns the standing layouts and the experiment's, with even stages: the tiny model has its own layers."""
+    sizes = config.parallel.model_dump(exclude={"first_stage_layers", "last_stage_layers"})
     own = {name: size for name, size in sizes.items() if size > 1}
-    known = [entry for entry in LAYOUTS.values() if entry == (actor.world_size, own)]
-    return LAYOUTS if known else LAYOUTS | {"the experiment's": (actor.world_size, own)}
+    known = [entry for entry in LAYOUTS.values() if entry == (config.world_size, own)]
+    return LAYOUTS if known else LAYOUTS | {"the experiment's": (config.world_size, own)}
 
 
 def grid(
@@ -66,7 +71,7 @@ def grid(
     only: Sequence[str] | None,
     fault: str | None,
 ) -> tuple[list[Case], dict[str, str]]:
-    """The cases to run, the reference first, and for every layout that is left out the reason.
+    """Returns the cases to run, the reference first, and for every layout that is left out the reason.
 
     Raises ValueError for a name in `only` that is no layout.
     """
@@ -82,10 +87,22 @@ def grid(
             left_out[name] = reason
             continue
         planted = fault if name != REFERENCE.layout else None
-        for recompute, packing, budget in product(("none", "full"), (False, True), (LARGE_BUDGET, SMALL_BUDGET)):
-            cases.append(Case(name, needed, parallel, packing, budget, recompute, fault=planted))
+        for recompute, packing, budget in product(_RECOMPUTE, (False, True), (LARGE_BUDGET, SMALL_BUDGET)):
+            cases.append(
+                Case(
+                    layout=name,
+                    ranks=needed,
+                    parallel=parallel,
+                    packing=packing,
+                    budget=budget,
+                    recompute=recompute,
+                    fault=planted,
+                )
+            )
         if needed > _replica(parallel):
-            cases.append(Case(name, needed, parallel, packing=True, distributed=True, fault=planted))
+            cases.append(
+                Case(layout=name, ranks=needed, parallel=parallel, packing=True, distributed=True, fault=planted)
+            )
     assert cases[0] == REFERENCE
     return cases, left_out
 

@@ -1,4 +1,6 @@
-"""`megagrpo certify`: one launch per world size, the one-rank reference first, then the report."""
+"""Runs `megagrpo certify`: one launch per world size, the one-rank reference first, then the certificate."""
+
+from __future__ import annotations
 
 import json
 import shutil
@@ -6,27 +8,30 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megagrpo.certify.cases import Case, grid, layouts_of
-from megagrpo.certify.report import write_report
+from megagrpo.certify.report import write_certificate
 from megagrpo.certify.subject import make_models
 from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.entrypoints import guarded
 from megagrpo.run_folder import RunFolder
 
+if TYPE_CHECKING:  # the command line imports this file
+    import torch
+
 
 def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = None, fault: str | None = None) -> int:
-    """Write the certificate into `<output_dir>/certify`; returns 0 when every case is within the bounds, else 1.
+    """Writes the certificate into `<output_dir>/certify`; returns 0 when every case is within the bounds, else 1.
 
-    only: layout names; default all that `ranks` can hold. ValueError for what cannot be run as asked.
+    only: layout names; default all that `ranks` can hold. Raises ValueError for what cannot be run as asked.
     """
     folder = RunFolder(Path(config.output_dir)).certify
     shutil.rmtree(folder, ignore_errors=True)
     layouts = layouts_of(config.actor)
     tiny = make_models(folder, config, config.actor.parallel, config.seed)
-    family = tiny["model_type"]
-    cases, left_out = grid(layouts, ranks, is_moe="num_experts_per_tok" in tiny, only=only, fault=fault)
+    cases, left_out = grid(layouts, ranks, is_moe=tiny.is_moe, only=only, fault=fault)
     if config.actor.transformer_engine:
         left_out["Transformer Engine's layers"] = "the certificate computes with torch's"
     if config.actor.dtype != "float32":
@@ -37,7 +42,7 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
         if found is None:
             return 1
         results += found
-    text, passed = write_report(folder, config.name, family, results, left_out)
+    text, passed = write_certificate(folder, name=config.name, family=tiny.family, results=results, left_out=left_out)
     print(text, end="")
     if not passed:
         print(f"megagrpo certify: above the bound; every figure is in {folder / 'report.json'}", file=sys.stderr)
@@ -45,18 +50,18 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
 
 
 def certify_main(config: ExperimentConfig) -> int:
-    """One rank of a world that `certify` started."""
+    """Runs one rank of a world that `certify` started."""
 
-    def body() -> None:
+    def body(device: torch.device) -> None:
         from megagrpo.certify.measure import certify_ranks
 
-        certify_ranks(config)
+        certify_ranks(config, device)
 
     return guarded(config, "certify", body)
 
 
 def _run_world(config: ExperimentConfig, folder: Path, world: int, cases: list[Case]) -> list[dict] | None:
-    """The results of the cases of one world size; None when its ranks failed, which the launcher has explained."""
+    """Returns the results of one world size's cases; None when its ranks failed, which the launcher has explained."""
     mine = folder / f"ranks{world}"
     mine.mkdir(parents=True)
     (mine / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))

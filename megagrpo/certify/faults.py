@@ -1,4 +1,4 @@
-"""Mistakes that were really made in public systems, planted on request: a certificate that cannot fail proves nothing.
+"""Plants mistakes that public systems really made, on request: a certificate that cannot fail proves nothing.
 
 Each is a context manager around one case; `after_build` acts on the actor that the case has built.
 """
@@ -6,18 +6,22 @@ Each is a context manager around one case; `after_build` acts on the actor that 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import ModuleType
 
 import torch
 
-from megagrpo.actor import megatron_actor, step
+from megagrpo.actor import head, megatron_actor, step
 from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.model import build_chunk
+from megagrpo.algo.loss import objective
+from megagrpo.batching.microbatch import plan_micro_batches, targets
 
 Plant = Callable[[MegatronActor], None]
 
 
 @contextmanager
 def planted(fault: str | None) -> Iterator[Plant]:
-    """Inside, actors are built and trained with the fault. ValueError for an unknown name."""
+    """Builds and trains actors with the fault inside. Raises ValueError for an unknown name."""
     if fault is None:
         yield lambda actor: None
         return
@@ -28,27 +32,34 @@ def planted(fault: str | None) -> Iterator[Plant]:
 
 
 @contextmanager
+def _replaced(module: ModuleType, **names: Callable) -> Iterator[None]:
+    """Puts other functions in the place of those that a module calls by these names."""
+    before = {name: getattr(module, name) for name in names}
+    try:
+        vars(module).update(names)
+        yield
+    finally:
+        vars(module).update(before)
+
+
+@contextmanager
 def _experts_not_reduced_over_tp() -> Iterator[Plant]:
-    """Megatron's own default at EP 1: expert gradients are summed over data-parallel ranks only."""
-    build = megatron_actor.build_chunk
+    """Does as Megatron's own default at EP 1: expert gradients are summed over data-parallel ranks only."""
 
     def build_as_released(*args):
-        chunk = build(*args)
+        chunk = build_chunk(*args)
         for name, parameter in chunk.named_parameters():
             if ".local_experts." in name:
                 parameter.allreduce = True
         return chunk
 
-    megatron_actor.build_chunk = build_as_released
-    try:
+    with _replaced(megatron_actor, build_chunk=build_as_released):
         yield lambda actor: None
-    finally:
-        megatron_actor.build_chunk = build
 
 
 @contextmanager
 def _no_data_parallel_reduction() -> Iterator[Plant]:
-    """Gradients stay those of this rank's own samples."""
+    """Leaves gradients those of this rank's own samples."""
 
     def after_build(actor: MegatronActor) -> None:
         for chunk in actor.model:
@@ -59,13 +70,12 @@ def _no_data_parallel_reduction() -> Iterator[Plant]:
 
 @contextmanager
 def _mean_of_micro_batch_means() -> Iterator[Plant]:
-    """Every micro-batch divides by its own tokens, and micro-batches and ranks are averaged."""
-    objective, plan = step.objective, step.plan_micro_batches
+    """Divides every micro-batch by its own tokens, and averages micro-batches and ranks."""
     count = 1
 
     def counting_plan(batch, rows, budget, packed, layout, mesh, *rest):
         nonlocal count
-        micros = plan(batch, rows, budget, packed, layout, mesh, *rest)
+        micros = plan_micro_batches(batch, rows, budget, packed, layout, mesh, *rest)
         count = len(micros) * mesh.dp_size
         return micros
 
@@ -75,16 +85,13 @@ def _mean_of_micro_batch_means() -> Iterator[Plant]:
         loss, sums = objective(inputs, algorithm, own)
         return loss / count, sums
 
-    step.objective, step.plan_micro_batches = local_objective, counting_plan
-    try:
+    with _replaced(step, objective=local_objective, plan_micro_batches=counting_plan):
         yield lambda actor: None
-    finally:
-        step.objective, step.plan_micro_batches = objective, plan
 
 
 @contextmanager
 def _router_differs_between_ranks() -> Iterator[Plant]:
-    """As a random initialisation without a broadcast leaves it."""
+    """Makes routers differ as a random initialisation without a broadcast does."""
 
     def after_build(actor: MegatronActor) -> None:
         if actor.mesh.rank > 0:
@@ -100,8 +107,7 @@ def _router_differs_between_ranks() -> Iterator[Plant]:
 
 @contextmanager
 def _label_of_local_neighbour() -> Iterator[Plant]:
-    """Labels shifted inside this rank's part of a sequence: wrong at the seams that context parallelism cuts."""
-    targets = step.targets
+    """Shifts labels inside this rank's part of a sequence: wrong at the seams that context parallelism cuts."""
 
     def local_targets(micro, batch):
         flat, rows, columns = targets(micro, batch)
@@ -109,11 +115,8 @@ def _label_of_local_neighbour() -> Iterator[Plant]:
         same_row = micro.rows.flatten()[neighbour] == rows
         return flat, rows, torch.where(same_row, micro.columns.flatten()[neighbour], columns)
 
-    step.targets = local_targets
-    try:
+    with _replaced(head, targets=local_targets), _replaced(step, targets=local_targets):
         yield lambda actor: None
-    finally:
-        step.targets = targets
 
 
 FAULTS = {

@@ -1,4 +1,4 @@
-"""One rank's part of the certificate: the same batch under one case after another, compared with the one-rank reference."""
+"""Measures the same batch under one case after another, on one rank, against the one-rank reference."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo import environment
-from megagrpo.actor import DEVICE
 from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
 from megagrpo.actor.step import backward, denominators_of, token_logprobs, with_logprobs
 from megagrpo.algo.advantage import with_advantages
@@ -34,22 +33,31 @@ _CHUNK_TOKENS = 32
 
 @contextmanager
 def joined(
-    store: Path, actor: ActorConfig, optimizer: OptimizerConfig, model: str, num_updates: int = 10
+    store: Path,
+    *,
+    config: ActorConfig,
+    optimizer: OptimizerConfig,
+    model_path: str,
+    device: torch.device,
+    num_updates: int = 10,
 ) -> Iterator[MegatronActor]:
-    """Inside, this process is a rank of a fresh world with this layout. `store`: a path that no world has used yet."""
+    """Makes this process a rank of a fresh world with this layout. `store`: a path that no world has used yet."""
     world, rank = environment.get_int("WORLD_SIZE", 1), environment.get_int("RANK", 0)
-    backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    meeting = dist.FileStore(str(store), world)  # type: ignore[attr-defined]  # torch does not declare the export
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world)
     built = None
     try:
-        built = MegatronActor(model, actor, optimizer, num_updates, 0, DEVICE)
+        built = MegatronActor(
+            model_path=model_path, config=config, optimizer=optimizer, num_updates=num_updates, seed=0, device=device
+        )
         yield built
     finally:
         leave_distributed(built)
 
 
 def whole(weights: ActorWeights, values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """Values by parameter (weights or gradients) as whole HF tensors on the main rank, {} elsewhere. Collective."""
+    """Collective. Returns weights or gradients as whole HF tensors on the main rank, {} elsewhere."""
     plan = make_gather_plan(mesh.gather_world(weights.copies), weights.hf_specs, torch.float32, 1 << 30)
     return {name: tensor.clone() for bucket in gather_buckets(plan, values, mesh) for name, tensor in bucket.items()}
 
@@ -57,7 +65,7 @@ def whole(weights: ActorWeights, values: Mapping[str, Tensor], mesh: Mesh) -> di
 def ratios(
     weights: ActorWeights, values: Mapping[str, Tensor], reference: Mapping[str, Tensor], mesh: Mesh
 ) -> dict[str, float]:
-    """max|v - r| / max|r| by HF tensor, the largest of all ranks: replicas are compared too. The same on every rank; collective."""
+    """Collective. Returns max|v - r| / max|r| by HF tensor, the largest of all ranks: replicas are compared too."""
     found: dict[str, float] = {}
     for copy in weights.copies:
         whole_tensor = reference[copy.hf]
@@ -74,8 +82,8 @@ def ratios(
     return {name: max(part.get(name, 0.0) for part in everyone) for name in reference}
 
 
-def certify_ranks(config: ExperimentConfig) -> None:
-    """Run the cases of `<output_dir>/cases.json` and write results.json beside it. One of the cases' ranks; collective."""
+def certify_ranks(config: ExperimentConfig, device: torch.device) -> None:
+    """Collective. Runs the cases of `<output_dir>/cases.json` and writes results.json beside it."""
     folder = Path(config.output_dir)
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
     results = []
@@ -84,7 +92,7 @@ def certify_ranks(config: ExperimentConfig) -> None:
             {
                 "case": asdict(case),
                 "variant": case.variant,
-                **measure(config, case, folder.parent, folder / f"store{number}"),
+                **measure(config, case, folder=folder.parent, store=folder / f"store{number}", device=device),
             }
         )
         if environment.get_int("RANK", 0) == 0:
@@ -95,8 +103,11 @@ def certify_ranks(config: ExperimentConfig) -> None:
         write_whole(folder / "results.json", json.dumps(results))
 
 
-def measure(config: ExperimentConfig, case: Case, folder: Path, store: Path) -> dict:
-    """One case: loss, gradient norm, and differences to `folder`/reference.pt, which the reference case itself writes."""
+def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, device: torch.device) -> dict:
+    """Collective. Returns one case's loss, gradient norm, and differences to `folder`/reference.pt.
+
+    The reference case writes that file.
+    """
     actor_config = ActorConfig(
         world_size=case.ranks,
         parallel=ParallelConfig(**case.parallel),
@@ -108,7 +119,10 @@ def measure(config: ExperimentConfig, case: Case, folder: Path, store: Path) -> 
     )
     optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed})
     groups = make_groups(config, config.seed)
-    with planted(case.fault) as plant, joined(store, actor_config, optimizer, config.model.path) as actor:
+    with (
+        planted(case.fault) as plant,
+        joined(store, config=actor_config, optimizer=optimizer, model_path=config.model.path, device=device) as actor,
+    ):
         if config.algorithm.uses_reference:
             actor.load_hf(HfFolder(folder / "reference"))
             actor.keep_reference()
@@ -125,10 +139,10 @@ def _placed(actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
 
 
 def _backward(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup], base: Tensor) -> float:
-    """Gradients of the experiment's loss; returns the loss.
+    """Collective. Computes the gradients of the experiment's loss; returns the loss.
 
-    base: [samples, S] log-probabilities of the one-rank model. Those of the rollout and of the old policy are noise around it, far
-    enough for clips to act; the reference's are computed.
+    base: [samples, S] log-probabilities of the one-rank model. Those of the rollout and of the old policy are noise
+    around it, far enough for clips to act; the reference's are computed.
     """
     algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
     batch = _placed(actor, groups)
@@ -169,7 +183,10 @@ def _compare(
     reference: dict,
     readable_gradients: bool,
 ) -> dict:
-    """The distributed optimizer leaves each rank its shard of the summed gradient: then the updated weights speak for them."""
+    """Compares with the reference.
+
+    The distributed optimizer leaves each rank its shard of the summed gradient: then updated weights speak for them.
+    """
     loss = _backward(config, actor, groups, reference["base"])
     gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh) if readable_gradients else {}
     norm = actor.optimizer_step()["optim/grad_norm"]

@@ -1,4 +1,4 @@
-"""The certificate's verdict: report.json with every figure, report.md for people."""
+"""Gives the certificate's verdict: report.json with every figure, report.md for people."""
 
 import json
 import math
@@ -10,7 +10,7 @@ LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-5, 1e-6
 
 
 def failures(result: dict) -> list[str]:
-    """What of one case is above its bound, with the figure. NaN is above every bound."""
+    """Returns what of one case is above its bound, with the figure. NaN is above every bound."""
     found = []
     if not result["loss_error"] <= LOSS_BOUND:
         found.append(f"loss off by {result['loss_error']:.2g}")
@@ -26,22 +26,24 @@ def failures(result: dict) -> list[str]:
 
 
 def worst_gradient(result: dict) -> tuple[str, float]:
-    """The parameter with the largest max|g - g1| / max|g1|, and that; ("", 0) where gradients cannot be read."""
+    """Returns the parameter with the largest max|g - g1| / max|g1|, and that; ("", 0) without gradients."""
     return max(
         result["gradients"].items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1], default=("", 0.0)
     )
 
 
-def write_report(
-    folder: Path, name: str, family: str, results: list[dict], left_out: dict[str, str]
+def write_certificate(
+    folder: Path, *, name: str, family: str, results: list[dict], left_out: dict[str, str]
 ) -> tuple[str, bool]:
-    """Write both files; returns the table and whether every case is within the bounds."""
+    """Writes both files; returns the table and whether every case is within the bounds."""
     passed = all(not failures(result) for result in results)
     lines = [
         f"# Certificate of {name} ({family}): {'passed' if passed else 'FAILED'}",
         "",
-        f"Same batch, same weights, float32, against one rank (padded, one micro-batch). Bounds: loss {LOSS_BOUND:g}, per parameter",
-        f"max|g - g1| / max|g1| {GRADIENT_BOUND:g}, gradient norm {NORM_BOUND:g} of it, weights after one update {WEIGHT_BOUND:g}",
+        "Same batch, same weights, float32, against one rank (padded, one micro-batch). "
+        f"Bounds: loss {LOSS_BOUND:g}, per parameter",
+        f"max|g - g1| / max|g1| {GRADIENT_BOUND:g}, gradient norm {NORM_BOUND:g} of it, "
+        f"weights after one update {WEIGHT_BOUND:g}",
         "of the largest.",
         "",
         "| layout | variant | loss | loss error | gradient norm | worst gradient | weights | |",
@@ -51,8 +53,8 @@ def write_report(
         case, wrong = result["case"], failures(result)
         gradient = f"{worst_gradient(result)[1]:.1e}" if result["gradients"] else "(sharded)"
         lines.append(
-            f"| {case['layout']} | {result['variant']} | {result['loss']:.7f} | {result['loss_error']:.1e} | {result['grad_norm']:.6f} "
-            f"| {gradient} | {result['weights']:.1e} | {'; '.join(wrong) or 'ok'} |"
+            f"| {case['layout']} | {result['variant']} | {result['loss']:.7f} | {result['loss_error']:.1e} "
+            f"| {result['grad_norm']:.6f} | {gradient} | {result['weights']:.1e} | {'; '.join(wrong) or 'ok'} |"
         )
     lines += ["", *(f"Not run: {layout}: {reason}." for layout, reason in left_out.items())]
     text = "\n".join(lines) + "\n"

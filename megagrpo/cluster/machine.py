@@ -26,7 +26,7 @@ def run(config: ExperimentConfig) -> int:
     USR1: save after the present step and return STOPPED. TERM, INT, USR2: end at once.
     Raises ValueError, before anything starts, with every problem that can be known by then.
     """
-    from megagrpo.explain import preflight  # imports transformers: seconds in which a node could not be told to stop
+    from megagrpo.preflight import preflight  # imports transformers: seconds in which a node could not be told to stop
 
     problems = preflight(config)
     if problems:

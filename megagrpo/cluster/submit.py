@@ -10,7 +10,7 @@ from pathlib import Path
 import megagrpo
 from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig, RolloutConfig
-from megagrpo.explain import preflight
+from megagrpo.preflight import preflight
 from megagrpo.run_folder import RunFolder
 
 SCRIPTS = {"one-job": "one_job.sbatch", "het": "het_job.sbatch", "one-node": "one_node.sbatch"}

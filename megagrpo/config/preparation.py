@@ -1,12 +1,18 @@
 """The sections of what comes before GRPO: `sft`, the supervised warm-up, and `prepare`, a tiny model and its data."""
 
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megagrpo.config.actor import OptimizerConfig
 from megagrpo.config.data import DataConfig
 from megagrpo.config.section import PositiveFloat, PositiveInt, Section
+from megagrpo.families.table import FAMILIES
+
+if TYPE_CHECKING:
+    FamilyName = str  # a type checker takes no computed Literal
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
 
 
 class SftConfig(Section):
@@ -26,7 +32,7 @@ class TinyModelConfig(Section):
     """A randomly initialised model for laptops, made by `megagrpo prepare` with a character tokenizer."""
 
     path: str = Field(description="Folder to create.")
-    family: Literal["qwen2", "qwen3", "qwen3_moe", "llama"] = Field(default="qwen3_moe", description="Model family.")
+    family: FamilyName = Field(default="qwen3_moe", description="Model family.")
     alphabet: str = Field(
         default="0123456789+-*/=.()<># ", description="Characters that the tokenizer knows, one a token."
     )

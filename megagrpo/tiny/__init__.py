@@ -1,1 +1,1 @@
-"""What `megagrpo prepare` makes for laptops: a random model of a real family, and small verifiable problems."""
+"""Makes what `megagrpo prepare` offers for laptops: a random model of a real family, and small verifiable problems."""

@@ -1,4 +1,4 @@
-"""Exact values of arithmetic expressions: what the tiny tasks call the right answer, and what the calculator tool says."""
+"""Computes exact values of arithmetic expressions: the tiny tasks' right answers, and what the calculator tool says."""
 
 import ast
 import re
@@ -18,7 +18,10 @@ def calculator(text: str) -> str | None:
 
 
 def exact_value(expression: str) -> str | None:
-    """The value of + - * / ( ) over decimal numbers as the shortest decimal text; None if unreadable or not a finite decimal."""
+    """Returns the value of + - * / ( ) over decimal numbers as the shortest decimal text.
+
+    None if unreadable or not a finite decimal.
+    """
     try:
         value = _evaluate(ast.parse(expression, mode="eval").body, expression)
     except (SyntaxError, ZeroDivisionError, ValueError):
@@ -49,5 +52,7 @@ def _evaluate(node: ast.expr, source: str) -> Fraction:
         case ast.UnaryOp(ast.USub(), operand):
             return -_evaluate(operand, source)
         case ast.Constant(int() | float()):
-            return Fraction(ast.get_source_segment(source, node))  # from the text: 0.1 is one tenth
+            text = ast.get_source_segment(source, node)
+            assert text is not None, "parsed from this very source"
+            return Fraction(text)  # from the text: 0.1 is one tenth
     raise ValueError(f"{ast.dump(node)} is not arithmetic")

@@ -1,6 +1,7 @@
-"""Small verifiable tasks for tiny models: sft.jsonl, train.jsonl and eval.jsonl of {"prompt": "37+48=", "answer": "85"}.
+"""Makes small verifiable tasks for tiny models: lines of {"prompt": "37+48=", "answer": "85"}.
 
-No expression is in two of the three files, and the same seed always writes the same bytes.
+They go into sft.jsonl, train.jsonl and eval.jsonl. No expression is in two of the three files, and the same seed
+always writes the same bytes.
 """
 
 import json
@@ -24,10 +25,10 @@ Row = dict[str, str]
 
 
 def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
-    """Write the three files of `config.folder`, each whole or not at all.
+    """Writes the three files of `config.folder`, each whole or not at all.
 
-    Returns what was found, dropped (by reason) and written. Raises ValueError when there are too few different problems or
-    when the source is missing.
+    Returns what was found, dropped (by reason) and written. Raises ValueError when there are too few different
+    problems or when the source is missing.
     """
     match config.kind:
         case "arithmetic":
@@ -42,14 +43,15 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
 
 
 def _arithmetic(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]], dict[str, int]]:
-    """Sums and differences of 0..max_operand, and products with 0..12; drawn by index, so that no list of all is made."""
+    """Returns sums and differences of 0..max_operand, and products with 0..12, drawn by index."""
     side = config.max_operand + 1
     factors = min(side, _MAX_FACTOR + 1)
     total = side * side * 2 + side * factors
     wanted = config.num_sft + config.num_train + config.num_eval
     if wanted > total:
         raise ValueError(
-            f"prepare.dataset: {wanted} problems wanted, but operands up to {config.max_operand} (max_operand) give only {total}"
+            f"prepare.dataset: {wanted} problems wanted, "
+            f"but operands up to {config.max_operand} (max_operand) give only {total}"
         )
     rows = [
         _problem(index, side, factors) for index in random.Random(f"arithmetic {seed}").sample(range(total), wanted)
@@ -66,7 +68,7 @@ def _arithmetic(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
 
 
 def _called(row: Row) -> Row:
-    """The problem with an answer that asks the calculator and repeats what it says."""
+    """Returns the problem with an answer that asks the calculator and repeats what it says."""
     return row | {"answer": f"<{row['prompt'].removesuffix('=')}>{row['answer']}={row['answer']}"}
 
 
@@ -80,10 +82,10 @@ def _problem(index: int, side: int, factors: int) -> Row:
 
 
 def _gsm8k_calc(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]], dict[str, int]]:
-    """The calculator annotations <<48/2=24>> inside GSM8K's own solutions (Cobbe et al. 2021).
+    """Returns the calculator annotations <<48/2=24>> inside GSM8K's own solutions (Cobbe et al. 2021).
 
-    GRPO trains on those of its train split and is evaluated on those of its test split that the former lacks. The warm-up
-    gets neither: its expressions are the train split's with other numbers of the train split put in.
+    GRPO trains on those of its train split and is evaluated on those of its test split that the former lacks. The
+    warm-up gets neither: its expressions are the train split's with other numbers of the train split put in.
     """
     if config.source is None:
         raise ValueError(
@@ -113,7 +115,7 @@ def _gsm8k_calc(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
 
 
 def _recombined(train: dict[str, str], taken: Set[str], config: DatasetConfig, seed: int) -> dict[str, str]:
-    """`num_sft` new expressions: the forms and the numbers of `train`, each as often as there, but none of `taken`."""
+    """Returns `num_sft` new expressions: forms and numbers of `train`, each as often as there, none of `taken`."""
     choose = random.Random(f"gsm8k_calc recombined {seed}")
     forms = list(train)
     numbers = [number for form in forms for number in _NUMBER.findall(form)]
@@ -135,7 +137,7 @@ def _fits(expression: str, answer: str, config: DatasetConfig) -> bool:
 
 
 def _expressions(path: Path, config: DatasetConfig, reasons: Counter[str]) -> dict[str, str]:
-    """Expression -> exact answer, in order of appearance; what is left out is counted in `reasons`."""
+    """Returns expression -> exact answer, in order of appearance; what is left out is counted in `reasons`."""
     if not path.is_file():
         raise ValueError(
             f"{path}: no such file; prepare.dataset.source is the folder with GSM8K's train.jsonl and test.jsonl"

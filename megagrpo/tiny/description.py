@@ -1,28 +1,27 @@
-"""The tiny model's config.json, without torch: `megagrpo check` explains a model before `megagrpo prepare` has made it."""
+"""Describes the tiny model without torch: `megagrpo check` explains it before `megagrpo prepare` has made it."""
+
+from typing import Any
 
 from megagrpo.config.schema import TinyModelConfig
+from megagrpo.families.table import FAMILIES
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0..3; the alphabet follows
 MAX_POSITIONS = 2048
-_VOCAB_MULTIPLE = (
-    32  # so that any small tensor-parallel size divides it; the spare rows are never sampled after warm-up
-)
-_ARCHITECTURE = {
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
+# so that any small tensor-parallel size divides it; the spare rows are never sampled after warm-up
+_VOCAB_MULTIPLE = 32
 
 
-def hf_config(config: TinyModelConfig) -> dict:
-    """config.json in the spelling of the released checkpoints, which transformers, SGLang and our actor all read.
+def hf_config(config: TinyModelConfig) -> dict[str, Any]:
+    """Returns config.json in the spelling of released checkpoints, which transformers, SGLang and our actor read.
 
     Raises ValueError for sizes that the family cannot have.
     """
-    _check(config)
+    problems = _problems(config)
+    if problems:
+        raise ValueError("prepare.model: " + "; ".join(problems))
+    family = FAMILIES[config.family]
     hf = {
-        "architectures": [_ARCHITECTURE[config.family]],
+        "architectures": [family.HF_CLASS],
         "model_type": config.family,
         "vocab_size": -(-(len(SPECIAL_TOKENS) + len(config.alphabet)) // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
         "hidden_size": config.hidden_size,
@@ -45,34 +44,18 @@ def hf_config(config: TinyModelConfig) -> dict:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    if config.family == "qwen3_moe":
-        hf |= {
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.experts_per_token,
-            "moe_intermediate_size": config.expert_ffn_size,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "router_aux_loss_coef": 0.0,
-        }
-    return hf
+    return hf | family.tiny_options(config)
 
 
-def _check(c: TinyModelConfig) -> None:
-    repeated = sorted({char for char in c.alphabet if c.alphabet.count(char) > 1})
-    if repeated or not c.alphabet:
-        raise ValueError(
-            f"prepare.model.alphabet {c.alphabet!r}: {'repeats ' + ''.join(repeated) if repeated else 'is empty'}"
-        )
-    if c.num_heads % c.num_kv_heads:
-        raise ValueError(f"prepare.model.num_heads {c.num_heads} is not a multiple of num_kv_heads {c.num_kv_heads}")
-    if c.head_dim % 2:
-        raise ValueError(f"prepare.model.head_dim {c.head_dim} is odd: rotary embedding turns pairs")
-    if c.family in ("qwen2", "llama") and c.num_heads * c.head_dim != c.hidden_size:
-        raise ValueError(
-            f"prepare.model: {c.family} needs num_heads x head_dim = hidden_size, not {c.num_heads} x {c.head_dim} != {c.hidden_size}"
-        )
-    if c.family == "qwen3_moe" and c.experts_per_token > c.num_experts:
-        raise ValueError(
-            f"prepare.model.experts_per_token {c.experts_per_token} is more than num_experts {c.num_experts}"
-        )
+def _problems(sizes: TinyModelConfig) -> list[str]:
+    problems = []
+    repeated = sorted({char for char in sizes.alphabet if sizes.alphabet.count(char) > 1})
+    if repeated:
+        problems.append(f"alphabet {sizes.alphabet!r}: repeats {''.join(repeated)}")
+    if not sizes.alphabet:
+        problems.append("alphabet is empty")
+    if sizes.num_heads % sizes.num_kv_heads:
+        problems.append(f"num_heads {sizes.num_heads} is not a multiple of num_kv_heads {sizes.num_kv_heads}")
+    if sizes.head_dim % 2:
+        problems.append(f"head_dim {sizes.head_dim} is odd: rotary embedding turns pairs")
+    return problems + FAMILIES[sizes.family].tiny_problems(sizes)

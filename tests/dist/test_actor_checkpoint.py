@@ -1,6 +1,6 @@
-"""Checkpoints of the actor: the same layout resumes bit for bit, another layout with the same next step; damage is refused.
+"""Checkpoints of the actor: the same layout resumes bit for bit, another one with the same next step.
 
-Ranks save, another world loads, saves again, and the first world loads that. Launch by launch: 2 ranks, 1 rank, 2 ranks.
+Ranks save, another world loads, saves again, and the first world loads that: 2 ranks, 1 rank, 2 ranks.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,17 @@ CASES = {
     "EP2 distributed optimizer": {"model": "qwen3_moe", "parallel": {"ep": 2}, "distributed": True},
     "TP2xEP2": {"model": "qwen3_moe", "parallel": {"tp": 2, "ep": 2}},
 }
-BEFORE_THE_FIRST_STEP = ("DP2 distributed optimizer", "TP2", "EP2 distributed optimizer")  # the optimiser has no state yet
+# the optimiser has no state yet
+BEFORE_THE_FIRST_STEP = ("DP2 distributed optimizer", "TP2", "EP2 distributed optimizer")
 RUNS = [(name, 2) for name in CASES] + [(name, 0) for name in BEFORE_THE_FIRST_STEP]  # and updates before the save
 PLAIN = ("DP2", "TP2 distributed optimizer", "PP2 tied", "EP2")  # near to others: by --full
 LATER = [run for run in RUNS if run[0] in PLAIN or run in (("TP2", 0), ("EP2 distributed optimizer", 0))]
 SETS = {"first": [run for run in RUNS if run not in LATER], "later": LATER}
-EVERY_RUN = [pytest.param(part, *run, marks=[pytest.mark.slow] * (part == "later")) for part, runs in SETS.items() for run in runs]
+EVERY_RUN = [
+    pytest.param(part, *run, marks=[pytest.mark.slow] * (part == "later"))
+    for part, runs in SETS.items()
+    for run in runs
+]
 pytestmark = pytest.mark.timeout(900)  # one fixture runs three launches for all tests
 
 
@@ -40,7 +45,7 @@ def key(name: str, warm: int) -> str:
 
 @pytest.fixture(scope="module")
 def saved(hf_models: Path, tmp_path_factory) -> Callable[[str], Path]:
-    """Every case of one of SETS saved by two ranks, resumed by two ranks, by one rank, which saves again, and by two ranks from that."""
+    """Every case of a set saved by two ranks, resumed by two, by one, which saves again, and by two from that."""
 
     @cache
     def folder_of(part: str) -> Path:
@@ -68,7 +73,9 @@ def test_same_layout_is_bit_identical(saved: Callable[[str], Path], part: str, n
     straight, resumed = (torch.load(saved(part) / f"{key(name, warm)}.{kind}.pt") for kind in ("straight", "same"))
     for what, value in straight.items():
         if isinstance(value, dict):
-            assert value and all(torch.equal(tensor, resumed[what][tensor_name]) for tensor_name, tensor in value.items()), what
+            assert value and all(
+                torch.equal(tensor, resumed[what][tensor_name]) for tensor_name, tensor in value.items()
+            ), what
         else:
             assert value == resumed[what], what
 
@@ -93,5 +100,7 @@ def test_other_layout_takes_the_same_next_steps(saved: Callable[[str], Path], pa
 def test_the_two_updates_move_the_weights(saved: Callable[[str], Path]):
     """Else the comparisons above would compare nothing."""
     after = torch.load(saved("first") / f"{key('EP2 distributed optimizer', 2)}.straight.pt")
-    moved = {name: float((after["weights11"][name] - tensor).abs().max()) for name, tensor in after["weights10"].items()}
+    moved = {
+        name: float((after["weights11"][name] - tensor).abs().max()) for name, tensor in after["weights10"].items()
+    }
     assert min(moved.values()) > 100 * WEIGHT_BOUND

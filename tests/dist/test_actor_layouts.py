@@ -1,4 +1,4 @@
-"""The actor against transformers and against itself on one rank: logits, log-probabilities, gradients, export, one update.
+"""The actor against transformers and itself on one rank: logits, log-probabilities, gradients, export, update.
 
 Float32, gloo. All checks of one world size share a launch; a failing check is named by model, layout and variant.
 """
@@ -40,14 +40,28 @@ def layouts_for(model: str) -> list[str]:
     return [name for name, sizes in LAYOUTS.items() if model in MOE or not sizes.keys() & {"ep", "etp"}]
 
 
-def jobs_of(world: int, models: tuple[str, ...], folder: Path, variants: tuple[str, ...]) -> dict[tuple[str, str, str], dict]:
-    """(model, layout, what) -> job. The first jobs of each model on one rank write the references of its update jobs."""
+def jobs_of(
+    world: int, models: tuple[str, ...], folder: Path, variants: tuple[str, ...]
+) -> dict[tuple[str, str, str], dict]:
+    """(model, layout, what) -> job. The first jobs of a model on one rank write the references of its update jobs."""
     jobs = {}
     for model in models:
         base = {"model": str(folder / model), "reference": str(folder / f"{model}.rank1.pt")}
         if world == 1:
-            jobs[model, "1", "reference"] = {**base, "do": "layout", "write": True, **VARIANTS["padded"], "budget": 4096}
-            jobs[model, "1", "few"] = {**base, "do": "layout", "write": True, "keep": 1, "reference": str(folder / f"{model}.few.pt")}
+            jobs[model, "1", "reference"] = {
+                **base,
+                "do": "layout",
+                "write": True,
+                **VARIANTS["padded"],
+                "budget": 4096,
+            }
+            jobs[model, "1", "few"] = {
+                **base,
+                "do": "layout",
+                "write": True,
+                "keep": 1,
+                "reference": str(folder / f"{model}.few.pt"),
+            }
         for layout, variant in product(layouts_for(model), variants):
             if WORLD.get(layout, 2) == world:
                 job = {**base, "parallel": LAYOUTS[layout], **VARIANTS[variant]}
@@ -60,7 +74,10 @@ def special_jobs(model: str, folder: Path) -> dict[tuple[str, str, str], dict]:
     """On two ranks: fewer samples than ranks (one has dummy micro-batches only), distributed optimizer, recompute."""
     base = {"model": str(folder / model), "reference": str(folder / f"{model}.rank1.pt"), "do": "layout"}
     few = {**base, "keep": 1, "reference": str(folder / f"{model}.few.pt")}
-    jobs = {(model, "DP2", "update one sample"): few, (model, "DP2", "update distributed optimizer"): {**base, "distributed": True}}
+    jobs = {
+        (model, "DP2", "update one sample"): few,
+        (model, "DP2", "update distributed optimizer"): {**base, "distributed": True},
+    }
     if model in MOE:
         ep2 = {"parallel": {"ep": 2}}
         jobs[model, "EP2", "update one sample"] = {**few, **ep2, "packing": False}
@@ -70,7 +87,9 @@ def special_jobs(model: str, folder: Path) -> dict[tuple[str, str, str], dict]:
     return jobs
 
 
-def check(folder: Path, world: int, jobs: dict[tuple[str, str, str], dict], figures: LayoutFigures) -> dict[tuple[str, str, str], dict]:
+def check(
+    folder: Path, world: int, jobs: dict[tuple[str, str, str], dict], figures: LayoutFigures
+) -> dict[tuple[str, str, str], dict]:
     """Run the jobs, keep their figures, fail with every problem; returns the results."""
     first = "-".join(next(iter(jobs))).replace(" ", "_")
     results = dict(zip(jobs, run_ranks(world, folder / f"world{world}_{first}", list(jobs.values())), strict=True))
@@ -87,7 +106,11 @@ def problems_of(what: str, result: dict) -> list[str]:
     forward = what.startswith("forward")
     bounds = {"logits": LOGIT_BOUND, "logprobs": LOGIT_BOUND, "norm": GRADIENT_BOUND, "weights": WEIGHT_BOUND}
     bounds["loss"] = 1e-5 if forward else LOSS_BOUND
-    found = [f"{name} off by {result[name]:.2g}" for name, bound in bounds.items() if name in result and not result[name] <= bound]
+    found = [
+        f"{name} off by {result[name]:.2g}"
+        for name, bound in bounds.items()
+        if name in result and not result[name] <= bound
+    ]
     gradients = result.get("gradients", {}).items()
     found += [f"gradient of {name} off by {value:.2g}" for name, value in gradients if not value <= GRADIENT_BOUND]
     if forward and not result["export"]:
@@ -121,11 +144,18 @@ def test_few_samples_distributed_optimizer_and_recompute(one_rank: Path, layout_
     results = check(one_rank, 2, special_jobs("qwen3", one_rank) | special_jobs("qwen3_moe", one_rank), layout_figures)
     calls = {key[1:]: result["attention_calls"] for key, result in results.items()}
     for layout, kind in product(("PP2", "TP2xEP2"), ("full", "selective")):
-        assert calls[layout, f"update recompute {kind}"] == 2 * calls[layout, "update recompute none"], "it was computed once more"
+        assert calls[layout, f"update recompute {kind}"] == 2 * calls[layout, "update recompute none"], (
+            "it was computed once more"
+        )
 
 
 def test_four_ranks(one_rank: Path, layout_figures: LayoutFigures):
-    check(one_rank, 4, jobs_of(4, MODELS[:1], one_rank, ("padded",)) | jobs_of(4, MODELS[1:2], one_rank, ("packed",)), layout_figures)
+    check(
+        one_rank,
+        4,
+        jobs_of(4, MODELS[:1], one_rank, ("padded",)) | jobs_of(4, MODELS[1:2], one_rank, ("packed",)),
+        layout_figures,
+    )
 
 
 @pytest.mark.slow
@@ -133,5 +163,10 @@ def test_the_rest_of_the_grid(one_rank: Path, layout_figures: LayoutFigures):
     jobs = jobs_of(2, MODELS[2:], one_rank, ("packed",))
     check(one_rank, 2, {key: job for key, job in jobs.items() if key[1] not in OF_OTHER_MODELS}, layout_figures)
     check(one_rank, 2, jobs_of(2, MODELS[2:], one_rank, ("padded",)), layout_figures)
-    check(one_rank, 4, jobs_of(4, MODELS[:1], one_rank, ("packed",)) | jobs_of(4, MODELS[1:2], one_rank, ("padded",)), layout_figures)
+    check(
+        one_rank,
+        4,
+        jobs_of(4, MODELS[:1], one_rank, ("packed",)) | jobs_of(4, MODELS[1:2], one_rank, ("padded",)),
+        layout_figures,
+    )
     check(one_rank, 4, jobs_of(4, MODELS[2:], one_rank, BOTH), layout_figures)

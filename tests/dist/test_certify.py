@@ -10,16 +10,20 @@ from pathlib import Path
 import pytest
 
 from megagrpo.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
-from megagrpo.certify.report import failures, write_report
+from megagrpo.certify.report import failures, write_certificate
 from megagrpo.certify.subject import make_models
-from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.config.load import load_config
+from megagrpo.config.schema import ActorConfig, ParallelConfig
 from tests.dist.workers.launch import run_ranks
 
 pytestmark = pytest.mark.timeout(900)
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 ALGORITHMS = {
-    "grpo, k3 in the loss, entropy": {"kl": {"loss_coef": 0.1}, "entropy_coef": 0.01, "aggregation": "seq-mean-token-mean"},
+    "grpo, k3 in the loss, entropy": {
+        "kl": {"loss_coef": 0.1},
+        "entropy_coef": 0.01,
+        "aggregation": "seq-mean-token-mean",
+    },
     "dr_grpo, exact KL": {
         "advantage": {"name": "dr_grpo"},
         "aggregation": "seq-mean-token-sum-norm",
@@ -29,7 +33,10 @@ ALGORITHMS = {
         "loss": {"name": "gspo", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
         "mismatch": {"weight": {"name": "tis"}, "reject": {"high": 1.02}},
     },
-    "reinforce++, KL in the reward": {"advantage": {"name": "reinforce_plus_plus"}, "kl": {"reward_coef": 0.1, "estimator": "k1"}},
+    "reinforce++, KL in the reward": {
+        "advantage": {"name": "reinforce_plus_plus"},
+        "kl": {"reward_coef": 0.1, "estimator": "k1"},
+    },
     "remax, cispo": {"advantage": {"name": "remax"}, "loss": {"name": "cispo"}, "aggregation": "seq-mean-token-sum"},
 }
 FIRST = next(iter(ALGORITHMS))
@@ -58,7 +65,12 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     for place in list(places.values())[1:]:
         shutil.copytree(places[FIRST], place)
     base = {"config": str(CONFIG), "case": asdict(REFERENCE)}
-    run_ranks(1, root / "one", [{**base, "folder": str(places[n]), "algorithm": a} for n, a in ALGORITHMS.items()], "certify_ranks.py")
+    run_ranks(
+        1,
+        root / "one",
+        [{**base, "folder": str(places[n]), "algorithm": a} for n, a in ALGORITHMS.items()],
+        "certify_ranks.py",
+    )
     return places
 
 
@@ -69,10 +81,12 @@ def job(folders: dict[str, Path], name: str, what: dict) -> dict:
 def test_every_fault_is_found_and_nothing_else(folders: dict[str, Path]):
     right = [case(layout) for layout in ("DP2", "TP2+SP", "CP2", "EP2")]
     wrong = [case(layout, fault) for fault, layout in SPOILED.items()]
-    results = run_ranks(2, folders[FIRST] / "faults", [job(folders, FIRST, c) for c in right + wrong], "certify_ranks.py")
+    results = run_ranks(
+        2, folders[FIRST] / "faults", [job(folders, FIRST, c) for c in right + wrong], "certify_ranks.py"
+    )
     found = [failures(result) for result in results]
     assert found[: len(right)] == [[]] * len(right)
-    for what, result, problems in zip(wrong, results[len(right) :], found[len(right) :], strict=True):
+    for what, problems in zip(wrong, found[len(right) :], strict=True):
         assert any("gradient of" in problem for problem in problems), (what["fault"], problems)
         print(what["fault"], problems)
     experts = results[len(right)]
@@ -84,7 +98,12 @@ def test_every_fault_is_found_and_nothing_else(folders: dict[str, Path]):
 def test_other_algorithms_are_certified_too(folders: dict[str, Path]):
     names = [name for name in ALGORITHMS for _ in range(3)]
     cases = [case("DP2"), case("TP2+SP"), case("PP2", recompute="full")] * len(ALGORITHMS)
-    results = run_ranks(2, folders[FIRST] / "algorithms", [job(folders, n, c) for n, c in zip(names, cases)], "certify_ranks.py")
+    results = run_ranks(
+        2,
+        folders[FIRST] / "algorithms",
+        [job(folders, n, c) for n, c in zip(names, cases, strict=True)],
+        "certify_ranks.py",
+    )
     for name, what, result in zip(names, cases, results, strict=True):
         assert failures(result) == [], (name, what["layout"])
         assert result["grad_norm"] > 1e-3 and len(result["gradients"]) > 20, "there was something to compare"
@@ -101,7 +120,10 @@ def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path):
     assert done.returncode == 1, done.stderr
     report = json.loads((folder / "certify" / "report.json").read_text())
     assert not report["passed"] and report["not_run"]["TP2xPP2"] == "needs 4 ranks, 2 were given"
-    by_layout = {layout: [c["failures"] for c in report["cases"] if c["case"]["layout"] == layout] for layout in ("1 rank", "DP2")}
+    by_layout = {
+        layout: [c["failures"] for c in report["cases"] if c["case"]["layout"] == layout]
+        for layout in ("1 rank", "DP2")
+    }
     assert by_layout["1 rank"] == [[]] * 8 and len(by_layout["DP2"]) == 9 and all(by_layout["DP2"])
     assert "FAILED" in done.stdout and (folder / "certify" / "report.md").read_text() in done.stdout
     assert "above the bound" in done.stderr
@@ -142,7 +164,15 @@ def test_the_experiments_own_layout_is_in_the_grid():
 
 def test_not_a_number_is_above_every_bound(tmp_path: Path):
     nan = float("nan")
-    result = {"case": case("DP2"), "variant": "x", "loss": nan, "loss_error": nan, "grad_norm": nan, "norm_error": nan, "weights": nan}
+    result = {
+        "case": case("DP2"),
+        "variant": "x",
+        "loss": nan,
+        "loss_error": nan,
+        "grad_norm": nan,
+        "norm_error": nan,
+        "weights": nan,
+    }
     result["gradients"] = {"a": 0.0, "b": nan}
     assert len(failures(result)) == 4
-    assert write_report(tmp_path, "name", "qwen3", [result], {})[1] is False
+    assert write_certificate(tmp_path, name="name", family="qwen3", results=[result], left_out={})[1] is False

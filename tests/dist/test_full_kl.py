@@ -1,19 +1,23 @@
-"""The exact KL to the reference in the actor: values and gradients against dense logits and finite differences, one rank.
+"""The exact KL to the reference in the actor: values and gradients against dense logits and finite differences.
 
 Layouts: `megagrpo certify CONFIG --set algorithm.kl.estimator=full`.
 """
+
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
 
 import pytest
 import torch
 
 from megagrpo.actor.step import backward, denominators_of, hidden_states, update, with_logprobs
-from megagrpo.weights.actor_weights import load_initial_weights
-from megagrpo.certify.measure import joined
-from megagrpo.config.schema import ActorConfig, OptimizerConfig, TinyModelConfig
-from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.batching.batch import build_batch
+from megagrpo.certify.measure import joined
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, TinyModelConfig
 from megagrpo.tiny.model import make_tiny_model
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.weights.actor_weights import load_initial_weights
 
 FULL = AlgorithmConfig.model_validate({"kl": {"loss_coef": 1.0, "estimator": "full"}})
 TEMPERATURE = 0.7
@@ -22,10 +26,20 @@ TEMPERATURE = 0.7
 @pytest.fixture
 def actor(tmp_path):
     """A tiny model whose weights have moved away from the reference."""
-    small = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "num_experts": 4, "expert_ffn_size": 16}
+    small = {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "num_experts": 4,
+        "expert_ffn_size": 16,
+    }
     make_tiny_model(TinyModelConfig(path=str(tmp_path / "model"), **small), 0)
     options = ActorConfig(logprob_chunk_tokens=7, micro_batch_tokens=24)
-    with joined(tmp_path / "store", options, OptimizerConfig(lr=1e-2, distributed=False), str(tmp_path / "model")) as actor:
+    optimizer = OptimizerConfig(lr=1e-2, distributed=False)
+    model = str(tmp_path / "model")
+    with joined(tmp_path / "store", config=options, optimizer=optimizer, model_path=model, device=DEVICE) as actor:
         load_initial_weights(actor, str(tmp_path / "model"))
         actor.keep_reference()
         move(actor, direction(actor, 1), 0.05)
@@ -34,7 +48,10 @@ def actor(tmp_path):
 
 def direction(actor, seed: int) -> dict:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(p.shape, generator=generator) * p.detach().abs().mean() for name, p in actor.parameters().items()}
+    return {
+        name: torch.randn(p.shape, generator=generator) * p.detach().abs().mean()
+        for name, p in actor.parameters().items()
+    }
 
 
 def move(actor, by: dict, amount: float) -> None:
@@ -84,7 +101,10 @@ def test_gradient_of_all_weights(actor):
     """Along a direction, against finite differences: the gradient passes through the whole model."""
     batch = with_logprobs(actor, batch_of(actor), TEMPERATURE, old=False, reference="full")
     exact_loss(actor, batch)
-    away = {name: (p.detach() - actor.reference._weights[name]).sign() * p.detach().abs().mean() for name, p in actor.parameters().items()}
+    away = {
+        name: (p.detach() - actor.reference._weights[name]).sign() * p.detach().abs().mean()
+        for name, p in actor.parameters().items()
+    }
     slope = sum(float((actor.gradients()[name] * away[name]).sum()) for name in away)
     eps = 3e-3
     move(actor, away, eps)

@@ -1,4 +1,4 @@
-"""One rank's numbers of an actor, on the GPU or, when CUDA is hidden, on the CPU. usage: actor_numbers.py FOLDER (holds jobs.json)"""
+"""One rank's numbers of an actor, on the GPU or, when CUDA is hidden, the CPU. usage: actor_numbers.py FOLDER"""
 
 import json
 import sys
@@ -6,9 +6,13 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
 import torch
 
-from megagrpo.actor import DEVICE, step
+from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.measure import joined, whole
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, TinyModelConfig
@@ -33,7 +37,10 @@ def on(batch: Batch, device: torch.device) -> Batch:
 
 
 def numbers_job(actor: MegatronActor, job: dict, folder: Path) -> dict:
-    """Log-probabilities, loss, gradients and the update of the rich loss, kept in job["then"]; the exported model against its source."""
+    """Log-probabilities, loss, gradients and the update of the rich loss, kept in job["then"].
+
+    The exported model is compared with its source.
+    """
     weights = load_initial_weights(actor, job["model"])
     batch = on(batch_of(actor.mesh), DEVICE)
     rows = range(len(batch.tokens))
@@ -53,7 +60,7 @@ def numbers_job(actor: MegatronActor, job: dict, folder: Path) -> dict:
 
 
 def memory_job(actor: MegatronActor, job: dict, folder: Path) -> dict:
-    """Peak of torch's allocator in forward and backward, beyond what model, gradients and optimiser hold already. Bytes."""
+    """Peak of torch's allocator in forward and backward, in bytes, beyond what the actor holds already."""
     load_initial_weights(actor, job["model"])
     generator = torch.Generator().manual_seed(0)
     rows, width = job["sequences"], job["length"]
@@ -100,7 +107,13 @@ def main(folder: Path) -> None:
             logprob_chunk_tokens=job.get("chunk", 32),
             deadline_s=120.0,
         )
-        with joined(folder / f"store{number}", actor_config, OptimizerConfig(**OPTIMIZER), job["model"]) as actor:
+        with joined(
+            folder / f"store{number}",
+            config=actor_config,
+            optimizer=OptimizerConfig(**OPTIMIZER),
+            model_path=job["model"],
+            device=DEVICE,
+        ) as actor:
             results.append(JOBS[job["do"]](actor, job, folder))
     (folder / "results.json").write_text(json.dumps(results))
 

@@ -1,4 +1,4 @@
-"""On one GPU: variable-length attention, the chunked head, digests and group statistics, each against the CPU or plain torch."""
+"""On one GPU: variable-length attention, chunked head, digests, group statistics, against the CPU or plain torch."""
 
 import json
 import subprocess
@@ -21,6 +21,9 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("heads, groups", [(8, 8), (8, 2), (4, 1)])
 def test_packed_attention_in_bfloat16(dim, heads, groups):
     """Forward and gradients of every sequence against float32 attention over that sequence alone."""
+    from megagrpo.actor.host import prepare_host
+
+    prepare_host()
     from megagrpo.actor.attention import CausalAttention
 
     attention = CausalAttention(SimpleNamespace(kv_channels=dim, context_parallel_size=1), 1, None, "self")
@@ -52,7 +55,7 @@ def test_packed_attention_in_bfloat16(dim, heads, groups):
 def test_chunked_head(dtype, bound, memory, tmp_path):
     """bench/head.py at its whole size: values, gradients and memory against materialised logits.
 
-    In bfloat16 the weight's gradient is summed in float32, here a fourth of two matrices of logits, before it is rounded.
+    In bfloat16 the weight's gradient is summed in float32, here a fourth of two matrices of logits, and then rounded.
     """
     command = [
         sys.executable,

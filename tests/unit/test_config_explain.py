@@ -11,7 +11,9 @@ import pytest
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ParallelConfig, TinyModelConfig
-from megagrpo.explain import check_against_model, explain, parameter_counts, preflight, rank_coordinates
+from megagrpo.explain import explain, rank_coordinates
+from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.preflight import check_against_model, preflight
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import make_tiny_model
 
@@ -31,7 +33,7 @@ BIG |= {
     "num_experts": 128,
     "num_experts_per_tok": 8,
 }
-BIG |= {"vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": False}
+BIG |= {"vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 DENSE = hf_config(TinyModelConfig(path="x", family="qwen3"))
 MOE = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
 
@@ -60,34 +62,62 @@ def test_ranks_stand_where_megatron_puts_them(tp, cp, pp, ep, etp, world):
 @pytest.mark.parametrize("tied", [False, True])
 def test_parameters_are_counted_exactly(tmp_path, family, tied):
     tiny = TinyModelConfig(path=str(tmp_path / "m"), family=family, tie_embeddings=tied)
-    assert sum(parameter_counts(hf_config(tiny))) == make_tiny_model(tiny, seed=0)
+    assert parameter_counts(architecture_of(hf_config(tiny))).total == make_tiny_model(tiny, seed=0)
 
 
 def test_the_big_model_has_the_size_in_its_name():
-    dense, expert = parameter_counts(BIG)
-    assert round((dense + expert) / 1e9) == 235 and round((dense + expert * 8 / 128) / 1e9) == 22
+    counts = parameter_counts(architecture_of(BIG))
+    assert round(counts.total / 1e9) == 235 and round(counts.active / 1e9) == 22
     assert check_against_model(load_config(ROOT / "configs" / "moe_235b.yaml"), BIG, 151_668) == []
 
 
 @pytest.mark.parametrize(
     "hf, overrides, said",
     [
-        (DENSE, ["actor.world_size=8", "actor.parallel={tp: 8}"], "tp = 8 does not divide the model's num_attention_heads = 4"),
-        (DENSE, ["actor.world_size=4", "actor.parallel={tp: 4}"], "tp = 4 does not divide the model's num_key_value_heads = 2"),
-        (DENSE, ["actor.world_size=3", "actor.parallel={pp: 3}"], "pp x vpp = 3 does not divide the model's num_hidden_layers = 4"),
-        (DENSE, ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"], "pp x vpp = 8 does not divide the model's num_hidden_layers = 4"),
-        (MOE, ["actor.world_size=3", "actor.parallel={ep: 3}"], "ep = 3 does not divide the model's num_experts = 8; it may be 2 or 4"),
-        (DENSE, ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"], "actor.parallel.etp = 2, but a qwen3 model has no experts"),
+        (
+            DENSE,
+            ["actor.world_size=8", "actor.parallel={tp: 8}"],
+            "tp = 8 does not divide the model's num_attention_heads = 4",
+        ),
+        (
+            DENSE,
+            ["actor.world_size=4", "actor.parallel={tp: 4}"],
+            "tp = 4 does not divide the model's num_key_value_heads = 2",
+        ),
+        (
+            DENSE,
+            ["actor.world_size=3", "actor.parallel={pp: 3}"],
+            "pp x vpp = 3 does not divide the model's num_hidden_layers = 4",
+        ),
+        (
+            DENSE,
+            ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"],
+            "pp x vpp = 8 does not divide the model's num_hidden_layers = 4",
+        ),
+        (
+            MOE,
+            ["actor.world_size=3", "actor.parallel={ep: 3}"],
+            "ep = 3 does not divide the model's num_experts = 8; it may be 2 or 4",
+        ),
+        (
+            DENSE,
+            ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"],
+            "actor.parallel.etp = 2, but a qwen3 model has no experts",
+        ),
         (DENSE, ["actor.parallel={ep: 2}"], "actor.parallel.ep = 2, but a qwen3 model has no experts"),
         (MOE, ["rollout.tp=3"], "rollout.tp = 3 does not divide the model's num_attention_heads = 4; it may be 2 or 4"),
-        (BIG, ["rollout={tp: 64, ep: 64}", "rollout.ep=3", "rollout.tp=6"], "rollout.tp = 6 is neither a divisor nor a multiple"),
+        (
+            BIG,
+            ["rollout={tp: 64, ep: 64}", "rollout.ep=3", "rollout.tp=6"],
+            "rollout.tp = 6 is neither a divisor nor a multiple",
+        ),
         (DENSE, ["rollout.tp=2", "rollout.ep=2"], "rollout.ep = 2, but a qwen3 model has no experts"),
         (MOE, ["sampling.max_response_tokens=2048"], "data: up to 2056 tokens, but the model has 2048 positions"),
         (MOE, ["eval.max_response_tokens=4000"], "eval.data: up to 4008 tokens, but the model has 2048 positions"),
         (MOE, ["rollout.max_total_tokens=10"], "data: up to 16 tokens, but an engine's cache holds 10"),
         ({"model_type": "gpt2"}, [], "model_type 'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"),
     ],
-)  # fmt: skip
+)
 def test_clashes_with_the_model_are_named_with_their_numbers(hf, overrides, said):
     found = check_against_model(load_config(QUICKSTART, ["actor.parallel={}", *overrides]), hf)
     assert any(said in problem for problem in found), found
@@ -117,7 +147,7 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(tm
     found = preflight(load_config(QUICKSTART, ["model.tokenizer=other"]))
     assert found == ["model.tokenizer has token id 63, but the model only 32 embeddings (vocab_size)"]
     Path("other/config.json").write_text("{")
-    with pytest.raises(ValueError, match="other/config.json: not a model description"):
+    with pytest.raises(ValueError, match=r"other/config\.json: not a model description"):
         preflight(load_config(QUICKSTART, ["model.path=other"]))
 
 

@@ -1,4 +1,4 @@
-"""The tiny models load in transformers without a missing or spare tensor; the tiny tasks are right, disjoint and repeatable."""
+"""Tiny models load in transformers without a missing or spare tensor; tiny tasks are right, disjoint, repeatable."""
 
 import json
 import random
@@ -184,14 +184,14 @@ def test_gsm8k_calc_keeps_exact_expressions_and_counts_the_rest(tmp_path):
     sums = config.model_copy(update={"operators": "+-", "num_sft": 2, "num_train": 1, "num_eval": 1})
     assert make_dataset(sums, seed=0)["annotations dropped, other operators"] == 6
     assert {r["prompt"] for name in ("train", "eval") for r in read(sums.folder)[name]} == {"48+24=", "9-12="}
-    with pytest.raises(ValueError, match="num_train 7 and num_eval 3 wanted, but .* has 3 and 3"):
+    with pytest.raises(ValueError, match=r"num_train 7 and num_eval 3 wanted, but .* has 3 and 3"):
         make_dataset(config.model_copy(update={"num_train": 7}), seed=0)
     with pytest.raises(ValueError, match="num_sft 1000: the source's numbers give only"):
         make_dataset(config.model_copy(update={"num_sft": 1000}), seed=0)
     (source / "test.jsonl").write_text("{}\n")
-    with pytest.raises(ValueError, match="test.jsonl:1: not a GSM8K line"):
+    with pytest.raises(ValueError, match=r"test\.jsonl:1: not a GSM8K line"):
         make_dataset(config, seed=0)
-    with pytest.raises(ValueError, match="train.jsonl: no such file"):
+    with pytest.raises(ValueError, match=r"train\.jsonl: no such file"):
         make_dataset(config.model_copy(update={"source": str(tmp_path)}), seed=0)
 
 

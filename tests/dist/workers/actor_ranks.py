@@ -1,4 +1,4 @@
-"""One rank of the actor's tests: runs the jobs of jobs.json, every job in a world of its own layout. usage: actor_ranks.py FOLDER"""
+"""One rank of the actor's tests: every job of jobs.json in a world of its own layout. usage: actor_ranks.py FOLDER"""
 
 import json
 import os
@@ -8,25 +8,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megagrpo import checkpoint
-from megagrpo.actor import step
+from megagrpo.actor import head, step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
-from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
 from megagrpo.certify.measure import joined, ratios, whole
-from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.hf_files import HfFolder
 from megagrpo.types import Batch, TrainState
+from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
-OPTIMIZER = dict(lr=1e-3, adam_eps=1e-4, clip_grad=0.5, weight_decay=0.01)
-PLAIN = AlgorithmConfig.model_validate({"loss": {"name": "gpg"}, "aggregation": "token-mean"})  # what hf_reference.py computes
+OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-4, "clip_grad": 0.5, "weight_decay": 0.01}
+# what hf_reference.py computes
+PLAIN = AlgorithmConfig.model_validate({"loss": {"name": "gpg"}, "aggregation": "token-mean"})
 RICH = AlgorithmConfig.model_validate(
     {"kl": {"loss_coef": 0.1}, "entropy_coef": 0.01, "aggregation": "seq-mean-token-mean", "loss": {"name": "ppo_clip"}}
 )
@@ -58,35 +63,39 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
 
 def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig) -> float:
     rows = range(len(batch.tokens))
-    return step.backward(actor, batch, rows, algorithm, 1.0, step.denominators_of(actor, batch, rows, algorithm, 32))["loss/total"]
+    return step.backward(actor, batch, rows, algorithm, 1.0, step.denominators_of(actor, batch, rows, algorithm, 32))[
+        "loss/total"
+    ]
 
 
 @contextmanager
 def recorded_logits() -> Iterator[list[tuple]]:
-    """Inside, every call of the head on the last stage leaves (rows, columns, logits [T, vocabulary]) of its positions."""
-    seen, last, targets, head = [], [], step.targets, step._head
+    """Inside, every call of token_values leaves (rows, columns, logits [T, vocabulary]) of its positions."""
+    seen, places, targets, token_values = [], None, head.targets, head.token_values
 
     def noting_targets(micro, batch):
-        last[:] = targets(micro, batch)
-        return tuple(last)
+        nonlocal places
+        places = targets(micro, batch)
+        return places
 
-    def noting_head(actor, chunk, hidden, flat, tokens, temperature):
-        states = step.gather_from_sequence_parallel_region(hidden) if actor.config.parallel.tp > 1 else hidden
+    def noting_values(actor, chunk, hidden, flat, tokens, temperature):
+        states = head.gather_from_sequence_parallel_region(hidden) if actor.config.parallel.tp > 1 else hidden
         local = states.transpose(0, 1).flatten(0, 1)[flat] @ chunk.output_weight().T
         shards = [torch.empty_like(local) for _ in range(actor.config.parallel.tp)]
         dist.all_gather(shards, local.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        seen.append((last[1], last[2], torch.cat(shards, 1)[:, :VOCAB]))
-        return head(actor, chunk, hidden, flat, tokens, temperature)
+        _, rows, columns = places
+        seen.append((rows, columns, torch.cat(shards, 1)[:, :VOCAB]))
+        return token_values(actor, chunk, hidden, flat, tokens, temperature)
 
-    step.targets, step._head = noting_targets, noting_head
+    head.targets, head.token_values = noting_targets, noting_values
     try:
         yield seen
     finally:
-        step.targets, step._head = targets, head
+        head.targets, head.token_values = targets, token_values
 
 
 def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Against transformers: logits of every position that predicts a token, log-probabilities, gradients. HF export, bit by bit."""
+    """Against transformers: logits of every predicting position, log-probabilities, gradients; export, bit by bit."""
     truth = torch.load(f"{job['model']}.pt")
     batch = batch_of(actor.mesh)
     everything = (torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]).float()
@@ -119,7 +128,10 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
 
 
 def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """The rich loss against one rank: loss, gradients, gradient norm, weights after one update. The reference job writes the file."""
+    """The rich loss against one rank: loss, gradients, gradient norm, weights after one update.
+
+    The reference job writes the file.
+    """
     calls = count_attention_calls(actor)
     loss = gradient(actor, batch_of(actor.mesh, keep=job.get("keep", NUM_SAMPLES)), RICH)
     values = None if job.get("distributed") else actor.gradients()
@@ -154,7 +166,7 @@ def difference(found: dict, expected: dict) -> float:
 
 
 def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """[load] -> `warm` updates -> [save] -> two more updates, whose losses, gradients and weights are kept in job["then"]."""
+    """[load] -> `warm` updates -> [save] -> two more, whose losses, gradients and weights are kept in job["then"]."""
     if "load" in job:
         state = checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
         assert state.data_cursor == 17
@@ -193,7 +205,10 @@ def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
         message = str(exc)
     messages: list = [None] * actor.mesh.world_size
     dist.all_gather_object(messages, message)
-    return {"messages": messages, "untouched": all(torch.equal(p, before[name]) for name, p in actor.parameters().items())}
+    return {
+        "messages": messages,
+        "untouched": all(torch.equal(p, before[name]) for name, p in actor.parameters().items()),
+    }
 
 
 def identity(job: dict) -> dict:
@@ -218,7 +233,13 @@ def main(folder: Path) -> None:
         )
         optimizer = OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False))
         print("job", number, job, flush=True)
-        with joined(folder / f"store{number}", actor_config, optimizer, job["model"]) as actor:
+        with joined(
+            folder / f"store{number}",
+            config=actor_config,
+            optimizer=optimizer,
+            model_path=job["model"],
+            device=DEVICE,
+        ) as actor:
             weights = load_initial_weights(actor, job["model"])
             results.append(JOBS[job["do"]](actor, weights, job, folder))
             everyone: list = [None] * actor.mesh.world_size

@@ -1,4 +1,4 @@
-"""One rank of the certificate's tests: jobs.json holds cases, each with its algorithm section. usage: certify_ranks.py FOLDER"""
+"""One rank of the certificate's tests: jobs.json holds cases and algorithms. usage: certify_ranks.py FOLDER"""
 
 import json
 import os
@@ -6,21 +6,29 @@ import sys
 import warnings
 from pathlib import Path
 
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
 from megagrpo.certify.cases import Case
 from megagrpo.certify.measure import measure
-from megagrpo.config.schema import ModelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.load import load_config
+from megagrpo.config.schema import ModelConfig
 
 
 def main(folder: Path) -> None:
     results = []
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
         place = Path(job["folder"])
-        changes = {"model": ModelConfig(path=str(place / "model")), "algorithm": AlgorithmConfig.model_validate(job["algorithm"])}
+        changes = {
+            "model": ModelConfig(path=str(place / "model")),
+            "algorithm": AlgorithmConfig.model_validate(job["algorithm"]),
+        }
         config = load_config(job["config"], []).model_copy(update=changes)
         print("job", number, job, flush=True)
-        results.append(measure(config, Case(**job["case"]), place, folder / f"store{number}"))
+        store = folder / f"store{number}"
+        results.append(measure(config, Case(**job["case"]), folder=place, store=store, device=DEVICE))
     if os.environ["RANK"] == "0":
         (folder / "results.json").write_text(json.dumps(results))
 

@@ -1,6 +1,6 @@
-"""Random Hugging Face models and what transformers computes with them: logits and gradients, the truth for the actor's tests.
+"""Random Hugging Face models, and their logits and gradients by transformers: the truth for the actor's tests.
 
-A process of its own, because transformers' models and the trainer's shims do not share one. usage: hf_reference.py FOLDER
+A process of its own: transformers' models and the trainer's shims do not share one. usage: hf_reference.py FOLDER
 """
 
 import sys
@@ -11,18 +11,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
 
-_SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=2048,
-    initializer_range=0.15,
-    tie_word_embeddings=False,
-)
-_MOE = dict(head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+_MOE = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192, "rope_theta": 5e5,
@@ -57,7 +57,8 @@ def main(folder: Path) -> None:
             loss = loss - (chosen * batch["advantages"][i, 1:length]).sum() / batch["mask"].sum()
         loss.backward()
         torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")
-        for parameter in model.parameters():  # written by the model's own saver, gradients get the checkpoint's names and shapes
+        # written by the model's own saver, gradients get the checkpoint's names and shapes
+        for parameter in model.parameters():
             parameter.data = parameter.grad
         model.save_pretrained(folder / f"{name}.gradients")
 

@@ -7,19 +7,23 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
 import torch
 
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
-from megagrpo.weights.actor_weights import load_initial_weights
+from megagrpo.batching.balance import update_of_group
 from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.dump import read_dump
 from megagrpo.replay import compare
-from megagrpo.batching.balance import update_of_group
 from megagrpo.run import Run
 from megagrpo.run_folder import RunFolder
 from megagrpo.types import Batch, TrainState
+from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of
 
 NUM_UPDATES, BAD_SAMPLE, WEIGHT_VERSION = 2, 1, 4
@@ -34,11 +38,22 @@ def main(folder: Path) -> None:
 
 def job_of(job: dict, folder: Path, number: int) -> dict:
     """One bad sample on one data-parallel rank, in the first of two updates."""
-    options = dict(parallel=ParallelConfig(**job["parallel"]), micro_batch_tokens=64, logprob_chunk_tokens=32, deadline_s=120.0)
-    config = ActorConfig(world_size=int(os.environ["WORLD_SIZE"]), **options)
+    config = ActorConfig(
+        world_size=int(os.environ["WORLD_SIZE"]),
+        parallel=ParallelConfig(**job["parallel"]),
+        micro_batch_tokens=64,
+        logprob_chunk_tokens=32,
+        deadline_s=120.0,
+    )
     optimizer = OptimizerConfig(**OPTIMIZER, distributed=job["distributed"])
     print("job", number, job, flush=True)
-    with joined(folder / f"store{number}", config, optimizer, job["model"]) as actor:
+    with joined(
+        folder / f"store{number}",
+        config=config,
+        optimizer=optimizer,
+        model_path=job["model"],
+        device=DEVICE,
+    ) as actor:
         load_initial_weights(actor, job["model"])
         initial = weights(actor)
         batch = batch_of(actor.mesh)

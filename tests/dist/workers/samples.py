@@ -18,4 +18,11 @@ def samples() -> dict[str, torch.Tensor]:
     tokens = torch.randint(0, VOCAB, (NUM_SAMPLES, WIDTH), generator=generator) * inside
     advantages = torch.randn(NUM_SAMPLES, 1, generator=generator).expand(NUM_SAMPLES, WIDTH) * mask
     noise = torch.randn(NUM_SAMPLES, WIDTH, generator=generator)
-    return {"tokens": tokens, "lengths": lengths, "prompts": prompts, "mask": mask, "advantages": advantages, "noise": noise}
+    return {
+        "tokens": tokens,
+        "lengths": lengths,
+        "prompts": prompts,
+        "mask": mask,
+        "advantages": advantages,
+        "noise": noise,
+    }

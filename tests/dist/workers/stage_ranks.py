@@ -8,6 +8,10 @@ import time
 import warnings
 from pathlib import Path
 
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
 import torch
 import torch.distributed as dist
 
@@ -15,10 +19,10 @@ from megagrpo import checkpoint
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
-from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.certify.measure import joined, ratios, whole
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.types import TrainState
+from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, gradient, recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, WIDTH
 
@@ -35,13 +39,20 @@ def equality_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict
         grid[batch.sample_ids[rows], columns] = logits
     loss = gradient(actor, batch, RICH)
     if job.get("write"):
-        torch.save({"logits": grid, "loss": loss, "gradients": whole(weights, actor.gradients(), actor.mesh)}, job["reference"])
+        torch.save(
+            {"logits": grid, "loss": loss, "gradients": whole(weights, actor.gradients(), actor.mesh)}, job["reference"]
+        )
         return {"positions": int((grid.abs().amax(-1) > 0).sum())}
     reference = torch.load(job["reference"])
     error = float((grid - reference["logits"]).abs().max()) if seen else 0.0
     gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh)
     layers = [layer.layer_number for chunk in actor.chunks for layer in chunk.decoder.layers]
-    return {"logits": error, "loss": abs(loss - reference["loss"]), "gradients": max(gradients.values()), "layers": layers}
+    return {
+        "logits": error,
+        "loss": abs(loss - reference["loss"]),
+        "gradients": max(gradients.values()),
+        "layers": layers,
+    }
 
 
 def clock_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
@@ -55,11 +66,13 @@ def clock_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
 
 
 def background_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
-    """Saved at once and in the background while two more updates run: both must resume to the same weights, bit by bit."""
+    """Saved at once, and in the background of two more updates: both must resume to the same weights, bit by bit."""
     batch, root = batch_of(actor.mesh), Path(job["root"])
 
     def save(name: str, snapshot: bool) -> checkpoint.PendingSave:
-        return checkpoint.begin(root / name, TrainState(step=1), {}, 2, lambda f: save_actor(actor, f, snapshot), actor.mesh)
+        return checkpoint.begin(
+            root / name, TrainState(step=1), {}, 2, lambda f: save_actor(actor, f, snapshot), actor.mesh
+        )
 
     gradient(actor, batch, RICH)
     actor.optimizer_step()
@@ -119,11 +132,19 @@ def main(folder: Path) -> None:
         )
         print("job", number, job, flush=True)
         optimizer = OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False))
-        with joined(folder / f"store{number}", config, optimizer, job["model"]) as actor:
+        with joined(
+            folder / f"store{number}",
+            config=config,
+            optimizer=optimizer,
+            model_path=job["model"],
+            device=DEVICE,
+        ) as actor:
             result = JOBS[job["do"]](actor, load_initial_weights(actor, job["model"]), job)
             everyone: list = [None] * actor.mesh.world_size
             dist.all_gather_object(everyone, result)
-            largest = {name: max(part[name] for part in everyone) for name, value in result.items() if isinstance(value, float)}
+            largest = {
+                name: max(part[name] for part in everyone) for name, value in result.items() if isinstance(value, float)
+            }
             results.append(everyone[0] | largest | {"layers": [part.get("layers") for part in everyone]})
     if os.environ["RANK"] == "0":
         (folder / "results.json").write_text(json.dumps(results))

@@ -1,0 +1,140 @@
+"""Turns hidden states into values of the sampled tokens: log-probability, entropy, exact KL to the reference."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.model import HiddenStatesModel
+from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
+from megagrpo.batching.microbatch import targets
+from megagrpo.types import Batch, MicroBatch, ReferenceStates
+
+_TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+Loss = tuple[Tensor, dict[str, Tensor]]  # scalar, metric sums
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """Holds the model's values for n samples' tokens: [n, S] each, 0 off the loss mask, with gradients."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    full_kl: Tensor | None  # where batch.reference is there
+
+
+class TokenLoss(Protocol):
+    """Computes a loss from the values of sampled tokens."""
+
+    def __call__(self, members: Tensor, values: TokenValues) -> Loss:
+        """Returns the loss of the micro-batch that holds samples `members` [n] of the batch."""
+
+
+class LastStage(Protocol):
+    """Computes a loss from hidden states, on the last pipeline stage."""
+
+    def __call__(self, micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
+        """Returns the loss of one micro-batch, whose hidden states are [s / tp, b, h]."""
+
+
+def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_loss: TokenLoss) -> LastStage:
+    """Returns what turns hidden states into the values of sampled tokens and gives them to `token_loss`."""
+
+    def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
+        flat, rows, columns = targets(micro, batch)
+        logprobs, entropy = token_values(actor, chunk, hidden, flat, batch.tokens[rows, columns], temperature)
+        full_kl = None
+        if batch.reference is not None:
+            full_kl = _full_kl(actor, chunk, hidden, flat, batch.reference, (rows, columns), temperature)
+        at = (torch.searchsorted(micro.members, rows), columns)
+        shape = (len(micro.members), batch.tokens.shape[1])
+
+        def grid(by_token: Tensor) -> Tensor:
+            return _all_context_ranks(by_token.new_zeros(shape).index_put(at, by_token))
+
+        values = TokenValues(
+            logprobs=grid(logprobs), entropy=grid(entropy), full_kl=None if full_kl is None else grid(full_kl)
+        )
+        return token_loss(micro.members, values)
+
+    return from_hidden
+
+
+def token_values(
+    actor: MegatronActor,
+    chunk: HiddenStatesModel,
+    hidden: Tensor,
+    flat: Tensor,
+    tokens: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """Returns log-probability and entropy [T] of `tokens` [T], predicted at flat positions of hidden [s / tp, b, h]."""
+    weight = chunk.output_weight()
+    return chunked_logprobs(gathered(actor, hidden)[flat], weight, tokens, temperature, **_vocabulary(actor, weight))
+
+
+def _full_kl(
+    actor: MegatronActor,
+    chunk: HiddenStatesModel,
+    hidden: Tensor,
+    flat: Tensor,
+    reference: ReferenceStates,
+    at: tuple[Tensor, Tensor],
+    temperature: float,
+) -> Tensor:
+    """Returns the exact KL [T] to the reference at the flat positions [T].
+
+    They predict the tokens at rows and columns `at` of the batch.
+    """
+    index, weight = reference.index[at], chunk.output_weight()
+    assert bool((index >= 0).all()), "the reference did not see a position on the rank that trains on it"
+    assert reference.output_weight is not None, "the last stage has the reference's output weight"
+    return chunked_full_kl(
+        hidden=gathered(actor, hidden)[flat],
+        weight=weight,
+        ref_hidden=reference.hidden[index],
+        ref_weight=reference.output_weight,
+        temperature=temperature,
+        **_vocabulary(actor, weight),
+    )
+
+
+def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:
+    """Returns hidden states [s / tp, b, h] as [b s, h] on every tensor-parallel rank."""
+    if actor.config.parallel.tp > 1:
+        # the gradient of this gather is a reduce-scatter: it sums the vocabulary shards' partial gradients
+        hidden = gather_from_sequence_parallel_region(hidden)
+    return hidden.transpose(0, 1).flatten(0, 1)
+
+
+def _vocabulary(actor: MegatronActor, weight: Tensor) -> dict[str, Any]:
+    """Returns what the chunked functions ask about this rank's shard `weight` [padded vocab / tp, h]."""
+    group = mpu.get_tensor_model_parallel_group()
+
+    def all_reduce(tensor: Tensor, op: str) -> Tensor:
+        dist.all_reduce(tensor, op=_TP_OPS[op], group=group)
+        return tensor
+
+    return {
+        "chunk_tokens": actor.config.logprob_chunk_tokens,
+        "vocab_start": mpu.get_tensor_model_parallel_rank() * weight.shape[0],
+        "vocab_size": actor.arch.vocab_size,
+        "reduce": all_reduce if actor.config.parallel.tp > 1 else None,
+    }
+
+
+def _all_context_ranks(grid: Tensor) -> Tensor:
+    """Collective over context-parallel ranks. Returns the values of all of them; only this rank's carry a gradient.
+
+    Megatron sums gradients over these ranks.
+    """
+    if mpu.get_context_parallel_world_size() == 1:
+        return grid
+    total = grid.detach().clone()
+    dist.all_reduce(total, group=mpu.get_context_parallel_group())
+    return grid + (total - grid.detach())

@@ -1,0 +1,66 @@
+"""Says whether a model can be cut as the parallel layout asks; `megagrpo check` and the actor ask here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megagrpo.families.architecture import Architecture
+
+if TYPE_CHECKING:
+    from megagrpo.config.schema import ActorConfig
+
+
+def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
+    """Returns every clash of the model with actor.parallel, each with its numbers and the sizes that would do.
+
+    Rules between the sizes themselves (world_size, vpp) are the schema's.
+    """
+    p = config.parallel
+    rules = [
+        ("num_attention_heads", arch.num_heads, "tp", p.tp),
+        ("num_key_value_heads", arch.num_kv_heads, "tp", p.tp),
+    ]
+    if arch.is_moe:
+        rules += [
+            ("num_experts", arch.num_experts, "ep", p.ep),
+            ("moe_intermediate_size", arch.expert_ffn_size, "etp", p.etp),
+        ]
+    else:
+        rules.append(("intermediate_size", arch.ffn_size, "tp", p.tp))
+    problems = [
+        f"actor.parallel.{key} = {by} does not divide the model's {what} = {number}; it may be {divisors(number, by)}"
+        for what, number, key, by in rules
+        if number % by
+    ]
+    problems += _stage_problems(arch, config)
+    if not arch.is_moe:
+        problems += [
+            f"actor.parallel.{key} = {size}, but a {arch.family} model has no experts; {key} must be 1"
+            for key, size in (("ep", p.ep), ("etp", p.etp))
+            if size > 1
+        ]
+    return problems
+
+
+def divisors(number: int, near: int) -> str:
+    """Returns the divisors of `number` just below and above `near`, as words: "2 or 4"."""
+    every = [d for d in range(1, number + 1) if number % d == 0]
+    below, above = [d for d in every if d < near][-1:], [d for d in every if d > near][:1]
+    return " or ".join(map(str, below + above))
+
+
+def _stage_problems(arch: Architecture, config: ActorConfig) -> list[str]:
+    p = config.parallel
+    if p.first_stage_layers or p.last_stage_layers:
+        try:
+            p.stage_layers(arch.num_layers)
+        except ValueError as exc:
+            return [f"actor.parallel: {exc}"]
+        return []
+    chunks = p.pp * p.vpp
+    if arch.num_layers % chunks == 0:
+        return []
+    return [
+        f"actor.parallel.pp x vpp = {chunks} does not divide the model's num_hidden_layers = {arch.num_layers}; "
+        f"it may be {divisors(arch.num_layers, chunks)}"
+    ]

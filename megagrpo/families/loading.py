@@ -1,0 +1,137 @@
+"""Loads HF tensors into Megatron's modules by slices and copies alone, which weights/record.py can trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.tensors import layer_prefix
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.attention import SelfAttention
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Names one of `size` equal parts; `rank` counts from 0."""
+
+    rank: int
+    size: int
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Returns this part of [rows, ...], cut along the rows."""
+        return tensor.chunk(self.size, 0)[self.rank]
+
+    def columns(self, tensor: Tensor) -> Tensor:
+        """Returns this part of [rows, columns], cut along the columns."""
+        return tensor.chunk(self.size, 1)[self.rank]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Says which part of each sharded tensor this rank holds."""
+
+    tensor: Shard  # of dense layers, among the tensor-parallel ranks
+    expert: Shard  # of one expert, among the expert-tensor-parallel ranks
+
+
+def load_dense_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: Place) -> None:
+    """Loads a layer with grouped-query attention and one MLP."""
+    prefix = layer_prefix(layer.layer_number - 1)
+    load_norms(layer, hf, prefix)
+    load_attention(layer.self_attention, arch, hf, prefix + "self_attn.", place.tensor)
+    load_mlp(layer.mlp, hf, prefix + "mlp.", place.tensor)
+
+
+def load_moe_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: Place) -> None:
+    """Loads a layer with grouped-query attention, a router and this rank's experts."""
+    prefix = layer_prefix(layer.layer_number - 1)
+    load_norms(layer, hf, prefix)
+    load_attention(layer.self_attention, arch, hf, prefix + "self_attn.", place.tensor)
+    layer.mlp.router.weight.copy_(hf[prefix + "mlp.gate.weight"])
+    load_experts(layer.mlp, hf, prefix + "mlp.experts.", place.expert)
+
+
+def load_norms(layer: TransformerLayer, hf: Mapping[str, Tensor], prefix: str) -> None:
+    """Loads the norms before attention and before the MLP."""
+    layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
+    layer.pre_mlp_layernorm.weight.copy_(hf[prefix + "post_attention_layernorm.weight"])
+
+
+def load_attention(
+    attention: SelfAttention, arch: Architecture, hf: Mapping[str, Tensor], prefix: str, shard: Shard
+) -> None:
+    """Loads grouped-query attention: projections, and biases and head norms where the architecture has them."""
+    _load_qkv(attention.linear_qkv.weight, arch, hf, prefix, "weight", shard)
+    if arch.qkv_bias:
+        _load_qkv(attention.linear_qkv.bias, arch, hf, prefix, "bias", shard)
+    attention.linear_proj.weight.copy_(shard.columns(hf[prefix + "o_proj.weight"]))
+    if arch.qk_norm:
+        attention.q_layernorm.weight.copy_(hf[prefix + "q_norm.weight"])
+        attention.k_layernorm.weight.copy_(hf[prefix + "k_norm.weight"])
+
+
+def load_mlp(mlp: MLP, hf: Mapping[str, Tensor], prefix: str, shard: Shard) -> None:
+    """Loads a gated MLP from gate_proj, up_proj and down_proj."""
+    _load_gated(mlp.linear_fc1.weight, mlp.linear_fc2.weight, hf, prefix, shard)
+
+
+def load_experts(mlp: MoELayer, hf: Mapping[str, Tensor], prefix: str, shard: Shard) -> None:
+    """Loads this rank's experts, each a gated MLP named by its number after `prefix`."""
+    for place, index in enumerate(mlp.local_expert_indices):
+        _load_gated(*_expert_weights(mlp.experts, place), hf, f"{prefix}{index}.", shard)
+
+
+def load_vocabulary(weight: Tensor, hf: Tensor, shard: Shard) -> None:
+    """Loads this rank's rows [padded vocab / tp, hidden] of a vocabulary [vocab, hidden].
+
+    It is padded to a multiple of tp; the rows beyond the real ones are 0 and never sampled.
+    """
+    start = shard.rank * weight.shape[0]
+    real = hf[start : start + weight.shape[0]]
+    weight[: len(real)].copy_(real)
+    if len(real) < len(weight):
+        weight[len(real) :].zero_()
+
+
+def _expert_weights(experts, place: int) -> tuple[Tensor, Tensor]:
+    """Returns linear_fc1's and linear_fc2's weights of the place-th local expert.
+
+    It is a module of its own, or one of the numbered weights of Transformer Engine's grouped layers.
+    """
+    if hasattr(experts, "local_experts"):
+        expert = experts.local_experts[place]
+        return expert.linear_fc1.weight, expert.linear_fc2.weight
+    return getattr(experts.linear_fc1, f"weight{place}"), getattr(experts.linear_fc2, f"weight{place}")
+
+
+def _load_qkv(
+    parameter: Tensor, arch: Architecture, hf: Mapping[str, Tensor], prefix: str, kind: str, shard: Shard
+) -> None:
+    """Loads Megatron's interleaving by key/value head: [q of its queries, k, v] for each of the local groups."""
+    queries, dim, groups = arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.num_kv_heads
+    local = groups // shard.size
+    tail = parameter.shape[1:]  # (hidden,) for the weight, () for the bias
+    target = parameter.view(local, queries + 2, dim, *tail)
+    places = {
+        "q": (slice(0, queries), queries),
+        "k": (slice(queries, queries + 1), 1),
+        "v": (slice(queries + 1, None), 1),
+    }
+    for name, (place, heads) in places.items():
+        source = hf[f"{prefix}{name}_proj.{kind}"].view(groups, heads, dim, *tail)
+        target[:, place].copy_(shard.rows(source))
+
+
+def _load_gated(fc1: Tensor, fc2: Tensor, hf: Mapping[str, Tensor], prefix: str, shard: Shard) -> None:
+    """Loads fc1 [2 width / tp, hidden], gate above up, and fc2 [hidden, width / tp]."""
+    gate, up = (shard.rows(hf[f"{prefix}{name}_proj.weight"]) for name in ("gate", "up"))
+    fc1[: len(gate)].copy_(gate)
+    fc1[len(gate) :].copy_(up)
+    fc2.copy_(shard.columns(hf[prefix + "down_proj.weight"]))

@@ -1,0 +1,41 @@
+"""Describes Qwen2 and Qwen2.5: as Llama, with biases on the query, key and value projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megagrpo.families.architecture import (
+    COMMON_SIZE_KEYS,
+    Architecture,
+    common_refusals,
+    decoder_architecture,
+    missing_keys,
+)
+from megagrpo.families.loading import load_dense_layer
+from megagrpo.families.tensors import dense_layer_tensors
+from megagrpo.families.tiny import heads_fill_hidden
+
+if TYPE_CHECKING:
+    from megagrpo.config.schema import TinyModelConfig
+
+HF_CLASS = "Qwen2ForCausalLM"
+SIZE_KEYS = COMMON_SIZE_KEYS
+load_layer = load_dense_layer
+layer_tensors = dense_layer_tensors
+tiny_problems = heads_fill_hidden
+
+
+def refusals(hf: Mapping[str, Any]) -> list[str]:
+    """Returns what of this config.json cannot be computed."""
+    return missing_keys(hf) or common_refusals(hf)
+
+
+def architecture(hf: Mapping[str, Any]) -> Architecture:
+    """Reads a config.json that has no refusals."""
+    return decoder_architecture(hf, qkv_bias=True)
+
+
+def tiny_options(sizes: TinyModelConfig) -> dict[str, Any]:
+    """Returns what a tiny model's config.json has beside the common keys."""
+    return {}

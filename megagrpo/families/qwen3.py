@@ -1,0 +1,45 @@
+"""Describes Qwen3, dense: as Llama, with an RMSNorm over each head of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megagrpo.families.architecture import (
+    COMMON_SIZE_KEYS,
+    Architecture,
+    attention_bias_refusals,
+    common_refusals,
+    decoder_architecture,
+    missing_keys,
+)
+from megagrpo.families.loading import load_dense_layer
+from megagrpo.families.tensors import dense_layer_tensors
+
+if TYPE_CHECKING:
+    from megagrpo.config.schema import TinyModelConfig
+
+HF_CLASS = "Qwen3ForCausalLM"
+SIZE_KEYS = COMMON_SIZE_KEYS
+load_layer = load_dense_layer
+layer_tensors = dense_layer_tensors
+
+
+def refusals(hf: Mapping[str, Any]) -> list[str]:
+    """Returns what of this config.json cannot be computed."""
+    return missing_keys(hf) or [*common_refusals(hf), *attention_bias_refusals(hf)]
+
+
+def architecture(hf: Mapping[str, Any]) -> Architecture:
+    """Reads a config.json that has no refusals."""
+    return decoder_architecture(hf, qk_norm=True)
+
+
+def tiny_options(sizes: TinyModelConfig) -> dict[str, Any]:
+    """Returns what a tiny model's config.json has beside the common keys."""
+    return {}
+
+
+def tiny_problems(sizes: TinyModelConfig) -> list[str]:
+    """Returns what of these sizes the family cannot have."""
+    return []

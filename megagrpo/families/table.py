@@ -1,0 +1,133 @@
+"""Lists the model families, and answers what their users ask of a model.
+
+To add a family: one module here with the names of `Family`, and its row in FAMILIES. The actor, `megagrpo check`, the
+tiny models and the certificate then know it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megagrpo.families import llama, qwen2, qwen3, qwen3_moe
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from torch import Tensor
+
+    from megagrpo.config.schema import TinyModelConfig
+    from megagrpo.families.loading import Place
+
+
+class Family(Protocol):
+    """Says what the module of a family provides."""
+
+    HF_CLASS: str  # the model's class in transformers, as config.json names it
+    SIZE_KEYS: frozenset[str]  # keys of config.json that a smaller model of the same kind changes
+
+    def refusals(self, hf: Mapping[str, Any], /) -> list[str]:
+        """Returns what would fail, or be silently wrong, with this config.json: missing keys, unsupported options."""
+
+    def architecture(self, hf: Mapping[str, Any], /) -> Architecture:
+        """Reads a config.json that has no refusals."""
+
+    def load_layer(
+        self, layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: Place, /
+    ) -> None:
+        """Copies this rank's slices of one layer's HF tensors into Megatron's parameters: slices and copies alone."""
+
+    def layer_tensors(self, arch: Architecture, index: int, /) -> Iterator[TensorSpec]:
+        """Yields the HF tensors of layer `index`, counted from 0, in the order in which a random model draws them."""
+
+    def tiny_options(self, sizes: TinyModelConfig, /) -> dict[str, Any]:
+        """Returns what the config.json of a tiny model has beside, or instead of, the common keys."""
+
+    def tiny_problems(self, sizes: TinyModelConfig, /) -> list[str]:
+        """Returns what of these sizes the family cannot have."""
+
+
+# model_type of config.json -> the family's module
+FAMILIES: dict[str, Family] = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
+}
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Counts a model's parameters; embeddings and output layer are dense, tied ones count once."""
+
+    dense: int
+    expert: int  # of all routed experts
+    active: int  # that one token meets
+
+    @property
+    def total(self) -> int:
+        """Counts all parameters."""
+        return self.dense + self.expert
+
+
+def model_problems(hf: Mapping[str, Any]) -> list[str]:
+    """Returns why a config.json cannot be read; [] when `architecture_of` can."""
+    name = hf.get("model_type")
+    if name not in FAMILIES:
+        return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
+    return FAMILIES[name].refusals(hf)
+
+
+def architecture_of(hf: Mapping[str, Any]) -> Architecture:
+    """Reads the parsed config.json of a model. Raises ValueError with every problem."""
+    problems = model_problems(hf)
+    if problems:
+        raise ValueError("; ".join(problems))
+    return FAMILIES[hf["model_type"]].architecture(hf)
+
+
+def read_architecture(folder: str | Path) -> Architecture:
+    """Reads config.json of an HF folder. Raises ValueError, naming the file, when it is missing or has problems."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; model.path must be a Hugging Face model folder with a config.json")
+    hf = read_description(path)
+    problems = model_problems(hf)
+    if problems:
+        raise ValueError(f"{path}: {'; '.join(problems)}")
+    return architecture_of(hf)
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """Returns the values of an existing config.json. Raises ValueError, naming the file, when it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+        raise ValueError(f"{path}: not a model description: {exc}") from exc
+
+
+def model_tensors(arch: Architecture) -> Iterator[TensorSpec]:
+    """Yields every tensor of the HF checkpoint, in the order in which a random model draws them."""
+    vocabulary = (arch.vocab_size, arch.hidden_size)
+    yield TensorSpec("model.embed_tokens.weight", vocabulary, "matrix")
+    for index in range(arch.num_layers):
+        yield from FAMILIES[arch.family].layer_tensors(arch, index)
+    yield TensorSpec("model.norm.weight", (arch.hidden_size,), "norm")
+    if not arch.tied:
+        yield TensorSpec("lm_head.weight", vocabulary, "matrix")
+
+
+def parameter_counts(arch: Architecture) -> ParameterCounts:
+    """Counts the parameters of a whole model."""
+    dense, expert = 0, 0
+    for spec in model_tensors(arch):
+        if spec.expert:
+            expert += spec.size
+        else:
+            dense += spec.size
+    share = expert * arch.experts_per_token // arch.num_experts if arch.is_moe else 0
+    return ParameterCounts(dense=dense, expert=expert, active=dense + share)

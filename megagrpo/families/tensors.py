@@ -1,0 +1,70 @@
+"""Lists the tensors of an HF checkpoint: names, shapes and kinds, in the order in which a random model draws them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megagrpo.families.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Describes one tensor of an HF checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]  # a matrix: (outputs, inputs)
+    kind: Literal["matrix", "norm", "bias"]  # begins random, 1 and 0
+    expert: bool = False  # one of a layer's routed experts, of which a token sees some
+
+    @property
+    def size(self) -> int:
+        """Counts the elements."""
+        return math.prod(self.shape)
+
+
+def layer_prefix(index: int) -> str:
+    """Returns what the names of a layer's tensors begin with; layers count from 0."""
+    return f"model.layers.{index}."
+
+
+def dense_layer_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
+    """Yields the tensors of a layer with grouped-query attention and one MLP."""
+    yield from attention_tensors(arch, index)
+    yield from mlp_tensors(arch.hidden_size, arch.ffn_size, layer_prefix(index) + "mlp.")
+
+
+def moe_layer_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
+    """Yields the tensors of a layer with grouped-query attention, a router and experts."""
+    prefix = layer_prefix(index) + "mlp."
+    yield from attention_tensors(arch, index)
+    yield TensorSpec(prefix + "gate.weight", (arch.num_experts, arch.hidden_size), "matrix")
+    for expert in range(arch.num_experts):
+        yield from mlp_tensors(arch.hidden_size, arch.expert_ffn_size, f"{prefix}experts.{expert}.", expert=True)
+
+
+def attention_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
+    """Yields projections, biases and norms of a layer's grouped-query attention, then the layer's two norms."""
+    prefix, hidden, dim = layer_prefix(index), arch.hidden_size, arch.head_dim
+    attention = prefix + "self_attn."
+    outputs = {"q_proj": arch.num_heads * dim, "k_proj": arch.num_kv_heads * dim, "v_proj": arch.num_kv_heads * dim}
+    for name, rows in outputs.items():
+        yield TensorSpec(f"{attention}{name}.weight", (rows, hidden), "matrix")
+    yield TensorSpec(f"{attention}o_proj.weight", (hidden, arch.num_heads * dim), "matrix")
+    if arch.qkv_bias:
+        for name, rows in outputs.items():
+            yield TensorSpec(f"{attention}{name}.bias", (rows,), "bias")
+    if arch.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield TensorSpec(f"{attention}{name}.weight", (dim,), "norm")
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield TensorSpec(f"{prefix}{name}.weight", (hidden,), "norm")
+
+
+def mlp_tensors(hidden: int, width: int, prefix: str, expert: bool = False) -> Iterator[TensorSpec]:
+    """Yields the three projections of a gated MLP of `width` between `hidden` inputs and outputs."""
+    yield TensorSpec(prefix + "gate_proj.weight", (width, hidden), "matrix", expert)
+    yield TensorSpec(prefix + "up_proj.weight", (width, hidden), "matrix", expert)
+    yield TensorSpec(prefix + "down_proj.weight", (hidden, width), "matrix", expert)

@@ -1,0 +1,187 @@
+"""Finds everything that can be known to fail before anything starts. Loads no torch."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
+from megagrpo.data.prompts import read_rows
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.layout import divisors, layout_problems
+from megagrpo.families.table import architecture_of, model_problems, read_description
+from megagrpo.rewards.graders import load_grader
+from megagrpo.rollout.tools import load_tool
+from megagrpo.tiny.description import hf_config as tiny_hf_config
+
+
+def preflight(config: ExperimentConfig) -> list[str]:
+    """Returns every problem: missing files, broken lines, unknown functions, a model that the layout cannot cut."""
+    problems = _missing_files(config) + _broken_lines(config) + _function_problems(config)
+    hf = model_description(config)
+    if hf is not None:
+        problems += check_against_model(
+            config, hf, _largest_token_id(Path(config.model.tokenizer or config.model.path))
+        )
+    return problems
+
+
+def model_description(config: ExperimentConfig) -> dict[str, Any] | None:
+    """Returns the model's config.json, or that of the tiny model that will be made; None when neither is known.
+
+    Raises ValueError for a config.json that is not JSON.
+    """
+    path = Path(config.model.path) / "config.json"
+    if path.is_file():
+        return read_description(path)
+    tiny = config.prepare.model if config.prepare is not None else None
+    return tiny_hf_config(tiny) if tiny is not None and _is_made(config, config.model.path) else None
+
+
+def check_against_model(config: ExperimentConfig, hf: dict[str, Any], largest_token_id: int | None = None) -> list[str]:
+    """Returns every clash between the experiment and the model's own config.json, each with its numbers."""
+    problems = model_problems(hf)
+    if problems:
+        return [f"model.path: {problem}" for problem in problems]
+    arch = architecture_of(hf)
+    problems = [
+        *layout_problems(arch, config.actor),
+        *_engine_problems(config, arch),
+        *_length_problems(config, arch),
+    ]
+    if largest_token_id is not None and largest_token_id >= arch.vocab_size:
+        problems.append(
+            f"model.tokenizer has token id {largest_token_id}, "
+            f"but the model only {arch.vocab_size} embeddings (vocab_size)"
+        )
+    return problems
+
+
+def longest_samples(config: ExperimentConfig) -> dict[str, int]:
+    """Returns the most tokens that one sample of each data section may have."""
+    response = config.sampling.max_response_tokens
+
+    def total(data: DataConfig, max_response: int) -> int:
+        return data.max_prompt_tokens + max_response
+
+    out = {"data": total(config.data, response)}
+    if config.eval is not None:
+        out["eval.data"] = total(config.eval.data, config.eval.max_response_tokens or response)
+    return out
+
+
+def _engine_problems(config: ExperimentConfig, arch: Architecture) -> list[str]:
+    tp, ep, experts = config.rollout.tp, config.rollout.ep, arch.num_experts
+    heads, kv_heads = arch.num_heads, arch.num_kv_heads
+    problems = []
+    if heads % tp:
+        problems.append(
+            f"rollout.tp = {tp} does not divide the model's num_attention_heads = {heads}; "
+            f"it may be {divisors(heads, tp)}"
+        )
+    if kv_heads % tp and tp % kv_heads:
+        problems.append(
+            f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's num_key_value_heads = {kv_heads}"
+        )
+    if experts and experts % ep:
+        problems.append(
+            f"rollout.ep = {ep} does not divide the model's num_experts = {experts}; it may be {divisors(experts, ep)}"
+        )
+    if ep > 1 and not experts:
+        problems.append(f"rollout.ep = {ep}, but a {arch.family} model has no experts; ep must be 1")
+    return problems
+
+
+def _length_problems(config: ExperimentConfig, arch: Architecture) -> list[str]:
+    problems = []
+    cache = config.rollout.max_total_tokens
+    for section, length in longest_samples(config).items():
+        if length > arch.max_positions:
+            problems.append(f"{section}: up to {length} tokens, but the model has {arch.max_positions} positions")
+        if cache is not None and length > cache:
+            problems.append(
+                f"{section}: up to {length} tokens, but an engine's cache holds {cache} (rollout.max_total_tokens)"
+            )
+    return problems
+
+
+def _missing_files(config: ExperimentConfig) -> list[str]:
+    wanted = {"model.path": config.model.path, "data.path": config.data.path}
+    if config.model.tokenizer is not None:
+        wanted["model.tokenizer"] = config.model.tokenizer
+    if config.eval is not None:
+        wanted["eval.data.path"] = config.eval.data.path
+    if config.sft is not None:
+        wanted |= {"sft.model": config.sft.model, "sft.data.path": config.sft.data.path}
+    if config.checkpoint.load is not None and not any(Path(config.output_dir, "checkpoints").glob("step_*")):
+        wanted["checkpoint.load"] = config.checkpoint.load
+    problems = [
+        f"{key}: {path} does not exist"
+        for key, path in wanted.items()
+        if not Path(path).exists() and not _is_made(config, path)
+    ]
+    if Path(config.model.path).is_dir() and not (Path(config.model.path) / "config.json").is_file():
+        problems.append(f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model folder")
+    return problems
+
+
+def _broken_lines(config: ExperimentConfig) -> list[str]:
+    problems = []
+    for data in _data_sections(config):
+        if Path(data.path).exists():
+            found = _complaint(_read_lines, data, config.reward)
+            problems += [f"{data.path}: {text}" if data.path not in text else text for text in found]
+    return problems
+
+
+def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
+    rows = read_rows(data)
+    for grader in sorted({str(row[data.grader_key]) for _, row in rows} if data.grader_key else ()):
+        load_grader(grader, reward.args if grader == reward.grader else {})
+
+
+def _data_sections(config: ExperimentConfig) -> Iterator[DataConfig]:
+    yield config.data
+    if config.eval is not None:
+        yield config.eval.data
+    if config.sft is not None:
+        yield config.sft.data
+
+
+def _function_problems(config: ExperimentConfig) -> list[str]:
+    problems = _complaint(load_grader, config.reward.grader, config.reward.args)
+    if config.sampling.tool is not None:
+        problems += _complaint(load_tool, config.sampling.tool.function)
+    return problems
+
+
+def _complaint(load: Callable[..., object], *arguments: object) -> list[str]:
+    """Returns the text of the ValueError with which a loader refuses its arguments."""
+    try:
+        load(*arguments)
+    except ValueError as exc:
+        return [str(exc)]
+    return []
+
+
+def _is_made(config: ExperimentConfig, path: str) -> bool:
+    """Tells whether `megagrpo prepare` or `megagrpo sft` of this very experiment writes `path`."""
+    prepare = config.prepare
+    if prepare is None:
+        return False
+    model_made = prepare.model is not None and (
+        path == prepare.model.path or (config.sft is not None and path == config.model.path)
+    )
+    data_made = prepare.dataset is not None and Path(path).parent == Path(prepare.dataset.folder)
+    return model_made or (data_made and Path(path).name in ("sft.jsonl", "train.jsonl", "eval.jsonl"))
+
+
+def _largest_token_id(folder: Path) -> int | None:
+    """Returns the largest id in tokenizer.json; None without that file: load_tokenizer checks after loading."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    vocab = tokenizer["model"].get("vocab", {})
+    ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab) - 1]
+    return max([*ids, *(token["id"] for token in tokenizer.get("added_tokens", []))])

@@ -1,0 +1,5 @@
+"""Prepares the host for Megatron. Workers import it before anything that imports Megatron, as entrypoints.py does."""
+
+from megagrpo.actor.host import prepare_host
+
+DEVICE = prepare_host()

@@ -1,0 +1,212 @@
+"""The families: random tensors stay as they are, refusals go by name, one file and one row make a new family."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megagrpo import environment
+from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.schema import TinyModelConfig
+from megagrpo.families.layout import layout_problems
+from megagrpo.families.table import FAMILIES, architecture_of, model_problems, model_tensors, read_architecture
+from megagrpo.preflight import check_against_model
+from megagrpo.tiny.description import hf_config
+from megagrpo.tiny.model import random_tensors
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+# (family, tied) -> SHA-256 of names, shapes and values in order, of default sizes and seed 7
+DIGESTS = {
+    ("llama", False): "e4dbcd2118f570ec",
+    ("llama", True): "48d3879133d921d2",
+    ("qwen2", False): "2a962306623acb29",
+    ("qwen2", True): "dce6b3afa2a01395",
+    ("qwen3", False): "e290a850dc83ce09",
+    ("qwen3", True): "75b95264e32c067d",
+    ("qwen3_moe", False): "911ed5d72666db44",
+    ("qwen3_moe", True): "4b40db2a44e7b811",
+}
+TOY = '''
+"""A family whose MLP has Mixtral's names."""
+
+from dataclasses import replace
+
+from megagrpo.families import qwen3
+from megagrpo.families.loading import load_attention, load_mlp, load_norms
+from megagrpo.families.tensors import attention_tensors, layer_prefix, mlp_tensors
+
+HF_CLASS = "ToyForCausalLM"
+SIZE_KEYS = qwen3.SIZE_KEYS
+refusals, architecture = qwen3.refusals, qwen3.architecture
+tiny_options, tiny_problems = qwen3.tiny_options, qwen3.tiny_problems
+NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def load_layer(layer, arch, hf, place):
+    prefix = layer_prefix(layer.layer_number - 1)
+    load_norms(layer, hf, prefix)
+    load_attention(layer.self_attention, arch, hf, prefix + "self_attn.", place.tensor)
+    mlp = {f"{theirs}.weight": hf[f"{prefix}mlp.{ours}.weight"] for theirs, ours in NAMES.items()}
+    load_mlp(layer.mlp, mlp, "", place.tensor)
+
+
+def layer_tensors(arch, index):
+    prefix = layer_prefix(index) + "mlp."
+    yield from attention_tensors(arch, index)
+    for spec in mlp_tensors(arch.hidden_size, arch.ffn_size, ""):
+        yield replace(spec, name=f"{prefix}{NAMES[spec.name.removesuffix('.weight')]}.weight")
+'''
+TRIES_THE_TOY = """
+import json, sys
+from pathlib import Path
+from megagrpo.config.load import load_config
+from megagrpo.explain import explain
+
+folder = Path(sys.argv[2])
+changes = [f"prepare.model.path={folder / 'tiny'}", f"model.path={folder / 'tiny'}", "prepare.model.family=toy"]
+config = load_config(sys.argv[1], [*changes, "sft=null", "data.path=data.jsonl", "eval=null", "actor.parallel={}"])
+text = explain(config)
+loaded = "torch" in sys.modules
+
+from megagrpo.actor.host import prepare_host
+device = prepare_host()
+import torch
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.certify.subject import make_models
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.hf_files import HfFolder
+from megagrpo.tiny.model import make_tiny_model
+from megagrpo.weights.actor_weights import export_hf, load_initial_weights
+
+path = str(folder / "tiny")
+size = make_tiny_model(config.prepare.model, seed=0)
+small = make_models(folder / "certify", config, ParallelConfig(), 0)
+actor = MegatronActor(
+    model_path=path,
+    config=ActorConfig(),
+    optimizer=OptimizerConfig(distributed=False),
+    num_updates=1,
+    seed=0,
+    device=device,
+)
+weights = load_initial_weights(actor, path)
+tokens = torch.arange(12)[None]
+with torch.no_grad():
+    hidden = actor.chunks[0](tokens, tokens, None)
+    logits = hidden @ actor.chunks[0].output_weight().T
+export_hf(folder / "exported", weights, actor.mesh, like=path, dtype="float32")
+written, source = HfFolder(folder / "exported"), HfFolder(path)
+same = written.keys() == source.keys() and all(torch.equal(written[name], source[name]) for name in source)
+print(json.dumps({
+    "said": text, "torch_for_check": loaded, "size": size, "certified": small.family,
+    "names": sorted(source), "finite": bool(logits.isfinite().all()), "spread": float(logits.std()), "same": same,
+}))
+"""
+
+
+@pytest.mark.parametrize(("family", "tied"), DIGESTS)
+def test_random_tensors_are_what_they_always_were(family, tied):
+    arch = architecture_of(hf_config(TinyModelConfig(path="x", family=family, tie_embeddings=tied)))
+    digest = hashlib.sha256()
+    for name, tensor in random_tensors(arch, torch.Generator().manual_seed(7)).items():
+        for part in (name.encode(), str(tuple(tensor.shape)).encode(), tensor.numpy().tobytes()):
+            digest.update(part)
+    assert digest.hexdigest()[:16] == DIGESTS[family, tied]
+
+
+def test_every_family_has_a_digest():
+    assert {family for family, _ in DIGESTS} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
+    hf = hf_config(TinyModelConfig(path="x", family=family))
+    assert model_problems(hf) == []
+    wrong = {
+        "hidden_act": "gelu",
+        "mlp_bias": True,
+        "use_sliding_window": True,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    }
+    for key, value in wrong.items():
+        problems = model_problems(hf | {key: value})
+        assert len(problems) == 1 and key.replace("rope_scaling", "rope scaling") in problems[0]
+    assert len(model_problems(hf | wrong)) == len(wrong)
+    assert bool(model_problems(hf | {"attention_bias": True})) == (family != "qwen2")
+    del hf["rms_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(ValueError, match=r"config\.json: config\.json lacks rms_norm_eps"):
+        read_architecture(tmp_path)
+
+
+def test_layers_without_experts_are_refused():
+    hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
+    for change in ({"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}):
+        assert "without experts" in model_problems(hf | change)[0]
+    del hf["num_experts"]
+    assert model_problems(hf) == ["config.json lacks num_experts"]
+    assert model_problems(hf | {"num_local_experts": 8}) == []
+
+
+def test_a_misspelt_family_is_an_error_of_the_configuration():
+    with pytest.raises(ConfigError, match=r"prepare\.model\.family.*'qwen3_mo'.*qwen3_moe"):
+        load_config(QUICKSTART, ["prepare.model.family=qwen3_mo"])
+
+
+def test_layers_differ_in_their_numbers_alone():
+    arch = architecture_of(hf_config(TinyModelConfig(path="x", family="qwen3_moe")))
+    names = [spec.name for spec in model_tensors(arch)]
+    assert len(names) == len(set(names))
+    for spec in model_tensors(arch):
+        assert spec.expert == (".experts." in spec.name)
+
+
+def test_a_new_family_is_one_file_and_one_row(tmp_path):
+    """In a copy of the package: `check`, the tiny model, the certificate's models, and the actor know it at once."""
+    package = tmp_path / "megagrpo"
+    shutil.copytree(ROOT / "megagrpo", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "families" / "toy.py").write_text(TOY)
+    table = package / "families" / "table.py"
+    text = table.read_text()
+    rows = "FAMILIES: dict[str, Family] = {\n"
+    assert text.count(rows) == 1 and text.count("import llama, ") == 1
+    table.write_text(text.replace(rows, f'{rows}    "toy": toy,\n').replace("import llama, ", "import toy, llama, "))
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TRIES_THE_TOY, str(QUICKSTART), str(tmp_path)],
+        cwd=tmp_path,
+        env=environment.child_environment({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, [str(tmp_path)]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert ": toy, " in found["said"] and not found["torch_for_check"], found["said"]
+    assert found["finite"] and found["spread"] > 0.1 and found["same"] and found["certified"] == "toy"
+    assert "model.layers.0.mlp.w2.weight" in found["names"] and found["size"] > 0
+
+
+def test_check_and_the_actor_say_the_same_of_a_layout():
+    """One place has the rules: `check` lists them, the actor refuses with them."""
+    hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
+    config = load_config(QUICKSTART, ["actor.world_size=36", "actor.parallel={tp: 4, ep: 3, pp: 3}"])
+    arch = architecture_of(hf)
+    problems = layout_problems(arch, config.actor)
+    assert [text.split(" does not divide")[0] for text in problems] == [
+        "actor.parallel.tp = 4",
+        "actor.parallel.ep = 3",
+        "actor.parallel.pp x vpp = 3",
+    ]
+    assert set(problems) <= set(check_against_model(config, hf))
+    from megagrpo.actor.megatron_config import check_layout
+
+    with pytest.raises(ValueError, match="the model does not fit the layout") as refused:
+        check_layout(arch, config.actor)
+    assert all(text in str(refused.value) for text in problems)
