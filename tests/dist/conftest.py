@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.dist.figures import LayoutFigures
-from tests.dist.workers.launch import run_hf_reference
+from tests.dist.workers.launch import POOL, run_hf_reference
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks() -> Iterator[None]:
+    """The pool of ranks lives as long as the session."""
+    yield
+    POOL.stop()
 
 
 @pytest.fixture(scope="session")

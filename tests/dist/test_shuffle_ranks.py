@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from tests.dist.workers.launch import POOL
 
 NUM_GROUPS, GROUP_SIZE = 6, 4
 
@@ -31,10 +31,11 @@ def shuffled(mesh: Mesh, seed: int = 1, step: int = 3) -> dict[int, tuple[float,
     return dict(zip(batch.sample_ids.tolist(), zip(batch.rewards.tolist(), batch.valid.tolist(), strict=True), strict=True))
 
 
-def run_rank(rank: int, world: int, folder: str) -> None:
+def run_rank(rank: int, world: int, folder: str) -> dict[int, tuple[float, bool]]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    torch.save(shuffled(make_mesh(rank, world, torch.device("cpu"), deadline_s=60)), f"{folder}/{rank}.pt")
+    mine = shuffled(make_mesh(rank, world, torch.device("cpu"), deadline_s=60))
     dist.destroy_process_group()
+    return mine
 
 
 def test_rewards_are_permuted_and_kept(tmp_path: Path):
@@ -46,6 +47,5 @@ def test_rewards_are_permuted_and_kept(tmp_path: Path):
     assert moved > len(before) // 2
     assert sum(whole[sample][0] // 10 != sample // GROUP_SIZE for sample in before) > len(before) // 2, "across groups, not inside them"
     assert shuffled(alone, step=4) != whole and shuffled(alone, seed=2) != whole
-    mp.spawn(run_rank, args=(3, str(tmp_path)), nprocs=3)
-    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
+    parts = POOL.run(3, run_rank, 3, str(tmp_path))
     assert {sample: value for part in parts for sample, value in part.items()} == whole and sum(map(len, parts)) == len(whole)
