@@ -1,0 +1,95 @@
+"""Runs all tests in parts: the unit tests on every core, then the others two at a time, as most of them wait for processes to start.
+
+usage: python tests/run_parts.py [pytest arguments]   Exits with 1 and names the parts that failed; the last line counts all tests.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+SIDE_BY_SIDE = 2
+SAY_EVERY_S = 60.0
+NO_TESTS = 5  # pytest's exit status when a selection leaves none
+UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)
+ALONE = {"unit": ["-n", str(UNIT_WORKERS), "--dist", "worksteal"]}
+TOGETHER: dict[str, list[str]] = {"e2e": [], "dist": [], "cluster": [], "gpu": []}  # the longest first
+
+
+class Part:
+    """One folder of tests as a pytest of its own, whose output is printed when it has ended."""
+
+    def __init__(self, name: str, options: list[str], logs: Path):
+        self.name, self.log, self.started = name, logs / f"{name}.log", time.monotonic()
+        command = [sys.executable, "-m", "pytest", "--durations=25", *options, str(TESTS / name)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+    def progress(self) -> str:
+        shares = re.findall(r"\[ *(\d+)%\]", self.log.read_text(errors="replace"))
+        return f"{self.name} {shares[-1] if shares else 0}%"
+
+    def report(self) -> str:
+        """Prints the whole output; returns its last line that counts tests."""
+        text = self.log.read_text(errors="replace")
+        print(f"[test] {self.name}: {time.monotonic() - self.started:.0f} s\n{text}", flush=True)
+        return next((line for line in reversed(text.splitlines()) if re.search(r"\d+ \w+.* in [\d.]+s", line)), "")
+
+
+def run(parts: dict[str, list[str]], at_once: int, arguments: list[str], logs: Path) -> dict[str, tuple[int, str]]:
+    """(exit status, counting line) of each part."""
+    waiting = [name for name in parts if any((TESTS / name).glob("test_*.py"))]
+    running: list[Part] = []
+    results: dict[str, tuple[int, str]] = {}
+    said = time.monotonic()
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name = waiting.pop(0)
+                running.append(Part(name, [*parts[name], *arguments], logs))
+            time.sleep(0.2)
+            for part in [part for part in running if part.process.poll() is not None]:
+                running.remove(part)
+                results[part.name] = part.process.returncode, part.report()
+            if running and time.monotonic() > said + SAY_EVERY_S:
+                said = time.monotonic()
+                print("[test]", ", ".join(part.progress() for part in running), flush=True)
+    finally:
+        for part in running:
+            part.process.send_signal(signal.SIGINT)  # pytest ends its fixtures
+            part.process.wait()
+            part.report()
+    return results
+
+
+def total(lines: list[str], seconds: float) -> str:
+    """pytest's closing line for the sum of all parts."""
+    counts: Counter[str] = Counter()
+    for line in lines:
+        for number, what in re.findall(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|warnings?|errors?)", line):
+            counts[what.rstrip("s") if what in ("warnings", "errors") else what] += int(number)
+    return f" {', '.join(f'{number} {what}' for what, number in counts.items())} in {seconds:.2f}s "
+
+
+def main(arguments: list[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tests-") as logs:
+        results = run(ALONE, 1, arguments, Path(logs)) | run(TOGETHER, SIDE_BY_SIDE, arguments, Path(logs))
+    failed = [name for name, (status, _) in results.items() if status not in (0, NO_TESTS)]
+    for name, (_, line) in results.items():
+        print(f"[test] {name}: {line.strip('= ') or 'ended without a count'}")
+    if failed:
+        print(f"[test] FAILED: {', '.join(failed)}")
+    print(total([line for _, line in results.values()], time.monotonic() - started).center(100, "="))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
