@@ -1,6 +1,7 @@
-"""Runs all tests in parts: the unit tests on every core, then the others two at a time, as most of them wait for processes to start.
+"""Runs all tests in parts: the unit tests on every core, then the others two at a time, as most wait for processes.
 
-usage: python tests/run_parts.py [pytest arguments]   Exits with 1 and names the parts that failed; the last line counts all tests.
+usage: python tests/run_parts.py [pytest arguments]
+Exits with 1 and names the parts that failed; the last line counts all tests.
 """
 
 import os
@@ -17,6 +18,7 @@ TESTS = Path(__file__).parent
 SIDE_BY_SIDE = 2
 SAY_EVERY_S = 60.0
 NO_TESTS = 5  # pytest's exit status when a selection leaves none
+COUNT = re.compile(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|warning|error)")
 UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)
 ALONE = {"unit": ["-n", str(UNIT_WORKERS), "--dist", "worksteal"]}
 TOGETHER: dict[str, list[str]] = {"e2e": [], "dist": [], "cluster": [], "gpu": []}  # the longest first
@@ -72,8 +74,8 @@ def total(lines: list[str], seconds: float) -> str:
     """pytest's closing line for the sum of all parts."""
     counts: Counter[str] = Counter()
     for line in lines:
-        for number, what in re.findall(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|warnings?|errors?)", line):
-            counts[what.rstrip("s") if what in ("warnings", "errors") else what] += int(number)
+        for number, what in COUNT.findall(line):
+            counts[what] += int(number)
     return f" {', '.join(f'{number} {what}' for what, number in counts.items())} in {seconds:.2f}s "
 
 

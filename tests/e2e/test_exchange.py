@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
+import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
+
+# isort: split
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_process import Info, OneEngine
