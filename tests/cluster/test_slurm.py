@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm: trained to the end, pre-empted, out of time, cancelled, submitted again; the same run every time."""
+"""Jobs of a real Slurm: trained to the end, pre-empted, out of time, cancelled, submitted again; always one run."""
 
 import re
 import signal
@@ -149,7 +149,7 @@ def test_a_heterogeneous_job_and_a_second_submit(slurm, experiments, undisturbed
     assert slurm.job(second)["JobState"] == "PENDING"
     finish(slurm, first, folder)
     assert "continues after step 3" in finish(slurm, second, folder)
-    # the last bits of the engines' log-probabilities depend on their threads, and two engines on one machine have half as many
+    # last bits of log-probabilities depend on an engine's threads, and two engines on one machine have half as many
     assert_same_run(folder, undisturbed, 6, but="mismatch/logprob_abs_mean")
     assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(folder).items() if step)
 

@@ -237,7 +237,7 @@ def rollouts(run_dir: Path) -> dict[int, list[dict]]:
 
 
 def assert_same_run(folder: Path, reference: Path, num_steps: int, but: str = "") -> None:
-    """Losses, rewards and responses of the first `num_steps` steps, bit by bit; `but` is the name of a metric that may differ."""
+    """Losses, rewards and responses of the first `num_steps` steps are the same bits; the metric `but` may differ."""
     ours, theirs = metrics(folder), metrics(reference)
     names = [name for name in REPEATED if name != but]
     assert sorted(ours)[-1] == num_steps

@@ -1,4 +1,4 @@
-"""A trainer rank dies by SIGKILL: all start again from the last checkpoint, and the run is the one that nobody disturbed."""
+"""A trainer rank dies by SIGKILL: all start again from the last checkpoint, and the run is the undisturbed one."""
 
 import json
 import os
@@ -15,7 +15,7 @@ NUM_STEPS = 6
 
 @pytest.mark.slow  # test_soak.py kills a rank too
 def test_killed_in_an_update_of_the_weights_and_in_a_rollout(long_run):
-    """First rank 0, which was in the middle of giving weights to the engine, then rank 1. Steps after the checkpoint are made again."""
+    """First rank 0 amid giving weights to the engine, then rank 1. Steps after the checkpoint are made again."""
     folder = long_run[0].parent / "restarted"
     config = write_experiment(folder, **WATCHED, train={"num_steps": NUM_STEPS}, checkpoint={"every": 2, "keep": 5})
     with Job("run", config) as job:

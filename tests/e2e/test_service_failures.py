@@ -13,7 +13,7 @@ from megagrpo.types import Prompt
 
 
 def test_engine_killed_during_a_rollout(service):
-    """It is started again, gets its weights through `refresh`, and every sample of the step arrives, as without the kill."""
+    """It is started again, gets its weights by `refresh`, and every sample of the step arrives, as without the kill."""
     service.set_version(1)
     prompts = [Prompt(i, "", PROMPTS[i % 4], "") for i in range(8)]
     refreshed, arrived = [], []
@@ -78,7 +78,7 @@ def test_model_that_does_not_exist(service, tmp_path):
 
 
 def test_nothing_is_left_when_the_service_is_killed(service, tmp_path):
-    """It has no chance to clean up: the kernel ends its children, and theirs. (The orderly end is checked by the fixture.)"""
+    """It has no chance to clean up: the kernel ends its children, and theirs. (The fixture checks the orderly end.)"""
     process = start_service(service.config, tmp_path)
     try:
         deadline = time.monotonic() + 120
