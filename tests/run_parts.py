@@ -19,17 +19,34 @@ SIDE_BY_SIDE = 2
 SAY_EVERY_S = 60.0
 NO_TESTS = 5  # pytest's exit status when a selection leaves none
 COUNT = re.compile(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|warning|error)")
+# Tests of e2e that share one rollout service or make engines of their own; the others share one `megagrpo run`.
+ENGINES = ("test_engines", "test_exchange", "test_service", "test_service_failures", "test_tools")
 UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)
-ALONE = {"unit": ["-n", str(UNIT_WORKERS), "--dist", "worksteal"]}
-TOGETHER: dict[str, list[str]] = {"e2e": [], "dist": [], "cluster": [], "gpu": []}  # the longest first
+
+
+def parts_alone() -> dict[str, list[str]]:
+    """What pytest is given for each part that fills all cores by itself."""
+    return {"unit": ["-n", str(UNIT_WORKERS), "--dist", "worksteal", str(TESTS / "unit")]}
+
+
+def parts_together() -> dict[str, list[str]]:
+    """What pytest is given for each of the others, the longest first."""
+    e2e = sorted((TESTS / "e2e").glob("test_*.py"))
+    return {
+        "e2e-runs": [str(path) for path in e2e if path.stem not in ENGINES],
+        "dist": [str(TESTS / "dist")],
+        "e2e-engines": [str(path) for path in e2e if path.stem in ENGINES],
+        "cluster": [str(TESTS / "cluster")],
+        "gpu": [str(TESTS / "gpu")],
+    }
 
 
 class Part:
-    """One folder of tests as a pytest of its own, whose output is printed when it has ended."""
+    """Some of the tests as a pytest of their own, whose output is printed when it has ended."""
 
     def __init__(self, name: str, options: list[str], logs: Path):
         self.name, self.log, self.started = name, logs / f"{name}.log", time.monotonic()
-        command = [sys.executable, "-m", "pytest", "--durations=25", *options, str(TESTS / name)]
+        command = [sys.executable, "-m", "pytest", "--durations=25", *options]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
 
@@ -46,7 +63,7 @@ class Part:
 
 def run(parts: dict[str, list[str]], at_once: int, arguments: list[str], logs: Path) -> dict[str, tuple[int, str]]:
     """(exit status, counting line) of each part."""
-    waiting = [name for name in parts if any((TESTS / name).glob("test_*.py"))]
+    waiting = list(parts)
     running: list[Part] = []
     results: dict[str, tuple[int, str]] = {}
     said = time.monotonic()
@@ -83,7 +100,8 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tests-") as logs:
-        results = run(ALONE, 1, arguments, Path(logs)) | run(TOGETHER, SIDE_BY_SIDE, arguments, Path(logs))
+        results = run(parts_alone(), 1, arguments, Path(logs))
+        results |= run(parts_together(), SIDE_BY_SIDE, arguments, Path(logs))
     failed = [name for name, (status, _) in results.items() if status not in (0, NO_TESTS)]
     for name, (_, line) in results.items():
         print(f"[test] {name}: {line.strip('= ') or 'ended without a count'}")

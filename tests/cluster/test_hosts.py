@@ -25,7 +25,7 @@ ROLLOUT = {"deterministic": True, "num_engines": 2, "host": "eth0", "start_timeo
 
 
 class Run:
-    """Processes as of launch/ on every host: Ray where the engines are, one `serve`, torchrun where the trainers are."""
+    """Processes as of launch/ on every host: Ray where the engines are, one `serve`, torchrun where trainers are."""
 
     def __init__(self, hosts: Hosts, nodes: RayNodes, config: Path):
         self.folder = config.with_suffix("")

@@ -41,7 +41,7 @@ def start(nodes: RayNodes, tmp_path: Path, **rollout) -> tuple[RunningService, T
 
 
 def test_a_node_is_lost_and_another_joins(nodes, tmp_path):
-    """Each node has one place. The step goes on with the engine that is left; the other is placed anew when possible."""
+    """Each node has one place. The step goes on with the engine left; the other is placed again when possible."""
     nodes.start(1)
     nodes.start(2)
     service, trainer = start(nodes, tmp_path)

@@ -1,4 +1,4 @@
-"""Shared by the actor's tests: random Hugging Face models with transformers' logits and gradients, made once a session; figures."""
+"""Shared by the tests of several ranks: the pool of ranks, models with transformers' logits and gradients, figures."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -181,7 +181,10 @@ def cut_a_file(folder: Path) -> str:
     return f"checkpoint file {path} has {size // 2} bytes, its manifest says {size}"
 
 
-@pytest.mark.parametrize("damage", [forget_the_manifest, flip_a_byte, cut_a_file])
+ALL_BY_FULL = [pytest.param(damage, marks=pytest.mark.slow) for damage in (forget_the_manifest, cut_a_file)]
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, *ALL_BY_FULL])  # tests/dist/test_checkpoint_damage.py has every damage
 def test_a_damaged_checkpoint_is_not_resumed(long_run, damage):
     """Refused before the service is needed, and the record of the run that made it stays as it was."""
     folder = long_run[0].parent / damage.__name__
@@ -194,6 +197,7 @@ def test_a_damaged_checkpoint_is_not_resumed(long_run, damage):
     assert (folder / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
+@pytest.mark.slow  # tests/dist/test_checkpoint_damage.py has the message on every rank
 def test_a_checkpoint_of_another_model(long_run):
     folder = long_run[0].parent / "wider"
     changed = experiment(folder)["prepare"]["model"] | {"path": str(folder.parent / "wider-model"), "num_layers": 4}

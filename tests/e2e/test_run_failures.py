@@ -115,6 +115,7 @@ def test_rewards_that_fail_are_no_zeros_and_too_many_end_the_run(experiments):
     )
 
 
+@pytest.mark.slow  # tests/dist/test_checkpoint_damage.py fills a disk under two ranks
 def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(long_run):
     """The second checkpoint does not fit. The first stays whole, nothing half-written lies beside it."""
     folder = long_run[0].parent / "full"

@@ -1,7 +1,8 @@
 """Ranks that live as long as the test session: they import torch and Megatron once, and each run is a world of its own.
 
-A rank is a process that waits on a socket for (function, arguments), calls it and answers with what it returned. The function makes its
-process group from a store of its own and leaves it before it returns. Whatever goes wrong ends all ranks; the next run starts new ones.
+A rank is a process that waits on a socket for (function, arguments), calls it and answers with what it returned. The
+function makes its process group from a store of its own and leaves it before it returns. Whatever goes wrong ends all
+ranks; the next run starts new ones.
 usage of a rank: python -m tests.dist.workers.pool SOCKET
 """
 
