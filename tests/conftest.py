@@ -9,9 +9,15 @@ import hypothesis
 import psutil
 import pytest
 
-TIMEOUT_S = {"unit": 120, "dist": 300, "e2e": 600, "cluster": 900, "gpu": 600}
+TIMEOUT_S = {
+    "unit": 300,
+    "dist": 900,
+    "e2e": 1200,
+    "cluster": 1800,
+    "gpu": 600,
+}  # several times what a busy machine needs
 SESSION_VARIABLE = "MEGAGRPO_TEST_SESSION"
-GRACE_S = 15.0  # Ray and SGLang end in several steps
+GRACE_S = 60.0  # Ray and SGLang end in several steps
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # several ranks share few cores
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -175,7 +175,7 @@ class Job:
                 if time.monotonic() - self._start > timeout_s:
                     raise
 
-    def left_behind(self, within_s: float = 20.0) -> list[str]:
+    def left_behind(self, within_s: float = 60.0) -> list[str]:
         """Processes of this command that still run after it has ended."""
         deadline = time.monotonic() + within_s
         while (left := [p for p in self._tree.values() if is_live(p)]) and time.monotonic() < deadline:
@@ -264,7 +264,7 @@ print(json.dumps({
         env=child_environment(None, [_TORCHVISION_HOOK]),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -20,7 +20,7 @@ from megagrpo.environment import API_KEY, child_environment
 def refused(config: Path, *overrides: str, run: Callable[..., Finished] = megagrpo) -> str:
     """What `megagrpo run` says when it refuses an experiment at once."""
     sets = [word for override in overrides for word in ("--set", override)]
-    done = run("run", config, *sets, timeout_s=60)
+    done = run("run", config, *sets, timeout_s=300)
     assert done.status == 2 and done.stdout == "", done
     assert "Traceback" not in done.stderr and done.stderr.startswith("megagrpo run: ")
     assert not config.with_suffix("").exists(), "the run folder was made"
@@ -137,7 +137,7 @@ def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
         env=child_environment({API_KEY: "of the run"}, [str(config.parent)]),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     reports = sorted((config.with_suffix("") / "logs").glob("error_trainer_rank*.txt"))
     return Finished(done.returncode, done.stdout, done.stderr, 0.0), [report.read_text() for report in reports]

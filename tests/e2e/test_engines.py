@@ -307,7 +307,7 @@ def test_an_engine_is_added_and_another_drained(trainer, capsys):
     assert (
         trainer.step(5, lambda: threading.Thread(target=control.drain_engine, args=[drained.id]).start()) == undisturbed
     )
-    wait_until(lambda: drained.id not in states(service), "drained", 60)
+    wait_until(lambda: drained.id not in states(service), "drained")
     assert not psutil.pid_exists(drained.pid)
     assert states(service).keys() == {"engine-1", added} and trainer.step(5) == undisturbed
     assert main(["engines", "drain", folder, "engine-1"]) == 0

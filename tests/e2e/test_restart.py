@@ -22,7 +22,7 @@ def test_killed_in_an_update_of_the_weights_and_in_a_rollout(long_run):
         job.wait_for(lambda: (folder / "rollouts" / "step_000003.jsonl").exists(), "step 3", 400)
         first = kill_rank(job, folder, 0, during_update)
         job.wait_for(
-            lambda: (rank := trainer(job, 1)) and rank.create_time() > first.create_time() + 1, "the first restart", 120
+            lambda: (rank := trainer(job, 1)) and rank.create_time() > first.create_time() + 1, "the first restart", 300
         )
         kill_rank(job, folder, 1, during_rollout)
         done = job.finish(400)
@@ -40,7 +40,7 @@ def kill_rank(job: Job, folder: Path, rank: int, now) -> psutil.Process:
     """SIGKILL a trainer when the engine's log shows that moment."""
     log, victim = folder / "logs" / "engine-0.node-0.log", trainer(job, rank)
     begin = log.stat().st_size
-    job.wait_for(lambda: now(log.read_bytes()[begin:].decode(errors="replace")), now.__name__, 120, poll_s=0.002)
+    job.wait_for(lambda: now(log.read_bytes()[begin:].decode(errors="replace")), now.__name__, 300, poll_s=0.002)
     os.kill(victim.pid, signal.SIGKILL)
     return victim
 
