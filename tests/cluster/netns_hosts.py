@@ -55,7 +55,7 @@ class Hosts:
             namespace, folder = self._namespace(i), _ETC / self._namespace(i)
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-            # Names come from that file alone: else each reverse look-up waits 10 s for a name server out of reach.
+            # Names come from that file alone: else every reverse look-up waits 10 s for a name server that cannot be reached.
             (folder / "nsswitch.conf").write_text("hosts: files\n")
             _ip("netns", "add", namespace)
             _ip("link", "add", self._link(i), "type", "veth", "peer", "name", "eth0", "netns", namespace)

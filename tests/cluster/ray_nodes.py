@@ -23,8 +23,7 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_worker_nic
 class RayNodes:
     """A head and workers, each with one place for a node of an engine; a context manager that ends them all.
 
-    `wrap(number, command)` makes the command run on host `number`; by default all run on this one.
-    The path of `folder` must be short.
+    `wrap(number, command)` makes the command run on host `number`; all on this one by default, where `folder` must be short.
     """
 
     def __init__(self, folder: Path, wrap=lambda number, command: command, host=lambda number: "127.0.0.1"):

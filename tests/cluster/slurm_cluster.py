@@ -1,7 +1,6 @@
 """A real Slurm cluster on this machine: munged, slurmctld and one slurmd for each pretended node, in a private folder.
 
-Every node has an address of its own (127.0.0.2, 127.0.0.3, ...) and a name that does not resolve, as on clusters
-without DNS.
+Every node has an address of its own (127.0.0.2, 127.0.0.3, ...) and a name that does not resolve, as on clusters without DNS.
 Nothing wants systemd, cgroups or a database; every daemon is a child of this process and is ended by its process id.
 """
 
@@ -149,7 +148,7 @@ class SlurmCluster:
         )
 
     def wait(self, job: int, *states: str, timeout_s: float = 300.0) -> str:
-        """Wait until the job is in one of `states` (default: it has ended and will not run again); return the state."""
+        """Wait until the job is in one of `states` (default: it has ended, and is not to be run again); returns the state."""
         wanted, deadline = set(states) or ENDED, time.monotonic() + timeout_s
         while (state := self.job(job)["JobState"]) not in wanted:
             assert time.monotonic() < deadline, f"job {job} is {state} after {timeout_s:.0f} s, not {sorted(wanted)}"
@@ -171,8 +170,7 @@ class SlurmCluster:
     def _write_configuration(self) -> None:
         host, ports = socket.gethostname().partition(".")[0], _free_ports(len(self.nodes) + 1)
         nodes = "\n".join(
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{i + 2} "
-            f"Port={ports[i + 1]} CPUs={self._cpus} State=UNKNOWN"
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{i + 2} Port={ports[i + 1]} CPUs={self._cpus} State=UNKNOWN"
             for i, node in enumerate(self.nodes)
         )
         text = _CONF.format(host=host, port=ports[0], root=self.root, parameters=self._parameters, nodes=nodes)

@@ -25,7 +25,7 @@ ROLLOUT = {"deterministic": True, "num_engines": 2, "host": "eth0", "start_timeo
 
 
 class Run:
-    """Processes as of launch/ on every host: Ray where the engines are, one `serve`, torchrun where trainers are."""
+    """`launch/`-style processes on every host: Ray on the engines', `serve` on the first of them, torchrun on the trainers'."""
 
     def __init__(self, hosts: Hosts, nodes: RayNodes, config: Path):
         self.folder = config.with_suffix("")
@@ -106,7 +106,7 @@ def one_host(experiments: Path, num_steps: int) -> Path:
 
 
 def assert_as_on_one_host(run: Run, experiments: Path, num_steps: int) -> None:
-    """Last bits of log-probabilities depend on an engine's threads; two engines on one machine have half as many."""
+    """The last bits of the engines' log-probabilities depend on their threads, and two engines on one machine have half as many."""
     assert_same_run(run.folder, one_host(experiments, num_steps), num_steps, but="mismatch/logprob_abs_mean")
     assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(run.folder).items() if step)
 

@@ -1,4 +1,4 @@
-"""Engines on several Ray nodes of this machine: placement, a node lost in the middle of a step, and one that joins."""
+"""Engines on several Ray nodes of this machine: placement, a node that is lost in the middle of a step, and one that joins."""
 
 import shutil
 import sys
@@ -41,7 +41,7 @@ def start(nodes: RayNodes, tmp_path: Path, **rollout) -> tuple[RunningService, T
 
 
 def test_a_node_is_lost_and_another_joins(nodes, tmp_path):
-    """Each node has one place. The step goes on with the engine left; the other is placed again when possible."""
+    """Each node has one place. The step goes on with the engine that is left; the other is placed anew as soon as there is room."""
     nodes.start(1)
     nodes.start(2)
     service, trainer = start(nodes, tmp_path)

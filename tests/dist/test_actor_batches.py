@@ -1,15 +1,15 @@
-"""Samples over three data-parallel ranks: each trained on exactly once, whoever sampled it; micro-batches agree in number and shape."""
+"""Samples over three data-parallel ranks: each trained on once, whoever sampled it; micro-batches agree."""
 
 import random
 
 import torch
 import torch.distributed as dist
 
-from megagrpo.config.schema import ParallelConfig
-from megagrpo.batching.batch import build_batch, shuffle_rewards
-from megagrpo.mesh import make_mesh
-from megagrpo.batching.microbatch import plan
 from megagrpo.batching.balance import update_of_group
+from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.microbatch import plan
+from megagrpo.config.schema import ParallelConfig
+from megagrpo.mesh import make_mesh
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 from tests.dist.workers.launch import POOL
 
@@ -22,7 +22,14 @@ def some_groups(chance: random.Random) -> list[RolloutGroup]:
         prompt = Prompt(g, "", tuple(chance.randrange(100) for _ in range(chance.randint(1, 8))), "")
         lengths = [chance.randint(0, 30) for _ in range(size)]
         samples = tuple(
-            Sample(i, tuple(chance.randrange(100) for _ in range(n)), tuple(-chance.random() for _ in range(n)), "stop", 0, "")
+            Sample(
+                i,
+                tuple(chance.randrange(100) for _ in range(n)),
+                tuple(-chance.random() for _ in range(n)),
+                "stop",
+                0,
+                "",
+            )
             for i, n in enumerate(lengths)
         )
         groups.append(RolloutGroup(g, prompt, samples, tuple(Outcome("score", chance.random()) for _ in lengths)))
@@ -46,16 +53,31 @@ def run_rank(rank: int, folder) -> list[dict]:
             shuffled = shuffle_rewards(batch, 1, number, mesh)
             kept.append((batch, shuffled.rewards.tolist()))
         (batch, rewards), (again, rewards_again) = kept
-        same = torch.equal(batch.tokens, again.tokens) and torch.equal(batch.sample_ids, again.sample_ids) and rewards == rewards_again
+        same = (
+            torch.equal(batch.tokens, again.tokens)
+            and torch.equal(batch.sample_ids, again.sample_ids)
+            and rewards == rewards_again
+        )
         packed, layout = chance.random() < 0.5, ParallelConfig(pp=chance.choice([1, 2]))
         shapes = []
         for update in range(num_updates):
-            rows = [r for r, g in enumerate(batch.group_ids.tolist()) if update_of_group(g, batch.num_groups, num_updates) == update]
+            rows = [
+                r
+                for r, g in enumerate(batch.group_ids.tolist())
+                if update_of_group(g, batch.num_groups, num_updates) == update
+            ]
             micros = plan(batch, rows, chance.randint(20, 80), packed, layout, mesh)
             assert sorted(r for m in micros for r in m.members.tolist()) == rows
             shapes.append([tuple(m.tokens.shape) for m in micros])
         tokens = [row[:n].tolist() for row, n in zip(batch.tokens, batch.lengths.tolist(), strict=True)]
-        result = {"ids": batch.sample_ids.tolist(), "tokens": tokens, "same": same, "shapes": shapes, "pp": layout.pp, "rewards": rewards}
+        result = {
+            "ids": batch.sample_ids.tolist(),
+            "tokens": tokens,
+            "same": same,
+            "shapes": shapes,
+            "pp": layout.pp,
+            "rewards": rewards,
+        }
         found.append(result)
     dist.destroy_process_group()
     return found
@@ -75,4 +97,6 @@ def test_every_sample_once_and_micro_batches_agree(tmp_path):
         assert sorted(r for part in parts for r in part["rewards"]) == rewards
         for update in zip(*(part["shapes"] for part in parts), strict=True):
             assert len({len(shapes) for shapes in update}) == 1, "every rank runs the same number of micro-batches"
-            assert parts[0]["pp"] == 1 or len({shape for shapes in update for shape in shapes}) == 1, "pipeline stages exchange one shape"
+            assert parts[0]["pp"] == 1 or len({shape for shapes in update for shape in shapes}) == 1, (
+                "pipeline stages exchange one shape"
+            )

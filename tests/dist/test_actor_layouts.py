@@ -19,13 +19,19 @@ JobKey = tuple[str, str, str]  # model, layout, what is done
 
 
 def one_rank_jobs(folder: Path) -> dict[JobKey, dict]:
-    """Every model and kind of batch. The first jobs of a model write what its updates in other layouts are compared with."""
+    """Every model and kind of batch. A model's first jobs write what its updates in other layouts are compared with."""
     jobs = {}
     for model in MODELS:
         base = {"model": str(folder / model), "reference": str(folder / f"{model}.rank1.pt")}
         whole = {**base, "do": "layout", "write": True, **BATCHES["padded"], "budget": 4096}
         jobs[model, "1", "reference"] = whole
-        jobs[model, "1", "few"] = {**base, "do": "layout", "write": True, "keep": 1, "reference": str(folder / f"{model}.few.pt")}
+        jobs[model, "1", "few"] = {
+            **base,
+            "do": "layout",
+            "write": True,
+            "keep": 1,
+            "reference": str(folder / f"{model}.few.pt"),
+        }
         for batch, options in BATCHES.items():
             jobs[model, "1", f"forward {batch}"] = {**base, **options, "do": "forward"}
             jobs[model, "1", f"update {batch}"] = {**base, **options, "do": "layout"}
@@ -49,7 +55,10 @@ def special_jobs(model: str, folder: Path) -> dict[JobKey, dict]:
     """On two ranks: fewer samples than ranks (one has dummy micro-batches only), distributed optimizer, recompute."""
     base = {"model": str(folder / model), "reference": str(folder / f"{model}.rank1.pt"), "do": "layout"}
     few = {**base, "keep": 1, "reference": str(folder / f"{model}.few.pt")}
-    jobs = {(model, "DP2", "update one sample"): few, (model, "DP2", "update distributed optimizer"): {**base, "distributed": True}}
+    jobs = {
+        (model, "DP2", "update one sample"): few,
+        (model, "DP2", "update distributed optimizer"): {**base, "distributed": True},
+    }
     if model in MOE:
         ep2 = {"parallel": {"ep": 2}}
         jobs[model, "EP2", "update one sample"] = {**few, **ep2, "packing": False}
@@ -76,7 +85,11 @@ def problems_of(what: str, result: dict) -> list[str]:
     forward = what.startswith("forward")
     bounds = {"logits": LOGIT_BOUND, "logprobs": LOGIT_BOUND, "norm": GRADIENT_BOUND, "weights": WEIGHT_BOUND}
     bounds["loss"] = 1e-5 if forward else LOSS_BOUND
-    found = [f"{name} off by {result[name]:.2g}" for name, bound in bounds.items() if name in result and not result[name] <= bound]
+    found = [
+        f"{name} off by {result[name]:.2g}"
+        for name, bound in bounds.items()
+        if name in result and not result[name] <= bound
+    ]
     gradients = result.get("gradients", {}).items()
     found += [f"gradient of {name} off by {value:.2g}" for name, value in gradients if not value <= GRADIENT_BOUND]
     if forward and not result["export"]:
@@ -105,7 +118,9 @@ def test_few_samples_distributed_optimizer_and_recompute(one_rank: Path, layout_
     results = check(one_rank, 2, special_jobs("qwen3", one_rank) | special_jobs("qwen3_moe", one_rank), layout_figures)
     calls = {key[1:]: result["attention_calls"] for key, result in results.items()}
     for layout, kind in product(("PP2", "TP2xEP2"), ("full", "selective")):
-        assert calls[layout, f"update recompute {kind}"] == 2 * calls[layout, "update recompute none"], "it was computed once more"
+        assert calls[layout, f"update recompute {kind}"] == 2 * calls[layout, "update recompute none"], (
+            "it was computed once more"
+        )
 
 
 def test_four_ranks(one_rank: Path, layout_figures: LayoutFigures):

@@ -33,7 +33,9 @@ class Source:
     def next(self, step: int, prompts: Sequence[Prompt], version: int, refresh, attempt: int) -> list[RolloutGroup]:
         assert step == version
         self.asked.append((step, attempt, [prompt.id for prompt in prompts]))
-        first, last = (len(prompts) * place // self.mesh.dp_size for place in (self.mesh.dp_rank, self.mesh.dp_rank + 1))
+        first, last = (
+            len(prompts) * place // self.mesh.dp_size for place in (self.mesh.dp_rank, self.mesh.dp_rank + 1)
+        )
         return [self.group(i, prompts[i], version) for i in range(first, last)]
 
     def group(self, group_id: int, prompt: Prompt, version: int) -> RolloutGroup:
@@ -61,10 +63,19 @@ def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
         metrics = Metrics()
         chosen = next_groups(source, PROMPTS, state, experiment(), mesh, None, metrics)
         state.step += 1
-        checkpoint.save(folder, TrainState(**{**vars(state), "surplus": gather_surplus(state.surplus, mesh)}), {}, 9, lambda _: None, mesh)
+        checkpoint.save(
+            folder,
+            TrainState(**{**vars(state), "surplus": gather_surplus(state.surplus, mesh)}),
+            {},
+            9,
+            lambda _: None,
+            mesh,
+        )
         parts = [group for part in mesh.gather_dp(chosen) for group in part]
         surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
-        steps.append({"chosen": parts, "surplus": surplus, "cursor": state.data_cursor, "metrics": metrics.reduced(mesh.reduce)})
+        steps.append(
+            {"chosen": parts, "surplus": surplus, "cursor": state.data_cursor, "metrics": metrics.reduced(mesh.reduce)}
+        )
     return steps
 
 
@@ -108,7 +119,9 @@ def test_selection_does_not_depend_on_the_layout(tmp_path, world):
     run_steps(tmp_path / "parts", alone(), 2)
     resumed = POOL.run(world, rank_main, world, tmp_path / "parts", NUM_STEPS)[0]
     for one, many in zip(whole[2:], resumed, strict=True):
-        assert many["chosen"] != [] and by_id(many["chosen"]) == one["chosen"] and by_id(many["surplus"]) == one["surplus"]
+        assert (
+            many["chosen"] != [] and by_id(many["chosen"]) == one["chosen"] and by_id(many["surplus"]) == one["surplus"]
+        )
         assert many["cursor"] == one["cursor"] and many["metrics"] == one["metrics"]
 
 
@@ -121,7 +134,10 @@ def test_surplus_comes_back_from_a_checkpoint_as_it_was(tmp_path):
 
 def test_too_few_groups_is_an_error_that_says_what_to_do():
     source, state = Source(alone(), always_alike=True), TrainState()
-    with pytest.raises(RuntimeError, match=r"3 batches of 4 prompts .*max_num_gen_batches.* 0 of 4 groups .* 12 of 12 groups were dropped"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"3 batches of 4 prompts .*max_num_gen_batches.* 0 of 4 groups .* 12 of 12 groups were dropped",
+    ):
         next_groups(source, PROMPTS, state, experiment(max_num_gen_batches=3), alone(), None, Metrics())
     assert [attempt for _, attempt, _ in source.asked] == [0, 1, 2] and state.data_cursor == 12
 
@@ -139,7 +155,9 @@ def test_shaped_rewards_can_tell_groups_apart():
 
     class Lengths(Source):
         def group(self, group_id, prompt, version):
-            samples = tuple(Sample(i, (5,) * (2 + prompt.id % 2 * i), (-0.1,) * 5, "stop", version, "") for i in range(2))
+            samples = tuple(
+                Sample(i, (5,) * (2 + prompt.id % 2 * i), (-0.1,) * 5, "stop", version, "") for i in range(2)
+            )
             return RolloutGroup(group_id, prompt, samples, (Outcome("score", 1.0),) * 2)
 
     chosen = next_groups(Lengths(alone()), PROMPTS, TrainState(), config, alone(), None, Metrics())
@@ -153,5 +171,7 @@ def test_without_dynamic_sampling_the_step_is_the_next_prompts():
     for step in range(2):
         state.step = step
         groups = next_groups(source, PROMPTS, state, config, alone(), None, metrics)
-        assert [g.prompt for g in groups] == PROMPTS.batch(step * WANTED, WANTED, 0) and state.data_cursor == (step + 1) * WANTED
+        assert [g.prompt for g in groups] == PROMPTS.batch(step * WANTED, WANTED, 0) and state.data_cursor == (
+            step + 1
+        ) * WANTED
     assert metrics.reduced(alone().reduce) == {} and [attempt for _, attempt, _ in source.asked] == [0, 0]

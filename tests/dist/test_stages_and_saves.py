@@ -1,4 +1,4 @@
-"""Uneven pipeline stages, what a step's schedule cost, and checkpoints written in the background: two gloo ranks, float32."""
+"""Uneven pipeline stages, what a step's schedule cost, checkpoints written in the background: two gloo ranks."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megagrpo.config.schema import TinyModelConfig
-from megagrpo.tiny.model import random_tensors
-from megagrpo.tiny.description import hf_config
 from megagrpo.hf_files import write_hf_folder
+from megagrpo.tiny.description import hf_config
+from megagrpo.tiny.model import random_tensors
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import VOCAB
 
@@ -24,13 +24,17 @@ UNEVEN = {
 def five_layers(tmp_path_factory) -> Path:
     """A random Qwen3 of five layers; its norms are random too, so that a layer in the wrong place shows."""
     folder = tmp_path_factory.mktemp("five") / "model"
-    sizes = TinyModelConfig(path=str(folder), family="qwen3", hidden_size=64, num_layers=5, head_dim=16, ffn_size=96, tie_embeddings=True)
+    sizes = TinyModelConfig(
+        path=str(folder), family="qwen3", hidden_size=64, num_layers=5, head_dim=16, ffn_size=96, tie_embeddings=True
+    )
     like = folder.with_name("description")
     like.mkdir()
     (like / "config.json").write_text(json.dumps(hf_config(sizes) | {"vocab_size": VOCAB}))
     generator = torch.Generator().manual_seed(0)
     tensors = random_tensors(sizes, VOCAB, generator)
-    tensors = {name: t if t.dim() > 1 else t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
+    tensors = {
+        name: t if t.dim() > 1 else t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()
+    }
     write_hf_folder(folder, iter([tensors]), like=like, dtype=torch.float32)
     return folder
 
@@ -48,7 +52,11 @@ def test_uneven_stages_equal_one_rank(five_layers: Path, tmp_path: Path):
         first = int(name[0])
         assert result["layers"] == [list(range(1, first + 1)), list(range(first + 1, 6))]
         print(f"FIGURES | {name} | packing {packing} | { {k: result[k] for k in ('logits', 'loss', 'gradients')} }")
-        assert result["logits"] <= 1e-4 and result["loss"] <= 1e-6 and result["gradients"] <= 1e-5, (name, packing, result)
+        assert result["logits"] <= 1e-4 and result["loss"] <= 1e-6 and result["gradients"] <= 1e-5, (
+            name,
+            packing,
+            result,
+        )
 
 
 TRIES = 4  # a busy machine is measured too: what it adds passes, a wrong measure stays
@@ -57,7 +65,12 @@ TRIES = 4  # a busy machine is measured too: what it adds passes, a wrong measur
 def test_waiting_and_bubble_are_measured(five_layers: Path, tmp_path: Path):
     base = {"do": "clock", "model": str(five_layers)}
     pipeline = {**base, "parallel": UNEVEN["3 + 2"], "slow_s": [0.3, 0.3]}
-    jobs = [{**base, "slow_s": [0.0, 1.5]}, {**pipeline, "budget": 64}, {**pipeline, "budget": 200}, {**base, "slow_s": [0.0, 0.0]}]
+    jobs = [
+        {**base, "slow_s": [0.0, 1.5]},
+        {**pipeline, "budget": 64},
+        {**pipeline, "budget": 200},
+        {**base, "slow_s": [0.0, 0.0]},
+    ]
     for number in range(TRIES):
         apart, many, few, alike = run(2, tmp_path / str(number), jobs)
         print("FIGURES |", apart, many, few, alike, sep="\n")

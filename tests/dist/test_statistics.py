@@ -1,4 +1,4 @@
-"""Statistics and advantages are the same bits for every data-parallel size, rank order and placement, over real gloo ranks."""
+"""Statistics and advantages are the same bits for every data-parallel size, rank order and placement, over gloo."""
 
 from dataclasses import fields, replace
 
@@ -38,13 +38,19 @@ ALGORITHMS = {
     "dr_grpo": {"advantage": {"name": "dr_grpo"}, "whiten_advantages": True},
     "grpo_passk": {"advantage": {"name": "grpo_passk"}},
     "rloo": {"advantage": {"name": "rloo"}, "kl": {"reward_coef": 0.1, "adaptive": {"target": 0.1, "horizon": 100.0}}},
-    "reinforce_plus_plus": {"advantage": {"name": "reinforce_plus_plus", "gamma": 0.9}, "kl": {"reward_coef": 0.1, "estimator": "k1"}},
+    "reinforce_plus_plus": {
+        "advantage": {"name": "reinforce_plus_plus", "gamma": 0.9},
+        "kl": {"reward_coef": 0.1, "estimator": "k1"},
+    },
     "reinforce_plus_plus_baseline": {"advantage": {"name": "reinforce_plus_plus_baseline"}, "reward": SHAPING},
     "remax": {"advantage": {"name": "remax"}, "advantage_clip": 2.0},
     "opo": {"advantage": {"name": "opo"}, "mask_truncated": True},
     "gpg": {
         "advantage": {"name": "gpg"},
-        "mismatch": {"weight": {"name": "tis", "over": "sequence", "self_normalise": True}, "reject": {"low": 0.5, "high": 2.0}},
+        "mismatch": {
+            "weight": {"name": "tis", "over": "sequence", "self_normalise": True},
+            "reject": {"low": 0.5, "high": 2.0},
+        },
     },
 }
 
@@ -105,7 +111,10 @@ def measure(batch: Batch, reduce) -> dict:
         weights = result.loss_mask if result.policy_weights is None else result.policy_weights
         for row, sample in enumerate(batch.sample_ids.tolist()):
             length = int(batch.lengths[row])
-            out[name, sample] = [t[row, :length].float().view(torch.int32).tolist() for t in (result.advantages, result.loss_mask, weights)]
+            out[name, sample] = [
+                t[row, :length].float().view(torch.int32).tolist()
+                for t in (result.advantages, result.loss_mask, weights)
+            ]
     return out
 
 

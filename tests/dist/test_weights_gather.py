@@ -1,4 +1,4 @@
-"""HF -> sharded ranks -> HF is bit-equal: tensor-parallel shards, replicas, fused and padded parameters, pipeline stages, small buckets."""
+"""HF -> sharded ranks -> HF is bit-equal: tensor-parallel shards, replicas, fused and padded parameters, stages."""
 
 import pytest
 import torch
@@ -15,7 +15,12 @@ from tests.dist.workers.launch import POOL
 VOCAB, HIDDEN, FFN, LAYERS = 29, 8, 12, 3
 SHAPES = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,), "head": (VOCAB, HIDDEN)}
 for layer in range(LAYERS):
-    SHAPES |= {f"{layer}.norm": (HIDDEN,), f"{layer}.gate": (FFN, HIDDEN), f"{layer}.up": (FFN, HIDDEN), f"{layer}.down": (HIDDEN, FFN)}
+    SHAPES |= {
+        f"{layer}.norm": (HIDDEN,),
+        f"{layer}.gate": (FFN, HIDDEN),
+        f"{layer}.up": (FFN, HIDDEN),
+        f"{layer}.down": (HIDDEN, FFN),
+    }
     SHAPES |= {f"{layer}.q": (4 * 2, HIDDEN), f"{layer}.k": (2 * 2, HIDDEN)}
 SPECS = {name: (shape, torch.float32) for name, shape in SHAPES.items()}
 
@@ -26,7 +31,7 @@ def hf_tensors() -> dict[str, torch.Tensor]:
 
 
 class ToyActor:
-    """tp shards of a fused model; the last layer and the head live on the last pipeline stage; the rest replicate it."""
+    """tp shards of a fused model; last layer and head live on the last pipeline stage; the rest replicate it."""
 
     def __init__(self, tp: int, tp_rank: int, pp: int, pp_rank: int):
         self.tp, self.tp_rank = tp, tp_rank
@@ -37,7 +42,12 @@ class ToyActor:
         if self.last:
             self.live |= {"norm": torch.zeros(HIDDEN), "head": torch.zeros(rows, HIDDEN)}
         for layer in self.layers:
-            shapes = {"norm": (HIDDEN,), "fc1": (2 * FFN // tp, HIDDEN), "fc2": (HIDDEN, FFN // tp), "qk": (12 // tp, HIDDEN)}
+            shapes = {
+                "norm": (HIDDEN,),
+                "fc1": (2 * FFN // tp, HIDDEN),
+                "fc2": (HIDDEN, FFN // tp),
+                "qk": (12 // tp, HIDDEN),
+            }
             self.live |= {f"{layer}.{name}": torch.zeros(shape) for name, shape in shapes.items()}
 
     def load(self, hf) -> None:
@@ -95,7 +105,9 @@ def test_gathered_tensors_are_bit_equal(tmp_path, world, tp, pp):
     results = POOL.run(world, run_rank, world, tp, pp, tmp_path)
     expected = hf_tensors()
     full, num_buckets, load, digests = results[0]
-    assert full.keys() == expected.keys() and all(torch.equal(full[n].view(torch.int32), t.view(torch.int32)) for n, t in expected.items())
+    assert full.keys() == expected.keys() and all(
+        torch.equal(full[n].view(torch.int32), t.view(torch.int32)) for n, t in expected.items()
+    )
     assert num_buckets > 5 and all(not results[rank][0] for rank in range(1, world))
     exported = HfFolder(tmp_path / "out")
     assert all(torch.equal(exported[n], t.to(torch.bfloat16)) for n, t in expected.items())

@@ -5,8 +5,6 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,8 +31,8 @@ class OneEngine:
 
     api_key = "of one engine"
 
-    def __init__(self, config: ExperimentConfig, folder: Path, python_path: Sequence[str] = ()):
-        self.config, self.folder, self.python_path = config, folder, list(python_path)
+    def __init__(self, config: ExperimentConfig, folder: Path, python_path: list[str] = []):
+        self.config, self.folder, self.python_path = config, folder, python_path
         self.info = Info("e0", "", "starting", 0, 0)
         self.ready_calls: list[tuple] = []
         self.lost: list[str] = []
@@ -74,8 +72,10 @@ class OneEngine:
     def stop(self) -> None:
         """Kill the whole process group, as a lost host would."""
         if self.process is not None:
-            with suppress(ProcessLookupError):
+            try:
                 os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
             self.process.wait()
 
     # What the exchange calls.

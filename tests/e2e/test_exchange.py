@@ -13,11 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
-
-# isort: split
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_process import Info, OneEngine
@@ -228,15 +226,15 @@ def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
     models = []
     for seed in range(2):
         template = make_tiny_model(tmp_path / f"d{seed}", seed)  # tokenizer files
-        shape = {
-            "vocab_size": 300,
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-        }
-        shape |= {"intermediate_size": 128, "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 2}
+        shape = dict(
+            vocab_size=300,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+        )
+        shape |= dict(intermediate_size=128, initializer_range=0.15, bos_token_id=1, eos_token_id=2)
         config = Qwen3Config(**shape, tie_word_embeddings=True)
         torch.manual_seed(seed)
         Qwen3ForCausalLM(config).save_pretrained(template)

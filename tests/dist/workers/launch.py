@@ -16,8 +16,10 @@ LIMIT_S = 900
 POOL = RankPool()  # ended by the fixture in tests/dist/conftest.py
 
 
-def run_ranks(world: int, folder: Path, jobs: list[dict], script: str = "actor_ranks.py", device: str = "cpu") -> list[dict]:
-    """Run `jobs` one after the other on `world` ranks; returns one result per job. AssertionError with the log's end."""
+def run_ranks(
+    world: int, folder: Path, jobs: list[dict], script: str = "actor_ranks.py", device: str = "cpu"
+) -> list[dict]:
+    """Run `jobs` one after the other on `world` ranks; return one result per job. AssertionError with the log's end."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     if device == "cpu" and script in (path.name for path in WORKERS.glob("*_ranks.py")):
@@ -30,7 +32,7 @@ def run_ranks(world: int, folder: Path, jobs: list[dict], script: str = "actor_r
 
 
 def _launch(world: int, folder: Path, script: str, device: str) -> None:
-    """Processes of their own, for a device that the pool's ranks do not see and for a script that expects to be the program."""
+    """Processes of their own: for a device that the pool's ranks do not see, and for scripts from elsewhere."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
