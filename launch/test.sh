@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing and runs the tests: unit, dist (several ranks), e2e (real engine), cluster (real Slurm), gpu.
-# usage: launch/test.sh [--full] [pytest arguments]     --full: the slow ones too; paths replace the five folders
+# usage: launch/test.sh [--full] [pytest arguments]     --full: the slow ones too; with paths one pytest runs them alone,
+# without them tests/run_parts.py runs all five folders, two parts at a time
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 selection=(-m "not slow")
@@ -19,13 +20,9 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmct
         echo "[test] they could not be installed: the cluster tests will be skipped"
 fi
 
-folders=(tests/unit tests/dist tests/e2e tests/cluster tests/gpu)
-for argument in "$@"; do
-    [ ! -e "${argument%%::*}" ] || folders=()
-done
-existing=()
-for folder in "${folders[@]}"; do
-    [ -z "$(find "$folder" -name 'test_*.py' -print -quit 2>/dev/null)" ] || existing+=("$folder")
-done
 export OMP_NUM_THREADS=1 # several ranks share few cores
-exec "${MEGAGRPO_VENV:-.venv}/bin/python" -m pytest --durations=15 "${selection[@]}" "${existing[@]}" "$@"
+python="${MEGAGRPO_VENV:-.venv}/bin/python"
+for argument in "$@"; do
+    [ ! -e "${argument%%::*}" ] || exec "$python" -m pytest --durations=25 "${selection[@]}" "$@"
+done
+exec "$python" tests/run_parts.py "${selection[@]}" "$@"

@@ -71,7 +71,9 @@ def replay_main(config: ExperimentConfig, dump_folder: str) -> int:
 
 
 def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], None]) -> int:
-    """Runs `body` on the device to compute on. Returns 0, or 1 with the reason in logs/error_<name>_rank<N>.txt; the traceback goes to standard error.
+    """Runs `body` on the device to compute on and returns 0, or 1 when it failed.
+
+    The reason is then in logs/error_<name>_rank<N>.txt, the traceback on standard error.
 
     The report is a final one when another try would end in the same way: torchrun starts the ranks again whatever
     their status, so that the launcher, which sees the file, has to end it.

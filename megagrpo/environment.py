@@ -9,9 +9,7 @@ from typing import overload
 import megagrpo
 
 API_KEY = "MEGAGRPO_API_KEY"  # between trainers, router and engines; without it `serve` makes one
-WEIGHT_LOADER = (
-    "megagrpo.weights.engine_loader.run"  # engines are started with it, and trainers call it there by this name
-)
+WEIGHT_LOADER = "megagrpo.weights.engine_loader.run"  # engines are started with it; trainers call it by this name
 
 
 @overload

@@ -1,4 +1,4 @@
-"""Shared by the actor's tests: random Hugging Face models with transformers' logits and gradients, made once a session; figures."""
+"""Shared by the tests of several ranks: the pool of ranks, models with transformers' logits and gradients, figures."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.dist.figures import LayoutFigures
-from tests.dist.workers.launch import run_hf_reference
+from tests.dist.workers.launch import POOL, run_hf_reference
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks() -> Iterator[None]:
+    """The pool of ranks lives as long as the session."""
+    yield
+    POOL.stop()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The README's table of layouts x model families: gathered while the actor's tests run, written by `launch/test.sh --full`."""
+"""Gathers the table of layouts x model families while the actor's tests run; `launch/test.sh --full` writes it."""
 
 from bench.common import provenance, write_results
 
@@ -13,7 +13,11 @@ class LayoutFigures:
     def add(self, model: str, layout: str, what: str, result: dict) -> None:
         key = (layout, model.removesuffix("_tied").removesuffix("_raw"))
         worst = self._worst.setdefault(key, {})
-        found = {"gradients_hf" if what.startswith("forward") else "gradients": max(result.get("gradients", {}).values(), default=0.0)}
+        found = {
+            "gradients_hf" if what.startswith("forward") else "gradients": max(
+                result.get("gradients", {}).values(), default=0.0
+            )
+        }
         found |= {name: result[name] for name in ("logits", "norm", "weights") if name in result}
         for name, value in found.items():
             worst[name] = max(value, worst.get(name, 0.0))
@@ -23,7 +27,10 @@ class LayoutFigures:
     def write(self) -> None:
         """bench/results/layouts.json and .md."""
         layouts, families = (list(dict.fromkeys(key[place] for key in self._worst)) for place in (0, 1))
-        rows = [{"layout": at[0], "family": at[1], **worst, "bit_equal": self._bit_equal[at]} for at, worst in self._worst.items()]
+        rows = [
+            {"layout": at[0], "family": at[1], **worst, "bit_equal": self._bit_equal[at]}
+            for at, worst in self._worst.items()
+        ]
         lines = [(layout, *(self._cell(layout, family) for family in families)) for layout in layouts]
         write_results("layouts", {**provenance(), "rows": rows}, ("layout", *families), lines)
 

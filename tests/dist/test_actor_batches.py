@@ -4,7 +4,6 @@ import random
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megagrpo.batching.balance import update_of_group
 from megagrpo.batching.batch import build_batch, shuffle_rewards
@@ -12,6 +11,7 @@ from megagrpo.batching.microbatch import plan_micro_batches
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from tests.dist.workers.launch import POOL
 
 WORLD, ROUNDS = 3, 40
 
@@ -36,7 +36,7 @@ def some_groups(chance: random.Random) -> list[RolloutGroup]:
     return groups
 
 
-def run_rank(rank: int, folder, results) -> None:
+def run_rank(rank: int, folder) -> list[dict]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     mesh = make_mesh(rank, WORLD, torch.device("cpu"), deadline_s=60)
     found = []
@@ -79,15 +79,12 @@ def run_rank(rank: int, folder, results) -> None:
             "rewards": rewards,
         }
         found.append(result)
-    results[rank] = found
     dist.destroy_process_group()
+    return found
 
 
 def test_every_sample_once_and_micro_batches_agree(tmp_path):
-    with mp.Manager() as manager:
-        shared = manager.dict()
-        mp.spawn(run_rank, args=(tmp_path, shared), nprocs=WORLD)
-        by_rank = [shared[rank] for rank in range(WORLD)]
+    by_rank = POOL.run(WORLD, run_rank, tmp_path)
     for number in range(ROUNDS):
         groups = some_groups(random.Random(number))
         parts = [found[number] for found in by_rank]

@@ -1,76 +1,57 @@
-"""The actor against transformers and itself on one rank: logits, log-probabilities, gradients, export, update.
+"""The actor against transformers and against itself on one rank: logits, gradients, export, one update.
 
-Float32, gloo. All checks of one world size share a launch; a failing check is named by model, layout and variant.
+Float32, gloo. tests/dist/cases.py says which cases run; a failing check is named by model, layout and what was done.
 """
 
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
+from tests.dist.cases import BATCHES, CHOICES, CI, LAYOUTS, MODELS, MOE, REST, LayoutCase, has, of_ci
 from tests.dist.figures import LayoutFigures
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import LENGTHS
 
 LOGIT_BOUND, LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-4, 1e-6, 1e-5, 1e-6
-MOE = ("qwen3_moe", "qwen3_moe_raw")
-MODELS = ("qwen3", "qwen3_moe", "qwen2", "llama", "qwen3_tied", "qwen3_moe_raw")
-LAYOUTS = {
-    "1": {},
-    "DP2": {},
-    "TP2+SP": {"tp": 2},
-    "PP2": {"pp": 2},
-    "PP2xVPP2": {"pp": 2, "vpp": 2},
-    "CP2": {"cp": 2},
-    "EP2": {"ep": 2},
-    "TP2xEP2": {"tp": 2, "ep": 2},
-    "TP2xETP2": {"tp": 2, "etp": 2},
-    "TP2xPP2": {"tp": 2, "pp": 2},
-    "EP2xPP2": {"ep": 2, "pp": 2},
-    "CP2xPP2": {"cp": 2, "pp": 2},
-}
-OF_OTHER_MODELS = ("TP2+SP", "PP2xVPP2", "TP2xEP2")  # what CI checks of them
-WORLD = {"1": 1, "TP2xPP2": 4, "EP2xPP2": 4, "CP2xPP2": 4}  # others: 2
 pytestmark = pytest.mark.timeout(900)  # one launch runs many checks
-BOTH = ("packed", "padded")
-VARIANTS = {"packed": {"packing": True, "budget": 64}, "padded": {"packing": False, "budget": 200}}
+JobKey = tuple[str, str, str]  # model, layout, what is done
 
 
-def layouts_for(model: str) -> list[str]:
-    return [name for name, sizes in LAYOUTS.items() if model in MOE or not sizes.keys() & {"ep", "etp"}]
-
-
-def jobs_of(
-    world: int, models: tuple[str, ...], folder: Path, variants: tuple[str, ...]
-) -> dict[tuple[str, str, str], dict]:
-    """(model, layout, what) -> job. The first jobs of a model on one rank write the references of its update jobs."""
+def one_rank_jobs(folder: Path) -> dict[JobKey, dict]:
+    """Every model and kind of batch. A model's first jobs write what its updates in other layouts are compared with."""
     jobs = {}
-    for model in models:
+    for model in MODELS:
         base = {"model": str(folder / model), "reference": str(folder / f"{model}.rank1.pt")}
-        if world == 1:
-            jobs[model, "1", "reference"] = {
-                **base,
-                "do": "layout",
-                "write": True,
-                **VARIANTS["padded"],
-                "budget": 4096,
-            }
-            jobs[model, "1", "few"] = {
-                **base,
-                "do": "layout",
-                "write": True,
-                "keep": 1,
-                "reference": str(folder / f"{model}.few.pt"),
-            }
-        for layout, variant in product(layouts_for(model), variants):
-            if WORLD.get(layout, 2) == world:
-                job = {**base, "parallel": LAYOUTS[layout], **VARIANTS[variant]}
-                jobs[model, layout, f"forward {variant}"] = {**job, "do": "forward"}
-                jobs[model, layout, f"update {variant}"] = {**job, "do": "layout"}
+        whole = {**base, "do": "layout", "write": True, **BATCHES["padded"], "budget": 4096}
+        jobs[model, "1", "reference"] = whole
+        jobs[model, "1", "few"] = {
+            **base,
+            "do": "layout",
+            "write": True,
+            "keep": 1,
+            "reference": str(folder / f"{model}.few.pt"),
+        }
+        for batch, options in BATCHES.items():
+            jobs[model, "1", f"forward {batch}"] = {**base, **options, "do": "forward"}
+            jobs[model, "1", f"update {batch}"] = {**base, **options, "do": "layout"}
     return jobs
 
 
-def special_jobs(model: str, folder: Path) -> dict[tuple[str, str, str], dict]:
+def jobs_of(cases: list[LayoutCase], world: int, folder: Path) -> dict[JobKey, dict]:
+    """A forward and an update of each case on this number of ranks."""
+    jobs = {}
+    for case in cases:
+        if case.world == world:
+            base = {"model": str(folder / case.model), "reference": str(folder / f"{case.model}.rank1.pt")}
+            job = {**base, "parallel": LAYOUTS[case.layout], **BATCHES[case.batch]}
+            what = f"update {case.batch}, recompute {case.recompute}"
+            jobs[case.model, case.layout, f"forward {case.batch}"] = {**job, "do": "forward"}
+            jobs[case.model, case.layout, what] = {**job, "do": "layout", "recompute": case.recompute}
+    return jobs
+
+
+def special_jobs(model: str, folder: Path) -> dict[JobKey, dict]:
     """On two ranks: fewer samples than ranks (one has dummy micro-batches only), distributed optimizer, recompute."""
     base = {"model": str(folder / model), "reference": str(folder / f"{model}.rank1.pt"), "do": "layout"}
     few = {**base, "keep": 1, "reference": str(folder / f"{model}.few.pt")}
@@ -87,9 +68,7 @@ def special_jobs(model: str, folder: Path) -> dict[tuple[str, str, str], dict]:
     return jobs
 
 
-def check(
-    folder: Path, world: int, jobs: dict[tuple[str, str, str], dict], figures: LayoutFigures
-) -> dict[tuple[str, str, str], dict]:
+def check(folder: Path, world: int, jobs: dict[JobKey, dict], figures: LayoutFigures) -> dict[JobKey, dict]:
     """Run the jobs, keep their figures, fail with every problem; returns the results."""
     first = "-".join(next(iter(jobs))).replace(" ", "_")
     results = dict(zip(jobs, run_ranks(world, folder / f"world{world}_{first}", list(jobs.values())), strict=True))
@@ -121,7 +100,7 @@ def problems_of(what: str, result: dict) -> list[str]:
 @pytest.fixture(scope="module")
 def one_rank(hf_models: Path, layout_figures: LayoutFigures) -> Path:
     """The one-rank runs, checked against transformers, which leave the references for all other layouts."""
-    results = check(hf_models, 1, jobs_of(1, MODELS, hf_models, BOTH), layout_figures)
+    results = check(hf_models, 1, one_rank_jobs(hf_models), layout_figures)
     compared = {result["positions"] for (_, _, what), result in results.items() if what.startswith("forward")}
     assert compared == {sum(LENGTHS) - len(LENGTHS)}, "every position that predicts a token was compared"
     return hf_models
@@ -132,12 +111,7 @@ def test_one_rank_equals_transformers(one_rank: Path):
 
 
 def test_two_ranks(one_rank: Path, layout_figures: LayoutFigures):
-    check(one_rank, 2, jobs_of(2, MODELS[:2], one_rank, BOTH), layout_figures)
-
-
-def test_two_ranks_of_the_other_models(one_rank: Path, layout_figures: LayoutFigures):
-    jobs = jobs_of(2, MODELS[2:], one_rank, ("packed",))
-    check(one_rank, 2, {key: job for key, job in jobs.items() if key[1] in OF_OTHER_MODELS}, layout_figures)
+    check(one_rank, 2, jobs_of(CI, 2, one_rank), layout_figures)
 
 
 def test_few_samples_distributed_optimizer_and_recompute(one_rank: Path, layout_figures: LayoutFigures):
@@ -150,23 +124,24 @@ def test_few_samples_distributed_optimizer_and_recompute(one_rank: Path, layout_
 
 
 def test_four_ranks(one_rank: Path, layout_figures: LayoutFigures):
-    check(
-        one_rank,
-        4,
-        jobs_of(4, MODELS[:1], one_rank, ("padded",)) | jobs_of(4, MODELS[1:2], one_rank, ("packed",)),
-        layout_figures,
-    )
+    check(one_rank, 4, jobs_of(CI, 4, one_rank), layout_figures)
 
 
 @pytest.mark.slow
-def test_the_rest_of_the_grid(one_rank: Path, layout_figures: LayoutFigures):
-    jobs = jobs_of(2, MODELS[2:], one_rank, ("packed",))
-    check(one_rank, 2, {key: job for key, job in jobs.items() if key[1] not in OF_OTHER_MODELS}, layout_figures)
-    check(one_rank, 2, jobs_of(2, MODELS[2:], one_rank, ("padded",)), layout_figures)
-    check(
-        one_rank,
-        4,
-        jobs_of(4, MODELS[:1], one_rank, ("packed",)) | jobs_of(4, MODELS[1:2], one_rank, ("padded",)),
-        layout_figures,
-    )
-    check(one_rank, 4, jobs_of(4, MODELS[2:], one_rank, BOTH), layout_figures)
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_rest_of_the_grid(one_rank: Path, layout_figures: LayoutFigures, world: int):
+    check(one_rank, world, jobs_of(REST, world, one_rank), layout_figures)
+
+
+def test_every_two_choices_meet_in_a_case():
+    """Whatever the function that makes the table does; by its definition, over the choices that CI can make."""
+    rows = [vars(case) for case in CI]
+    for (one, values), (other, others) in combinations(CHOICES.items(), 2):
+        seen = {(row[one], row[other]) for row in rows}
+        expected = set(product(values, others))
+        if (one, other) == ("model", "layout"):
+            expected = {pair for pair in expected if of_ci(*pair)}
+        assert seen == expected, (one, other, expected - seen)
+    assert all(of_ci(case.model, case.layout) for case in CI) and len(set(CI)) == len(CI) < 50
+    grid = {(case.model, case.layout, case.batch) for case in CI + REST}
+    assert grid == {row for row in product(MODELS, LAYOUTS, BATCHES) if has(*row[:2])}, "--full checks everything"

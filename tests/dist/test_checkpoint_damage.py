@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said in one message, on every rank, before a weight is touched; a full disk harms nothing old."""
+"""One message on every rank says what is wrong with a checkpoint, before a weight is touched; old ones stay whole."""
 
 import json
 import os
@@ -17,7 +17,13 @@ pytestmark = pytest.mark.timeout(600)
 def healthy(hf_models: Path, tmp_path_factory) -> tuple[Path, Path]:
     """A model and a checkpoint of it by one rank after one update."""
     folder = tmp_path_factory.mktemp("damage")
-    job = {"model": str(hf_models / "qwen3"), "do": "checkpoint", "warm": 1, "save": str(folder / "run"), "then": str(folder / "then.pt")}
+    job = {
+        "model": str(hf_models / "qwen3"),
+        "do": "checkpoint",
+        "warm": 1,
+        "save": str(folder / "run"),
+        "then": str(folder / "then.pt"),
+    }
     run_ranks(1, folder / "save", [job])
     return hf_models / "qwen3", folder / "run" / "step_000001"
 

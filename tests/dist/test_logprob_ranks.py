@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
+from tests.dist.workers.launch import POOL
 
 WORLD, TOKENS, HIDDEN, VOCAB, PADDED = 2, 23, 8, 37, 48  # the second rank's last 11 columns are padding
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -32,7 +32,7 @@ def solve(start: int, stop: int, reduce) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in out.items()}
 
 
-def run_rank(rank: int, folder: str) -> None:
+def run_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
 
     def reduce(tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -40,15 +40,14 @@ def run_rank(rank: int, folder: str) -> None:
         return tensor
 
     half = PADDED // WORLD
-    torch.save(solve(rank * half, (rank + 1) * half, reduce), f"{folder}/{rank}.pt")
+    solved = solve(rank * half, (rank + 1) * half, reduce)
     dist.destroy_process_group()
+    return solved
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict]:
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    mp.spawn(run_rank, args=(folder,), nprocs=WORLD)
-    return [torch.load(f"{folder}/{rank}.pt") for rank in range(WORLD)]
+    return POOL.run(WORLD, run_rank, str(tmp_path_factory.mktemp("ranks")))
 
 
 def test_two_ranks_equal_one(ranks):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megagrpo.mesh import make_mesh
 from megagrpo.monitor.metrics import Metrics
+from tests.dist.workers.launch import POOL
 
 WORLD = 3
 # Per rank: (numerator, denominator) of a mean, a sum, an extreme, (amount, seconds) of a rate.
@@ -24,7 +24,7 @@ def measure(rank: int) -> Metrics:
     return metrics
 
 
-def run_rank(rank: int, store: str, results) -> None:
+def run_rank(rank: int, store: str) -> tuple[dict, str, dict]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
     mesh = make_mesh(rank, WORLD, torch.device("cpu"), deadline_s=30)
     agreed = measure(rank).reduced(mesh.reduce)
@@ -38,16 +38,14 @@ def run_rank(rank: int, store: str, results) -> None:
     except AssertionError as exc:
         error = str(exc)
     broken.add_mean("loss/total", float("nan") if rank == 2 else 1.0)
-    results[rank] = agreed, error, broken.reduced(mesh.reduce)
+    combined = broken.reduced(mesh.reduce)
     dist.destroy_process_group()
+    return agreed, error, combined
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    with mp.Manager() as manager:
-        shared = manager.dict()
-        mp.spawn(run_rank, args=(str(tmp_path_factory.mktemp("store") / "store"), shared), nprocs=WORLD)
-        return dict(shared)
+    return POOL.run(WORLD, run_rank, str(tmp_path_factory.mktemp("store") / "store"))
 
 
 def test_ranks_are_combined_as_stated(results):

@@ -1,4 +1,4 @@
-"""A loss that is not finite, on two gloo ranks: all skip it together, its batch is kept, and a replay repeats the step."""
+"""A loss that is not finite, on two ranks: all skip it together, its batch is kept, and a replay repeats the step."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,12 @@ LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2-distributed": {}}
 def results(hf_models: Path, tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("non_finite")
     jobs = [
-        {"model": str(hf_models / "qwen3"), "parallel": parallel, "distributed": "distributed" in name, "run": str(folder / name)}
+        {
+            "model": str(hf_models / "qwen3"),
+            "parallel": parallel,
+            "distributed": "distributed" in name,
+            "run": str(folder / name),
+        }
         for name, parallel in LAYOUTS.items()
     ]
     done = run_ranks(2, folder / "ranks", jobs, script="non_finite_ranks.py")
@@ -47,4 +52,7 @@ def test_halt_says_where_the_batch_is_and_skip_goes_on(results, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_replay_repeats_the_step(results, layout):
     assert results[layout]["replayed"]
-    assert results[layout]["says"] == "weights of version 3 (initial); the step itself was made from version 4: figures differ"
+    assert (
+        results[layout]["says"]
+        == "weights of version 3 (initial); the step itself was made from version 4: figures differ"
+    )

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from fake_service import FakeService, running
 
 from megagrpo.config.schema import ExperimentConfig
@@ -16,6 +15,7 @@ from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.types import Outcome, Prompt
+from tests.dist.workers.launch import POOL
 
 PROMPTS = [Prompt(id=10 * i, text="", token_ids=(1, i), answer="") for i in range(5)]
 PROMPTS.append(PROMPTS[0])  # comes twice in one batch: at an epoch's end, or with few prompts
@@ -32,8 +32,8 @@ def decode(ids) -> str:
     return "".join(map(str, ids))
 
 
-def rank_main(rank: int, world: int, dp: int, url: str, folder: Path, options: dict) -> None:
-    """Rank `rank` of `world` in `dp` replicas: one step, its result saved as rank-N.pt."""
+def rank_main(rank: int, world: int, dp: int, url: str, folder: Path, options: dict) -> dict:
+    """Rank `rank` of `world` in `dp` replicas: what one step gave it."""
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     mesh = make_mesh(rank * dp // world, dp, torch.device("cpu"), 60.0)
@@ -55,13 +55,12 @@ def rank_main(rank: int, world: int, dp: int, url: str, folder: Path, options: d
         groups, error = source.next(3, PROMPTS, 4, refresh), ""
     except LeaderError as exc:
         groups, error = [], str(exc)
-    torch.save({"groups": groups, "error": error, "refreshed": refreshed}, folder / f"rank-{rank}.pt")
     dist.destroy_process_group()
+    return {"groups": groups, "error": error, "refreshed": refreshed}
 
 
 def run_ranks(service: FakeService, folder: Path, world: int, dp: int, **options) -> list[dict]:
-    mp.spawn(rank_main, args=(world, dp, service.url, folder, options), nprocs=world)
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(world)]
+    return POOL.run(world, rank_main, world, dp, service.url, folder, options)
 
 
 @pytest.mark.parametrize("world, dp", [(2, 2), (4, 2), (2, 1)])

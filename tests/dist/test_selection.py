@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megagrpo import checkpoint
 from megagrpo.config.schema import ExperimentConfig
@@ -18,6 +17,7 @@ from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.selection import deal_surplus, gather_surplus, next_groups
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
+from tests.dist.workers.launch import POOL
 
 WANTED, NUM_STEPS, NUM_PROMPTS = 4, 4, 9
 DROPPED = "dynamic_sampling/dropped"
@@ -82,13 +82,12 @@ def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
     return steps
 
 
-def rank_main(rank: int, world: int, folder: Path, num_steps: int) -> None:
+def rank_main(rank: int, world: int, folder: Path, num_steps: int) -> list[dict]:
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     steps = run_steps(folder, make_mesh(rank, world, torch.device("cpu"), 60.0), num_steps)
-    if rank == 0:
-        torch.save(steps, folder / "steps.pt")
     dist.destroy_process_group()
+    return steps
 
 
 def alone() -> Mesh:
@@ -121,8 +120,7 @@ def test_selection_does_not_depend_on_the_layout(tmp_path, world):
     whole = run_steps(tmp_path / "whole", alone(), NUM_STEPS)
     assert whole[1]["surplus"], "the break would prove nothing about the surplus"
     run_steps(tmp_path / "parts", alone(), 2)
-    mp.spawn(rank_main, args=(world, tmp_path / "parts", NUM_STEPS), nprocs=world)
-    resumed = torch.load(tmp_path / "parts" / "steps.pt", weights_only=False)
+    resumed = POOL.run(world, rank_main, world, tmp_path / "parts", NUM_STEPS)[0]
     for one, many in zip(whole[2:], resumed, strict=True):
         assert many["chosen"] != [] and by_id(many["chosen"]) == one["chosen"]
         assert by_id(many["surplus"]) == one["surplus"]

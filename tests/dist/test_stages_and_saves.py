@@ -67,6 +67,9 @@ def test_uneven_stages_equal_one_rank(five_layers: Path, tmp_path: Path):
         )
 
 
+TRIES = 4  # a busy machine is measured too: what it adds passes, a wrong measure stays
+
+
 def test_waiting_and_bubble_are_measured(five_layers: Path, tmp_path: Path):
     base = {"do": "clock", "model": str(five_layers)}
     pipeline = {**base, "parallel": UNEVEN["3 + 2"], "slow_s": [0.3, 0.3]}
@@ -76,15 +79,22 @@ def test_waiting_and_bubble_are_measured(five_layers: Path, tmp_path: Path):
         {**pipeline, "budget": 200},
         {**base, "slow_s": [0.0, 0.0]},
     ]
-    apart, many, few, alike = run(2, tmp_path, jobs)
-    print("FIGURES |", apart, many, few, alike, sep="\n")
-    assert "schedule/pipeline_bubble" not in apart
-    assert apart["schedule/wait_max_s"] >= 1.5, "the second rank sleeps 1.5 s in each of at least two micro-batches"
-    assert apart["schedule/wait_s"] <= 0.75 * apart["schedule/wait_max_s"], "the slow rank itself does not wait"
-    assert alike["schedule/wait_max_s"] < apart["schedule/wait_max_s"] / 2
-    # p stages and m micro-batches of one length idle for (p - 1) / (m + p - 1): a quarter with 3, a half with 1
-    assert 0.15 <= many["schedule/pipeline_bubble"] <= 0.4
-    assert few["schedule/pipeline_bubble"] > many["schedule/pipeline_bubble"]
+    for number in range(TRIES):
+        apart, many, few, alike = run(2, tmp_path / str(number), jobs)
+        print("FIGURES |", apart, many, few, alike, sep="\n")
+        assert "schedule/pipeline_bubble" not in apart
+        assert apart["schedule/wait_max_s"] >= 1.5, "the second rank sleeps 1.5 s in each of at least two micro-batches"
+        bubbles = many["schedule/pipeline_bubble"], few["schedule/pipeline_bubble"]
+        wrong = {
+            "the slow rank itself does not wait": apart["schedule/wait_s"] > 0.75 * apart["schedule/wait_max_s"],
+            "ranks alike do not wait": alike["schedule/wait_max_s"] >= apart["schedule/wait_max_s"] / 2,
+            # p stages and m micro-batches of one length idle for (p - 1) / (m + p - 1): a quarter with 3, a half with 1
+            "a quarter with 3": not 0.15 <= bubbles[0] <= 0.4,
+            "more with 1": bubbles[1] <= bubbles[0],
+        }
+        if not any(wrong.values()):
+            return
+    pytest.fail(f"{[what for what, is_wrong in wrong.items() if is_wrong]}: {apart}, {many}, {few}, {alike}")
 
 
 def test_a_save_in_the_background_equals_one_at_once(five_layers: Path, tmp_path: Path):

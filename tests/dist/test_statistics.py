@@ -5,13 +5,13 @@ from dataclasses import fields, replace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.statistics import group_statistics, moments
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.types import AlgoState, Batch
+from tests.dist.workers.launch import POOL
 
 WORLDS = (1, 2, 4)
 PLACEMENTS = 2
@@ -117,7 +117,7 @@ def measure(batch: Batch, reduce) -> dict:
     return out
 
 
-def run_rank(rank: int, world: int, folder: str) -> None:
+def run_rank(rank: int, world: int, folder: str) -> list:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=rank, world_size=world)
     mesh = make_mesh(rank, world, torch.device("cpu"), deadline_s=60)
     results = []
@@ -134,17 +134,14 @@ def run_rank(rank: int, world: int, folder: str) -> None:
                     assert key not in merged or merged[key] == value, f"ranks disagree about {key} of {kind}"
                     merged[key] = value
             results.append((kind, merged))
-    if rank == 0:
-        torch.save(results, f"{folder}/world{world}.pt")
     dist.destroy_process_group()
+    return results if rank == 0 else []
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict[int, list]:
     folder = str(tmp_path_factory.mktemp("ranks"))
-    for world in WORLDS:
-        mp.spawn(run_rank, args=(world, folder), nprocs=world)
-    return {world: torch.load(f"{folder}/world{world}.pt", weights_only=False) for world in WORLDS}
+    return {world: POOL.run(world, run_rank, world, folder)[0] for world in WORLDS}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from megagrpo.hf_files import HfFolder, write_hf_folder
 from megagrpo.mesh import LeaderError, make_mesh
@@ -11,6 +10,7 @@ from megagrpo.weights.digest import slice_digest
 from megagrpo.weights.plan import gather_buckets, gather_to_main, make_gather_plan, share_out
 from megagrpo.weights.record import record_copies
 from megagrpo.weights.views import Box
+from tests.dist.workers.launch import POOL
 
 VOCAB, HIDDEN, FFN, LAYERS = 29, 8, 12, 3
 SHAPES = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,), "head": (VOCAB, HIDDEN)}
@@ -70,7 +70,7 @@ class ToyActor:
             groups[:, 2].copy_(shard(hf[f"{layer}.k"].view(2, 2, HIDDEN), 0))
 
 
-def run_rank(rank: int, world: int, tp: int, pp: int, folder, results) -> None:
+def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, int, list[int], list[int]]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     mesh = make_mesh(rank // (tp * pp), world // (tp * pp), torch.device("cpu"), deadline_s=30)
     actor = ToyActor(tp, rank % tp, pp, rank // tp % pp)
@@ -99,18 +99,15 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder, results) -> None:
             if owner == rank:
                 digests[place] += slice_digest(copy.view(actor.live), copy.box, SHAPES[name])
     dist.all_reduce(digests)
-    results[rank] = {name: t.clone() for name, t in full.items()}, len(plan.buckets), load, digests.tolist()
     dist.destroy_process_group()
+    return {name: t.clone() for name, t in full.items()}, len(plan.buckets), load, digests.tolist()
 
 
 @pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (3, 1, 3), (4, 2, 2), (4, 2, 1)])
 def test_gathered_tensors_are_bit_equal(tmp_path, world, tp, pp):
     (tmp_path / "like").mkdir()
     (tmp_path / "like/config.json").write_text("{}")
-    with mp.Manager() as manager:
-        shared = manager.dict()
-        mp.spawn(run_rank, args=(world, tp, pp, tmp_path, shared), nprocs=world)
-        results = dict(shared)
+    results = POOL.run(world, run_rank, world, tp, pp, tmp_path)
     expected = hf_tensors()
     full, num_buckets, load, digests = results[0]
     assert full.keys() == expected.keys() and all(

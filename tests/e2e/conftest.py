@@ -41,7 +41,7 @@ def service(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def experiments(tmp_path_factory) -> Path:
-    """A folder with the tiny model and data that `megagrpo prepare` makes; experiments of run_megagrpo.py lie beside them."""
+    """The folder with the tiny model and data that `megagrpo prepare` makes; experiments of tests lie beside them."""
     folder = tmp_path_factory.mktemp("runs")
     assert megagrpo("prepare", write_experiment(folder / "prepared")).status == 0
     return folder
@@ -49,7 +49,7 @@ def experiments(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def long_run(experiments) -> tuple[Path, Finished]:
-    """(run folder, what the user saw) of ten undisturbed steps, weights through `broadcast`, with evaluations in between."""
+    """(run folder, what the user saw) of ten undisturbed steps, weights by `broadcast`, with evaluations in between."""
     folder = experiments / "long"
     held_out = {
         "data": {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8},

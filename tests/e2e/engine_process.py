@@ -5,6 +5,8 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +38,7 @@ class OneEngine:
 
     api_key = "of one engine"
 
-    def __init__(self, config: ExperimentConfig, folder: Path, python_path: list[str] = []):
+    def __init__(self, config: ExperimentConfig, folder: Path, python_path: Sequence[str] = ()):
         self.config, self.folder, self.python_path = config, folder, python_path
         self.info = engine_info("", "starting", 0)
         self.ready_calls: list[tuple] = []
@@ -49,7 +51,7 @@ class OneEngine:
             port = probe.getsockname()[1]
         place = Place(0, "127.0.0.1", port, f"127.0.0.1:{port + 1}", cuda=False, num_cores=os.cpu_count())
         variables = engine_environment(self.config, place) | {API_KEY: self.api_key}
-        env = child_environment(variables, engine_python_path(place) + self.python_path)
+        env = child_environment(variables, engine_python_path(place) + list(self.python_path))
         self.log = self.folder / f"engine-{self.info.incarnation}.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -77,10 +79,8 @@ class OneEngine:
     def stop(self) -> None:
         """Kill the whole process group, as a lost host would."""
         if self.process is not None:
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             self.process.wait()
 
     # What the exchange calls.

@@ -1,4 +1,4 @@
-"""A custom weight loader for tests that breaks one element of a live parameter: `--custom-weight-loader ... plant_fault.run`."""
+"""A custom weight loader that breaks one element of a live parameter: `--custom-weight-loader ... plant_fault.run`."""
 
 
 def run(model, named_tensors) -> None:

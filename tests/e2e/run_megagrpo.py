@@ -175,7 +175,7 @@ class Job:
                 if time.monotonic() - self._start > timeout_s:
                     raise
 
-    def left_behind(self, within_s: float = 20.0) -> list[str]:
+    def left_behind(self, within_s: float = 60.0) -> list[str]:
         """Processes of this command that still run after it has ended."""
         deadline = time.monotonic() + within_s
         while (left := [p for p in self._tree.values() if is_live(p)]) and time.monotonic() < deadline:
@@ -237,7 +237,7 @@ def rollouts(run_dir: Path) -> dict[int, list[dict]]:
 
 
 def assert_same_run(folder: Path, reference: Path, num_steps: int, but: str = "") -> None:
-    """Losses, rewards and responses of the first `num_steps` steps, bit by bit; `but` is the name of a metric that may differ."""
+    """Losses, rewards and responses of the first `num_steps` steps are the same bits; the metric `but` may differ."""
     ours, theirs = metrics(folder), metrics(reference)
     names = [name for name in REPEATED if name != but]
     assert sorted(ours)[-1] == num_steps
@@ -264,7 +264,7 @@ print(json.dumps({
         env=child_environment(None, [_TORCHVISION_HOOK]),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

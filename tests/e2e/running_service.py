@@ -45,7 +45,7 @@ class RunningService:
         tree = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
         self.process.terminate()
         try:
-            assert self.process.wait(90) == 0
+            assert self.process.wait(240) == 0
             assert not [p for p in tree if is_live(p)], "the service left processes behind"
             assert not (self.run_dir / "service.json").exists() and not (self.run_dir / "service.key").exists()
         finally:

@@ -20,7 +20,7 @@ from megagrpo.environment import API_KEY, child_environment
 def refused(config: Path, *overrides: str, run: Callable[..., Finished] = megagrpo) -> str:
     """What `megagrpo run` says when it refuses an experiment at once."""
     sets = [word for override in overrides for word in ("--set", override)]
-    done = run("run", config, *sets, timeout_s=60)
+    done = run("run", config, *sets, timeout_s=300)
     assert done.status == 2 and done.stdout == "", done
     assert "Traceback" not in done.stderr and done.stderr.startswith("megagrpo run: ")
     assert not config.with_suffix("").exists(), "the run folder was made"
@@ -137,7 +137,7 @@ def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
         env=child_environment({API_KEY: "of the run"}, [str(config.parent)]),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     reports = sorted((config.with_suffix("") / "logs").glob("error_trainer_rank*.txt"))
     return Finished(done.returncode, done.stdout, done.stderr, 0.0), [report.read_text() for report in reports]
@@ -181,7 +181,10 @@ def cut_a_file(folder: Path) -> str:
     return f"checkpoint file {path} has {size // 2} bytes, its manifest says {size}"
 
 
-@pytest.mark.parametrize("damage", [forget_the_manifest, flip_a_byte, cut_a_file])
+ALL_BY_FULL = [pytest.param(damage, marks=pytest.mark.slow) for damage in (forget_the_manifest, cut_a_file)]
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, *ALL_BY_FULL])  # tests/dist/test_checkpoint_damage.py has every damage
 def test_a_damaged_checkpoint_is_not_resumed(long_run, damage):
     """Refused before the service is needed, and the record of the run that made it stays as it was."""
     folder = long_run[0].parent / damage.__name__
@@ -194,6 +197,7 @@ def test_a_damaged_checkpoint_is_not_resumed(long_run, damage):
     assert (folder / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
+@pytest.mark.slow  # tests/dist/test_checkpoint_damage.py has the message on every rank
 def test_a_checkpoint_of_another_model(long_run):
     folder = long_run[0].parent / "wider"
     changed = experiment(folder)["prepare"]["model"] | {"path": str(folder.parent / "wider-model"), "num_layers": 4}

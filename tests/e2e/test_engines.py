@@ -101,7 +101,7 @@ class Trainer:
         self.exchange.publish(self.version, only=engine_ids)
 
     def step(self, step: int = 0, on_first=None) -> list:
-        """Tokens and log-probabilities of every sample; `on_first` is called at the first arrival, while others are on their way."""
+        """Tokens and log-probabilities of every sample; `on_first` is called when the first has arrived."""
         self.grader.on_first, self.grader.arrived = on_first, 0
         groups = self.rollouts.next(step, PROMPTS, self.version, self.refresh)
         assert [group.group_id for group in groups] == list(range(len(PROMPTS))) and self.grader.arrived == 48
@@ -193,7 +193,7 @@ def test_nobody_is_heard_without_the_key(trainer):
 
 
 def test_services_listen_on_the_given_interface_only(trainer):
-    """rollout.host is 127.0.0.1. Ray's ports (guarded by its token) and the store of SGLang's ranks are not ours to bind."""
+    """rollout.host is 127.0.0.1. Ray's ports (guarded by its token) and the store of SGLang's ranks are not ours."""
 
     def elsewhere(process: psutil.Process) -> list[int]:
         listening = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -252,7 +252,7 @@ def schedulers(pid: int) -> list[psutil.Process]:
 
 
 def test_hung_scheduler_is_found_and_replaced(trainer):
-    """Its HTTP process still answers. Its samples come from the other engine; it gets the present weights before any request."""
+    """Its HTTP process still answers. The other engine takes its samples; it gets the weights before a request."""
     service, undisturbed = trainer.service, trainer.step(4)
     victim, stopped = service.control.engines()[1], []
 
@@ -307,7 +307,7 @@ def test_an_engine_is_added_and_another_drained(trainer, capsys):
     assert (
         trainer.step(5, lambda: threading.Thread(target=control.drain_engine, args=[drained.id]).start()) == undisturbed
     )
-    wait_until(lambda: drained.id not in states(service), "drained", 60)
+    wait_until(lambda: drained.id not in states(service), "drained")
     assert not psutil.pid_exists(drained.pid)
     assert states(service).keys() == {"engine-1", added} and trainer.step(5) == undisturbed
     assert main(["engines", "drain", folder, "engine-1"]) == 0

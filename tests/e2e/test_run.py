@@ -1,4 +1,4 @@
-"""`megagrpo run` as a user runs it, with real trainers and a real engine: what it measures, writes, and repeats bit by bit."""
+"""`megagrpo run` as a user runs it, with real trainers and a real engine: what it measures, writes and repeats."""
 
 import shutil
 import signal
@@ -25,12 +25,13 @@ from megagrpo.hf_files import HfFolder
 
 NUM_STEPS, NUM_PROMPTS, GROUP_SIZE = 10, 8, 4
 MEASURED = {  # of every step
-    "reward/mean", "reward/std", "reward/error_fraction", "reward/timeout_fraction", "group/reward_std", "group/degenerate_fraction",
-    "advantage/mean", "advantage/std", "loss/total", "loss/policy", "policy/entropy", "policy/clip_fraction_low",
-    "policy/clip_fraction_high", "policy/ratio", "optim/grad_norm", "optim/lr", "response/length_mean", "response/length_max",
-    "response/truncated_fraction", "mismatch/logprob_abs_mean", "mismatch/kl", "moe/load_imbalance", "batch/padding_waste",
-    "perf/tokens_per_s", "publish/total", "publish/gather", "publish/transfer", "publish/verify", "time/rollout_s", "time/update_s",
-    "time/publish_s", "time/evaluate_s", "time/checkpoint_s", "time/step_s", "time/framework_fraction",
+    "reward/mean", "reward/std", "reward/error_fraction", "reward/timeout_fraction", "group/reward_std",
+    "group/degenerate_fraction", "advantage/mean", "advantage/std", "loss/total", "loss/policy", "policy/entropy",
+    "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/ratio", "optim/grad_norm", "optim/lr",
+    "response/length_mean", "response/length_max", "response/truncated_fraction", "mismatch/logprob_abs_mean",
+    "mismatch/kl", "moe/load_imbalance", "batch/padding_waste", "perf/tokens_per_s", "publish/total",
+    "publish/gather", "publish/transfer", "publish/verify", "time/rollout_s", "time/update_s", "time/publish_s",
+    "time/evaluate_s", "time/checkpoint_s", "time/step_s", "time/framework_fraction",
 }  # fmt: skip
 
 
@@ -47,9 +48,8 @@ def test_ten_steps_are_measured_and_agree_with_the_engine(long_run):
         assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
     for name in ("time/framework_fraction", "publish/total", "time/rollout_s", "time/update_s", "time/step_s"):
         print(f"{name}: median {statistics.median(entries[step][name] for step in range(1, NUM_STEPS + 1)):.3f}")
-    print(
-        f"whole run {done.seconds:.0f} s, of which steps {sum(entries[s]['time/step_s'] for s in range(1, NUM_STEPS + 1)):.0f} s"
-    )
+    in_steps = sum(entries[step]["time/step_s"] for step in range(1, NUM_STEPS + 1))
+    print(f"whole run {done.seconds:.0f} s, of which steps {in_steps:.0f} s")
 
 
 def test_every_sample_is_there_with_its_weights_and_its_reward(long_run):
@@ -94,8 +94,10 @@ def test_a_dumped_step_is_replayed_from_the_checkpoint_before_it(long_run):
 
 
 def test_killed_and_run_again_it_is_the_same_run(long_run):
-    """The launcher dies without a chance to clean up; `megagrpo run` again goes on from the last checkpoint. Everything equals the
-    run that nobody disturbed, whose weights took the other way to the engine."""
+    """The launcher dies without a chance to clean up; `megagrpo run` again goes on from the last checkpoint.
+
+    Everything equals the run that nobody disturbed, whose weights took the other way to the engine.
+    """
     folder = long_run[0].parent / "resumed"
     sections = LONG_RUN | {"weights": {"transport": "disk"}, "eval": None}
     config = write_experiment(folder, **sections)

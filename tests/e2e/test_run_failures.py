@@ -1,4 +1,4 @@
-"""What goes wrong during `megagrpo run`: engines that die, rewards that fail, a disk that is full. Nothing is left behind."""
+"""What goes wrong during `megagrpo run`: engines die, rewards fail, a disk is full. Nothing is left behind."""
 
 import json
 import os
@@ -27,7 +27,7 @@ WATCHED = {
 
 @pytest.mark.slow  # CI kills them in test_soak.py, and looks at their weights in test_exchange.py
 def test_engines_killed_during_a_rollout_and_during_an_update(long_run):
-    """Every group arrives, with the samples of the run that nobody disturbed; the weights are proved after each restart."""
+    """Every group arrives, with the samples of the undisturbed run; the weights are proved after each restart."""
     folder = long_run[0].parent / "killed"
     config = write_experiment(folder, **WATCHED, train={"num_steps": NUM_STEPS})
     with Job("run", config) as job:
@@ -61,7 +61,7 @@ def during_update(log: str) -> bool:
 
 
 def kill_engine(job: Job, folder: Path, now: Callable[[str], bool]) -> dict:
-    """SIGKILL the engine when its log shows that moment: it is stopped first, and goes on when the moment has passed meanwhile."""
+    """SIGKILL the engine when its log shows that moment: it is stopped first, and goes on if the moment has passed."""
     log, victim = folder / "logs" / "engine-0.node-0.log", engine(folder)
     begin = log.stat().st_size
 
@@ -115,6 +115,7 @@ def test_rewards_that_fail_are_no_zeros_and_too_many_end_the_run(experiments):
     )
 
 
+@pytest.mark.slow  # tests/dist/test_checkpoint_damage.py fills a disk under two ranks
 def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(long_run):
     """The second checkpoint does not fit. The first stays whole, nothing half-written lies beside it."""
     folder = long_run[0].parent / "full"

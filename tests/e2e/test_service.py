@@ -139,5 +139,7 @@ def test_status_is_readable(ready, capsys):
 
 
 def test_unreachable_service_says_what_to_do():
-    with pytest.raises(ServiceUnreachable, match="no rollout service answers at http://127.0.0.1:9.*megagrpo serve"):
+    with pytest.raises(
+        ServiceUnreachable, match=r"no rollout service answers at http://127\.0\.0\.1:9.*megagrpo serve"
+    ):
         ServiceControl("http://127.0.0.1:9", "key").engines()

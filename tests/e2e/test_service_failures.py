@@ -5,15 +5,15 @@ import signal
 import time
 
 import psutil
-from running_service import start_service
+from running_service import START_S, start_service
 from test_service import PROMPTS, SAMPLED, LengthGrader, generate, make_source
 
-from megagrpo.processes import stop_tree
+from megagrpo.processes import is_live, stop_tree
 from megagrpo.types import Prompt
 
 
 def test_engine_killed_during_a_rollout(service):
-    """It is started again, gets its weights through `refresh`, and every sample of the step arrives, as without the kill."""
+    """It is started again, gets its weights by `refresh`, and every sample of the step arrives, as without the kill."""
     service.set_version(1)
     prompts = [Prompt(i, "", PROMPTS[i % 4], "") for i in range(8)]
     refreshed, arrived = [], []
@@ -54,7 +54,7 @@ def test_scheduler_killed(service):
     )
     scheduler.kill()
     service.control.report_lost(before.id, before.incarnation)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + START_S
     while service.control.engines()[0].incarnation == before.incarnation:
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -69,7 +69,7 @@ def test_model_that_does_not_exist(service, tmp_path):
     )
     process = start_service(broken, tmp_path / "run")
     try:
-        assert process.wait(timeout=120) == 1
+        assert process.wait(timeout=START_S) == 1
     finally:
         stop_tree(process.pid)
     said = (tmp_path / "run" / "serve.log").read_text()
@@ -78,10 +78,10 @@ def test_model_that_does_not_exist(service, tmp_path):
 
 
 def test_nothing_is_left_when_the_service_is_killed(service, tmp_path):
-    """It has no chance to clean up: the kernel ends its children, and theirs. (The orderly end is checked by the fixture.)"""
+    """It has no chance to clean up: the kernel ends its children, and theirs. (The fixture checks the orderly end.)"""
     process = start_service(service.config, tmp_path)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + START_S
         tree: dict[psutil.Process, list[str]] = {}
         while not any("megagrpo.rollout.service.engine_process" in command for command in tree.values()):
             assert process.poll() is None and time.monotonic() < deadline
@@ -90,11 +90,14 @@ def test_nothing_is_left_when_the_service_is_killed(service, tmp_path):
     finally:
         process.kill()
         process.wait()
-    _, left = psutil.wait_procs(tree, timeout=20)
-    ray_agents = [p for p in left if p.name().startswith("ray::") and "Agent" in p.name()]
-    assert left == ray_agents, left
-    for agent in ray_agents:  # they end by themselves, but wait a minute for Ray's dead server to take their report
-        agent.kill()
+    names = {process: process.name() for process in psutil.wait_procs(tree, timeout=1)[1] if is_live(process)}
+    # Ray's agents end by themselves, but wait a minute for Ray's dead server to take their report.
+    ray_agents = {process for process, name in names.items() if name.startswith("ray::") and "Agent" in name}
+    _, left = psutil.wait_procs(names.keys() - ray_agents, timeout=60)
+    for agent in ray_agents:
+        if is_live(agent):
+            agent.kill()
+    assert not left, left
 
 
 def below(pid: int) -> dict[psutil.Process, list[str]]:

@@ -1,4 +1,4 @@
-"""Responses of several turns from a real engine, and the loop with everything that asks for more than one batch of samples."""
+"""Responses of several turns from a real engine, and the loop with all that asks for more than one batch of samples."""
 
 import pytest
 import torch
@@ -29,8 +29,10 @@ def sample(service: RunningService, tool: Tool | None) -> list[tuple[Prompt, Sam
 
 
 def test_turns_continue_the_tokens_that_were_sampled(service):
-    """The first turn is the response without a tool up to the call, and the engine's log-probabilities of all turns are those of
-    the whole sequence in transformers: what was put in was seen, and nothing was tokenised again."""
+    """The first turn is the response without a tool up to the call; log-probabilities are those of transformers.
+
+    Those of all turns, for the whole sequence: what was put in was seen, and nothing was tokenised again.
+    """
     service.set_version(0)
     plain = sample(service, None)
     inner = [token for _, s in plain for token in s.token_ids[:-4]]
@@ -66,7 +68,7 @@ def test_turns_continue_the_tokens_that_were_sampled(service):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_dynamic_sampling_tools_and_exact_kl_together(experiments):
-    """Three steps, then two more from the checkpoint with its surplus, equal five: the surplus and its order survive."""
+    """Three steps, then two more from the checkpoint with its surplus, are five: the surplus and its order survive."""
     sections = {
         "sampling": {
             "max_response_tokens": 10,

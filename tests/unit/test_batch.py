@@ -1,4 +1,4 @@
-"""Samples to a Batch, a Batch to micro-batches, positions to targets, on one rank (more: dist/test_actor_batches.py)."""
+"""Samples to a Batch, a Batch to micro-batches, positions to targets, on one rank (see dist/test_actor_batches.py)."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Start a worker script as ranks of one world: many checks share a launch, because a launch costs seconds."""
+"""Run worker scripts as ranks of one world: on the session's pool of ranks, or in processes of their own."""
 
 import json
 import socket
@@ -8,16 +8,31 @@ from pathlib import Path
 
 from megagrpo import environment
 from megagrpo.processes import spawn, stop_tree
+from tests.dist.workers.pool import RankPool, run_main
 
 WORKERS = Path(__file__).parent
 SHIMS = Path(__file__).parents[3] / "megagrpo" / "rollout" / "cpu"
 LIMIT_S = 900
+POOL = RankPool()  # ended by the fixture in tests/dist/conftest.py
 
 
-def run_ranks(world: int, folder: Path, jobs: list[dict], script: str = "actor_ranks.py", device: str = "cpu") -> list[dict]:
-    """Run `jobs` one after the other on `world` ranks; returns one result per job. AssertionError with the log's end."""
+def run_ranks(
+    world: int, folder: Path, jobs: list[dict], script: str = "actor_ranks.py", device: str = "cpu"
+) -> list[dict]:
+    """Run `jobs` one after the other on `world` ranks; return one result per job. AssertionError with the log's end."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
+    if device == "cpu" and script in (path.name for path in WORKERS.glob("*_ranks.py")):
+        POOL.run(world, run_main, f"tests.dist.workers.{Path(script).stem}", folder)
+    else:
+        _launch(world, folder, script, device)
+    results = json.loads((folder / "results.json").read_text())
+    assert len(results) == len(jobs)
+    return results
+
+
+def _launch(world: int, folder: Path, script: str, device: str) -> None:
+    """Processes of their own: for a device that the pool's ranks do not see, and for scripts from elsewhere."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -25,9 +40,6 @@ def run_ranks(world: int, folder: Path, jobs: list[dict], script: str = "actor_r
     meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
     _run([WORKERS / script, folder], folder / "ranks.log", [], device, ranks)
-    results = json.loads((folder / "results.json").read_text())
-    assert len(results) == len(jobs)
-    return results
 
 
 def run_hf_reference(folder: Path) -> None:

@@ -103,7 +103,9 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
     sections = {"name": "t", "output_dir": job["run"], "model": {"path": job["model"]}, "data": {"path": "d"}}
     config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
     state = TrainState(step=WEIGHT_VERSION)
-    rest = dict.fromkeys(("prompts", "eval_prompts", "rollouts", "exchange", "checkpointer", "stop_request", "watchdog"))
+    rest = dict.fromkeys(
+        ("prompts", "eval_prompts", "rollouts", "exchange", "checkpointer", "stop_request", "watchdog")
+    )
     run = Run(config=config, folder=RunFolder(Path(job["run"])), actor=actor, **rest, state=state)
     try:
         run.inspect_update(batch, RICH, values)

@@ -1,0 +1,84 @@
+"""Which cases of the actor's tests CI runs: every two choices (model, layout, batch, recompute) meet in some case.
+
+The table is made, not listed: a new model or layout is one line below. All other cases run by --full.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations, product
+
+MOE = ("qwen3_moe", "qwen3_moe_raw")
+MODELS = ("qwen3", "qwen3_moe", "qwen2", "llama", "qwen3_tied", "qwen3_moe_raw")
+LAYOUTS = {
+    "DP2": {},
+    "TP2+SP": {"tp": 2},
+    "PP2": {"pp": 2},
+    "PP2xVPP2": {"pp": 2, "vpp": 2},
+    "CP2": {"cp": 2},
+    "EP2": {"ep": 2},
+    "TP2xEP2": {"tp": 2, "ep": 2},
+    "TP2xETP2": {"tp": 2, "etp": 2},
+    "TP2xPP2": {"tp": 2, "pp": 2},
+    "EP2xPP2": {"ep": 2, "pp": 2},
+    "CP2xPP2": {"cp": 2, "pp": 2},
+}
+FOUR_RANKS = ("TP2xPP2", "EP2xPP2", "CP2xPP2")  # the others: two
+OF_FOUR_RANKS = ("qwen3", "qwen3_moe")  # what CI checks on four ranks, of which two share a core
+BATCHES = {"packed": {"packing": True, "budget": 64}, "padded": {"packing": False, "budget": 200}}
+RECOMPUTE = ("none", "full", "selective")
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """One model in one layout: its logits and gradients against transformers, its update against one rank's."""
+
+    model: str
+    layout: str
+    batch: str
+    recompute: str
+
+    @property
+    def world(self) -> int:
+        return 4 if self.layout in FOUR_RANKS else 2
+
+
+def pairwise(choices: Mapping[str, Iterable[str]], possible: Callable[..., bool]) -> list[dict[str, str]]:
+    """Few combinations, one choice each, in which all pairs of choices occur that any possible combination has.
+
+    Greedy: the next one has most new pairs, and among those the choices that were made least.
+    """
+    named = [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
+    rows = [row for row in named if possible(**row)]
+    missing = {pair for row in rows for pair in pairs(row)}
+    used: Counter[tuple[str, str]] = Counter()
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: (len(missing & pairs(row)), -sum(used[choice] for choice in row.items())))
+        chosen.append(best)
+        missing -= pairs(best)
+        used.update(best.items())
+    return chosen
+
+
+def pairs(row: dict[str, str]) -> set[tuple[tuple[str, str], ...]]:
+    return set(combinations(row.items(), 2))
+
+
+def has(model: str, layout: str, **_: str) -> bool:
+    """Only models with experts have expert-parallel layouts."""
+    return model in MOE or not LAYOUTS[layout].keys() & {"ep", "etp"}
+
+
+def of_ci(model: str, layout: str, **_: str) -> bool:
+    return has(model, layout) and (layout not in FOUR_RANKS or model in OF_FOUR_RANKS)
+
+
+CHOICES = {"model": MODELS, "layout": tuple(LAYOUTS), "batch": tuple(BATCHES), "recompute": RECOMPUTE}
+CI = [LayoutCase(**row) for row in pairwise(CHOICES, of_ci)]
+# each model, layout and batch that CI leaves out
+REST = [
+    LayoutCase(model, layout, batch, "none")
+    for model, layout, batch in product(MODELS, LAYOUTS, BATCHES)
+    if has(model, layout) and all((c.model, c.layout, c.batch) != (model, layout, batch) for c in CI)
+]

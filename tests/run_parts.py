@@ -1,0 +1,115 @@
+"""Runs all tests in parts: the unit tests on every core, then the others two at a time, as most wait for processes.
+
+usage: python tests/run_parts.py [pytest arguments]
+Exits with 1 and names the parts that failed; the last line counts all tests.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+SIDE_BY_SIDE = 2
+SAY_EVERY_S = 60.0
+NO_TESTS = 5  # pytest's exit status when a selection leaves none
+COUNT = re.compile(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|warning|error)")
+# Tests of e2e that share one rollout service or make engines of their own; the others share one `megagrpo run`.
+ENGINES = ("test_engines", "test_exchange", "test_service", "test_service_failures", "test_tools")
+UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)
+
+
+def parts_alone() -> dict[str, list[str]]:
+    """What pytest is given for each part that fills all cores by itself."""
+    return {"unit": ["-n", str(UNIT_WORKERS), "--dist", "worksteal", str(TESTS / "unit")]}
+
+
+def parts_together() -> dict[str, list[str]]:
+    """What pytest is given for each of the others, the longest first."""
+    e2e = sorted((TESTS / "e2e").glob("test_*.py"))
+    return {
+        "e2e-runs": [str(path) for path in e2e if path.stem not in ENGINES],
+        "dist": [str(TESTS / "dist")],
+        "e2e-engines": [str(path) for path in e2e if path.stem in ENGINES],
+        "cluster": [str(TESTS / "cluster")],
+        "gpu": [str(TESTS / "gpu")],
+    }
+
+
+class Part:
+    """Some of the tests as a pytest of their own, whose output is printed when it has ended."""
+
+    def __init__(self, name: str, options: list[str], logs: Path):
+        self.name, self.log, self.started = name, logs / f"{name}.log", time.monotonic()
+        command = [sys.executable, "-m", "pytest", "--durations=25", *options]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+    def progress(self) -> str:
+        shares = re.findall(r"\[ *(\d+)%\]", self.log.read_text(errors="replace"))
+        return f"{self.name} {shares[-1] if shares else 0}%"
+
+    def report(self) -> str:
+        """Prints the whole output; returns its last line that counts tests."""
+        text = self.log.read_text(errors="replace")
+        print(f"[test] {self.name}: {time.monotonic() - self.started:.0f} s\n{text}", flush=True)
+        return next((line for line in reversed(text.splitlines()) if re.search(r"\d+ \w+.* in [\d.]+s", line)), "")
+
+
+def run(parts: dict[str, list[str]], at_once: int, arguments: list[str], logs: Path) -> dict[str, tuple[int, str]]:
+    """(exit status, counting line) of each part."""
+    waiting = list(parts)
+    running: list[Part] = []
+    results: dict[str, tuple[int, str]] = {}
+    said = time.monotonic()
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name = waiting.pop(0)
+                running.append(Part(name, [*parts[name], *arguments], logs))
+            time.sleep(0.2)
+            for part in [part for part in running if part.process.poll() is not None]:
+                running.remove(part)
+                results[part.name] = part.process.returncode, part.report()
+            if running and time.monotonic() > said + SAY_EVERY_S:
+                said = time.monotonic()
+                print("[test]", ", ".join(part.progress() for part in running), flush=True)
+    finally:
+        for part in running:
+            part.process.send_signal(signal.SIGINT)  # pytest ends its fixtures
+            part.process.wait()
+            part.report()
+    return results
+
+
+def total(lines: list[str], seconds: float) -> str:
+    """pytest's closing line for the sum of all parts."""
+    counts: Counter[str] = Counter()
+    for line in lines:
+        for number, what in COUNT.findall(line):
+            counts[what] += int(number)
+    return f" {', '.join(f'{number} {what}' for what, number in counts.items())} in {seconds:.2f}s "
+
+
+def main(arguments: list[str]) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="tests-") as logs:
+        results = run(parts_alone(), 1, arguments, Path(logs))
+        results |= run(parts_together(), SIDE_BY_SIDE, arguments, Path(logs))
+    failed = [name for name, (status, _) in results.items() if status not in (0, NO_TESTS)]
+    for name, (_, line) in results.items():
+        print(f"[test] {name}: {line.strip('= ') or 'ended without a count'}")
+    if failed:
+        print(f"[test] FAILED: {', '.join(failed)}")
+    print(total([line for _, line in results.values()], time.monotonic() - started).center(100, "="))
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
