@@ -34,7 +34,7 @@ class ActorSave:
     buckets: list  # Megatron's, one a file
 
     def write(self) -> list[Path]:
-        """Runs Megatron's writer in this thread, as a fork, which it would make, deadlocks where other threads compute."""
+        """Runs Megatron's writer in this thread: in a process that it forks, as Megatron would, it could deadlock."""
         if not self.buckets:
             return []
         transforms, results = self.request.async_fn.args[0], {}

@@ -78,6 +78,7 @@ def test_an_export_is_not_taken_for_the_run_beside_it(tmp_path, capsys):
     with Launch(folder, "train", end=()) as launch:
         for reports, said in (("trainer", "lost"), ("export", "no checkpoint")):
             failed = launch.spawn(["false"], folder.log(f"{reports}-1"), {})
+            failed.process.wait()  # before a final report ends it
             assert launch.watch(Child(failed.process, failed.log, reports)) == 1
             assert f"{reports}-1 ended with status 1\n{said}\n" in capsys.readouterr().err
         quiet = launch.spawn(["sleep", "1"], folder.log("trainer-1"), {})
