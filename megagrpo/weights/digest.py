@@ -1,69 +1,73 @@
-"""A digest of a slice of an HF tensor, which adds up over disjoint slices and notices every single changed element.
+"""A digest of any slice of an HF tensor that adds up over disjoint slices and notices every single changed element.
 
-digest(slice) = sum over its elements of odd(mix64(linear index in the HF tensor)) * (bits + 1), modulo 2^64, where
-bits is the element of the published dtype read as an unsigned integer. The multiplier is odd, so one changed element
-always changes the sum; mix64 is the finaliser of splitmix64 (Steele, Lea, Flood 2014), so moved elements change it
-too. int64 arithmetic wraps around alike on every device, and an all-reduce (sum) of partial digests is the digest of
-the whole.
+    digest(slice) = sum over its elements of multiplier(index) * bits, modulo 2^64
+
+`bits` is the element of the published dtype read as a signed integer of its width, `index` its place in the whole HF
+tensor, and multiplier(i, j, ...) = odd_0(i) * odd_1(j) * ..., one odd 64-bit number for every index along every
+dimension: odd_k(i) = mix64(k, i) | 1, where mix64 is the finaliser of splitmix64 (Steele, Lea, Flood 2014).
+
+Why that is enough:
+
+- It is a sum over elements, so the digests of disjoint slices add up to that of their union, in any order, and an
+  all-reduce (sum) of the ranks' parts is the digest of the whole. int64 wraps around alike on every device.
+- A product of odd numbers is odd, hence invertible modulo 2^64: one element whose bits change by d != 0, |d| < 2^64,
+  changes the digest by multiplier * d, which is not 0. No single change goes unnoticed.
+- Two exchanged elements change it by (m_a - m_b) (bits_b - bits_a), two exchanged rows by (odd_0(a) - odd_0(b)) times a
+  sum over columns, a transposition by a sum over odd_0(i) odd_1(j) - odd_0(j) odd_1(i): these are 0 only if
+  pseudo-random 64-bit numbers conspire. Exchanged tensors (experts, layers) are noticed because every HF tensor has a
+  digest of its own.
+
+Why it is fast: the multiplier is a product, so a matrix needs one multiplication and one sum along its rows, and then
+the same for the vector of row sums, instead of a hash for every element.
 """
 
-from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from megagrpo.weights.views import Box, row_major
+from megagrpo.weights.views import Box
 
-_CHUNK = 1 << 20  # elements: int64 temporaries of 8 MiB
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 16  # elements: 512 KiB of int64 products stay in a core's cache
+_CUDA_CHUNK = 1 << 26  # and on a GPU a launch should be worth it
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def slice_digest(values: Tensor, box: Box, hf_shape: tuple[int, ...]) -> Tensor:
+def slice_digest(values: Tensor, box: Box) -> Tensor:
     """Returns the digest of one slice, int64 [] on the values' device.
 
-    `values`: of the published dtype, shaped like `box`, which lies in an HF tensor of shape `hf_shape`.
+    `values`: of the published dtype, shaped like `box`, the slice's place in the HF tensor.
     """
     assert tuple(values.shape) == box.size, (values.shape, box)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    strides = row_major(hf_shape)
-    for start, part in _chunks(values):
-        index = torch.zeros((), dtype=torch.int64, device=values.device)
-        for k, (n, stride) in enumerate(zip(part.shape, strides, strict=True)):
-            first = (box.start[k] + start[k]) * stride
-            along = torch.arange(first, first + n * stride, stride, dtype=torch.int64, device=values.device)
-            index = index.unsqueeze(-1) + along  # [..., n]
-        total += (_odd_mix(index).mul_(_bits(part).add_(1))).sum()
-    return total
+    bits = values.contiguous().view(_INTEGERS[values.element_size()])
+    factors = [_odd(start, n, k, values.device) for k, (start, n) in enumerate(zip(box.start, box.size, strict=True))]
+    if not factors:
+        return bits.to(torch.int64)
+    columns = factors.pop()
+    sums = _row_sums(bits.reshape(-1, box.size[-1]), columns).view(box.size[:-1])
+    while factors:  # the last of the remaining dimensions each time
+        sums = (sums * factors.pop()).sum(-1)
+    return sums
 
 
-def _chunks(values: Tensor, start: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yields (start, view) of parts of at most _CHUNK elements, cut along leading dimensions."""
-    start = start or (0,) * values.dim()
-    if values.numel() <= _CHUNK:
-        yield start, values
-        return
-    dim = next(d for d, n in enumerate(values.shape) if n > 1)
-    step = max(1, _CHUNK * values.shape[dim] // values.numel())
-    for low in range(0, values.shape[dim], step):
-        part = values.narrow(dim, low, min(step, values.shape[dim] - low))
-        yield from _chunks(part, (*start[:dim], start[dim] + low, *start[dim + 1 :]))
+def _row_sums(bits: Tensor, columns: Tensor) -> Tensor:
+    """Returns sum_j bits[i, j] * columns[j], int64 [rows]. bits [rows, n] of any integer width, columns [n] int64."""
+    rows = max(1, (_CUDA_CHUNK if bits.is_cuda else _CHUNK) // max(bits.shape[1], 1))
+    return torch.cat([(part.to(torch.int64) * columns).sum(-1) for part in bits.split(rows)])
 
 
-def _bits(values: Tensor) -> Tensor:
-    width = values.element_size()
-    bits = values.contiguous().view(_BITS[width]).to(torch.int64)
-    return bits & ((1 << (8 * width)) - 1) if width < 8 else bits
-
-
-def _odd_mix(index: Tensor) -> Tensor:
-    x = index + _signed(0x9E3779B97F4A7C15)
+@lru_cache(maxsize=1024)  # the same slices come again in every layer, expert and publish
+def _odd(start: int, count: int, dimension: int, device: torch.device) -> Tensor:
+    """Returns the odd multipliers [count] int64 of the indices from `start` on along a dimension."""
+    x = torch.arange(start, start + count, dtype=torch.int64, device=device)
+    x += _signed((dimension + 1) * 0x9E3779B97F4A7C15 % 2**64)
     x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     return (x ^ _shift(x, 31)).bitwise_or_(1)
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shifts to the right and fills with zeros; the shift of int64 keeps the sign."""
+    """Shifts right logically: int64's own shift keeps the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -25,7 +25,6 @@ from megagrpo.weights.record import Recording, coverage_problems, record
 _CONNECT_S = 30.0
 # By model: what `_record` found, for every later `_digest`.
 _recordings: weakref.WeakKeyDictionary[torch.nn.Module, Recording] = weakref.WeakKeyDictionary()
-_hf_shapes: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -62,7 +61,6 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
             parameters | buffers,
         )
     _recordings[model] = recording
-    _hf_shapes[model] = {name: shape for name, (shape, _) in specs.items()}
     return {
         "copies": [(c.hf, c.start, c.size, c.parameter) for c in recording.copies],
         "problems": coverage_problems(recording, parameters),
@@ -75,7 +73,7 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
     Problems: copies whose live values the published dtype cannot represent, and constants that have changed.
     """
-    recording, shapes, dtype = _recordings[model], _hf_shapes[model], getattr(torch, request["dtype"])
+    recording, dtype = _recordings[model], getattr(torch, request["dtype"])
     live = dict(model.named_parameters()) | dict(model.named_buffers())
     digests, problems = [], []
     with torch.no_grad():
@@ -87,7 +85,7 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
                     f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: "
                     f"holds values that {dtype} cannot represent"
                 )
-            digests.append(slice_digest(published, copy.box, shapes[copy.hf]))
+            digests.append(slice_digest(published, copy.box))
         for fill in recording.fills:
             tensor = live[fill.parameter]
             values = tensor.detach().as_strided(fill.size, fill.strides, tensor.storage_offset() + fill.offset)

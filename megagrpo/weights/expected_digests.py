@@ -35,12 +35,12 @@ class ExpectedDigests:
 
     def compute(self) -> dict[HfSlice, int]:
         """Collective. Returns the digest of every slice, of the published dtype of this moment's weights."""
-        parameters, specs, mesh = self._weights.parameters(), self._weights.specs, self._weights.mesh
+        parameters, mesh = self._weights.parameters(), self._weights.mesh
         totals = torch.zeros(len(self._parts), dtype=torch.int64, device=mesh.device)  # [number of slices]
         for place, copies in enumerate(self._parts.values()):
             for copy in copies:
                 values = copy.view(parameters).to(self._weights.dtype)
-                totals[place] += slice_digest(values, copy.box, specs[copy.hf][0])
+                totals[place] += slice_digest(values, copy.box)
         if mesh.world_size > 1:
             dist.all_reduce(totals)
         return dict(zip(self._parts, totals.tolist(), strict=True))
