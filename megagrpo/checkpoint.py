@@ -215,7 +215,7 @@ def load(folder: Path, identity: dict, load_actor: Callable[[Path], None], mesh:
     """
     error = ""
     try:
-        _check(folder, identity, mesh)
+        check(folder, identity, mesh)
     except ValueError as exc:
         error = str(exc)
     mesh.raise_any(error)
@@ -223,7 +223,7 @@ def load(folder: Path, identity: dict, load_actor: Callable[[Path], None], mesh:
     return TypeAdapter(TrainState).validate_python(json.loads((folder / "state.json").read_text())["train"])
 
 
-def _check(folder: Path, identity: dict, mesh: Mesh) -> None:
+def check(folder: Path, identity: dict, mesh: Mesh) -> None:
     """Raises ValueError naming what is wrong with a checkpoint: missing files, sizes or checksums, another model.
 
     The files are shared out over the ranks: one alone would read the terabytes of a large model for an hour.
