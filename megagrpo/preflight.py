@@ -8,8 +8,8 @@ from typing import Any
 from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.layout import divisors, layout_problems
 from megagrpo.families.table import architecture_of, model_problems, read_description
+from megagrpo.layout import divisors, layout_problems
 from megagrpo.rewards.graders import load_grader
 from megagrpo.rollout.tools import load_tool
 from megagrpo.tiny.description import hf_config as tiny_hf_config

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.layout import layout_problems
+from megagrpo.layout import layout_problems
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

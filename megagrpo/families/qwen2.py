@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megagrpo.families.architecture import (
     COMMON_SIZE_KEYS,
@@ -14,10 +14,7 @@ from megagrpo.families.architecture import (
 )
 from megagrpo.families.loading import load_dense_layer
 from megagrpo.families.tensors import dense_layer_tensors
-from megagrpo.families.tiny import heads_fill_hidden
-
-if TYPE_CHECKING:
-    from megagrpo.config.schema import TinyModelConfig
+from megagrpo.families.tiny import TinySizes, heads_fill_hidden
 
 HF_CLASS = "Qwen2ForCausalLM"
 SIZE_KEYS = COMMON_SIZE_KEYS
@@ -36,6 +33,6 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
     return decoder_architecture(hf, qkv_bias=True)
 
 
-def tiny_options(sizes: TinyModelConfig) -> dict[str, Any]:
+def tiny_options(sizes: TinySizes) -> dict[str, Any]:
     """Returns what a tiny model's config.json has beside the common keys."""
     return {}

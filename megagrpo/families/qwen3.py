@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megagrpo.families.architecture import (
     COMMON_SIZE_KEYS,
@@ -15,9 +15,7 @@ from megagrpo.families.architecture import (
 )
 from megagrpo.families.loading import load_dense_layer
 from megagrpo.families.tensors import dense_layer_tensors
-
-if TYPE_CHECKING:
-    from megagrpo.config.schema import TinyModelConfig
+from megagrpo.families.tiny import TinySizes
 
 HF_CLASS = "Qwen3ForCausalLM"
 SIZE_KEYS = COMMON_SIZE_KEYS
@@ -35,11 +33,11 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
     return decoder_architecture(hf, qk_norm=True)
 
 
-def tiny_options(sizes: TinyModelConfig) -> dict[str, Any]:
+def tiny_options(sizes: TinySizes) -> dict[str, Any]:
     """Returns what a tiny model's config.json has beside the common keys."""
     return {}
 
 
-def tiny_problems(sizes: TinyModelConfig) -> list[str]:
+def tiny_problems(sizes: TinySizes) -> list[str]:
     """Returns what of these sizes the family cannot have."""
     return []

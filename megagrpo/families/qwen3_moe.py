@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megagrpo.families.architecture import (
     COMMON_SIZE_KEYS,
@@ -15,9 +15,7 @@ from megagrpo.families.architecture import (
 )
 from megagrpo.families.loading import load_moe_layer
 from megagrpo.families.tensors import moe_layer_tensors
-
-if TYPE_CHECKING:
-    from megagrpo.config.schema import TinyModelConfig
+from megagrpo.families.tiny import TinySizes
 
 HF_CLASS = "Qwen3MoeForCausalLM"
 SIZE_KEYS = COMMON_SIZE_KEYS | {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}
@@ -52,7 +50,7 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
     )
 
 
-def tiny_options(sizes: TinyModelConfig) -> dict[str, Any]:
+def tiny_options(sizes: TinySizes) -> dict[str, Any]:
     """Returns what a tiny model's config.json has beside the common keys."""
     return {
         "num_experts": sizes.num_experts,
@@ -65,7 +63,7 @@ def tiny_options(sizes: TinyModelConfig) -> dict[str, Any]:
     }
 
 
-def tiny_problems(sizes: TinyModelConfig) -> list[str]:
+def tiny_problems(sizes: TinySizes) -> list[str]:
     """Returns what of these sizes the family cannot have."""
     if sizes.experts_per_token > sizes.num_experts:
         return [f"experts_per_token {sizes.experts_per_token} is more than num_experts {sizes.num_experts}"]

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megagrpo.families import llama, qwen2, qwen3, qwen3_moe
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.tensors import TensorSpec
+from megagrpo.families.tiny import TinySizes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch import Tensor
 
-    from megagrpo.config.schema import TinyModelConfig
     from megagrpo.families.loading import Place
 
 
@@ -44,10 +44,10 @@ class Family(Protocol):
     def layer_tensors(self, arch: Architecture, index: int, /) -> Iterator[TensorSpec]:
         """Yields the HF tensors of layer `index`, counted from 0, in the order in which a random model draws them."""
 
-    def tiny_options(self, sizes: TinyModelConfig, /) -> dict[str, Any]:
+    def tiny_options(self, sizes: TinySizes, /) -> dict[str, Any]:
         """Returns what the config.json of a tiny model has beside, or instead of, the common keys."""
 
-    def tiny_problems(self, sizes: TinyModelConfig, /) -> list[str]:
+    def tiny_problems(self, sizes: TinySizes, /) -> list[str]:
         """Returns what of these sizes the family cannot have."""
 
 

@@ -1,14 +1,28 @@
-"""Checks what the tiny test models of several families have in common."""
+"""What a family is told of a tiny test model, and a check that several families share."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megagrpo.config.schema import TinyModelConfig
+from typing import Protocol
 
 
-def heads_fill_hidden(sizes: TinyModelConfig) -> list[str]:
+class TinySizes(Protocol):
+    """The sizes of a tiny model; the section prepare.model of an experiment has them."""
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def experts_per_token(self) -> int: ...
+    @property
+    def expert_ffn_size(self) -> int: ...
+
+
+def heads_fill_hidden(sizes: TinySizes) -> list[str]:
     """Returns a problem when num_heads x head_dim is not hidden_size: these families have no head_dim."""
     if sizes.num_heads * sizes.head_dim == sizes.hidden_size:
         return []

@@ -19,7 +19,7 @@ LAYERS = (
     {"run_folder", "environment"},
     {"types", "stop_request", "user_function", "processes"},
     {"config"},
-    {"mesh", "hf_files", "algo"},
+    {"mesh", "hf_files", "algo", "layout"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
     {"actor", "rollout", "checkpoint", "dump", "selection", "doctor"},
     {"preflight"},

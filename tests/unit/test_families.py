@@ -13,8 +13,8 @@ import torch
 from megagrpo import environment
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import TinyModelConfig
-from megagrpo.families.layout import layout_problems
 from megagrpo.families.table import FAMILIES, architecture_of, model_problems, model_tensors, read_architecture
+from megagrpo.layout import layout_problems
 from megagrpo.preflight import check_against_model
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import random_tensors

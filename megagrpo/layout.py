@@ -1,13 +1,7 @@
 """Says whether a model can be cut as the parallel layout asks; `megagrpo check` and the actor ask here."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
-
-if TYPE_CHECKING:
-    from megagrpo.config.schema import ActorConfig
 
 
 def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
