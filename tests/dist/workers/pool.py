@@ -107,12 +107,12 @@ def serve(address: str) -> None:
     link = socket.socket(socket.AF_UNIX)
     link.connect(address)
     with connection.Connection(link.detach()) as tests:
-        # Megatron, which a pooled function may import, wants the host prepared first
         import torch
         import torch.distributed as dist
 
-        import tests.dist.workers.host
+        from megagrpo.actor.host import prepare_host
 
+        prepare_host()  # before a function imports Megatron
         while True:
             try:
                 path, world, call = tests.recv()
