@@ -28,7 +28,7 @@ class TokenValues:
     full_kl: Tensor | None  # where batch.reference is there
 
 
-class TokenLoss(Protocol):
+class LossOfTokens(Protocol):
     """Computes a loss from the values of sampled tokens."""
 
     def __call__(self, members: Tensor, values: TokenValues) -> Loss:
@@ -42,7 +42,7 @@ class LastStage(Protocol):
         """Returns the loss of one micro-batch, whose hidden states are [s / tp, b, h]."""
 
 
-def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_loss: TokenLoss) -> LastStage:
+def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_loss: LossOfTokens) -> LastStage:
     """Returns what turns hidden states into the values of sampled tokens and gives them to `token_loss`."""
 
     def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:

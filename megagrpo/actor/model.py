@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megagrpo.actor.attention import CausalAttention
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.loading import Place, Shard, load_vocabulary
+from megagrpo.families.loading import RankPlace, Shard, load_vocabulary
 from megagrpo.families.table import FAMILIES
 
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
@@ -146,8 +146,8 @@ def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str
                     load_vocabulary(chunk.output_layer.weight, hf["model.embed_tokens.weight"], place.tensor)
 
 
-def _place() -> Place:
-    return Place(
+def _place() -> RankPlace:
+    return RankPlace(
         tensor=Shard(
             rank=mpu.get_tensor_model_parallel_rank(),
             size=mpu.get_tensor_model_parallel_world_size(),

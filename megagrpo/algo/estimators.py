@@ -76,7 +76,7 @@ def leave_one_out(inputs: EstimatorInputs, options: RlooAdvantage) -> Tensor:
     return _within_groups(inputs.of_group(factor) * _centred(inputs), inputs, options.single_sample)
 
 
-def pass_at_k(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
+def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
     """Returns best - second best for the best response alone, 0 for the others [N]. arXiv 2503.19595.
 
     A tie of the best two and a group with a single valid response give 0.
@@ -136,7 +136,7 @@ def gpg(inputs: EstimatorInputs, options: GpgAdvantage) -> Tensor:
 ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
     GrpoAdvantage: grpo,
     DrGrpoAdvantage: centred,
-    GrpoPassKAdvantage: pass_at_k,
+    GrpoPassKAdvantage: grpo_passk,
     RlooAdvantage: leave_one_out,
     ReinforcePlusPlusAdvantage: reinforce_plus_plus,
     ReinforcePlusPlusBaselineAdvantage: centred,

@@ -34,14 +34,14 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Says which part of each sharded tensor this rank holds."""
 
     tensor: Shard  # of dense layers, among the tensor-parallel ranks
     expert: Shard  # of one expert, among the expert-tensor-parallel ranks
 
 
-def load_dense_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: Place) -> None:
+def load_dense_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: RankPlace) -> None:
     """Loads a layer with grouped-query attention and one MLP."""
     prefix = layer_prefix(layer.layer_number - 1)
     load_norms(layer, hf, prefix)
@@ -49,7 +49,7 @@ def load_dense_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[st
     load_mlp(layer.mlp, hf, prefix + "mlp.", place.tensor)
 
 
-def load_moe_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: Place) -> None:
+def load_moe_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: RankPlace) -> None:
     """Loads a layer with grouped-query attention, a router and this rank's experts."""
     prefix = layer_prefix(layer.layer_number - 1)
     load_norms(layer, hf, prefix)

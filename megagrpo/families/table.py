@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch import Tensor
 
-    from megagrpo.families.loading import Place
+    from megagrpo.families.loading import RankPlace
 
 
 class Family(Protocol):
@@ -37,7 +37,7 @@ class Family(Protocol):
         """Reads a config.json that has no refusals."""
 
     def load_layer(
-        self, layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: Place, /
+        self, layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: RankPlace, /
     ) -> None:
         """Copies this rank's slices of one layer's HF tensors into Megatron's parameters: slices and copies alone."""
 

@@ -14,6 +14,7 @@ import torch
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
+from megagrpo.run_folder import RunFolder
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.clock import Deadline, PhaseTimer
 from megagrpo.weights.engine_client import EngineConnection
@@ -47,7 +48,7 @@ class Exchange:
             parameters=weights.parameters,
             dtype=self._dtype,
             bucket_bytes=int(config.weights.bucket_mb * 2**20),
-            folder=run_dir / "weights",
+            folder=RunFolder(run_dir).weights,
             checkpoint=Path(config.model.path),
         )
         self._num_bytes = sum(prod(shape) for shape, _ in weights.hf_specs.values()) * self._dtype.itemsize

@@ -14,7 +14,7 @@ import httpx
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import API_KEY, child_environment
-from megagrpo.rollout.service.engine_command import Place, engine_command, engine_environment, engine_python_path
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
 from megagrpo.types import EngineInfo
 
 START_S = 240
@@ -49,7 +49,7 @@ class OneEngine:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        place = Place(0, "127.0.0.1", port, f"127.0.0.1:{port + 1}", cuda=False, num_cores=os.cpu_count())
+        place = ServerPlace(0, "127.0.0.1", port, f"127.0.0.1:{port + 1}", cuda=False, num_cores=os.cpu_count())
         variables = engine_environment(self.config, place) | {API_KEY: self.api_key}
         env = child_environment(variables, engine_python_path(place) + list(self.python_path))
         self.log = self.folder / f"engine-{self.info.incarnation}.log"

@@ -215,6 +215,19 @@ def test_lines_are_not_too_long():
     assert not wrong, f"longer than {MAX_LINE_LENGTH} characters: {wrong}"
 
 
+def test_no_name_means_two_things():
+    """Public classes and functions. Families, and graders, are modules with the same names on purpose."""
+    # two programs; the launcher's, and what SGLang calls in a loader; the advantage and the loss of one paper
+    allowed = {"main", "run", "gpg"}
+    places: dict[str, list[str]] = {}
+    for path, tree in sources().items():
+        if not re.match(r"rollout/cpu/|families/|rewards/", path):
+            for name in {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}:
+                places.setdefault(name, []).append(path)
+    wrong = {name: paths for name, paths in places.items() if len(paths) > 1 and name not in allowed and name[0] != "_"}
+    assert not wrong, wrong
+
+
 def test_no_registries_no_utils():
     assert not [path for path in sources() if re.search(r"(^|/)(utils?|helpers?|common|misc)(\.py|/)", path)]
 

@@ -10,7 +10,7 @@ from megagrpo.environment import child_environment
 from megagrpo.rollout.service.engine_command import (
     CPU_SHIMS,
     WEIGHT_LOADER,
-    Place,
+    ServerPlace,
     engine_command,
     engine_environment,
     engine_python_path,
@@ -32,8 +32,8 @@ def options(command: list[str]) -> dict[str, str | None]:
     }
 
 
-def place(cuda: bool, node_rank: int = 0) -> Place:
-    return Place(node_rank, "127.0.0.1", 20001, "10.0.0.1:20002", cuda, 8)
+def place(cuda: bool, node_rank: int = 0) -> ServerPlace:
+    return ServerPlace(node_rank, "127.0.0.1", 20001, "10.0.0.1:20002", cuda, 8)
 
 
 def test_cpu_engine():

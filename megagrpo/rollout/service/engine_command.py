@@ -17,7 +17,7 @@ _MAX_CPU_THREADS = 4  # of a rank: a small model gets slower with more
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlace:
     """Says where one node of an engine runs."""
 
     node_rank: int
@@ -28,7 +28,7 @@ class Place:
     num_cores: int  # CPU cores that this server process may count on
 
 
-def engine_command(config: ExperimentConfig, place: Place) -> list[str]:
+def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
     """Returns the command of one server process."""
     rollout = config.rollout
     options: dict[str, str | int | float] = {
@@ -72,7 +72,7 @@ def engine_command(config: ExperimentConfig, place: Place) -> list[str]:
     return [sys.executable, "-m", "megagrpo.rollout.service.engine_process", *words, *flags, *rollout.extra_args]
 
 
-def engine_environment(config: ExperimentConfig, place: Place) -> dict[str, str]:
+def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str, str]:
     """Returns the variables to set for one server process."""
     env = {
         # /health would sample a token, which a paused engine cannot: an update of the weights would look like a death.
@@ -97,6 +97,6 @@ def engine_environment(config: ExperimentConfig, place: Place) -> dict[str, str]
     return env
 
 
-def engine_python_path(place: Place) -> list[str]:
+def engine_python_path(place: ServerPlace) -> list[str]:
     """Returns the folders that come first on the server process's PYTHONPATH."""
     return [] if place.cuda else [str(CPU_SHIMS)]

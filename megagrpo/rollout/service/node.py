@@ -13,7 +13,7 @@ import ray
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import API_KEY, child_environment, get, of_all_nccl_ranks
 from megagrpo.processes import spawn, stop_tree
-from megagrpo.rollout.service.engine_command import Place, engine_command, engine_environment, engine_python_path
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
 
 _PORTS = range(20_000, 30_000)  # below the kernel's ephemeral ports, above Ray's workers
 LOOPBACK = ("127.0.0.1", "localhost", "lo")
@@ -100,7 +100,7 @@ class EngineNode:
 
     def start(self, port: int, rendezvous: str, log: str) -> int:
         """Starts the server process and returns its pid. It is up when /health answers."""
-        place = Place(
+        place = ServerPlace(
             node_rank=self.node_rank,
             bind_host=self.bind_address,
             port=port,
