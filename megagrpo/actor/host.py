@@ -7,7 +7,6 @@ given here. Nothing of Megatron's mathematics is replaced.
 
 import contextlib
 import sys
-from queue import Queue
 from typing import Any
 
 import torch
@@ -95,13 +94,6 @@ def _fill_megatron_gaps() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
-def _write_checkpoints_from_threads() -> None:
-    """Lets checkpoint writers hand over results through a queue: Megatron's manager process is for forked writers."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = Queue()
-
-
 def prepare_host() -> torch.device:
     """Makes Megatron-Core importable and runnable here, and returns the device to compute on.
 
@@ -109,7 +101,6 @@ def prepare_host() -> torch.device:
     """
     if torch.cuda.is_available():
         _name_missing_gemm()
-        _write_checkpoints_from_threads()
         return torch.device("cuda")
     if torch.cuda.Stream is not _InOrder:
         # On a machine with a GPU that is not to be seen: Megatron would call its CUDA kernels because it is installed.
@@ -119,5 +110,4 @@ def prepare_host() -> torch.device:
         _OnCpu().__enter__()  # for the life of the process
         _name_missing_gemm()
         _fill_megatron_gaps()
-        _write_checkpoints_from_threads()
     return CPU

@@ -64,6 +64,9 @@ def save_actor(actor: MegatronActor, folder: Path, snapshot: bool = False) -> Ac
     With `snapshot` the state is copied to host memory now, so that training may go on meanwhile.
     """
     state = _sharded_state(actor, actor.updates_done, is_loading=False)
+    # Megatron's forked writers hand over results through a manager process, a thread does through a queue: a new one,
+    # because `finish` never reads what a rank has written of a save that failed on another rank.
+    filesystem_async._results_queue = Queue()
     with _failure_as_os_error():
         request = dist_checkpointing.save(state, str(folder), content_metadata=_METADATA, async_sharded_save=True)
     # on the host; for a model on a CPU these are the live tensors

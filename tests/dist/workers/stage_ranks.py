@@ -95,9 +95,7 @@ def background_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> di
 
 
 def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
-    """A save in the background that one rank cannot write: every rank hears of it when it is finished."""
-    gradient(actor, batch_of(actor.mesh), RICH)
-    actor.optimizer_step()
+    """A save that one rank cannot write: every rank hears of it, and nothing of it gets into the next one."""
     root, message = Path(job["root"]), ""
     checkpoint.begin(root, TrainState(step=1), {}, 2, lambda f: save_actor(actor, f), actor.mesh).finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -111,8 +109,16 @@ def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     messages = actor.mesh.gather_world(message)
     left = sorted(path.name for path in root.iterdir())
+    gradient(actor, batch_of(actor.mesh), RICH)
+    actor.optimizer_step()  # a checkpoint has more parts from now on
+    saved = {name: parameter.detach().clone() for name, parameter in actor.parameters().items()}
     again = checkpoint.begin(root, TrainState(step=3), {}, 2, lambda f: save_actor(actor, f), actor.mesh).finish()
-    return {"messages": messages, "left": left, "again": again.name}
+    with torch.no_grad():
+        for parameter in actor.parameters().values():
+            parameter.zero_()
+    load_actor(actor, again / "actor")
+    different = [name for name, parameter in actor.parameters().items() if not torch.equal(parameter, saved[name])]
+    return {"messages": messages, "left": left, "again": again.name, "different": actor.mesh.gather_world(different)}
 
 
 JOBS = {"equality": equality_job, "clock": clock_job, "background": background_job, "failure": failure_job}
