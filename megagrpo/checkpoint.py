@@ -186,9 +186,8 @@ class PendingSave:
         try:
             result, error = action(), ""
         except Exception as exc:
-            free_mib = (
-                shutil.disk_usage(self.target.parent).free >> 20
-            )  # torch's writer does not say that the disk is full
+            # torch's writer does not say that the disk is full
+            free_mib = shutil.disk_usage(self.target.parent).free >> 20
             place = f"checkpoint {self.target}: rank {self._mesh.rank} could not write, {free_mib} MiB are free there"
             error = f"{place}: {type(exc).__name__}: {exc}"
         self._mesh.raise_any(error)

@@ -63,9 +63,9 @@ class Dump:
 
 def read_dump(folder: Path) -> Dump:
     """Reads what `write_dump` wrote. ValueError when the folder is no finished dump."""
-    file = folder / _DESCRIPTION
-    if not file.is_file():
-        raise ValueError(f"{folder} is not a finished dump of a step: it has no {_DESCRIPTION}")
-    description = json.loads(file.read_text())
+    try:
+        description = json.loads((folder / _DESCRIPTION).read_text())
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"{folder} is not a finished dump of a step: {exc}") from exc
     algorithm = AlgorithmConfig.model_validate(description.pop("algorithm"))
     return Dump(folder, algorithm=algorithm, **description)

@@ -5,10 +5,8 @@ from pathlib import Path
 import torch
 
 from megagrpo import checkpoint
-from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.saving import load_actor
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.run import run_identity
+from megagrpo.run import load_checkpoint, make_actor
 from megagrpo.run_folder import RunFolder
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 
@@ -22,14 +20,7 @@ def export(config: ExperimentConfig, source: Path | None, output: str, device: t
     found = source or checkpoint.latest(checkpoints)
     if found is None:
         raise ValueError(f"{checkpoints} holds no finished checkpoint; name one with --checkpoint")
-    actor = MegatronActor(
-        model_path=config.model.path,
-        config=config.actor,
-        optimizer=config.actor.optimizer,
-        num_updates=1,
-        seed=config.seed,
-        device=device,
-    )
+    actor = make_actor(config, 1, device)
     weights = load_initial_weights(actor, config.model.path)
-    checkpoint.load(found, run_identity(config, actor), lambda folder: load_actor(actor, folder), actor.mesh)
+    load_checkpoint(config, found, actor)
     export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)

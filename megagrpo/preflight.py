@@ -12,6 +12,7 @@ from megagrpo.families.table import architecture_of, model_problems, read_descri
 from megagrpo.layout import divisors, layout_problems
 from megagrpo.rewards.graders import load_grader
 from megagrpo.rollout.tools import load_tool
+from megagrpo.run_folder import RunFolder
 from megagrpo.tiny.description import hf_config as tiny_hf_config
 
 
@@ -113,7 +114,7 @@ def _missing_files(config: ExperimentConfig) -> list[str]:
         wanted["eval.data.path"] = config.eval.data.path
     if config.sft is not None:
         wanted |= {"sft.model": config.sft.model, "sft.data.path": config.sft.data.path}
-    if config.checkpoint.load is not None and not any(Path(config.output_dir, "checkpoints").glob("step_*")):
+    if config.checkpoint.load is not None and not any(RunFolder(Path(config.output_dir)).checkpoints.glob("step_*")):
         wanted["checkpoint.load"] = config.checkpoint.load
     problems = [
         f"{key}: {path} does not exist"

@@ -5,12 +5,10 @@ from pathlib import Path
 import torch
 
 from megagrpo import checkpoint
-from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.saving import load_actor
 from megagrpo.actor.step import update, with_logprobs
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.dump import Dump, read_dump
-from megagrpo.run import run_identity
+from megagrpo.run import load_checkpoint, make_actor
 from megagrpo.run_folder import RunFolder
 from megagrpo.weights.actor_weights import load_initial_weights
 
@@ -22,22 +20,13 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     """
     dump = read_dump(dump_folder)
     num_updates, temperature = config.train.num_updates_per_step, config.sampling.temperature
-    total = config.train.num_steps * num_updates
-    actor = MegatronActor(
-        model_path=config.model.path,
-        config=config.actor,
-        optimizer=config.actor.optimizer,
-        num_updates=total,
-        seed=config.seed,
-        device=device,
-    )
+    actor = make_actor(config, config.train.num_steps * num_updates, device)
     load_initial_weights(actor, config.model.path)
     if dump.algorithm.uses_reference:
         actor.keep_reference()
     version, source = 0, checkpoint.latest(RunFolder(Path(config.output_dir)).checkpoints, dump.weight_version)
     if source is not None:
-        identity = run_identity(config, actor)
-        version = checkpoint.load(source, identity, lambda folder: load_actor(actor, folder), actor.mesh).step
+        version = load_checkpoint(config, source, actor).step
     batch = dump.batch(actor.mesh)
     if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":  # the reference's states are not dumped
         batch = with_logprobs(actor, batch, temperature, False, "full")

@@ -164,6 +164,23 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor) -> dict:
     }
 
 
+def make_actor(config: ExperimentConfig, num_updates: int, device: torch.device) -> MegatronActor:
+    """Collective. Makes the experiment's actor, without weights. num_updates: after which its schedule ends."""
+    return MegatronActor(
+        model_path=config.model.path,
+        config=config.actor,
+        optimizer=config.actor.optimizer,
+        num_updates=num_updates,
+        seed=config.seed,
+        device=device,
+    )
+
+
+def load_checkpoint(config: ExperimentConfig, source: Path, actor: MegatronActor) -> TrainState:
+    """Collective. Loads a checkpoint of this experiment's model into the actor. LeaderError where it is another's."""
+    return checkpoint.load(source, run_identity(config, actor), lambda part: load_actor(actor, part), actor.mesh)
+
+
 @contextmanager
 def start_run(config: ExperimentConfig, service_url: str | None, device: torch.device) -> Iterator[Run]:
     """Collective. Builds everything; what needs no other process comes first, so that user errors end the run early."""
@@ -173,14 +190,7 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
     prompts = load_prompts(config.data, tokenizer)
     eval_prompts = load_prompts(config.eval.data, tokenizer) if config.eval else None
     tool = make_tool(config.sampling.tool, tokenizer) if config.sampling.tool else None
-    actor = MegatronActor(
-        model_path=config.model.path,
-        config=config.actor,
-        optimizer=config.actor.optimizer,
-        num_updates=num_updates,
-        seed=config.seed,
-        device=device,
-    )
+    actor = make_actor(config, num_updates, device)
     weights = load_initial_weights(actor, config.model.path)
     if config.algorithm.uses_reference:
         actor.keep_reference()  # the initial weights, also when the run resumes
@@ -270,7 +280,7 @@ def resume(config: ExperimentConfig, folder: RunFolder, actor: MegatronActor) ->
     source = own or (Path(options.load) if options.load else None)
     if source is None:
         return TrainState()
-    state = checkpoint.load(source, run_identity(config, actor), lambda f: load_actor(actor, f), actor.mesh)
+    state = load_checkpoint(config, source, actor)
     if own is None:
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()

@@ -19,9 +19,8 @@ class ExpectedDigests:
         rank = weights.mesh.rank
         shares = share_out(weights.copies, weights.specs, on_main=False)
         self._share = {name: [copy for owner, copy in parts if owner == rank] for name, parts in shares.items()}
-        self._parts: dict[
-            HfSlice, list[Copy]
-        ] = {}  # this rank's parts of a slice; the same keys and order on every rank
+        # This rank's parts of a slice; the same keys and order on every rank.
+        self._parts: dict[HfSlice, list[Copy]] = {}
 
     def unknown(self, slices: Iterable[HfSlice]) -> list[HfSlice]:
         """Returns those that were never added, each once."""
