@@ -62,7 +62,7 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
         )
     _recordings[model] = recording
     return {
-        "copies": [(c.hf, c.start, c.size, c.parameter) for c in recording.copies],
+        "copies": [(c.hf, c.start, c.size, c.parameter, c.offset, c.strides) for c in recording.copies],
         "problems": coverage_problems(recording, parameters),
         "derived": _derived_tensors(model, [*parameters.values(), *buffers.values()]),
     }
