@@ -5,6 +5,7 @@ rank copy from which HF tensor?) and "digest" (what do the live parameters hold?
 ends the server.
 """
 
+import base64
 import sys
 import traceback
 import weakref
@@ -14,17 +15,20 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
-from megagrpo.weights.digest import slice_digest
+from megagrpo.weights.digest import batched_digest
+from megagrpo.weights.digest_batches import CopyBatches
 from megagrpo.weights.mailbox import decode, encode
-from megagrpo.weights.record import Recording, coverage_problems, record
+from megagrpo.weights.record import Fill, Recording, coverage_problems, record
 
 _CONNECT_S = 30.0
 # By model: what `_record` found, for every later `_digest`.
 _recordings: weakref.WeakKeyDictionary[torch.nn.Module, Recording] = weakref.WeakKeyDictionary()
+_batches: weakref.WeakKeyDictionary[torch.nn.Module, CopyBatches] = weakref.WeakKeyDictionary()
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -60,7 +64,7 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
             specs,
             parameters | buffers,
         )
-    _recordings[model] = recording
+    _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
     return {
         "copies": [(c.hf, c.start, c.size, c.parameter, c.offset, c.strides) for c in recording.copies],
         "problems": coverage_problems(recording, parameters),
@@ -69,31 +73,42 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 
 def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Returns the digest, in the published dtype, of what the live parameters hold of every recorded copy.
+    """Returns the digests, in the published dtype, of what the live parameters hold of every recorded copy, in the
+    order of `_record`: int64, little-endian, as base64.
 
     Problems: copies whose live values the published dtype cannot represent, and constants that have changed.
     """
-    recording, dtype = _recordings[model], getattr(torch, request["dtype"])
+    recording, batches, dtype = _recordings[model], _batches[model], getattr(torch, request["dtype"])
     live = dict(model.named_parameters()) | dict(model.named_buffers())
-    digests, problems = [], []
+    found, order, inexact = [], [], []
     with torch.no_grad():
-        for copy in recording.copies:
-            values = copy.view(live)
+        for box, values, places in batches.views(live, dtype):
             published = values.to(dtype)
-            if values.dtype != dtype and not torch.equal(published.to(values.dtype), values):
-                problems.append(
-                    f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: "
-                    f"holds values that {dtype} cannot represent"
-                )
-            digests.append(slice_digest(published, copy.box))
-        for fill in recording.fills:
-            tensor = live[fill.parameter]
-            values = tensor.detach().as_strided(fill.size, fill.strides, tensor.storage_offset() + fill.offset)
-            if not bool((values == fill.value).all()):
-                problems.append(
-                    f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
-                )
-    return {"digests": torch.stack(digests).tolist() if digests else [], "problems": problems}
+            found.append(batched_digest(published, box))
+            order.append(places)
+            if values.dtype != dtype:
+                wrong = (published.to(values.dtype) != values).unsqueeze(-1).flatten(1).any(1)
+                inexact += places[wrong.cpu().numpy()].tolist()
+        changed = [_differs(fill, live[fill.parameter]) for fill in recording.fills]
+    digests = np.empty(len(recording.copies), dtype="<i8")
+    if found:
+        digests[np.concatenate(order)] = torch.cat(found).cpu().numpy()
+    problems = [
+        f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: holds values that {dtype} cannot represent"
+        for copy in (recording.copies[place] for place in sorted(inexact))
+    ]
+    problems += [
+        f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
+        for fill, differs in zip(recording.fills, torch.stack(changed).tolist() if changed else [], strict=True)
+        if differs
+    ]
+    return {"digests": base64.b64encode(digests.tobytes()).decode(), "problems": problems}
+
+
+def _differs(fill: Fill, parameter: Tensor) -> Tensor:
+    """Returns whether some element of a filled slice is not the constant, bool []."""
+    offset = parameter.storage_offset() + fill.offset
+    return (parameter.detach().as_strided(fill.size, fill.strides, offset) != fill.value).any()
 
 
 _OPERATIONS = {"record": _record, "digest": _digest}
