@@ -23,30 +23,31 @@ def fused_digest(bits: Tensor, *seeds: int) -> Tensor:
     """
     weigh_rows = len(seeds) == 2
     lead = bits.shape[: -len(seeds)]
+    if not bits.numel():
+        return torch.zeros(lead, dtype=torch.int64, device=bits.device)
     matrices = bits.reshape(-1, bits.shape[-2] if weigh_rows else 1, bits.shape[-1])  # a view, but for odd 3-D boxes
     row_seed, column_seed = seeds if weigh_rows else (0, *seeds)
     if weigh_rows and matrices.stride(1) < matrices.stride(2):  # neighbours in memory must be neighbours in a tile
         matrices, row_seed, column_seed = matrices.transpose(1, 2), column_seed, row_seed
     batch, rows, columns = matrices.shape
-    tile_rows = min(_MAX_ROWS, triton.next_power_of_2(max(rows, 1)))
+    tile_rows = min(_MAX_ROWS, triton.next_power_of_2(rows))
     row_blocks = triton.cdiv(rows, tile_rows)
-    sums = torch.zeros(batch, row_blocks, dtype=torch.int64, device=bits.device)
-    if matrices.numel():
-        # Triton launches on the thread's current device, which is the first one in a new thread.
-        with torch.cuda.device(bits.device) if bits.is_cuda else nullcontext():
-            _block_sums[(batch * row_blocks,)](
-                matrices,
-                sums,
-                rows,
-                columns,
-                row_blocks,
-                *matrices.stride(),
-                row_seed,
-                column_seed,
-                WEIGH_ROWS=weigh_rows,
-                ROWS=tile_rows,
-                COLUMNS=min(_TILE // tile_rows, triton.next_power_of_2(columns)),
-            )
+    sums = torch.empty(batch, row_blocks, dtype=torch.int64, device=bits.device)
+    # Triton launches on the thread's current device, which is the first one in a new thread.
+    with torch.cuda.device(bits.device) if bits.is_cuda else nullcontext():
+        _block_sums[(batch * row_blocks,)](
+            matrices,
+            sums,
+            rows,
+            columns,
+            row_blocks,
+            *matrices.stride(),
+            row_seed,
+            column_seed,
+            WEIGH_ROWS=weigh_rows,
+            ROWS=tile_rows,
+            COLUMNS=min(_TILE // tile_rows, triton.next_power_of_2(columns)),
+        )
     return sums.sum(1).view(lead)
 
 
