@@ -1,16 +1,21 @@
 """Copies in batches: every copy once, wherever it lies, with the digest that it has alone."""
 
+import base64
 from itertools import pairwise
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.weights import digest_batches
+from megagrpo.weights import digest_batches, engine_loader
 from megagrpo.weights.digest import batched_digest, slice_digest
 from megagrpo.weights.digest_batches import CopyBatches, constant_steps
+from megagrpo.weights.mailbox import encode
 from megagrpo.weights.record import Copy, record_copies
+from megagrpo.weights.views import Box
 
 EXPERTS, INNER, HIDDEN = 6, 4, 5
 
@@ -137,3 +142,50 @@ def test_batches_follow_parameters_to_other_storages():
     changed, calls = digests(batches, live, len(copies), torch.float32)
     assert calls == few
     assert {copies[k].hf for k in range(len(copies)) if changed[k] != before[k]} == {"0.gate", "0.up"}
+
+
+class Engine(torch.nn.Module):
+    """Experts in bfloat16 and what engines keep in float32: routers' biases; a padded row that the loader clears."""
+
+    def __init__(self):
+        super().__init__()
+        for name, tensor in engine_parameters(torch.bfloat16).items():
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        for layer in range(3):
+            bias = torch.zeros(EXPERTS + 1)
+            self.register_parameter(f"bias{layer}", torch.nn.Parameter(bias, requires_grad=False))
+
+    def load_weights(self, weights) -> None:
+        live = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name.startswith("bias"):
+                live[name].data[:EXPERTS].copy_(tensor)
+                live[name].data[EXPERTS:].zero_()
+            else:
+                grouped({key: value.data for key, value in live.items()}, name).copy_(tensor)
+
+
+def test_an_engine_answers_in_the_order_of_its_copies_and_names_what_no_digest_can_see():
+    hf = hf_tensors(torch.bfloat16) | {f"bias{k}": torch.arange(EXPERTS).bfloat16() for k in range(3)}
+    engine = Engine()
+    specs = {name: (tuple(tensor.shape), "bfloat16") for name, tensor in hf.items()}
+    record = engine_loader._record(engine, {"specs": ""}, SimpleNamespace(get=lambda key: encode(specs)))
+    engine.load_weights(hf.items())
+
+    def answer() -> tuple[list[int], list[str]]:
+        found = engine_loader._digest(engine, {"dtype": "bfloat16"}, None)
+        return np.frombuffer(base64.b64decode(found["digests"]), "<i8").tolist(), found["problems"]
+
+    boxes = [(name, Box(start, size)) for name, start, size, *_ in record["copies"]]
+    expected = [int(slice_digest(hf[name], box)) for name, box in boxes]
+    assert not record["problems"] and answer() == (expected, [])
+    engine.w13[3, 1, 2] += 1
+    engine.bias1[2] += 1e-3  # rounds back to the published value
+    engine.bias2[EXPERTS] = 1
+    digests, problems = answer()
+    wrong = [copy[0] for copy, a, b in zip(record["copies"], digests, expected, strict=True) if a != b]
+    assert wrong == ["3.gate"]
+    assert problems == [
+        f"parameter bias1, HF tensor bias1 [0:{EXPERTS}]: holds values that torch.bfloat16 cannot represent",
+        "parameter bias2: elements that the loader sets to 0.0 hold something else",
+    ]
