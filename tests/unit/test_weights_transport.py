@@ -19,8 +19,8 @@ from megagrpo.weights import engine_loader, transport_broadcast
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.engine_client import EngineConnection, EngineDown
 from megagrpo.weights.exchange import TRANSPORTS, Exchange
-from megagrpo.weights.record import record_copies
 from megagrpo.weights.moving import Traffic
+from megagrpo.weights.record import record_copies
 from megagrpo.weights.transport import TrainerWeights
 
 
