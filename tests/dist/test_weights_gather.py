@@ -113,7 +113,7 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, int
         gather_to_main(half, actor.live, mesh, stop_at_the_second, "export")  # and nobody hangs
     shares = share_out(everyone, SPECS, on_main=False)
     load = [sum(copy.box.numel for parts in shares.values() for r, copy in parts if r == k) for k in range(world)]
-    weights = TrainerWeights(mesh, SPECS, everyone, lambda: actor.live, torch.float32, 700, folder, folder)
+    weights = TrainerWeights(mesh, SPECS, everyone, lambda: actor.live, torch.float32, 700, 1, folder, folder)
     digests = expected_by_name(ExpectedDigests(weights))
     dist.destroy_process_group()
     return {name: t.clone() for name, t in full.items()}, len(plan.buckets), load, digests

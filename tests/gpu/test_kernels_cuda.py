@@ -107,7 +107,7 @@ def test_digests_in_a_side_thread_have_the_same_bits(tmp_path):
     mesh = make_mesh(0, 1, torch.device("cuda", 0), deadline_s=30)
     live = {"experts": values.to(CUDA)}
     expected = ExpectedDigests(
-        TrainerWeights(mesh, specs, [copies], lambda: live, torch.bfloat16, 1 << 20, tmp_path, tmp_path)
+        TrainerWeights(mesh, specs, [copies], lambda: live, torch.bfloat16, 1 << 20, 1, tmp_path, tmp_path)
     )
     expected.add(expected.unknown(copies))
     with ThreadPoolExecutor(1) as pool:
