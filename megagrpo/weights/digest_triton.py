@@ -60,7 +60,7 @@ def _odd_number(index, seed):
     return x.to(tl.int64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["row_seed", "column_seed"])
+@triton.jit(do_not_specialize=["rows", "row_blocks", "row_seed", "column_seed"])  # compiles for few kinds of sizes
 def _block_sums(
     bits,  # [batch, rows, columns]
     sums,  # [batch, row_blocks] int64
