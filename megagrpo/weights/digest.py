@@ -84,12 +84,22 @@ def index_seed(start: int, dimension: int) -> int:
 
 def _row_sums(bits: Tensor, columns: Tensor) -> Tensor:
     """Returns sum_j bits[..., j] * columns[j], int64 [...]. bits [..., n] of any integer width, columns [n] int64."""
-    chunk = _CUDA_CHUNK if bits.is_cuda else _CHUNK
-    if bits.numel() <= chunk or bits.dim() == 1:
-        return (bits.to(torch.int64) * columns).sum(-1)
-    if len(bits) == 1:
-        return _row_sums(bits[0], columns).unsqueeze(0)
-    return torch.cat([_row_sums(part, columns) for part in bits.split(max(1, chunk // bits[0].numel()))])
+    chunk = max(_CUDA_CHUNK if bits.is_cuda else _CHUNK, len(columns))
+    sums = torch.empty(bits.shape[:-1], dtype=torch.int64, device=bits.device)
+    # One buffer for all chunks: a new one for each may come from the system, with a page fault for every 4 KiB.
+    _sum_into(sums, bits, columns, torch.empty(min(chunk, bits.numel()), dtype=torch.int64, device=bits.device))
+    return sums
+
+
+def _sum_into(sums: Tensor, bits: Tensor, columns: Tensor, buffer: Tensor) -> None:
+    if bits.numel() <= len(buffer):
+        torch.sum(buffer[: bits.numel()].view(bits.shape).copy_(bits).mul_(columns), -1, out=sums)
+    elif len(bits) == 1:
+        _sum_into(sums[0], bits[0], columns, buffer)
+    else:
+        rows = max(1, len(buffer) // bits[0].numel())
+        for part, out in zip(bits.split(rows), sums.split(rows), strict=True):
+            _sum_into(out, part, columns, buffer)
 
 
 @cache
