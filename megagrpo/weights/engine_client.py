@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import httpx
+import numpy as np
 import torch
 
 from megagrpo.environment import WEIGHT_LOADER
@@ -126,11 +127,11 @@ class EngineConnection:
                 flush=True,
             )
 
-    def digests(self, dtype: torch.dtype) -> tuple[list[list[int]], list[str]]:
-        """Returns digests of the live parameters, by rank in the order of `slices`, and problems found on the way."""
+    def digests(self, dtype: torch.dtype) -> tuple[list[np.ndarray], list[str]]:
+        """Returns digests of the live parameters, by rank int64 in the order of `slices`, and problems on the way."""
         answers = self.ask("digest", [{"dtype": str(dtype).removeprefix("torch.")}] * self.tp)
         problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
-        return [answer["digests"] for answer in answers], problems
+        return [np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers], problems
 
     def close(self) -> None:
         """Cuts the HTTP connection, whatever state the engine is in; what waits for an answer raises EngineDown."""

@@ -5,6 +5,7 @@ which HF tensor?), "receive" (take these slices from these trainer ranks into th
 they hold now?) and "leave" (forget the trainers). It never raises: an exception here ends the server.
 """
 
+import base64
 import sys
 import traceback
 import weakref
@@ -16,12 +17,14 @@ from datetime import timedelta
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.weights.clock import Deadline
-from megagrpo.weights.digest import slice_digest
+from megagrpo.weights.digest import batched_digest
+from megagrpo.weights.digest_batches import CopyBatches
 from megagrpo.weights.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.mailbox import address_towards, decode, encode
 from megagrpo.weights.moving import receive_batches
@@ -32,6 +35,7 @@ _CONNECT_S = 30.0
 _PATCHING = Lock()
 # By model: what `_record` found, for every later `_digest`.
 _recordings: weakref.WeakKeyDictionary[torch.nn.Module, Recording] = weakref.WeakKeyDictionary()
+_batches: weakref.WeakKeyDictionary[torch.nn.Module, CopyBatches] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
             specs,
             parameters | buffers,
         )
-    _recordings[model] = recording
+    _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
     return {
         "copies": [(c.hf, c.start, c.size, c.parameter, c.offset, c.strides) for c in recording.copies],
         "problems": coverage_problems(recording, parameters),
@@ -87,29 +91,36 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 
 def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Returns the digest, in the published dtype, of what the live parameters hold of every recorded copy.
+    """Returns the digests, in the published dtype, of what the live parameters hold of every recorded copy, in the
+    order of `_record`: int64, little-endian, as base64.
 
     Problems: copies whose live values the published dtype cannot represent, and constants that have changed.
     """
-    recording, dtype = _recordings[model], getattr(torch, request["dtype"])
+    recording, batches, dtype = _recordings[model], _batches[model], getattr(torch, request["dtype"])
     live = dict(model.named_parameters()) | dict(model.named_buffers())
-    digests, problems = [], []
+    found, order, inexact = [], [], []
     with torch.no_grad():
-        for copy in recording.copies:
-            values = copy.view(live)
+        for box, values, places in batches.views(live, dtype):
             published = values.to(dtype)
-            if values.dtype != dtype and not torch.equal(published.to(values.dtype), values):
-                problems.append(
-                    f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: "
-                    f"holds values that {dtype} cannot represent"
-                )
-            digests.append(slice_digest(published, copy.box))
-        for fill in recording.fills:
-            if not bool((fill.view(live) == fill.value).all()):
-                problems.append(
-                    f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
-                )
-    return {"digests": torch.stack(digests).tolist() if digests else [], "problems": problems}
+            found.append(batched_digest(published, box))
+            order.append(places)
+            if values.dtype != dtype:
+                wrong = (published.to(values.dtype) != values).unsqueeze(-1).flatten(1).any(1)
+                inexact += places[wrong.cpu().numpy()].tolist()
+        changed = [(fill.view(live) != fill.value).any() for fill in recording.fills]
+    digests = np.empty(len(recording.copies), dtype="<i8")
+    if found:
+        digests[np.concatenate(order)] = torch.cat(found).cpu().numpy()
+    problems = [
+        f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: holds values that {dtype} cannot represent"
+        for copy in (recording.copies[place] for place in sorted(inexact))
+    ]
+    problems += [
+        f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
+        for fill, differs in zip(recording.fills, torch.stack(changed).tolist() if changed else [], strict=True)
+        if differs
+    ]
+    return {"digests": base64.b64encode(digests.tobytes()).decode(), "problems": problems}
 
 
 def _receive(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:

@@ -37,6 +37,7 @@ ONLY_IN = {
     "ray": r"rollout/service/",
     "sglang": r"weights/engine_loader\.py|rollout/service/engine_process\.py|rollout/cpu/",
     "sgl_kernel": r"rollout/cpu/",
+    "triton": r"weights/digest_triton\.py",
     "matplotlib": r"monitor/report\.py",
     "rich": r"monitor/console\.py|doctor\.py",
 }
