@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from threading import Lock
 from typing import Any
@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.weights.clock import Deadline
-from megagrpo.weights.digest import batched_digest
+from megagrpo.weights.digest import batched_digest, slice_digest
 from megagrpo.weights.digest_batches import CopyBatches
 from megagrpo.weights.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.mailbox import address_towards, decode, encode
 from megagrpo.weights.moving import receive_batches
-from megagrpo.weights.record import Recording, coverage_problems, record
+from megagrpo.weights.record import Copy, Recording, coverage_problems, record
 from megagrpo.weights.reshard_plan import Batches, Message, Place
+from megagrpo.weights.views import Box, row_major
 
 _CONNECT_S = 30.0
 _PATCHING = Lock()
@@ -46,6 +47,16 @@ class _EngineEnd:
     batches: Batches
 
 
+@dataclass
+class _WholeTensors:
+    """HF tensors from which the model's own loader computes parameters, and what came of them in the last transfer."""
+
+    copies: list[Copy]
+    digests: list[int] | None = None  # of the tensors as they arrived, by copy
+    results: dict[str, int] = field(default_factory=dict)  # digests of the computed parameters, right after
+
+
+_whole: weakref.WeakKeyDictionary[torch.nn.Module, _WholeTensors] = weakref.WeakKeyDictionary()
 _ends: weakref.WeakKeyDictionary[torch.nn.Module, _EngineEnd] = weakref.WeakKeyDictionary()
 
 
@@ -81,13 +92,23 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
             lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
             specs,
             parameters | buffers,
+            allow_computed=request["allow_computed"],
         )
     _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
+    names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
+    _whole[model] = _WholeTensors([_whole_copy(name, specs[name][0]) for name in names])
     return {
-        "copies": [(c.hf, c.start, c.size, c.parameter, c.offset, c.strides) for c in recording.copies],
+        "copies": [astuple(copy) for copy in [*recording.copies, *_whole[model].copies]],
         "problems": coverage_problems(recording, parameters),
+        "computed": {name: computed.how for name, computed in recording.computed.items()},
         "derived": _derived_tensors(model, [*parameters.values(), *buffers.values()]),
+        "post_load": hasattr(model, "post_load_weights"),
     }
+
+
+def _whole_copy(name: str, shape: tuple[int, ...]) -> Copy:
+    """Returns a copy of a whole HF tensor into a buffer of this loader, under a name that no parameter has."""
+    return Copy(name, (0,) * len(shape), shape, f"HF tensor {name}", 0, row_major(shape))
 
 
 def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
@@ -108,7 +129,8 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
                 wrong = (published.to(values.dtype) != values).unsqueeze(-1).flatten(1).any(1)
                 inexact += places[wrong.cpu().numpy()].tolist()
         changed = [(fill.view(live) != fill.value).any() for fill in recording.fills]
-    digests = np.empty(len(recording.copies), dtype="<i8")
+    whole = _whole[model]
+    digests = np.zeros(len(recording.copies) + len(whole.copies), dtype="<i8")
     if found:
         digests[np.concatenate(order)] = torch.cat(found).cpu().numpy()
     problems = [
@@ -120,7 +142,20 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
         for fill, differs in zip(recording.fills, torch.stack(changed).tolist() if changed else [], strict=True)
         if differs
     ]
+    if whole.digests is not None:
+        digests[len(recording.copies) :] = whole.digests
+        problems += [
+            f"parameter {name}: not what the loader has computed of the weights that it was sent last"
+            for name, digest in _digests_of_computed(model).items()
+            if digest != whole.results[name]
+        ]
     return {"digests": base64.b64encode(digests.tobytes()).decode(), "problems": problems}
+
+
+def _digests_of_computed(model: torch.nn.Module) -> dict[str, int]:
+    live = dict(model.named_parameters()) | dict(model.named_buffers())
+    found = {name: live[name].detach() for name in _recordings[model].computed}
+    return {name: int(slice_digest(t, Box((0,) * t.dim(), tuple(t.shape)))) for name, t in found.items()}
 
 
 def _receive(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
@@ -151,7 +186,14 @@ def _take(model: torch.nn.Module, request: dict, store: TCPStore, live: dict[str
     def patience() -> Deadline:
         return Deadline(min(request["patience_s"], deadline.left))
 
-    return receive_batches(end.group, end.batches, live, dtype, patience).staging_bytes
+    whole, device = _whole[model], next(model.parameters()).device
+    sent = {copy.parameter: torch.empty(copy.size, dtype=dtype, device=device) for copy in whole.copies}
+    staging_bytes = receive_batches(end.group, end.batches, live | sent, dtype, patience).staging_bytes
+    if sent:  # the stock way, for these alone
+        whole.digests = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in whole.copies]
+        model.load_weights([(copy.hf, sent[copy.parameter]) for copy in whole.copies])  # type: ignore[operator]
+        whole.results = _digests_of_computed(model)
+    return staging_bytes + sum(tensor.nbytes for tensor in sent.values())
 
 
 def _join(model: torch.nn.Module, request: dict, store: TCPStore) -> _EngineEnd:
