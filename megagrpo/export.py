@@ -21,6 +21,6 @@ def export(config: ExperimentConfig, source: Path | None, output: str, device: t
     if found is None:
         raise ValueError(f"{checkpoints} holds no finished checkpoint; name one with --checkpoint")
     actor = make_actor(config, 1, device)
-    weights = load_initial_weights(actor, config.model.path)
+    weights = load_initial_weights(actor, config.model.path, overwritten=True)
     load_checkpoint(config, found, actor)
     export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
