@@ -13,9 +13,10 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedWriter
+from io import BufferedWriter, RawIOBase
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
@@ -53,14 +54,15 @@ def _metadata(form: str) -> dict:
     }
 
 
-class _Checksummed:
+class _Checksummed(RawIOBase):
     """Writes a file from its start to its end, as torch.save does, and knows the CRC-32 of what it wrote."""
 
     def __init__(self, file: BufferedWriter):
+        super().__init__()
         self._file = file
         self.size, self.crc = 0, 0
 
-    def write(self, data) -> int:
+    def write(self, data: Any) -> int:
         """Writes any buffer; returns its bytes."""
         block = memoryview(data).cast("B")
         self._file.write(block)

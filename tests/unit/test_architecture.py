@@ -22,7 +22,7 @@ LAYERS = (
     {"mesh", "hf_files", "algo", "layout"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
     {"actor", "rollout", "checkpoint", "dump", "selection", "doctor"},
-    {"preflight"},
+    {"preflight", "checkpoint_cost"},
     {"explain", "run"},
     {"evaluation", "sft", "replay", "export"},
     {"train"},

@@ -11,8 +11,9 @@ import pytest
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ParallelConfig, TinyModelConfig
-from megagrpo.explain import explain, rank_coordinates
+from megagrpo.explain import explain
 from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.layout import rank_coordinates
 from megagrpo.preflight import check_against_model, preflight
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import make_tiny_model
