@@ -11,6 +11,7 @@ layout can load is refused by any other with what to do.
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,7 @@ from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.types import TrainState
 
 _PARTIAL = ".partial"
+_WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch names the files of a rank so
 T = TypeVar("T")
 SizeAndCrc = tuple[int, int]  # bytes, CRC-32
 Layout = Mapping[str, int | None]  # ActorConfig.layout
@@ -297,7 +299,8 @@ def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None]
 def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     """Raises ValueError naming what is wrong with a checkpoint: another model or layout, files, sizes, checksums.
 
-    The files are shared out over the ranks: one alone would read the terabytes of a large model for an hour.
+    The files are shared out over the ranks: one alone would read the terabytes of a large model for an hour. Each rank
+    takes those that its number wrote, so that in the same layout it will load them from its node's memory.
     """
     manifest_file = folder / "manifest.json"
     if not manifest_file.is_file():
@@ -319,7 +322,10 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
         raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(different))
     if not saved.get("reshardable", True) and saved["layout"] != identity.layout:
         raise ValueError(_layout_refusal(folder, saved["layout"], identity.layout))
-    for name, (size, crc) in sorted(manifest.items())[mesh.rank :: mesh.world_size]:
+    for index, (name, (size, crc)) in enumerate(sorted(manifest.items())):
+        writer = _WRITER.search(name)
+        if (int(writer[1]) if writer else index) % mesh.world_size != mesh.rank:
+            continue
         file = folder / name
         if not file.is_file():
             raise ValueError(f"checkpoint file {file} is missing")
@@ -330,7 +336,8 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
 
 
 def _layout_refusal(folder: Path, saved: Layout, own: Layout) -> str:
-    older = [p.name for p in _finished(folder.parent) if p < folder and is_reshardable(p)]
+    whole = [p for p in _finished(folder.parent) if p < folder and (p / "manifest.json").is_file()]
+    older = [p.name for p in whole if is_reshardable(p)]
     there = f"; or move it away: {older[-1]} beside it can be loaded by any layout" if older else ""
     return (
         f"checkpoint {folder} can be loaded by its own layout alone ({_in_words(saved)}), this run has another "

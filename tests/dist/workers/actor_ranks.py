@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
@@ -217,6 +217,20 @@ def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     }
 
 
+@contextmanager
+def weights_unreadable() -> Iterator[None]:
+    """Inside, asking an HF folder for a tensor is an error; its headers can be read."""
+
+    def refuse(folder: HfFolder, name: str):
+        raise AssertionError(f"{name} of {folder.path} was read")
+
+    read, HfFolder.__getitem__ = HfFolder.__getitem__, refuse
+    try:
+        yield
+    finally:
+        HfFolder.__getitem__ = read
+
+
 def identity(job: dict) -> RunIdentity:
     layout = ActorConfig(world_size=int(os.environ["WORLD_SIZE"]), parallel=ParallelConfig(**job.get("parallel", {})))
     return RunIdentity(job.get("identity", {"model": Path(job["model"]).name}), layout.layout)
@@ -247,7 +261,8 @@ def main(folder: Path) -> None:
             model_path=job["model"],
             device=DEVICE,
         ) as actor:
-            weights = load_initial_weights(actor, job["model"])
+            with weights_unreadable() if "load" in job else nullcontext():  # a resume does without them
+                weights = load_initial_weights(actor, job["model"], overwritten="load" in job)
             results.append(JOBS[job["do"]](actor, weights, job, folder))
             everyone: list = [None] * actor.mesh.world_size
             dist.all_gather_object(everyone, {k: v for k, v in results[-1].items() if isinstance(v, float)})
