@@ -13,7 +13,8 @@ import torch
 from run_megagrpo import Job, engine, megagrpo, metrics, rollouts, write_experiment
 from test_run import assert_same_run
 
-from megagrpo.checkpoint import check, latest
+from megagrpo.checkpoint import RunIdentity, check
+from megagrpo.checkpoint_folder import latest
 from megagrpo.mesh import make_mesh
 
 NUM_STEPS = 4
@@ -135,7 +136,8 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(long_run):
         )
         assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 6, done.stderr
         assert [p.name for p in checkpoints.iterdir()] == ["step_000001"]
-        identity = json.loads((checkpoints / "step_000001" / "state.json").read_text())["identity"]
+        saved = json.loads((checkpoints / "step_000001" / "state.json").read_text())
+        identity = RunIdentity(saved["identity"], saved["layout"])
         check(checkpoints / "step_000001", identity, make_mesh(0, 1, torch.device("cpu"), 60.0))
     finally:
         subprocess.run(["umount", "-l", str(checkpoints)], check=True)
