@@ -98,12 +98,15 @@ class EngineConnection:
         with suppress(EngineRefused):  # there is none
             self.end()
 
-    def record(self, specs: Specs) -> None:
-        """Learns what every rank copies. Raises RuntimeError naming parameters that these HF tensors do not fill."""
+    def record(self, specs: Specs, dummy_start: bool) -> None:
+        """Learns what every rank copies. Raises RuntimeError naming parameters that these HF tensors do not fill.
+
+        dummy_start: the engine started with random values, in buffers of its checkpoint too.
+        """
         message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
         key = self.mailbox.new_key("specs")
         self.mailbox.put(key, message)
-        answers = self.ask("record", [{"specs": key}] * self.tp)
+        answers = self.ask("record", [{"specs": key, "dummy_start": dummy_start}] * self.tp)
         self.mailbox.forget(key)
         problems = [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         if problems:

@@ -99,7 +99,7 @@ class EngineFleet:
             engine.pause()
             if not engine.slices:
                 engine.end_abandoned_update()
-                engine.record(self._specs)
+                engine.record(self._specs, dummy_start=self._config.rollout.load_format == "dummy")
 
         self.each(open_one)
 

@@ -46,7 +46,7 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
 
 
 def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Returns the copies of this rank; problems: parameters that some HF tensors do not fill exactly once."""
+    """Returns the copies of this rank; problems: what the HF tensors do not fill exactly once."""
     specs = {
         name: (tuple(shape), getattr(torch, dtype))
         for name, (shape, dtype) in decode(store.get(request["specs"])).items()
@@ -61,9 +61,12 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
             parameters | buffers,
         )
     _recordings[model] = recording
+    problems = coverage_problems(recording, parameters)
+    if request["dummy_start"]:
+        problems += _random_buffers(model, recording)
     return {
         "copies": [(c.hf, c.start, c.size, c.parameter, c.offset, c.strides) for c in recording.copies],
-        "problems": coverage_problems(recording, parameters),
+        "problems": problems,
         "derived": _derived_tensors(model, [*parameters.values(), *buffers.values()]),
     }
 
@@ -97,6 +100,17 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 
 _OPERATIONS = {"record": _record, "digest": _digest}
+
+
+def _random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
+    """Returns a line for each buffer that a dummy start fills with random values and no HF tensor overwrites."""
+    # SGLang's initialize_dummy_weights fills what the state dict lists, which leaves out non-persistent buffers.
+    kept, filled = model.state_dict(), {write.parameter for write in [*recording.copies, *recording.fills]}
+    return [
+        f"buffer {name} {tuple(buffer.shape)}: random since the start; set rollout.load_format: model"
+        for name, buffer in model.named_buffers()
+        if name in kept and buffer.is_floating_point() and name not in filled
+    ]
 
 
 def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:

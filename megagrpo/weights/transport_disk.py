@@ -27,7 +27,8 @@ class DiskTransport:
 
         def write_and_load(buckets: Iterator[dict[str, Tensor]]) -> None:
             write_hf_folder(target, timer.waiting(buckets, "gather"), weights.checkpoint, weights.dtype)
-            body = {"model_path": str(target), "flush_cache": False}
+            # The format, because the default is the one that the engine started with, which may be "dummy".
+            body = {"model_path": str(target), "load_format": "auto", "flush_cache": False}
             engines.each(lambda engine: engine.post("/update_weights_from_disk", body))
             for old in weights.folder.glob("v*"):
                 if old.name != target.name:
