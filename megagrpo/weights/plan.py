@@ -119,8 +119,9 @@ def gather_to_main(
 def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
     """Collective. Yields the whole HF tensors of one bucket after the other on rank 0, empty dicts on the others.
 
-    Tensors are in the published dtype, on the mesh's device. Every rank must iterate to the end. The slices of the
-    next bucket travel while the caller works on the present one, so two buckets are held at a time.
+    Tensors are contiguous, in the published dtype, on the mesh's device; those that lie so in rank 0's parameters are
+    these very elements and no copy. Every rank must iterate to the end. The slices of the next bucket travel while the
+    caller works on the present one: at most four buckets are held, two whole ones and the slices of two.
     """
     if mesh.rank != 0:
         yield from _contribute(plan, parameters, mesh)
@@ -128,9 +129,13 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
     coming = _receive(plan, 0, mesh)
     for number, bucket in enumerate(plan.buckets):
         (arrived, works), coming = coming, _receive(plan, number + 1, mesh)
-        full = {name: torch.empty(plan.shapes[name], dtype=plan.dtype, device=mesh.device) for name in bucket.names}
-        for copy in bucket.parts.get(0, ()):
-            _at(full[copy.hf], copy.box).copy_(copy.view(parameters))
+        ours = bucket.parts.get(0, ())
+        full = {copy.hf: live for copy in ours if _is_whole(live := copy.view(parameters), copy.hf, plan, mesh.device)}
+        assembled = [name for name in bucket.names if name not in full]
+        full |= {name: torch.empty(plan.shapes[name], dtype=plan.dtype, device=mesh.device) for name in assembled}
+        for copy in ours:
+            if copy.hf in assembled:
+                _at(full[copy.hf], copy.box).copy_(copy.view(parameters))
         for work in works:
             _wait(
                 work,
@@ -142,7 +147,7 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
                 bucket.parts[rank], flat.split([c.box.numel for c in bucket.parts[rank]]), strict=True
             ):
                 _at(full[copy.hf], copy.box).copy_(part.view(copy.size))
-        yield full
+        yield {name: full[name] for name in bucket.names}
 
 
 def gather_traffic(plan: GatherPlan, mesh: Mesh) -> Traffic:
@@ -195,6 +200,12 @@ def _wait(work: dist.Work, who: str) -> None:
         work.wait()
     except RuntimeError as exc:
         raise RuntimeError(f"{who}: {exc}") from exc
+
+
+def _is_whole(live: Tensor, name: str, plan: GatherPlan, device: torch.device) -> bool:
+    """Returns whether a slice of this rank's parameters is the whole HF tensor, as it is to be published."""
+    as_published = live.dtype == plan.dtype and live.device == device and live.is_contiguous()
+    return as_published and live.shape == plan.shapes[name]
 
 
 def _at(tensor: Tensor, box: Box) -> Tensor:
