@@ -182,7 +182,8 @@ _OPERATIONS = {"record": _record, "receive": _receive, "digest": _digest, "leave
 def _random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
     """Returns a line for each buffer that a dummy start fills with random values and no HF tensor overwrites."""
     # SGLang's initialize_dummy_weights fills what the state dict lists, which leaves out non-persistent buffers.
-    kept, filled = model.state_dict(), {write.parameter for write in [*recording.copies, *recording.fills]}
+    kept = model.state_dict()
+    filled = {copy.parameter for copy in recording.copies} | {fill.parameter for fill in recording.fills}
     return [
         f"buffer {name} {tuple(buffer.shape)}: random since the start; set rollout.load_format: model"
         for name, buffer in model.named_buffers()

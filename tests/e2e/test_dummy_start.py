@@ -11,6 +11,8 @@ from engine_process import OneEngine
 from test_exchange import KEY, PROMPTS, PlainSource, exchange_for, experiment
 from tiny_model import make_tied_model, make_tiny_model
 
+from megagrpo.weights import transport_broadcast
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
@@ -32,7 +34,8 @@ def greedy(engine: OneEngine) -> list:
 
 
 @pytest.mark.parametrize(("make", "tp"), [(make_tiny_model, 1), (make_tied_model, 2)], ids=["moe", "dense tied tp2"])
-def test_filled_by_a_publish_it_says_the_same(make, tp, tmp_path):
+def test_filled_by_a_publish_it_says_the_same(make, tp, tmp_path, monkeypatch):
+    monkeypatch.setattr(transport_broadcast, "_ALONE_BYTES", 1)  # tensor by tensor; test_exchange packs them
     model = make(tmp_path / "model", 5)
     folders = {name: tmp_path / name for name in ("model_start", "dummy_start")}
     for folder in folders.values():
