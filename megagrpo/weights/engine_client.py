@@ -2,6 +2,7 @@
 
 import base64
 import pickle
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -40,6 +41,8 @@ class EngineConnection:
         self.asked = ""  # the call that it has not answered yet
         self.address = mailbox.address  # of this host, as the engine reaches it
         self.mailbox, self._patience_s = mailbox, patience_s
+        self._socket: socket.socket | None = None  # of the one HTTP connection
+        self._closed = False
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers={"Authorization": f"Bearer {api_key}"})
 
     def __str__(self) -> str:
@@ -63,9 +66,11 @@ class EngineConnection:
         """
         timeout_s = timeout_s or self.deadline.left
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
+        if self._closed:
+            raise EngineDown(f"{self} was given up before {path}")
         self.asked = path
         try:
-            response = self._http.post(path, json=body or {}, timeout=timeout)
+            response = self._http.post(path, json=body or {}, timeout=timeout, extensions={"trace": self._trace})
         except httpx.HTTPError as exc:
             raise EngineDown(f"{self} does not answer {path} ({type(exc).__name__}: {exc})") from exc
         finally:
@@ -131,8 +136,20 @@ class EngineConnection:
         return [answer["digests"] for answer in answers], problems
 
     def close(self) -> None:
-        """Cuts the HTTP connection, whatever state the engine is in; what waits for an answer ends."""
-        self._http.close()
+        """Cuts the HTTP connection, whatever state the engine is in; what waits for an answer raises EngineDown."""
+        self._closed = True
+        if self.asked and self._socket is not None:
+            # Only closed, it would not wake the thread that reads from it, which might then read from the next socket
+            # that gets its number. That thread closes it.
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        else:
+            self._http.close()
+
+    def _trace(self, event: str, info: dict) -> None:
+        """Notes the socket of the connection; httpx tells nobody else which it is."""
+        if event == "connection.connect_tcp.complete":
+            self._socket = info["return_value"].get_extra_info("socket")
 
     def ask(self, operation: str, requests: list[dict]) -> list[dict]:
         """Runs an operation of engine_loader on every rank, inside a weight-update session of its own.

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Lock
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from megagrpo.weights.record import Recording, coverage_problems, record
 from megagrpo.weights.reshard_plan import Batches, Message, Place
 
 _CONNECT_S = 30.0
+_PATCHING = Lock()
 # By model: what `_record` found, for every later `_digest`.
 _recordings: weakref.WeakKeyDictionary[torch.nn.Module, Recording] = weakref.WeakKeyDictionary()
 
@@ -115,27 +117,33 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 def _receive(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     """Fills the live parameters from the trainers. Returns bytes staged at most, and why the trainers were lost."""
-    deadline = Deadline(request["left_s"])
     live = dict(model.named_parameters()) | dict(model.named_buffers())
+    lost = ""
     try:
-        end = _ends.get(model)
-        if end is None or end.group.name != request["group"]:
-            end = _join(model, request, store)
-        traffic = receive_batches(
-            end.group,
-            end.batches,
-            live,
-            getattr(torch, request["dtype"]),
-            lambda: Deadline(min(request["patience_s"], deadline.left)),
-        )
+        staging_bytes = _take(model, request, store, live)
     except PeerLost as exc:
+        lost = str(exc)
+    if lost:  # outside of the handler: the exception holds the frames that hold the group
         _leave(model, request, store)
-        return {"lost": str(exc), "staging_bytes": 0}
+        return {"lost": lost, "staging_bytes": 0}
     for fill in _recordings[model].fills:  # an engine may have started with anything in its parameters
         fill.view(live).fill_(fill.value)
     if hasattr(model, "post_load_weights"):
         model.post_load_weights()  # type: ignore[operator]  # torch takes it for a Tensor or a Module
-    return {"lost": "", "staging_bytes": traffic.staging_bytes}
+    return {"lost": "", "staging_bytes": staging_bytes}
+
+
+def _take(model: torch.nn.Module, request: dict, store: TCPStore, live: dict[str, Tensor]) -> int:
+    """Receives everything once, joining the trainers first if need be. Returns bytes staged at most."""
+    deadline, dtype = Deadline(request["left_s"]), getattr(torch, request["dtype"])
+    end = _ends.get(model)
+    if end is None or end.group.name != request["group"]:
+        end = _join(model, request, store)
+
+    def patience() -> Deadline:
+        return Deadline(min(request["patience_s"], deadline.left))
+
+    return receive_batches(end.group, end.batches, live, dtype, patience).staging_bytes
 
 
 def _join(model: torch.nn.Module, request: dict, store: TCPStore) -> _EngineEnd:
@@ -206,6 +214,7 @@ def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:
 @contextmanager
 def _threads_run_inline() -> Iterator[None]:
     """Makes every thread pool of this process run its work at once, in the thread that submits it."""
+    _PATCHING.acquire()  # what is patched belongs to the whole process
     original = ThreadPoolExecutor.submit
 
     def submit(self, function, /, *args, **kwargs):
@@ -218,3 +227,4 @@ def _threads_run_inline() -> Iterator[None]:
         yield
     finally:
         ThreadPoolExecutor.submit = original  # type: ignore[method-assign]  # as above
+        _PATCHING.release()

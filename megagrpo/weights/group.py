@@ -59,7 +59,7 @@ class EngineGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         with self._cut("did not start"):
-            return self._backend.broadcast([values], options)
+            return self._alive.broadcast([values], options)
 
     def start(self, messages: Sequence[Send | Receive]) -> list[dist.Work]:
         """Starts all messages at once. Every rank starts those of one batch together and batches in the same order.
@@ -68,16 +68,17 @@ class EngineGroup:
         """
         if not messages:
             return []
+        backend = self._alive
         with self._cut("did not start"):
             if self._device.type == "cuda":  # one launch over the group's own communicator, not one for every pair
-                self._backend._start_coalescing()
+                backend._start_coalescing()
             works = [
-                self._backend.send([message.values], message.peer, message.tag)
+                backend.send([message.values], message.peer, message.tag)
                 if isinstance(message, Send)
-                else self._backend.recv([message.values], message.peer, message.tag)
+                else backend.recv([message.values], message.peer, message.tag)
                 for message in messages
             ]
-            return [self._backend._end_coalescing()] if self._device.type == "cuda" else works
+            return [backend._end_coalescing()] if self._device.type == "cuda" else works
 
     def wait(self, works: Sequence[dist.Work], deadline: Deadline) -> None:
         """Waits until the works are done. Raises PeerLost when a peer is gone, or is not done by the deadline."""
@@ -95,7 +96,18 @@ class EngineGroup:
 
         What waits in it raises: at once over NCCL, and over gloo when a peer is gone or the operation's timeout comes.
         """
-        self._backend.abort()
+        backend, self._backend = self._backend, None
+        if backend is not None and self._device.type == "cuda":
+            backend.abort()
+        # Over gloo without its abort, which closes file descriptors that its destructor then closes once more, when
+        # they may be those of somebody else's connection.
+
+    @property
+    def _alive(self) -> Any:
+        backend = self._backend
+        if backend is None:
+            raise PeerLost(f"group {self.name} was ended")
+        return backend
 
     @contextmanager
     def _cut(self, how: str) -> Iterator[None]:
