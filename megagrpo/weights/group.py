@@ -58,8 +58,9 @@ class EngineGroup:
         """Starts to send `values`, contiguous, from rank 0 of the group to all others. Raises PeerLost."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        backend = self._alive
         with self._cut("did not start"):
-            return self._alive.broadcast([values], options)
+            return backend.broadcast([values], options)
 
     def start(self, messages: Sequence[Send | Receive]) -> list[dist.Work]:
         """Starts all messages at once. Every rank starts those of one batch together and batches in the same order.

@@ -165,6 +165,15 @@ def test_an_engine_that_refuses_stops_the_run(engine, toy):
     assert engine.info.state == "stale" and engine.info.incarnation == 1
 
 
+def test_what_a_dummy_start_leaves_random_for_ever_is_named(engine, tmp_path):
+    engine.model.register_buffer("scale", torch.rand(3))
+    engine.model.register_buffer("cache", torch.rand(3), persistent=False)  # computed, which a dummy start does as well
+    trainer = Trainer(tmp_path, engine, "disk")
+    with pytest.raises(LeaderError, match=r"rank 0: buffer scale \(3,\): random .* set rollout.load_format: model$"):
+        trainer.exchange.publish(1)
+    assert engine.info.state == "stale"
+
+
 def test_disk_gives_the_same_parameters(engine, tmp_path):
     trainer = Trainer(tmp_path, engine, "disk")
     trainer.exchange.publish(1)
