@@ -6,6 +6,7 @@ backwards.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -150,11 +151,22 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
         yield {name: full[name] for name in bucket.names}
 
 
-def gather_traffic(plan: GatherPlan, mesh: Mesh) -> Traffic:
-    """Returns what this rank sends to rank 0 when the plan's buckets are gathered."""
-    parts = [bucket.parts[mesh.rank] for bucket in plan.buckets if mesh.rank in bucket.parts and not mesh.is_main]
-    sent = sum(copy.box.numel for part in parts for copy in part) * plan.dtype.itemsize
-    return Traffic(wire_bytes=sent, messages=len(parts))
+def gather_traffic(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Traffic:
+    """Returns what this rank sends to rank 0, and holds, when the plan's buckets are gathered."""
+    held = [0]  # for each bucket; those of two at a time
+    messages = sent = 0
+    for bucket in plan.buckets:
+        num = {rank: sum(copy.box.numel for copy in copies) for rank, copies in bucket.parts.items()}
+        if mesh.is_main:
+            ours = bucket.parts.get(0, ())
+            uncopied = [c.box.numel for c in ours if _is_whole(c.view(parameters), c.hf, plan, mesh.device)]
+            held.append(2 * sum(num.values()) - num.get(0, 0) - sum(uncopied))  # assembled, from slices that arrived
+        elif mesh.rank in num:
+            held.append(num[mesh.rank])
+            messages, sent = messages + 1, sent + num[mesh.rank]
+    size = plan.dtype.itemsize
+    staged = max((a + b for a, b in pairwise(held)), default=0)
+    return Traffic(wire_bytes=sent * size, messages=messages, staging_bytes=staged * size)
 
 
 def _exhaust(buckets: Iterator[dict[str, Tensor]]) -> None:

@@ -39,7 +39,8 @@ class BroadcastTransport:
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. See Transport."""
-        traffic = gather_traffic(self._plan, self._weights.mesh)
+        weights = self._weights
+        traffic = gather_traffic(self._plan, weights.parameters(), weights.mesh)
 
         def send(buckets: Iterator[dict[str, Tensor]]) -> None:
             # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast.
@@ -47,16 +48,18 @@ class BroadcastTransport:
             with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
                 engines.each(self._join)
             engines.each(EngineConnection.begin)
+            packed_bytes = 0
             for bucket in timer.waiting(buckets, "gather"):
                 values, body = _packed(bucket)
                 engines.each(partial(self._send_bucket, values=values, body=body))
                 receivers = sum(engine.tp for engine in engines.alive)
                 traffic.wire_bytes += sum(part.nbytes for part in values) * receivers
                 traffic.messages += len(values) * receivers
+                packed_bytes = max(packed_bytes, sum(part.nbytes for part in values) if "load_format" in body else 0)
+            traffic.staging_bytes += packed_bytes
             engines.each(lambda engine: self._lines[engine.id].wait_for_answers())
             engines.each(EngineConnection.end)
 
-        weights = self._weights
         gather_to_main(self._plan, weights.parameters(), weights.mesh, send, "broadcast weights to engines")
         return traffic
 

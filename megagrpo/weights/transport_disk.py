@@ -36,7 +36,7 @@ class DiskTransport:
                     shutil.rmtree(old)
 
         gather_to_main(self._plan, weights.parameters(), weights.mesh, write_and_load, "disk weights to engines")
-        return gather_traffic(self._plan, weights.mesh)
+        return gather_traffic(self._plan, weights.parameters(), weights.mesh)
 
     def drop(self, engine: EngineConnection) -> None:
         """Does nothing: no connection is kept."""

@@ -183,12 +183,12 @@ def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_eng
     before = moe_engine.info.incarnation
     send, sent = exchange._transport._send_bucket, []
 
-    def kill_at_second_bucket(engine, flat, body):
+    def kill_at_second_bucket(engine, values, body):
         sent.append(body["names"])
         if len(sent) == 2:
             os.kill(moe_engine.process.pid, signal.SIGSTOP)  # the request is under way when it dies
             threading.Timer(0.3, moe_engine.stop).start()
-        send(engine, flat, body)
+        send(engine, values, body)
 
     exchange._transport._send_bucket = kill_at_second_bucket
     source.load(moe_models[0])
