@@ -79,7 +79,7 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
 
 
 def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Returns the copies of this rank; problems: parameters that some HF tensors do not fill exactly once."""
+    """Returns the copies of this rank; problems: what the HF tensors do not fill exactly once."""
     specs = {
         name: (tuple(shape), getattr(torch, dtype))
         for name, (shape, dtype) in decode(store.get(request["specs"])).items()
@@ -97,9 +97,12 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
     _whole[model] = _WholeTensors([_whole_copy(name, specs[name][0]) for name in names])
+    problems = coverage_problems(recording, parameters)
+    if request["dummy_start"]:
+        problems += _random_buffers(model, recording)
     return {
         "copies": [astuple(copy) for copy in [*recording.copies, *_whole[model].copies]],
-        "problems": coverage_problems(recording, parameters),
+        "problems": problems,
         "computed": {name: computed.how for name, computed in recording.computed.items()},
         "derived": _derived_tensors(model, [*parameters.values(), *buffers.values()]),
         "post_load": hasattr(model, "post_load_weights"),
@@ -235,6 +238,18 @@ def _leave(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 
 _OPERATIONS = {"record": _record, "receive": _receive, "digest": _digest, "leave": _leave}
+
+
+def _random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
+    """Returns a line for each buffer that a dummy start fills with random values and no HF tensor overwrites."""
+    # SGLang's initialize_dummy_weights fills what the state dict lists, which leaves out non-persistent buffers.
+    kept = model.state_dict()
+    filled = {copy.parameter for copy in recording.copies} | {fill.parameter for fill in recording.fills}
+    return [
+        f"buffer {name} {tuple(buffer.shape)}: random since the start; set rollout.load_format: model"
+        for name, buffer in model.named_buffers()
+        if name in kept and buffer.is_floating_point() and name not in filled
+    ]
 
 
 def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:

@@ -17,11 +17,11 @@ import torch.multiprocessing as mp
 import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
 
 # isort: split
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_process import OneEngine
-from tiny_model import make_tiny_model
+from tiny_model import make_tied_model, make_tiny_model
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import WEIGHT_LOADER
@@ -183,12 +183,12 @@ def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_eng
     before = moe_engine.info.incarnation
     send, sent = exchange._transport._send_bucket, []
 
-    def kill_at_second_bucket(engine, flat, body):
+    def kill_at_second_bucket(engine, values, body):
         sent.append(body["names"])
         if len(sent) == 2:
             os.kill(moe_engine.process.pid, signal.SIGSTOP)  # the request is under way when it dies
             threading.Timer(0.3, moe_engine.stop).start()
-        send(engine, flat, body)
+        send(engine, values, body)
 
     exchange._transport._send_bucket = kill_at_second_bucket
     source.load(moe_models[0])
@@ -235,25 +235,7 @@ def test_two_trainer_ranks(moe_engine, moe_models, tmp_path):
 
 
 def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
-    models = []
-    for seed in range(2):
-        template = make_tiny_model(tmp_path / f"d{seed}", seed)  # tokenizer files
-        config = Qwen3Config(
-            vocab_size=300,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=128,
-            initializer_range=0.15,
-            bos_token_id=1,
-            eos_token_id=2,
-            tie_word_embeddings=True,
-        )
-        torch.manual_seed(seed)
-        Qwen3ForCausalLM(config).save_pretrained(template)
-        models.append(template)
+    models = [make_tied_model(tmp_path / f"d{seed}", seed) for seed in range(2)]
     source = PlainSource(models[0]).load(models[1])
     engine = OneEngine(experiment(models[0], 2, "broadcast"), tmp_path, [str(Path(__file__).parent)])
     try:
