@@ -20,7 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-expor
 
 from megagrpo.weights.digest import slice_digest
 from megagrpo.weights.mailbox import decode, encode
-from megagrpo.weights.record import Recording, coverage_problems, record
+from megagrpo.weights.record import Recording, Specs, coverage_problems, record
 
 _CONNECT_S = 30.0
 # By model: what `_record` found, for every later `_digest`.
@@ -45,6 +45,17 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
         traceback.print_exc(file=sys.stderr)
 
 
+def record_engine_model(model: torch.nn.Module, specs: Specs) -> Recording:
+    """Records what a model of SGLang copies from these HF tensors into its parameters and buffers."""
+    with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
+        # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
+        return record(
+            lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
+            specs,
+            dict(model.named_parameters()) | dict(model.named_buffers()),
+        )
+
+
 def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     """Returns the copies of this rank; problems: parameters that some HF tensors do not fill exactly once."""
     specs = {
@@ -53,13 +64,7 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     }
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
-        # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
-        recording = record(
-            lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
-            specs,
-            parameters | buffers,
-        )
+    recording = record_engine_model(model, specs)
     _recordings[model] = recording
     return {
         "copies": [(c.hf, c.start, c.size, c.parameter, c.offset, c.strides) for c in recording.copies],
