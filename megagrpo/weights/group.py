@@ -20,6 +20,10 @@ from megagrpo.weights.clock import Deadline
 _POLL_S = 0.0005
 
 
+class PeerLost(RuntimeError):
+    """A rank of the group is gone, or silent for too long. The group is of no use any more."""
+
+
 @dataclass(frozen=True)
 class Send:
     """A message to `peer`, a rank of the group. values: contiguous [n]."""
@@ -70,17 +74,17 @@ class EngineGroup:
         return [self._backend._end_coalescing()] if self._device.type == "cuda" else works
 
     def wait(self, works: Sequence[dist.Work], deadline: Deadline) -> None:
-        """Waits until the works are done. Raises RuntimeError when a peer is gone, or is not done by the deadline."""
+        """Waits until the works are done. Raises PeerLost when a peer is gone, or is not done by the deadline."""
         for work in works:
-            if self._device.type == "cuda":
-                # NCCL's own wait blocks a stream and not this thread, which must see the deadline pass.
-                while not work.is_completed():
-                    if deadline.over:
-                        raise RuntimeError(f"a transfer in group {self.name} took more than {deadline.seconds:.0f} s")
-                    time.sleep(_POLL_S)
-                work.wait()
-            else:
+            # NCCL's own wait blocks a stream and not this thread, which must see the deadline pass.
+            while self._device.type == "cuda" and not work.is_completed():
+                if deadline.over:
+                    raise PeerLost(f"a transfer in group {self.name} took more than {deadline.seconds:.0f} s")
+                time.sleep(_POLL_S)
+            try:
                 work.wait(timedelta(seconds=deadline.left))
+            except RuntimeError as exc:
+                raise PeerLost(f"a transfer in group {self.name} was cut: {exc}") from exc
 
     def abort(self) -> None:
         """Ends the group, whatever state the others are in.
@@ -96,6 +100,7 @@ def join_group(
     """Collective over the ranks of the group. Makes this rank's end, as SGLang's init_custom_process_group does.
 
     address: of this host, as the other ranks reach it. Over gloo all ranks meet here, over NCCL in the first batch.
+    Raises PeerLost when they do not.
     """
     # The prefixes that torch.distributed puts before a group's keys, in the same torch release on both sides.
     keys = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -106,4 +111,7 @@ def join_group(
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's type stubs
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return EngineGroup(name, dist.ProcessGroupGloo(keys, rank, size, options), device)
+    try:
+        return EngineGroup(name, dist.ProcessGroupGloo(keys, rank, size, options), device)
+    except RuntimeError as exc:
+        raise PeerLost(f"the {size} ranks of group {name} did not meet: {exc}") from exc

@@ -81,6 +81,11 @@ class Fill:
     strides: tuple[int, ...]
     value: float
 
+    def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Returns the parameter's elements as a view [*size]."""
+        parameter = parameters[self.parameter]
+        return parameter.detach().as_strided(self.size, self.strides, parameter.storage_offset() + self.offset)
+
 
 @dataclass
 class Recording:

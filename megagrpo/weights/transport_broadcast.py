@@ -18,7 +18,8 @@ from megagrpo.weights.engine_client import EngineConnection, EngineDown
 from megagrpo.weights.engine_fleet import EngineFleet
 from megagrpo.weights.group import EngineGroup, join_group
 from megagrpo.weights.mailbox import listening_store
-from megagrpo.weights.plan import gather_to_main, make_gather_plan
+from megagrpo.weights.moving import Traffic
+from megagrpo.weights.plan import gather_to_main, gather_traffic, make_gather_plan
 from megagrpo.weights.transport import TrainerWeights
 
 _JOIN_S = 60.0  # the wait for an engine's ranks cannot be cut short when it refuses or dies
@@ -32,8 +33,9 @@ class BroadcastTransport:
         self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes)
         self._groups: dict[str, EngineGroup] = {}  # by engine id; rank 0 only
 
-    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> None:
+    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. See Transport."""
+        traffic = gather_traffic(self._plan, self._weights.mesh)
 
         def send(buckets: Iterator[dict[str, Tensor]]) -> None:
             # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast.
@@ -51,10 +53,13 @@ class BroadcastTransport:
                     "flush_cache": False,
                 }
                 engines.each(partial(self._send_bucket, flat=flat, body=body))
+                traffic.wire_bytes += flat.nbytes * sum(engine.tp for engine in engines.alive)
+                traffic.messages += sum(engine.tp for engine in engines.alive)
             engines.each(EngineConnection.end)
 
         weights = self._weights
         gather_to_main(self._plan, weights.parameters(), weights.mesh, send, "broadcast weights to engines")
+        return traffic
 
     def drop(self, engine: EngineConnection) -> None:
         """Aborts the engine's group."""
