@@ -4,14 +4,14 @@ Trainer ranks fill nodes in order; engines begin on the next one, unless everyth
 link of its own between nodes and one inside its node, each as fast in both directions at once.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
 
-from megagrpo.planning.recordings import Recordings
-from megagrpo.weights.plan import GatherPlan, make_gather_plan
-from megagrpo.weights.reshard_plan import Atom, Cover, TransferPlan, make_cover, piece_limit, plan_transfer
+from megagrpo.weights.plan import GatherPlan
+from megagrpo.weights.reshard_plan import ALONE_BYTES, Cover, TransferPlan, plan_transfer
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,17 @@ HARDWARE = {
 }
 
 
+def rates_of(hardware: str, changes: Mapping[str, float | None]) -> Rates:
+    """Returns a row of HARDWARE with those of `changes` that are not None. Raises ValueError naming what is wrong."""
+    if hardware not in HARDWARE:
+        raise ValueError(f"--hardware {hardware} is not in the bandwidth table, which has {', '.join(HARDWARE)}")
+    given = {name: value for name, value in changes.items() if value is not None}
+    for name, value in given.items():
+        if value < 0 or (value == 0 and name not in ("message_us", "call_ms")):
+            raise ValueError(f"--{name.replace('_', '-')} {value:g} must be positive")
+    return replace(HARDWARE[hardware], **given)
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Which node every rank is on: arrays of node numbers, int64 [trainer ranks] and [engines, ranks of an engine]."""
@@ -48,7 +59,9 @@ class Cluster:
 
 
 def place_ranks(world_size: int, engines: int, tp: int, nodes_per_engine: int, gpus_per_node: int) -> Cluster:
-    """Places all ranks. Raises ValueError when a node cannot hold its part of an engine."""
+    """Places all ranks. Raises ValueError when a node cannot hold its part of an engine, and for sizes below 1."""
+    if min(engines, gpus_per_node) < 1:
+        raise ValueError(f"--engines {engines} and --gpus-per-node {gpus_per_node} must be at least 1")
     each = tp // nodes_per_engine
     if each > gpus_per_node:
         raise ValueError(
@@ -82,16 +95,18 @@ class Forecast:
 
 
 def reshard_forecast(
-    recorded: Recordings, atoms: dict[str, list[Atom]], cover: Cover, cluster: Cluster, bucket_bytes: int, rates: Rates
+    cover: Cover, cluster: Cluster, bucket_bytes: int, rates: Rates, same_dtype: bool = True
 ) -> Forecast:
-    """Plans the transfers into all engines as the transport does, and adds up what they move."""
-    engines, tp = cluster.engines.shape
-    world = len(recorded.trainers)
+    """Plans the transfers into all engines as the transport does, and adds up what they move.
+
+    same_dtype: whether the trainers' parameters have the published dtype; else each value is cast, and staged for it.
+    """
+    world, (engines, tp) = len(cluster.trainers), cluster.engines.shape
     sent = np.zeros((world, engines, tp), dtype=np.int64)  # bytes
     messages = np.zeros((world, engines, tp), dtype=np.int64)
     trainer_staging = np.zeros(world, dtype=np.int64)
     engine_staging = 0
-    packed = np.array([not place.contiguous for place in cover.sent], dtype=bool)
+    packed = np.array([not (same_dtype and place.contiguous) for place in cover.sent], dtype=bool)
     unpacked = np.array([not place.contiguous for place in cover.received], dtype=bool)
     for slot in range(engines):
         plan = plan_transfer(cover, slot, engines, bucket_bytes)
@@ -126,3 +141,107 @@ def reshard_forecast(
         limit=limit,
         node_bytes=_between_nodes(flat, cluster.trainers, receivers, cluster.num_nodes),
     )
+
+
+def broadcast_forecast(plan: GatherPlan, cluster: Cluster, needed_bytes: int, rates: Rates) -> Forecast:
+    """Adds up the star: slices into rank 0, every whole bucket out once per engine and on from rank to rank inside it.
+
+    plan: as the transport makes it. A bucket is gathered while the one before it is on its way to the engines.
+    """
+    engines, tp = cluster.engines.shape
+    item = plan.dtype.itemsize
+    gathered = np.zeros(len(cluster.trainers), dtype=np.int64)  # bytes, by the rank that sends them
+    parts = 0
+    sizes, arriving = [], []  # bytes of each bucket, and what of it comes from other ranks
+    for bucket in plan.buckets:
+        coming = {rank: sum(c.box.numel for c in copies) * item for rank, copies in bucket.parts.items() if rank}
+        parts += len(coming)
+        for rank, size in coming.items():
+            gathered[rank] += size
+        sizes.append(sum(int(np.prod(plan.shapes[name])) for name in bucket.names) * item)
+        arriving.append(sum(coming.values()))
+    model_bytes = sum(sizes)
+    nodes = np.zeros((cluster.num_nodes, cluster.num_nodes), dtype=np.int64)
+    home = int(cluster.trainers[0])
+    np.add.at(nodes, (cluster.trainers, home), gathered)
+    for ranks in cluster.engines:  # a ring: each rank gets the bucket from the one before it
+        for source, target in pairwise([home, *ranks.tolist()]):
+            nodes[source, target] += model_bytes
+    far = cluster.trainers != home
+    gather = _time(int(gathered[far].sum()), int(gathered[~far].sum()), 0, rates)
+    far_engines = int((cluster.engines[:, 0] != home).sum())
+    out = _time(model_bytes * far_engines, model_bytes * (engines - far_engines), 0, rates)
+    seconds = max(gather, out) + min(gather, out) / len(sizes) + len(sizes) * rates.call_ms / 1e3
+    return Forecast(
+        transport="broadcast",
+        engines=engines,
+        needed_bytes=needed_bytes,
+        wire_bytes=int(gathered.sum()) + model_bytes * engines * tp,
+        between_bytes=int(nodes.sum() - np.trace(nodes)),
+        busiest_sender=("trainer 0", model_bytes * engines),
+        busiest_receiver=_busiest(
+            np.array([gathered.sum(), model_bytes]), ("trainer 0", "engine 0 rank 0").__getitem__
+        ),
+        messages=parts + len(sizes) * engines * tp,
+        calls=len(sizes) * engines,
+        # a bucket, the same flattened, its slices as they came, and those of the next one
+        trainer_staging_bytes=max(
+            2 * size + now + after for size, now, after in zip(sizes, arriving, [*arriving[1:], 0], strict=True)
+        ),
+        engine_staging_bytes=max(sizes),
+        seconds=seconds,
+        limit="sending from trainer 0" if out >= gather else "gathering into trainer 0",
+        node_bytes=nodes,
+    )
+
+
+def message_numbers(plan: TransferPlan) -> np.ndarray:
+    """Returns the message of every piece, int64 [pieces]: large ones travel alone, others with those of their batch."""
+    pieces = len(plan.sources)
+    pair = plan.sources * (int(plan.cover.targets.max(initial=0)) + 1) + plan.cover.targets
+    together = (pair * (int(plan.batches.max(initial=0)) + 1) + plan.batches) * (pieces + 1)
+    alone = plan.cover.num_bytes >= ALONE_BYTES
+    return np.unique(together + np.where(alone, np.arange(pieces) + 1, 0), return_inverse=True)[1].reshape(-1)
+
+
+def _two_batches(ranks: np.ndarray, batches: np.ndarray, num_bytes: np.ndarray, count: int) -> np.ndarray:
+    """Returns by rank the most bytes in two of its batches that follow each other, int64 [count]."""
+    most = np.zeros(count, dtype=np.int64)
+    key, place = np.unique(ranks * (int(batches.max(initial=0)) + 1) + batches, return_inverse=True)
+    size = np.bincount(place.reshape(-1), num_bytes, len(key)).astype(np.int64)
+    rank = key // (int(batches.max(initial=0)) + 1)
+    before = np.concatenate([[0], np.where(rank[1:] == rank[:-1], size[:-1], 0)]) if len(key) else size
+    np.maximum.at(most, rank, size + before)
+    return most
+
+
+def _slowest(sent: np.ndarray, messages: np.ndarray, inside: np.ndarray, rates: Rates) -> tuple[float, str]:
+    """Returns the seconds of the rank that takes longest, and what it does.
+
+    Arrays [trainer ranks, engine ranks]: bytes, messages, whether both are on one node.
+    """
+    best = (0.0, "nothing")
+    for axis, what in ((1, "sending from trainer"), (0, "receiving on engine rank")):
+        far, near = np.where(inside, 0, sent).sum(axis), np.where(inside, sent, 0).sum(axis)
+        times = [_time(*ends, rates) for ends in zip(far, near, messages.sum(axis), strict=True)]
+        slowest = int(np.argmax(times))
+        best = max(best, (times[slowest], f"{what} {slowest}"))
+    return best
+
+
+def _time(between_bytes: int, inside_bytes: int, messages: int, rates: Rates) -> float:
+    """Returns the seconds that one rank needs for one direction; its two links work at the same time."""
+    links = max(between_bytes / rates.between_gb_s, inside_bytes / rates.inside_gb_s) / 1e9
+    return float(links / rates.efficiency + messages * rates.message_us / 1e6)
+
+
+def _busiest(num_bytes: np.ndarray, name: Callable[[int], str]) -> tuple[str, int]:
+    most = int(num_bytes.argmax())
+    return name(most), int(num_bytes[most])
+
+
+def _between_nodes(sent: np.ndarray, senders: np.ndarray, receivers: np.ndarray, count: int) -> np.ndarray:
+    """Adds bytes [senders, receivers] up by node, int64 [count, count]."""
+    out = np.zeros((count, count), dtype=np.int64)
+    np.add.at(out, (senders[:, None], receivers[None]), sent)
+    return out
