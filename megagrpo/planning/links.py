@@ -4,7 +4,7 @@ Trainer ranks fill nodes in order; engines begin on the next one, unless everyth
 link of its own between nodes and one inside its node, each as fast in both directions at once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -124,15 +124,16 @@ def reshard_forecast(
         engine_staging = max(engine_staging, int(_two_batches(cover.targets, plan.batches, staged, tp).max()))
     flat, receivers = sent.reshape(world, engines * tp), cluster.engines.reshape(-1)
     inside = cluster.trainers[:, None] == receivers[None]
-    seconds, limit = _slowest(flat, messages.reshape(flat.shape), inside, rates)
+    names = [f"trainer {r}" for r in range(world)], [f"engine {e} rank {r}" for e in range(engines) for r in range(tp)]
+    seconds, limit = _slowest(flat, messages.reshape(flat.shape), inside, names, rates)
     return Forecast(
         transport="reshard",
         engines=engines,
         needed_bytes=cover.total_bytes * engines,
         wire_bytes=int(flat.sum()),
         between_bytes=int(flat[~inside].sum()),
-        busiest_sender=_busiest(flat.sum(1), lambda rank: f"trainer {rank}"),
-        busiest_receiver=_busiest(flat.sum(0), lambda place: f"engine {place // tp} rank {place % tp}"),
+        busiest_sender=_busiest(flat.sum(1), names[0]),
+        busiest_receiver=_busiest(flat.sum(0), names[1]),
         messages=int(messages.sum()),
         calls=engines,
         trainer_staging_bytes=int(trainer_staging.max()),
@@ -163,7 +164,7 @@ def broadcast_forecast(plan: GatherPlan, cluster: Cluster, needed_bytes: int, ra
     model_bytes = sum(sizes)
     nodes = np.zeros((cluster.num_nodes, cluster.num_nodes), dtype=np.int64)
     home = int(cluster.trainers[0])
-    np.add.at(nodes, (cluster.trainers, home), gathered)
+    np.add.at(nodes[:, home], cluster.trainers, gathered)
     for ranks in cluster.engines:  # a ring: each rank gets the bucket from the one before it
         for source, target in pairwise([home, *ranks.tolist()]):
             nodes[source, target] += model_bytes
@@ -179,9 +180,7 @@ def broadcast_forecast(plan: GatherPlan, cluster: Cluster, needed_bytes: int, ra
         wire_bytes=int(gathered.sum()) + model_bytes * engines * tp,
         between_bytes=int(nodes.sum() - np.trace(nodes)),
         busiest_sender=("trainer 0", model_bytes * engines),
-        busiest_receiver=_busiest(
-            np.array([gathered.sum(), model_bytes]), ("trainer 0", "engine 0 rank 0").__getitem__
-        ),
+        busiest_receiver=_busiest(np.array([gathered.sum(), model_bytes]), ("trainer 0", "engine 0 rank 0")),
         messages=parts + len(sizes) * engines * tp,
         calls=len(sizes) * engines,
         # a bucket, the same flattened, its slices as they came, and those of the next one
@@ -215,17 +214,19 @@ def _two_batches(ranks: np.ndarray, batches: np.ndarray, num_bytes: np.ndarray, 
     return most
 
 
-def _slowest(sent: np.ndarray, messages: np.ndarray, inside: np.ndarray, rates: Rates) -> tuple[float, str]:
+def _slowest(
+    sent: np.ndarray, messages: np.ndarray, inside: np.ndarray, names: tuple[list[str], list[str]], rates: Rates
+) -> tuple[float, str]:
     """Returns the seconds of the rank that takes longest, and what it does.
 
-    Arrays [trainer ranks, engine ranks]: bytes, messages, whether both are on one node.
+    Arrays [trainer ranks, engine ranks]: bytes, messages, whether both are on one node. names: of both.
     """
-    best = (0.0, "nothing")
-    for axis, what in ((1, "sending from trainer"), (0, "receiving on engine rank")):
+    best = (0.0, "")
+    for axis, what, ranks in ((1, "sending from", names[0]), (0, "receiving on", names[1])):
         far, near = np.where(inside, 0, sent).sum(axis), np.where(inside, sent, 0).sum(axis)
         times = [_time(*ends, rates) for ends in zip(far, near, messages.sum(axis), strict=True)]
         slowest = int(np.argmax(times))
-        best = max(best, (times[slowest], f"{what} {slowest}"))
+        best = max(best, (times[slowest], f"{what} {ranks[slowest]}"))
     return best
 
 
@@ -235,9 +236,9 @@ def _time(between_bytes: int, inside_bytes: int, messages: int, rates: Rates) ->
     return float(links / rates.efficiency + messages * rates.message_us / 1e6)
 
 
-def _busiest(num_bytes: np.ndarray, name: Callable[[int], str]) -> tuple[str, int]:
+def _busiest(num_bytes: np.ndarray, names: Sequence[str]) -> tuple[str, int]:
     most = int(num_bytes.argmax())
-    return name(most), int(num_bytes[most])
+    return names[most], int(num_bytes[most])
 
 
 def _between_nodes(sent: np.ndarray, senders: np.ndarray, receivers: np.ndarray, count: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megagrpo.config.load import dump_config
-from megagrpo.config.schema import ExperimentConfig, ModelConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, ParallelConfig
 from megagrpo.environment import child_environment
 from megagrpo.explain import rank_coordinates
 from megagrpo.planning.child import hf_specs
@@ -59,7 +59,7 @@ def record_both_sides(config: ExperimentConfig) -> Recordings:
     problems = check_against_model(config, description)
     if problems:
         raise ValueError("the experiment does not fit its model:\n  " + "\n  ".join(problems))
-    representatives = _representatives(config)
+    representatives = representative_ranks(config.actor)
     with tempfile.TemporaryDirectory(prefix="megagrpo-plan-") as name:
         folder = Path(name)
         _write_jobs(folder, config, description, sorted(set(representatives)))
@@ -81,11 +81,10 @@ def record_both_sides(config: ExperimentConfig) -> Recordings:
     )
 
 
-def _representatives(config: ExperimentConfig) -> list[int]:
+def representative_ranks(actor: ActorConfig) -> list[int]:
     """Returns by trainer rank the first rank that holds the same: one is enough to record of all replicas."""
     first: dict[tuple, int] = {}
-    world = config.actor.world_size
-    places = [tuple(_place(rank, world, config.actor.parallel).items()) for rank in range(world)]
+    places = [tuple(_place(rank, actor.world_size, actor.parallel).items()) for rank in range(actor.world_size)]
     return [first.setdefault(place, rank) for rank, place in enumerate(places)]
 
 

@@ -47,35 +47,38 @@ def plan_weights(
         for number in engines
     ]
     recorded = record_both_sides(config)
-    forecasts = [forecast for cluster in clusters for forecast in forecast_publish(config, recorded, cluster, rates)]
+    forecasts = forecast_publish(config, recorded, clusters, rates)
+    rows = [forecast for pair in forecasts for forecast in pair]
     if output is not None:
-        write_whole(output, json.dumps(_as_json(config, recorded, rates, forecasts), indent=1) + "\n")
+        write_whole(output, json.dumps(_as_json(config, recorded, rates, rows), indent=1) + "\n")
+    links = [_nodes(cluster, reshard) for cluster, (reshard, _) in zip(clusters, forecasts, strict=True)]
     return "\n".join(
         [
             *_head(config, recorded, clusters[0], rates),
             "",
-            *_table([_COLUMNS, *(_row(forecast) for forecast in forecasts)]),
+            *_table([_COLUMNS, *map(_row, rows)]),
             "",
-            *(
-                line
-                for cluster, forecast in zip(clusters, forecasts[::2], strict=True)
-                for line in _nodes(cluster, forecast)
-            ),
+            *(line for lines in links for line in lines),
         ]
     )
 
 
-def forecast_publish(config: ExperimentConfig, recorded: Recordings, cluster: Cluster, rates: Rates) -> list[Forecast]:
-    """Plans a publish to all engines of the cluster by `reshard` and by `broadcast`, as the transports do."""
+def forecast_publish(
+    config: ExperimentConfig, recorded: Recordings, clusters: Sequence[Cluster], rates: Rates
+) -> list[tuple[Forecast, Forecast]]:
+    """Plans a publish to all engines of each cluster by `reshard` and by `broadcast`, as the transports do."""
     dtype: torch.dtype = getattr(torch, config.rollout.dtype)
     bucket_bytes = int(config.weights.bucket_mb * 2**20)
     cover = make_cover(
         trainer_atoms(recorded.trainers, recorded.specs), recorded.engine, dtype, piece_limit(bucket_bytes)
     )
-    same_dtype = config.actor.dtype == config.rollout.dtype
-    reshard = reshard_forecast(cover, cluster, bucket_bytes, rates, same_dtype)
     gather = make_gather_plan(recorded.trainers, recorded.specs, dtype, bucket_bytes)
-    return [reshard, broadcast_forecast(gather, cluster, reshard.needed_bytes, rates)]
+    same_dtype = config.actor.dtype == config.rollout.dtype
+    found = []
+    for cluster in clusters:
+        reshard = reshard_forecast(cover, cluster, bucket_bytes, rates, same_dtype)
+        found.append((reshard, broadcast_forecast(gather, cluster, reshard.needed_bytes, rates)))
+    return found
 
 
 def _head(config: ExperimentConfig, recorded: Recordings, cluster: Cluster, rates: Rates) -> list[str]:
@@ -121,9 +124,10 @@ def _nodes(cluster: Cluster, forecast: Forecast) -> list[str]:
     """Returns what every trainer node sends to every engine node, as a table where it is not too wide."""
     rows, columns = np.unique(cluster.trainers), np.unique(cluster.engines)
     block = forecast.node_bytes[np.ix_(rows, columns)]
+    used = block[block > 0]
     title = (
-        f"{forecast.transport} to {forecast.engines} engines, from node to node: {np.count_nonzero(block)} of "
-        f"{block.size} pairs, {_bytes(int(block.min()))} to {_bytes(int(block.max()))} each"
+        f"{forecast.transport} to {forecast.engines} engines, from node to node: {used.size} of "
+        f"{block.size} pairs, {_bytes(int(used.min()))} to {_bytes(int(used.max()))} each"
     )
     if len(columns) > _MAX_COLUMNS:
         return [title]
