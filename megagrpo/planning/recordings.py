@@ -49,8 +49,8 @@ class Recordings:
 def record_both_sides(config: ExperimentConfig) -> Recordings:
     """Records the distinct trainer ranks and the ranks of one engine, side by side in two processes.
 
-    Of the model only config.json is read. Raises ValueError for a model that the layouts cannot cut, RuntimeError
-    with the end of its output when one of the processes fails.
+    Of the model only config.json is read. Raises ValueError for a model that the layouts cannot cut, and with
+    the end of its output when one of the processes fails.
     """
     start = time.monotonic()
     description = model_description(config)
@@ -130,7 +130,7 @@ def _run_children(folder: Path, config: ExperimentConfig) -> None:
         while any(child.poll() is None for child in children.values()):
             _raise_failed(folder, children)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"recording has not ended after {_LIMIT_S:.0f} s")
+                raise ValueError(f"recording has not ended after {_LIMIT_S:.0f} s")
             time.sleep(_POLL_S)
         _raise_failed(folder, children)
     finally:
@@ -143,7 +143,7 @@ def _raise_failed(folder: Path, children: dict[str, subprocess.Popen]) -> None:
     for side, child in children.items():
         if child.poll():
             lines = (folder / f"{side}.log").read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            raise RuntimeError(f"the {side} cannot be recorded (status {child.poll()}):\n" + "\n".join(lines))
+            raise ValueError(f"the {side} cannot be recorded (status {child.poll()}):\n" + "\n".join(lines))
 
 
 def _read(folder: Path, side: str) -> Any:

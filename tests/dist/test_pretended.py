@@ -1,7 +1,6 @@
 """What a pretended trainer rank copies is what the real one of that place in a real world copies."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
