@@ -1,6 +1,6 @@
-"""Records one side of an exchange in a process of its own: `python -m megagrpo.planning.child SIDE FOLDER`.
+"""Records one side of exchanges in a process of its own: `python -m megagrpo.planning.child SIDE FOLDER ...`.
 
-Megatron's host patches and SGLang's are not for one process. FOLDER holds config.yaml and model/config.json; for the
+Megatron's host patches and SGLang's are not for one process. A folder holds config.yaml and model/config.json; for the
 trainers ranks.json, a list of ranks; for the engine arguments.json, its command line. Leaves SIDE.pickle there.
 """
 
@@ -46,5 +46,6 @@ def _engine(folder: Path) -> list:
 _SIDES = {"trainers": _trainers, "engine": _engine}
 
 if __name__ == "__main__":
-    side, where = sys.argv[1], Path(sys.argv[2])
-    (where / f"{side}.pickle").write_bytes(pickle.dumps(_SIDES[side](where)))
+    side = sys.argv[1]
+    for where in map(Path, sys.argv[2:]):
+        (where / f"{side}.pickle").write_bytes(pickle.dumps(_SIDES[side](where)))

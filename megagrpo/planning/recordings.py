@@ -6,7 +6,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,41 +44,53 @@ class Recordings:
     distinct: int  # trainer ranks that were recorded; the others are replicas of these
     engine: list[list[Copy]]  # by rank of one engine; all engines are alike
     specs: Specs
-    seconds: float  # that recording took
+    seconds: float = 0.0  # that recording took, of all experiments recorded with it
 
 
 def record_both_sides(config: ExperimentConfig) -> Recordings:
-    """Records the distinct trainer ranks and the ranks of one engine, side by side in two processes.
+    """Records one experiment, see record_all."""
+    return record_all([config])[0]
 
-    Of the model only config.json is read. Raises ValueError for a model that the layouts cannot cut, and with
-    the end of its output when one of the processes fails.
+
+def record_all(configs: Sequence[ExperimentConfig]) -> list[Recordings]:
+    """Records the distinct trainer ranks and the ranks of one engine of each, both sides in a process of its own.
+
+    Of the models only config.json is read. Raises ValueError for a model that the layouts cannot cut, and with the end
+    of its output when one of the processes fails.
     """
     start = time.monotonic()
+    descriptions = [_description(config) for config in configs]
+    with tempfile.TemporaryDirectory(prefix="megagrpo-plan-") as name:
+        folders = [Path(name) / str(number) for number in range(len(configs))]
+        for folder, config, description in zip(folders, configs, descriptions, strict=True):
+            _write_jobs(folder, config, description)
+        _run_children(Path(name), folders, configs[0])
+        found = [_recorded(folder, config) for folder, config in zip(folders, configs, strict=True)]
+    return [replace(recorded, seconds=time.monotonic() - start) for recorded in found]
+
+
+def _description(config: ExperimentConfig) -> dict[str, Any]:
+    """Returns the model's config.json, which the layouts can cut."""
     description = model_description(config)
     if description is None:
         raise ValueError(f"model.path: {config.model.path} holds no config.json; no other file of the model is needed")
     problems = check_against_model(config, description)
     if problems:
         raise ValueError("the experiment does not fit its model:\n  " + "\n  ".join(problems))
+    return description
+
+
+def _recorded(folder: Path, config: ExperimentConfig) -> Recordings:
     representatives = representative_ranks(config.actor)
-    with tempfile.TemporaryDirectory(prefix="megagrpo-plan-") as name:
-        folder = Path(name)
-        _write_jobs(folder, config, description, sorted(set(representatives)))
-        _run_children(folder, config)
-        trainers = _read(folder, "trainers")
-        engine = _read(folder, "engine")
-        specs = hf_specs(folder / "model", getattr(torch, config.rollout.dtype))
-    found = dict(zip(sorted(set(representatives)), trainers, strict=True))
-    parallel = config.actor.parallel
+    found = dict(zip(sorted(set(representatives)), _read(folder, "trainers"), strict=True))
     for rank, (place, _) in found.items():
-        expected = _place(rank, config.actor.world_size, parallel)
+        expected = _place(rank, config.actor.world_size, config.actor.parallel)
         assert place == expected, f"rank {rank}: Megatron says {place}, this program {expected}"
     return Recordings(
         trainers=[found[rank][1] for rank in representatives],
         distinct=len(found),
-        engine=engine,
-        specs=specs,
-        seconds=time.monotonic() - start,
+        engine=_read(folder, "engine"),
+        specs=hf_specs(folder / "model", getattr(torch, config.rollout.dtype)),
     )
 
 
@@ -95,15 +108,15 @@ def _place(rank: int, world_size: int, parallel: ParallelConfig) -> dict[str, in
     return {"tp": found["tp"], "pp": found["pp"], "ep": found["ep"], "etp": within % parallel.etp}
 
 
-def _write_jobs(folder: Path, config: ExperimentConfig, description: dict[str, Any], ranks: list[int]) -> None:
+def _write_jobs(folder: Path, config: ExperimentConfig, description: dict[str, Any]) -> None:
     model = folder / "model"
-    model.mkdir()
+    model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(description))
     # One node has all of an engine's ranks here: which node a rank is on does not change what it copies.
     rollout = config.rollout.model_copy(update={"nodes_per_engine": 1})
     here = config.model_copy(update={"model": ModelConfig(path=str(model)), "rollout": rollout})
     dump_config(here, folder / "config.yaml")
-    (folder / "ranks.json").write_text(json.dumps(ranks))
+    (folder / "ranks.json").write_text(json.dumps(sorted(set(representative_ranks(config.actor)))))
     words = engine_command(here, _engine_place())
     first = next(number for number, word in enumerate(words) if word.startswith("--"))
     (folder / "arguments.json").write_text(json.dumps(words[first:]))
@@ -113,7 +126,7 @@ def _engine_place() -> ServerPlace:
     return ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
 
 
-def _run_children(folder: Path, config: ExperimentConfig) -> None:
+def _run_children(folder: Path, jobs: Sequence[Path], config: ExperimentConfig) -> None:
     place = _engine_place()
     environments = {
         "trainers": child_environment(_NO_GPU),
@@ -125,7 +138,7 @@ def _run_children(folder: Path, config: ExperimentConfig) -> None:
     deadline = time.monotonic() + _LIMIT_S
     try:
         for side, env in environments.items():
-            command = [sys.executable, "-m", "megagrpo.planning.child", side, str(folder)]
+            command = [sys.executable, "-m", "megagrpo.planning.child", side, *map(str, jobs)]
             children[side] = spawn(command, env, log=folder / f"{side}.log")
         while any(child.poll() is None for child in children.values()):
             _raise_failed(folder, children)

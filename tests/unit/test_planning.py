@@ -140,7 +140,7 @@ def experiment(**rollout) -> ExperimentConfig:
 
 
 def test_the_plan_as_text_and_as_json(monkeypatch, tmp_path):
-    recorded = Recordings(trainers(2, 2, 1), distinct=4, engine=engine(2, 2), specs=SPECS, seconds=1.0)
+    recorded = Recordings(trainers(2, 2, 1), distinct=4, engine=engine(2, 2), specs=SPECS)
     monkeypatch.setattr("megagrpo.planning.weights_report.record_both_sides", lambda config: recorded)
     text = plan_weights(experiment(), [1, 2], PLAIN, gpus_per_node=4, output=tmp_path / "plan.json")
     found = json.loads((tmp_path / "plan.json").read_text())["forecasts"]
