@@ -28,7 +28,13 @@ from megagrpo.weights.digest_batches import CopyBatches
 from megagrpo.weights.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.mailbox import address_towards, decode, encode
 from megagrpo.weights.moving import receive_batches
-from megagrpo.weights.record import Copy, Recording, coverage_problems, record
+    recording = record_engine_model(model, specs, request["allow_computed"])
+    _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
+    names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
+    _whole[model] = _WholeTensors([_whole_copy(name, specs[name][0]) for name in names])
+    problems = coverage_problems(recording, parameters)
+    if request["dummy_start"]:
+        problems += _random_buffers(model, recording)
 from megagrpo.weights.reshard_plan import Batches, Message, Place
 from megagrpo.weights.views import Box, row_major
 
@@ -78,6 +84,18 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
         traceback.print_exc(file=sys.stderr)
 
 
+def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool = False) -> Recording:
+    """Records what a model of SGLang copies from these HF tensors into its parameters and buffers. See `record`."""
+    with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
+        # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
+        return record(
+            lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
+            specs,
+            dict(model.named_parameters()) | dict(model.named_buffers()),
+            allow_computed,
+        )
+
+
 def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     """Returns the copies of this rank; problems: what the HF tensors do not fill exactly once."""
     specs = {
@@ -86,14 +104,7 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     }
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
-        # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
-        recording = record(
-            lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
-            specs,
-            parameters | buffers,
-            allow_computed=request["allow_computed"],
-        )
+    recording = record_engine_model(model, specs, request["allow_computed"])
     _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
     _whole[model] = _WholeTensors([_whole_copy(name, specs[name][0]) for name in names])

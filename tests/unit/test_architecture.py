@@ -24,7 +24,7 @@ LAYERS = (
     {"actor", "rollout", "checkpoint", "dump", "selection", "doctor"},
     {"preflight", "checkpoint_cost"},
     {"explain", "run"},
-    {"evaluation", "sft", "replay", "export"},
+    {"evaluation", "sft", "replay", "export", "planning"},
     {"train"},
     {"entrypoints", "cluster"},
     {"certify"},
@@ -35,7 +35,8 @@ LAYERS = (
 ONLY_IN = {
     "megatron": r"actor/",
     "ray": r"rollout/service/",
-    "sglang": r"weights/engine_loader\.py|rollout/service/engine_process\.py|rollout/cpu/",
+    # rollout/pretended.py builds the engine's model to see what it would load; it runs in a process of its own
+    "sglang": r"weights/engine_loader\.py|rollout/service/engine_process\.py|rollout/pretended\.py|rollout/cpu/",
     "sgl_kernel": r"rollout/cpu/",
     "triton": r"weights/digest_triton\.py",
     "matplotlib": r"monitor/report\.py",
