@@ -8,6 +8,7 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,15 +43,19 @@ class FusedModel(nn.Module):
 
 @dataclass
 class FakeEngine:
-    """One engine of one rank. `calls`: the paths asked for. `more`: further paths -> what they do with the body."""
+    """One engine; `models`: its ranks'. `calls`: the paths asked for. `more`: further paths -> what they do."""
 
-    model: FusedModel = field(default_factory=FusedModel)
+    models: list[nn.Module] = field(default_factory=lambda: [FusedModel()])
     more: dict[str, Callable[[dict], None]] = field(default_factory=dict)
     refuses: str = ""  # a path that answers 400
     calls: list[str] = field(default_factory=list)
     updating: bool = False
     info: EngineInfo = STARTED
     api_key: str = "of a fake engine"
+
+    @property
+    def model(self) -> nn.Module:
+        return self.models[0]
 
     def answer(self, path: str, body: dict) -> None:
         """Does what the path says. Raises ValueError for what the engine refuses."""
@@ -67,10 +72,12 @@ class FakeEngine:
             self.updating = False
         elif path == "/update_weights_from_tensor":
             assert self.updating and body["load_format"] == WEIGHT_LOADER
-            payload = body["serialized_named_tensors"][0]
-            engine_loader.run(self.model, pickle.loads(base64.b64decode(payload)))
+            requests = [pickle.loads(base64.b64decode(payload)) for payload in body["serialized_named_tensors"]]
+            with ThreadPoolExecutor(len(self.models)) as ranks:  # they wait for each other nowhere, but all must run
+                list(ranks.map(engine_loader.run, self.models, requests))
         elif path == "/update_weights_from_disk":
-            self.model.load_weights(list(HfFolder(body["model_path"]).items()))
+            for model in self.models:
+                model.load_weights(list(HfFolder(body["model_path"]).items()))
 
     # What the exchange asks the service.
 

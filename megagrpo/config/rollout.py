@@ -108,11 +108,14 @@ class RolloutConfig(Section):
 class WeightsConfig(Section):
     """How the actor's weights reach the engines after every step."""
 
-    transport: Literal["disk", "broadcast"] = Field(
-        default="broadcast",
-        description="Through process groups, or through a checkpoint on a disk that engines and trainers share.",
+    transport: Literal["disk", "broadcast", "reshard"] = Field(
+        default="reshard",
+        description="Each engine rank its own slices from the trainers that hold them; or whole tensors by rank 0 "
+        "to all; or a checkpoint on a disk that engines and trainers share.",
     )
-    bucket_mb: PositiveFloat = Field(default=512.0, description="MiB of weights transferred at once.")
+    bucket_mb: PositiveFloat = Field(
+        default=512.0, description="MiB of weights that a rank holds beside its parameters during a transfer."
+    )
     timeout_s: PositiveFloat = Field(
         default=600.0, description="Seconds for one publish, restarted engines included; below `actor.deadline_s`."
     )

@@ -4,7 +4,6 @@ import base64
 import pickle
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
 import httpx
 import torch
@@ -13,8 +12,7 @@ from megagrpo.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
 from megagrpo.weights.clock import Deadline
 from megagrpo.weights.mailbox import Mailbox, encode
-from megagrpo.weights.record import HfSlice, Specs
-from megagrpo.weights.views import Box
+from megagrpo.weights.record import Copy, Specs
 
 _CONNECT_S = 10.0
 _ANSWER_S = 30.0  # an answer is in the mailbox before the HTTP call returns
@@ -28,14 +26,6 @@ class EngineRefused(RuntimeError):
     """The engine answers that it will not. A restart would not help: this stops the run."""
 
 
-@dataclass(frozen=True)
-class EngineSlice:
-    """One recorded copy of one engine rank. Offset and strides stay in the engine, which knows a slice by its place."""
-
-    source: HfSlice
-    parameter: str  # the engine's name of it
-
-
 class EngineConnection:
     """A connection to one incarnation of an engine with `tp` ranks. `deadline` is set anew by every publish.
 
@@ -46,10 +36,10 @@ class EngineConnection:
         self.id, self.url, self.incarnation = info.id, info.url, info.incarnation
         self.tp = tp
         self.deadline = Deadline(0)
-        self.slices: list[list[EngineSlice]] = []  # by rank, filled by `record`
+        self.slices: list[list[Copy]] = []  # by rank, filled by `record`: what its parameters hold of which HF tensor
         self.asked = ""  # the call that it has not answered yet
         self.address = mailbox.address  # of this host, as the engine reaches it
-        self._mailbox, self._patience_s = mailbox, patience_s
+        self.mailbox, self._patience_s = mailbox, patience_s
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers={"Authorization": f"Bearer {api_key}"})
 
     def __str__(self) -> str:
@@ -61,7 +51,7 @@ class EngineConnection:
         return min(self._patience_s, self.deadline.left)
 
     @property
-    def all_slices(self) -> Iterator[EngineSlice]:
+    def all_slices(self) -> Iterator[Copy]:
         """Yields the slices of one rank after the other."""
         return (part for slices in self.slices for part in slices)
 
@@ -111,17 +101,17 @@ class EngineConnection:
     def record(self, specs: Specs) -> None:
         """Learns what every rank copies. Raises RuntimeError naming parameters that these HF tensors do not fill."""
         message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
-        key = self._mailbox.new_key("specs")
-        self._mailbox.put(key, message)
-        answers = self._ask("record", {"specs": key})
-        self._mailbox.forget(key)
+        key = self.mailbox.new_key("specs")
+        self.mailbox.put(key, message)
+        answers = self.ask("record", [{"specs": key}] * self.tp)
+        self.mailbox.forget(key)
         problems = [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         if problems:
             raise RuntimeError(f"{self} has parameters that the published tensors do not fill:\n" + "\n".join(problems))
         self.slices = [
             [
-                EngineSlice(HfSlice(tensor, Box(tuple(start), tuple(size))), parameter)
-                for tensor, start, size, parameter in answer["copies"]
+                Copy(hf, tuple(start), tuple(size), parameter, offset, tuple(strides))
+                for hf, start, size, parameter, offset, strides in answer["copies"]
             ]
             for answer in answers
         ]
@@ -133,7 +123,7 @@ class EngineConnection:
 
     def digests(self, dtype: torch.dtype) -> tuple[list[list[int]], list[str]]:
         """Returns digests of the live parameters, by rank in the order of `slices`, and problems found on the way."""
-        answers = self._ask("digest", {"dtype": str(dtype).removeprefix("torch.")})
+        answers = self.ask("digest", [{"dtype": str(dtype).removeprefix("torch.")}] * self.tp)
         problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         return [answer["digests"] for answer in answers], problems
 
@@ -141,11 +131,15 @@ class EngineConnection:
         """Cuts the HTTP connection, whatever state the engine is in; what waits for an answer ends."""
         self._http.close()
 
-    def _ask(self, operation: str, request: dict) -> list[dict]:
-        """Runs an operation of engine_loader on every rank, inside a weight-update session of its own."""
-        keys = [self._mailbox.new_key(f"{operation}/{self.id}") for _ in range(self.tp)]
-        base = request | {"operation": operation, "mailbox": [self.address, self._mailbox.port]}
-        payloads = [_pickled(base | {"reply": key}) for key in keys]
+    def ask(self, operation: str, requests: list[dict]) -> list[dict]:
+        """Runs an operation of engine_loader on every rank, inside a weight-update session of its own.
+
+        requests: one for each rank. Returns the answers by rank. Raises EngineDown when one does not come, RuntimeError
+        with the traceback of a rank in which the operation failed.
+        """
+        keys = [self.mailbox.new_key(f"{operation}/{self.id}") for _ in range(self.tp)]
+        base = {"operation": operation, "mailbox": [self.address, self.mailbox.port]}
+        payloads = [_pickled(base | request | {"reply": key}) for request, key in zip(requests, keys, strict=True)]
         self.begin()
         self.post(
             "/update_weights_from_tensor",
@@ -154,7 +148,7 @@ class EngineConnection:
         answers = []
         for rank, key in enumerate(keys):
             try:
-                answers.append(self._mailbox.take(key, min(_ANSWER_S, self.deadline.left)))
+                answers.append(self.mailbox.take(key, min(_ANSWER_S, self.deadline.left)))
             except torch.distributed.DistStoreError as exc:
                 raise EngineDown(
                     f"rank 0 waits for the {operation} of {self} rank {rank}: none after {_ANSWER_S:.0f} s"

@@ -1,8 +1,8 @@
 """Our only code inside an SGLang engine: `--custom-weight-loader megagrpo.weights.engine_loader.run`.
 
-SGLang calls `run` in every rank of the engine. It answers two questions of trainer rank 0: "record" (what does this
-rank copy from which HF tensor?) and "digest" (what do the live parameters hold?). It never raises: an exception here
-ends the server.
+SGLang calls `run` in every rank of the engine, for what trainer rank 0 asks: "record" (what does this rank copy from
+which HF tensor?), "receive" (take these slices from these trainer ranks into the live parameters), "digest" (what do
+they hold now?) and "leave" (forget the trainers). It never raises: an exception here ends the server.
 """
 
 import sys
@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,13 +19,28 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
+from megagrpo.weights.clock import Deadline
 from megagrpo.weights.digest import slice_digest
-from megagrpo.weights.mailbox import decode, encode
+from megagrpo.weights.group import EngineGroup, PeerLost, join_group
+from megagrpo.weights.mailbox import address_towards, decode, encode
+from megagrpo.weights.moving import receive_batches
 from megagrpo.weights.record import Recording, coverage_problems, record
+from megagrpo.weights.reshard_plan import Batches, Message, Place
 
 _CONNECT_S = 30.0
 # By model: what `_record` found, for every later `_digest`.
 _recordings: weakref.WeakKeyDictionary[torch.nn.Module, Recording] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _EngineEnd:
+    """This rank's end of the link to the trainers, and what it receives in every publish."""
+
+    group: EngineGroup
+    batches: Batches
+
+
+_ends: weakref.WeakKeyDictionary[torch.nn.Module, _EngineEnd] = weakref.WeakKeyDictionary()
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -62,7 +78,7 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
         )
     _recordings[model] = recording
     return {
-        "copies": [(c.hf, c.start, c.size, c.parameter) for c in recording.copies],
+        "copies": [(c.hf, c.start, c.size, c.parameter, c.offset, c.strides) for c in recording.copies],
         "problems": coverage_problems(recording, parameters),
         "derived": _derived_tensors(model, [*parameters.values(), *buffers.values()]),
     }
@@ -87,16 +103,77 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
                 )
             digests.append(slice_digest(published, copy.box))
         for fill in recording.fills:
-            tensor = live[fill.parameter]
-            values = tensor.detach().as_strided(fill.size, fill.strides, tensor.storage_offset() + fill.offset)
-            if not bool((values == fill.value).all()):
+            if not bool((fill.view(live) == fill.value).all()):
                 problems.append(
                     f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
                 )
     return {"digests": torch.stack(digests).tolist() if digests else [], "problems": problems}
 
 
-_OPERATIONS = {"record": _record, "digest": _digest}
+def _receive(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
+    """Fills the live parameters from the trainers. Returns bytes staged at most, and why the trainers were lost."""
+    deadline = Deadline(request["left_s"])
+    live = dict(model.named_parameters()) | dict(model.named_buffers())
+    try:
+        end = _ends.get(model)
+        if end is None or end.group.name != request["group"]:
+            end = _join(model, request, store)
+        traffic = receive_batches(
+            end.group,
+            end.batches,
+            live,
+            getattr(torch, request["dtype"]),
+            lambda: Deadline(min(request["patience_s"], deadline.left)),
+        )
+    except PeerLost as exc:
+        _leave(model, request, store)
+        return {"lost": str(exc), "staging_bytes": 0}
+    for fill in _recordings[model].fills:  # an engine may have started with anything in its parameters
+        fill.view(live).fill_(fill.value)
+    if hasattr(model, "post_load_weights"):
+        model.post_load_weights()  # type: ignore[operator]  # torch takes it for a Tensor or a Module
+    return {"lost": "", "staging_bytes": traffic.staging_bytes}
+
+
+def _join(model: torch.nn.Module, request: dict, store: TCPStore) -> _EngineEnd:
+    """Joins the group of a new link, which replaces that of earlier trainers."""
+    _leave(model, request, store)
+    plan = decode(store.get(request["plan"]))
+    store.delete_key(request["plan"])
+    host, port = request["mailbox"]
+    device = next(model.parameters()).device
+    trainers = request["size"] - request["num_ranks"]
+    store.set(f"{request['group']}/ready/{request['rank'] - trainers}", "")
+    group = join_group(
+        store,
+        request["group"],
+        request["rank"],
+        request["size"],
+        device,
+        address_towards(f"tcp://{host}:{port}"),
+        request["join_s"],
+    )
+    group.set_timeout(request["left_s"])
+    batches = [
+        [
+            Message(peer, tag, tuple(Place(name, at, tuple(n), tuple(s)) for name, at, n, s in places))
+            for peer, tag, places in batch
+        ]
+        for batch in plan
+    ]
+    _ends[model] = _EngineEnd(group, batches)
+    return _ends[model]
+
+
+def _leave(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
+    """Forgets the trainers, whatever state they are in."""
+    end = _ends.pop(model, None)
+    if end is not None:
+        end.group.abort()
+    return {}
+
+
+_OPERATIONS = {"record": _record, "receive": _receive, "digest": _digest, "leave": _leave}
 
 
 def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:

@@ -6,7 +6,9 @@ every rank. An engine that dies on the way is reported, waited for and updated a
 its restart.
 """
 
+import hashlib
 from collections.abc import Callable
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 
@@ -20,16 +22,19 @@ from megagrpo.weights.clock import Deadline, PhaseTimer
 from megagrpo.weights.engine_client import EngineConnection
 from megagrpo.weights.engine_fleet import EngineFleet, EngineRegistry
 from megagrpo.weights.expected_digests import ExpectedDigests
-from megagrpo.weights.record import HfSlice
+from megagrpo.weights.moving import Traffic
+from megagrpo.weights.record import Copy, HfSlice
 from megagrpo.weights.transport import TrainerWeights, Transport
 from megagrpo.weights.transport_broadcast import BroadcastTransport
 from megagrpo.weights.transport_disk import DiskTransport
+from megagrpo.weights.transport_reshard import ReshardTransport
 
 TRANSPORTS: dict[str, Callable[[TrainerWeights], Transport]] = {
     "disk": DiskTransport,
     "broadcast": BroadcastTransport,
+    "reshard": ReshardTransport,
 }
-_PHASES = ("connect", "gather", "transfer", "digest", "verify", "restart")
+_PHASES = ("connect", "plan", "gather", "transfer", "digest", "verify", "restart")
 _MISMATCHES_SHOWN = 10
 
 
@@ -44,10 +49,11 @@ class Exchange:
         trainers = TrainerWeights(
             mesh=mesh,
             specs=weights.hf_specs,
-            copies=mesh.gather_world(weights.copies),
+            copies=_gather_distinct(weights.copies, mesh),
             parameters=weights.parameters,
             dtype=self._dtype,
             bucket_bytes=int(config.weights.bucket_mb * 2**20),
+            num_engines=config.rollout.num_engines,
             folder=RunFolder(run_dir).weights,
             checkpoint=Path(config.model.path),
         )
@@ -59,16 +65,19 @@ class Exchange:
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
         """Collective. Updates all usable engines, or those in `only`, to the actor's present weights, called `version`.
 
-        Returns seconds per phase (connect, gather, transfer, digest, verify, restart, total) and bytes, the same on
-        every rank. Raises LeaderError on every rank: digests differ, an engine refuses, or one does not come back
-        within weights.timeout_s.
+        Returns, the same on every rank: rank 0's seconds per phase (connect, plan, gather, transfer, digest, verify,
+        restart, total), the model's bytes, and the Traffic of all ranks together. Raises LeaderError on every rank:
+        digests differ, an engine refuses, or one does not come back within weights.timeout_s.
         """
-        timer, deadline = PhaseTimer(), Deadline(self._config.weights.timeout_s)
+        timer, deadline, traffic = PhaseTimer(), Deadline(self._config.weights.timeout_s), Traffic()
         todo = self._mesh.from_main(lambda: self._fleet.choose(only, deadline), "find engines")
         while todo:
-            todo = self._update(todo, version, deadline, timer)
+            todo = self._update(todo, version, deadline, timer, traffic)
         seconds = self._mesh.from_main(lambda: timer.seconds(*_PHASES), "report timings")
-        return seconds | {"bytes": float(self._num_bytes)}
+        total = Traffic()
+        for part in self._mesh.gather_world(traffic):
+            total.add(part)
+        return seconds | {"bytes": float(self._num_bytes)} | {k: float(v) for k, v in asdict(total).items()}
 
     def verify(self, only: list[str] | None = None) -> None:
         """Collective. Compares the engines' live parameters with the actor's. LeaderError names what differs."""
@@ -91,12 +100,14 @@ class Exchange:
         """Leaves the engines, which stay as they are; one that is gone is no error. Every rank closes for itself."""
         self._fleet.close(self._transport.leave)
 
-    def _update(self, ids: list[str], version: int, deadline: Deadline, timer: PhaseTimer) -> list[str]:
+    def _update(
+        self, ids: list[str], version: int, deadline: Deadline, timer: PhaseTimer, traffic: Traffic
+    ) -> list[str]:
         """Collective. Updates these engines and returns the ids of those that died, came back and are still needed."""
         with timer("connect"):
             self._open(ids, deadline, writing=True)  # pause
         with timer("transfer"):
-            self._transport.transfer(version, self._fleet, timer)  # begin -> transfer -> end
+            traffic.add(self._transport.transfer(version, self._fleet, timer))  # begin -> transfer -> end
         with timer("digest"):
             expected = self._digests.compute()
         with timer("verify"):
@@ -136,3 +147,14 @@ class Exchange:
         if problems:
             shown = "\n".join(problems[:_MISMATCHES_SHOWN])
             raise RuntimeError(f"live weights differ from the trainers' in {len(problems)} places:\n{shown}")
+
+
+def _gather_distinct(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:
+    """Collective. Returns the copies of every rank, by rank; ranks that hold the same share one list.
+
+    Replicas have the same copies: only the first rank of those that do sends them, 512 times would be gigabytes.
+    """
+    digests = mesh.gather_world(hashlib.sha256(repr(copies).encode()).digest())
+    first = digests.index(digests[mesh.rank]) == mesh.rank
+    lists = mesh.gather_world(copies if first else None)
+    return [found for digest in digests if (found := lists[digests.index(digest)]) is not None]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.mesh import Mesh
+from megagrpo.weights.moving import Traffic
 from megagrpo.weights.record import Copy, Specs
 from megagrpo.weights.views import Box
 
@@ -142,6 +143,13 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
             ):
                 _at(full[copy.hf], copy.box).copy_(part.view(copy.size))
         yield full
+
+
+def gather_traffic(plan: GatherPlan, mesh: Mesh) -> Traffic:
+    """Returns what this rank sends to rank 0 when the plan's buckets are gathered."""
+    parts = [bucket.parts[mesh.rank] for bucket in plan.buckets if mesh.rank in bucket.parts and not mesh.is_main]
+    sent = sum(copy.box.numel for part in parts for copy in part) * plan.dtype.itemsize
+    return Traffic(wire_bytes=sent, messages=len(parts))
 
 
 def _exhaust(buckets: Iterator[dict[str, Tensor]]) -> None:

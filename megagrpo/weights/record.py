@@ -55,6 +55,11 @@ class Copy:
         """Returns the elements of the HF tensor."""
         return Box(self.start, self.size)
 
+    @property
+    def source(self) -> HfSlice:
+        """Returns what is copied, without where it goes."""
+        return HfSlice(self.hf, self.box)
+
     def restrict(self, box: Box) -> "Copy":
         """Returns the part of this copy that lies in `box`, which must be inside it."""
         shift = sum((a - b) * s for a, b, s in zip(box.start, self.start, self.strides, strict=True))
@@ -75,6 +80,11 @@ class Fill:
     size: tuple[int, ...]
     strides: tuple[int, ...]
     value: float
+
+    def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Returns the parameter's elements as a view [*size]."""
+        parameter = parameters[self.parameter]
+        return parameter.detach().as_strided(self.size, self.strides, parameter.storage_offset() + self.offset)
 
 
 @dataclass

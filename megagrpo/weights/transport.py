@@ -16,6 +16,7 @@ from megagrpo.mesh import Mesh
 from megagrpo.weights.clock import PhaseTimer
 from megagrpo.weights.engine_client import EngineConnection
 from megagrpo.weights.engine_fleet import EngineFleet
+from megagrpo.weights.moving import Traffic
 from megagrpo.weights.record import Copy, Specs
 
 
@@ -28,7 +29,8 @@ class TrainerWeights:
     copies: list[list[Copy]]  # by trainer rank: which slice of which HF tensor lies where in its parameters
     parameters: Callable[[], Mapping[str, Tensor]]  # this rank's live ones, under the names in `copies`
     dtype: torch.dtype  # published: values are cast to it before they travel
-    bucket_bytes: int  # of a staging buffer
+    bucket_bytes: int  # staged by a rank at most, as far as the transport can choose
+    num_engines: int  # that the experiment starts
     folder: Path  # of this run, for what is published through files
     checkpoint: Path  # HF folder whose config.json and tokenizer describe the model
 
@@ -49,7 +51,7 @@ class Transport(Protocol):
     6. `leave`: on rank 0, for every engine that is still there when the run ends.
     """
 
-    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> None:
+    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. Moves this moment's weights, called `version`, into all engines of the round.
 
         `engines.each` runs the HTTP part, one thread per engine; on ranks other than 0 it reaches no engine and does
@@ -57,7 +59,7 @@ class Transport(Protocol):
         no rank may wait for it longer than `EngineConnection.patience`. Any other failure is raised on every rank
         (Mesh.from_main). Weight-update sessions are opened and closed here (`EngineConnection.begin`, `end`), where
         the engine's call needs one. `timer` takes the phases that a transport wants to report, such as "gather"; the
-        rest counts as "transfer".
+        rest counts as "transfer". Returns what this rank put on the wire.
         """
 
     def drop(self, engine: EngineConnection) -> None:

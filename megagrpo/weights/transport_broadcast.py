@@ -7,21 +7,19 @@ Buckets are in flight to all engines at once, one bucket at a time.
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo import environment
-from megagrpo.weights.clock import PhaseTimer
+from megagrpo.weights.clock import Deadline, PhaseTimer
 from megagrpo.weights.engine_client import EngineConnection, EngineDown
 from megagrpo.weights.engine_fleet import EngineFleet
+from megagrpo.weights.group import EngineGroup, join_group
 from megagrpo.weights.mailbox import listening_store
-from megagrpo.weights.plan import gather_to_main, make_gather_plan
+from megagrpo.weights.moving import Traffic
+from megagrpo.weights.plan import gather_to_main, gather_traffic, make_gather_plan
 from megagrpo.weights.transport import TrainerWeights
 
 _JOIN_S = 60.0  # the wait for an engine's ranks cannot be cut short when it refuses or dies
@@ -35,8 +33,9 @@ class BroadcastTransport:
         self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes)
         self._groups: dict[str, EngineGroup] = {}  # by engine id; rank 0 only
 
-    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> None:
+    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. See Transport."""
+        traffic = gather_traffic(self._plan, self._weights.mesh)
 
         def send(buckets: Iterator[dict[str, Tensor]]) -> None:
             # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast.
@@ -54,10 +53,13 @@ class BroadcastTransport:
                     "flush_cache": False,
                 }
                 engines.each(partial(self._send_bucket, flat=flat, body=body))
+                traffic.wire_bytes += flat.nbytes * sum(engine.tp for engine in engines.alive)
+                traffic.messages += sum(engine.tp for engine in engines.alive)
             engines.each(EngineConnection.end)
 
         weights = self._weights
         gather_to_main(self._plan, weights.parameters(), weights.mesh, send, "broadcast weights to engines")
+        return traffic
 
     def drop(self, engine: EngineConnection) -> None:
         """Aborts the engine's group."""
@@ -87,7 +89,8 @@ class BroadcastTransport:
         }
 
         def join() -> None:
-            group = _new_group(store, name, 1 + engine.tp, device, engine.address)
+            timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's type stubs
+            group = join_group(store, name, 0, 1 + engine.tp, device, engine.address, timeout_s)
             group.set_timeout(engine.deadline.seconds)
             self._groups[engine.id] = group
 
@@ -102,7 +105,7 @@ class BroadcastTransport:
             "/update_weights_from_distributed",
             body | {"group_name": group.name},
             patience,
-            lambda: group.broadcast(flat, patience),
+            lambda: group.wait([group.broadcast(flat)], Deadline(patience)),
             f"{engine} to take {body['names'][0]} ...",
         )
 
@@ -125,48 +128,3 @@ class BroadcastTransport:
                 theirs.result()  # the engine's own reason is the better one
                 raise EngineDown(f"rank 0 waits for {what}: {exc}") from exc
             theirs.result()
-
-
-class EngineGroup:
-    """Rank 0's end of a group made by SGLang's init_custom_process_group, without torch's global registry of groups.
-
-    The registry is not thread-safe, and groups are made and dropped in one thread per engine.
-    """
-
-    def __init__(self, name: str, backend: Any, device: torch.device):
-        # The backend is a ProcessGroupGloo or ProcessGroupNCCL; torch's type stubs lack what is used of them.
-        self.name, self._backend, self._device = name, backend, device
-
-    def set_timeout(self, seconds: float) -> None:
-        """Bounds every later operation; the group was made under the shorter limit of its store."""
-        self._backend._set_default_timeout(timedelta(seconds=seconds))
-
-    def broadcast(self, flat: Tensor, timeout_s: float) -> None:
-        """Sends `flat`, uint8 [bytes], to all other ranks. Raises RuntimeError when one does not take it in time."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        work = self._backend.broadcast([flat], options)
-        work.wait(timedelta(seconds=timeout_s))
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-
-    def abort(self) -> None:
-        """Ends the group, whatever state the others are in.
-
-        What waits in it raises: at once over NCCL, and over gloo when a peer is gone or the operation's timeout comes.
-        """
-        self._backend.abort()
-
-
-def _new_group(store: TCPStore, name: str, size: int, device: torch.device, address: str) -> EngineGroup:
-    # The prefixes that torch.distributed puts before a group's keys, on the engine's side of the same torch release.
-    keys = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-    timeout = store.timeout  # type: ignore[attr-defined]  # missing in torch's type stubs
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return EngineGroup(name, dist.ProcessGroupNCCL(keys, 0, size, options), device)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's type stubs
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return EngineGroup(name, dist.ProcessGroupGloo(keys, 0, size, options), device)

@@ -9,7 +9,8 @@ from megagrpo.hf_files import write_hf_folder
 from megagrpo.weights.clock import PhaseTimer
 from megagrpo.weights.engine_client import EngineConnection
 from megagrpo.weights.engine_fleet import EngineFleet
-from megagrpo.weights.plan import gather_to_main, make_gather_plan
+from megagrpo.weights.moving import Traffic
+from megagrpo.weights.plan import gather_to_main, gather_traffic, make_gather_plan
 from megagrpo.weights.transport import TrainerWeights
 
 
@@ -20,7 +21,7 @@ class DiskTransport:
         self._weights = weights
         self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes)
 
-    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> None:
+    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. See Transport. Earlier versions are removed from the folder."""
         weights = self._weights
         target = (weights.folder / f"v{version}").resolve()
@@ -34,6 +35,7 @@ class DiskTransport:
                     shutil.rmtree(old)
 
         gather_to_main(self._plan, weights.parameters(), weights.mesh, write_and_load, "disk weights to engines")
+        return gather_traffic(self._plan, weights.mesh)
 
     def drop(self, engine: EngineConnection) -> None:
         """Does nothing: no connection is kept."""

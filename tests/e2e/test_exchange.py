@@ -128,10 +128,17 @@ def moe_engine(moe_models, tmp_path_factory):
         engine.stop()
 
 
-def test_both_transports_put_weights_into_a_moe(moe_engine, moe_models, tmp_path):
+def test_every_transport_puts_weights_into_a_moe(moe_engine, moe_models, tmp_path):
     source = PlainSource(moe_models[0])
     for version, (transport, model) in enumerate(
-        (("broadcast", moe_models[1]), ("disk", moe_models[2]), ("broadcast", moe_models[0])), 1
+        (
+            ("broadcast", moe_models[1]),
+            ("disk", moe_models[2]),
+            ("reshard", moe_models[0]),
+            ("broadcast", moe_models[2]),
+            ("reshard", moe_models[1]),
+        ),
+        1,
     ):
         exchange = exchange_for(moe_engine, source.load(model), transport, tmp_path)
         report = exchange.publish(version)
@@ -154,7 +161,7 @@ def test_disk_keeps_the_last_version_only(moe_engine, moe_models, tmp_path):
 
 
 def test_one_changed_element_is_found_and_named(moe_engine, moe_models, tmp_path):
-    exchange = exchange_for(moe_engine, PlainSource(moe_models[2]).load(moe_models[2]), "broadcast", tmp_path)
+    exchange = exchange_for(moe_engine, PlainSource(moe_models[2]).load(moe_models[2]), "reshard", tmp_path)
     exchange.publish(20)
     parameter = "model.layers.1.mlp.experts.w13_weight"  # [8, 2 * 64, 64]
     plant_fault(moe_engine.info.url, 1, 0, parameter, 3 * 128 * 64 + 70 * 64 + 5)  # expert 3, up_proj row 6
@@ -215,7 +222,7 @@ def run_trainer(
 
 
 def test_two_trainer_ranks(moe_engine, moe_models, tmp_path):
-    config = experiment(moe_models[0], 1, "broadcast")
+    config = experiment(moe_models[0], 1, "reshard")
     with mp.Manager() as manager:
         results = manager.dict()
         mp.spawn(run_trainer, args=(tmp_path, moe_engine.info, config, moe_models, results), nprocs=2)
@@ -251,7 +258,12 @@ def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
     engine = OneEngine(experiment(models[0], 2, "broadcast"), tmp_path, [str(Path(__file__).parent)])
     try:
         engine.start()
-        for version, transport, model in ((1, "broadcast", models[1]), (2, "disk", models[0])):
+        for version, transport, model in (
+            (1, "broadcast", models[1]),
+            (2, "disk", models[0]),
+            (3, "reshard", models[1]),
+            (4, "reshard", models[0]),
+        ):
             exchange = exchange_for(engine, source.load(model), transport, tmp_path)
             exchange.publish(version)
             assert_engine_computes_with(engine.info.url, model, version)

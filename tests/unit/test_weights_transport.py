@@ -19,6 +19,7 @@ from megagrpo.weights import engine_loader, transport_broadcast
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.engine_client import EngineConnection, EngineDown
 from megagrpo.weights.exchange import TRANSPORTS, Exchange
+from megagrpo.weights.moving import Traffic
 from megagrpo.weights.record import record_copies
 from megagrpo.weights.transport import TrainerWeights
 
@@ -30,8 +31,9 @@ class ToyTransport:
         self.weights, self.events, self.skips, self.dies = weights, [], "", False
         self.connected: set[str] = set()
 
-    def transfer(self, version, engines, timer) -> None:
+    def transfer(self, version, engines, timer) -> Traffic:
         self.weights.mesh.from_main(lambda: engines.each(self._send), "toy weights to engines")
+        return Traffic()
 
     def _send(self, engine: EngineConnection) -> None:
         self.connected.add(engine.id)
@@ -42,7 +44,7 @@ class ToyTransport:
         engine.begin()
         for place, part in enumerate(engine.slices[0]):
             for copy in self.weights.copies[0]:
-                common = copy.box.intersect(part.source.box) if copy.hf == part.source.tensor else None
+                common = copy.box.intersect(part.box) if copy.hf == part.hf else None
                 if common is not None and copy.hf != self.skips:
                     values = copy.restrict(common).view(self.weights.parameters()).to(self.weights.dtype)
                     engine.post("/toy", {"place": place, "start": common.start, "values": values.tolist()})
@@ -168,6 +170,52 @@ def test_disk_gives_the_same_parameters(engine, tmp_path):
     trainer.exchange.verify()
     trainer.assert_in(engine)
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v1"]
+
+
+def test_reshard_sends_every_slice_once_and_leaves(engine, tmp_path):
+    trainer = Trainer(tmp_path, engine, "reshard")
+    for version in (1, 2):
+        report = trainer.exchange.publish(version)
+        trainer.assert_in(engine)
+        assert report["wire_bytes"] == 48 * 4 and report["staging_bytes"] <= 1e-4 * 2**20
+        for tensor in trainer.live.values():
+            tensor.neg_()
+    calls = [path for path in engine.calls if path == "/update_weights_from_tensor"]
+    assert len(calls) == 1 + 2 * 2, "record once; receive and digest in every publish"
+    assert engine.model in engine_loader._ends
+    trainer.exchange.close()
+    assert engine.model not in engine_loader._ends
+
+
+def test_an_engine_that_dies_in_a_reshard_is_filled_after_its_restart(engine, tmp_path, monkeypatch):
+    trainer, deaths, receive = Trainer(tmp_path, engine, "reshard"), [], engine_loader._OPERATIONS["receive"]
+    trainer.exchange.publish(1)
+
+    def die_once(model, request, store):
+        if deaths:
+            return receive(model, request, store)
+        deaths.append(engine_loader._ends.pop(model).group.abort())
+        raise SystemExit("the process is gone")  # the server drops the connection
+
+    monkeypatch.setitem(engine_loader._OPERATIONS, "receive", die_once)
+    for tensor in trainer.live.values():
+        tensor.neg_()
+    start = time.monotonic()
+    trainer.exchange.publish(2)
+    assert time.monotonic() - start < 15, "nobody waited for the deadline of the half that was left alone"
+    trainer.assert_in(engine)
+    assert engine.info.incarnation == 2 and deaths
+    trainer.exchange.close()
+
+
+def test_an_engine_that_refuses_to_receive_stops_the_run_at_once(engine, tmp_path):
+    trainer = Trainer(tmp_path, engine, "reshard")
+    trainer.exchange.publish(1)
+    engine.refuses = "/update_weights_from_tensor"
+    start = time.monotonic()
+    with pytest.raises(LeaderError, match=r"EngineRefused: .* refuses /update_weights_from_tensor: 400 refused on pur"):
+        trainer.exchange.publish(2)
+    assert time.monotonic() - start < 15
 
 
 class ReceivingEnd:

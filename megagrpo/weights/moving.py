@@ -1,0 +1,146 @@
+"""The two ends of a transfer: batches of a plan go out of live parameters and into live parameters."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megagrpo.weights.clock import Deadline
+from megagrpo.weights.group import EngineGroup, Receive, Send
+from megagrpo.weights.reshard_plan import Batches, Message
+
+_IN_FLIGHT = 2  # batches: one is packed or unpacked while the other is on the wire
+
+
+@dataclass
+class Traffic:
+    """What one rank sent, or several together."""
+
+    wire_bytes: int = 0  # that left the rank, once for every receiver
+    messages: int = 0
+    staging_bytes: int = 0  # held at most beside the parameters, on either end
+
+    def add(self, other: "Traffic") -> None:
+        """Adds what was sent at another place or time; what is staged there is not held here."""
+        self.wire_bytes += other.wire_bytes
+        self.messages += other.messages
+        self.staging_bytes = max(self.staging_bytes, other.staging_bytes)
+
+
+def send_batches(
+    group: EngineGroup,
+    batches: Batches,
+    parameters: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    patience: Callable[[], Deadline],
+) -> Traffic:
+    """Sends this rank's batches, cast to dtype. Raises PeerLost when one is not taken by the deadline it is given."""
+    traffic = Traffic()
+    flying = _Flying(group, patience)
+    for batch in batches:
+        sends = []
+        for message in batch:
+            values, staged = _read(message, parameters, dtype)
+            sends.append(Send(values, message.peer, message.tag))
+            flying.hold(values.nbytes if staged else 0)
+            traffic.wire_bytes += values.nbytes
+        traffic.messages += len(batch)
+        flying.start(sends, lambda: None)
+    flying.finish()
+    traffic.staging_bytes = flying.most_bytes
+    return traffic
+
+
+def receive_batches(
+    group: EngineGroup,
+    batches: Batches,
+    parameters: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    patience: Callable[[], Deadline],
+) -> Traffic:
+    """Writes this rank's batches, which travel in dtype, into the parameters. Raises PeerLost as send_batches does."""
+    flying = _Flying(group, patience)
+    device = next(iter(parameters.values())).device
+    for batch in batches:
+        receives, unpacks = [], []
+        for message in batch:
+            values = _in_place(message, parameters, dtype)
+            if values is None:
+                values = torch.empty(sum(place.numel for place in message.places), dtype=dtype, device=device)
+                unpacks.append((message, values))
+                flying.hold(values.nbytes)
+            receives.append(Receive(values, message.peer, message.tag))
+
+        def unpack(unpacks: list[tuple[Message, Tensor]] = unpacks) -> None:
+            for message, values in unpacks:
+                _write(message, values, parameters)
+
+        flying.start(receives, unpack)
+    flying.finish()
+    return Traffic(staging_bytes=flying.most_bytes)
+
+
+class _Flying:
+    """Batches on the wire, at most _IN_FLIGHT of them, and what is staged for them."""
+
+    def __init__(self, group: EngineGroup, patience: Callable[[], Deadline]):
+        self._group, self._patience = group, patience
+        self._batches: deque[tuple[list, list, Callable[[], None], int]] = deque()
+        self._next_bytes = self._bytes = 0
+        self.most_bytes = 0
+
+    def hold(self, num_bytes: int) -> None:
+        """Counts what is staged for the batch that starts next."""
+        self._next_bytes += num_bytes
+        self.most_bytes = max(self.most_bytes, self._bytes + self._next_bytes)
+
+    def start(self, messages: list, then: Callable[[], None]) -> None:
+        """Starts a batch, and finishes earlier ones until there is room for the next one. `then` follows its end."""
+        self._batches.append((self._group.start(messages), messages, then, self._next_bytes))
+        self._bytes, self._next_bytes = self._bytes + self._next_bytes, 0
+        while len(self._batches) >= _IN_FLIGHT:
+            self._finish_one()
+
+    def finish(self) -> None:
+        """Waits for all."""
+        while self._batches:
+            self._finish_one()
+
+    def _finish_one(self) -> None:
+        works, _, then, num_bytes = self._batches.popleft()  # the messages hold the staged tensors until here
+        self._group.wait(works, self._patience())
+        then()
+        self._bytes -= num_bytes
+
+
+def _in_place(message: Message, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor | None:
+    """Returns the live elements themselves [n], None where they must be packed or cast."""
+    place = message.places[0]
+    if len(message.places) > 1 or not place.contiguous or parameters[place.parameter].dtype != dtype:
+        return None
+    return place.view(parameters).reshape(-1)
+
+
+def _read(message: Message, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, bool]:
+    """Returns a message's values [n] of dtype and whether they are a copy."""
+    values = _in_place(message, parameters, dtype)
+    if values is not None:
+        return values, False
+    device = parameters[message.places[0].parameter].device
+    packed = torch.empty(sum(place.numel for place in message.places), dtype=dtype, device=device)
+    _each(message, packed, parameters, lambda part, live: part.copy_(live))
+    return packed, True
+
+
+def _write(message: Message, values: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    _each(message, values, parameters, lambda part, live: live.copy_(part))
+
+
+def _each(
+    message: Message, values: Tensor, parameters: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object]
+) -> None:
+    """Copies between the parts of a message [n] and the live elements that they belong to."""
+    for part, place in zip(values.split([place.numel for place in message.places]), message.places, strict=True):
+        copy(part.view(place.size), place.view(parameters))

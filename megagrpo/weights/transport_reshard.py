@@ -1,0 +1,317 @@
+"""Point to point: every engine rank gets exactly its slices, from trainer ranks that hold them, into live parameters.
+
+Each engine has a group of its own with the trainer ranks that serve it, so one that dies touches no other's transfer.
+The plan of a link is made once; a publish then asks the engine one thing, to receive, while every trainer rank sends.
+"""
+
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
+
+from megagrpo import environment
+from megagrpo.weights.clock import Deadline, PhaseTimer
+from megagrpo.weights.engine_client import EngineConnection, EngineDown
+from megagrpo.weights.engine_fleet import EngineFleet
+from megagrpo.weights.group import EngineGroup, PeerLost, join_group
+from megagrpo.weights.mailbox import address_towards
+from megagrpo.weights.moving import Traffic, send_batches
+from megagrpo.weights.record import Copy
+from megagrpo.weights.reshard_plan import (
+    Batches,
+    Cover,
+    Message,
+    TransferPlan,
+    make_cover,
+    piece_limit,
+    plan_transfer,
+    trainer_atoms,
+)
+from megagrpo.weights.transport import TrainerWeights
+
+_JOIN_S = 60.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Link:
+    """One incarnation of an engine, as rank 0 describes it to all trainer ranks."""
+
+    name: str  # of the group, which an engine sees once in its life
+    url: str
+    num_ranks: int
+    slot: int  # of the engine's number among those that the trainers serve alike
+    recording: int  # place in the list of what engines copy: engines of one kind copy the same
+    store: tuple[str, int]  # address and port on rank 0, where the ranks of the group meet
+    patience_s: float  # for one batch
+    left_s: float  # for all of this transfer
+
+
+@dataclass(frozen=True)
+class _Round:
+    links: list[Link]
+    recordings: list[list[list[Copy]]]  # that no link had before: by engine rank
+
+
+class ReshardTransport:
+    """Sends slices straight from the trainers that hold them to the engine ranks that need them."""
+
+    def __init__(self, weights: TrainerWeights):
+        self._weights = weights
+        self._atoms = trainer_atoms(weights.copies, weights.specs)
+        self._recordings: list[list[list[Copy]]] = []
+        self._covers: list[Cover] = []
+        self._plans: dict[tuple[int, int], TransferPlan] = {}  # by recording and slot
+        self._ends: dict[str, _TrainerEnd] = {}  # this rank's, by the group's name
+        self._names: dict[str, str] = {}  # engine id -> name of its group; rank 0 only
+        self._slots: dict[str, int] = {}  # engine id -> slot, also of an engine that is away; rank 0 only
+        self._joined: set[str] = set()  # names of groups whose engines have their plan; rank 0 only
+
+    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
+        """Collective. See Transport."""
+        mesh = self._weights.mesh
+        now = mesh.from_main(lambda: self._describe(engines), "plan the transfer to the engines")
+        with timer("plan"):
+            self._learn(now)
+        ends = [self._ends[link.name] for link in now.links if link.name in self._ends]
+        lost: dict[str, str] = {}  # name of the group -> why
+        failure: Exception | None = None
+        traffic = Traffic()
+        # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a transfer.
+        guard = environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0") if self._on_cuda else nullcontext()
+        with guard, ThreadPoolExecutor(max(len(ends), 1)) as pool:
+            sending = {end.link.name: pool.submit(end.send, self._weights) for end in ends}
+            try:
+                engines.each(lambda engine: self._receive(engine, now, traffic))
+            except Exception as exc:  # raised below: the other ranks are still sending
+                failure = exc
+            for name, sent in sending.items():
+                try:
+                    traffic.add(sent.result())
+                except PeerLost as exc:
+                    lost[name] = str(exc)
+        self._settle(engines, lost, failure)
+        return traffic
+
+    def drop(self, engine: EngineConnection) -> None:
+        """Aborts rank 0's end of the group; the other ranks drop theirs in the next transfer."""
+        name = self._names.pop(engine.id, None)
+        if name is not None and name in self._ends:
+            self._ends.pop(name).abort()
+
+    def leave(self, engine: EngineConnection) -> None:
+        """Makes the engine forget the group."""
+        if engine.id in self._names:
+            engine.ask("leave", [{}] * engine.tp)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._weights.mesh.device.type == "cuda"
+
+    def _describe(self, engines: EngineFleet) -> _Round:
+        """Says who takes part and what is new. Rank 0 only."""
+        links: list[Link] = []
+        new: list[list[list[Copy]]] = []
+        for engine in engines.alive:
+            known = [*self._recordings, *new]
+            if engine.slices not in known:
+                new.append(engine.slices)
+                known.append(engine.slices)
+            self._slots.setdefault(engine.id, len(self._slots))
+            link = Link(
+                name=self._names.setdefault(engine.id, f"weights-{uuid.uuid4().hex}"),
+                url=engine.url,
+                num_ranks=engine.tp,
+                slot=self._slots[engine.id] % self._weights.num_engines,
+                recording=known.index(engine.slices),
+                store=(engine.mailbox.address, engine.mailbox.port),
+                patience_s=engine.patience,
+                left_s=engine.deadline.left,
+            )
+            links.append(link)
+        return _Round(links, new)
+
+    def _learn(self, now: _Round) -> None:
+        """Plans new links, and forgets those that rank 0 has dropped. No rank waits for another here."""
+        weights, rank = self._weights, self._weights.mesh.rank
+        for recording in now.recordings:
+            self._recordings.append(recording)
+            self._covers.append(make_cover(self._atoms, recording, weights.dtype, piece_limit(weights.bucket_bytes)))
+        for link in now.links:
+            key = (link.recording, link.slot)
+            if key not in self._plans:
+                self._plans[key] = plan_transfer(
+                    self._covers[link.recording], link.slot, weights.num_engines, weights.bucket_bytes
+                )
+            trainers = self._plans[key].trainers
+            if link.name in self._ends:
+                self._ends[link.name].link = link
+            elif rank in trainers:
+                self._ends[link.name] = _TrainerEnd(link, trainers, rank, self._plans[key].sent_by(rank))
+
+    def _receive(self, engine: EngineConnection, now: _Round, traffic: Traffic) -> None:
+        """Has the engine receive what all ranks send it. Rank 0 only; raises EngineDown when the transfer was cut."""
+        link = next(link for link in now.links if link.name == self._names[engine.id])
+        flag = _Flag(link)
+        try:
+            requests = self._requests(engine, link)
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(engine.ask, "receive", requests)
+                _close_when_cut(engine, asked, flag)
+                answers = asked.result()
+        except Exception as exc:
+            cut = flag.reason
+            flag.raise_it(str(exc))  # no trainer may wait for an engine that does not come
+            if cut:
+                raise EngineDown(f"{engine} was lost in the transfer: {cut}") from exc
+            raise
+        if reasons := [answer["lost"] for answer in answers if answer["lost"]]:
+            raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
+        self._joined.add(link.name)
+        traffic.staging_bytes = max(traffic.staging_bytes, *(answer["staging_bytes"] for answer in answers))
+
+    def _requests(self, engine: EngineConnection, link: Link) -> list[dict]:
+        """Returns what each rank of the engine is asked, with its part of the plan unless it has that already."""
+        plan = self._plans[link.recording, link.slot]
+        trainers = plan.trainers
+        request = {
+            "group": link.name,
+            "size": len(trainers) + link.num_ranks,
+            "num_ranks": link.num_ranks,
+            "dtype": str(self._weights.dtype).removeprefix("torch."),
+            "patience_s": link.patience_s,
+            "left_s": link.left_s,
+            "join_s": min(_JOIN_S, link.left_s),
+        }
+        requests = []
+        for rank in range(link.num_ranks):
+            plan_key = ""
+            if link.name not in self._joined:
+                plan_key = engine.mailbox.new_key("plan")
+                engine.mailbox.put(plan_key, _described(plan.received_by(rank), trainers))
+            requests.append(request | {"rank": len(trainers) + rank, "plan": plan_key})
+        return requests
+
+    def _settle(self, engines: EngineFleet, lost: dict[str, str], failure: Exception | None) -> None:
+        """Collective. Sets aside engines that some rank could not fill; raises LeaderError for any other failure."""
+        everywhere = self._weights.mesh.gather_world(lost)
+
+        def settle() -> list[str]:
+            if failure is not None:
+                raise failure
+            reasons = {name: reason for part in everywhere for name, reason in part.items()}
+            engines.each(lambda engine: self._raise_lost(engine, reasons))
+            return list(self._names.values())
+
+        names = self._weights.mesh.from_main(settle, "reshard weights to engines")
+        for name in [name for name in self._ends if name not in names]:
+            self._ends.pop(name).abort()
+
+    def _raise_lost(self, engine: EngineConnection, reasons: dict[str, str]) -> None:
+        name = self._names[engine.id]
+        if name in reasons:
+            raise EngineDown(f"a trainer lost {engine} in the transfer: {reasons[name]}")
+
+
+class _TrainerEnd:
+    """This rank's end of one link."""
+
+    def __init__(self, link: Link, trainers: list[int], rank: int, batches: Batches):
+        self.link = link
+        self._rank, self._num_trainers = trainers.index(rank), len(trainers)
+        self._batches = [  # with peers as ranks of the group, in which the trainers come first
+            [Message(self._num_trainers + message.peer, message.tag, message.places) for message in batch]
+            for batch in batches
+        ]
+        self._group: EngineGroup | None = None
+
+    def send(self, weights: TrainerWeights) -> Traffic:
+        """Sends all batches, joining the engine first if need be. Raises PeerLost."""
+        link, deadline = self.link, Deadline(self.link.left_s)
+        device = weights.mesh.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own
+        try:
+            if self._group is None:
+                self._group = self._join(device, min(_JOIN_S, link.left_s))
+                self._group.set_timeout(link.left_s)
+            return send_batches(
+                self._group,
+                self._batches,
+                weights.parameters(),
+                weights.dtype,
+                lambda: Deadline(min(link.patience_s, deadline.left)),
+            )
+        except PeerLost as exc:
+            _Flag(link).raise_it(str(exc))
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Ends the group, whatever state the others are in."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+    def _join(self, device: torch.device, timeout_s: float) -> EngineGroup:
+        link = self.link
+        store = _open(link, timeout_s)
+        ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
+        _wait_until(lambda: store.check(ready), Deadline(timeout_s), _Flag(link, store), f"{link.url} to join")
+        size = self._num_trainers + link.num_ranks
+        return join_group(store, link.name, self._rank, size, device, address_towards(link.url), timeout_s)
+
+
+class _Flag:
+    """Says to all ranks of a link, through the store on rank 0, that it is cut and nobody need wait for it."""
+
+    def __init__(self, link: Link, store: TCPStore | None = None):
+        self._key, self._store = f"{link.name}/cut", store or _open(link, _JOIN_S)
+
+    def raise_it(self, reason: str) -> None:
+        """Says so, unless it is said already."""
+        if not self.reason:
+            self._store.set(self._key, reason or "unknown")
+
+    @property
+    def reason(self) -> str:
+        """Returns why the link is cut, "" while it is not."""
+        return self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+
+
+def _open(link: Link, timeout_s: float) -> TCPStore:
+    address, port = link.store
+    return TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _wait_until(done: Callable[[], bool], deadline: Deadline, flag: _Flag, what: str) -> None:
+    while not done():
+        if reason := flag.reason:
+            raise PeerLost(reason)
+        if deadline.over:
+            raise PeerLost(f"waited {deadline.seconds:.0f} s for {what}")
+        time.sleep(_POLL_S)
+
+
+def _close_when_cut(engine: EngineConnection, asked: Future, flag: _Flag) -> None:
+    """Waits for an engine's answer, and ends the wait when another rank has lost the engine."""
+    while not asked.done():
+        if flag.reason:
+            engine.close()
+            return
+        time.sleep(_POLL_S)
+
+
+def _described(batches: Batches, trainers: list[int]) -> list:
+    """Returns what an engine rank receives as JSON can carry it, with peers as ranks of the group."""
+    ranks = {trainer: rank for rank, trainer in enumerate(trainers)}
+    return [
+        [(ranks[message.peer], message.tag, [astuple(place) for place in message.places]) for message in batch]
+        for batch in batches
+    ]

@@ -1,0 +1,160 @@
+"""The plan of a point-to-point transfer, carried out in plain tensors: what arrives is right and comes once."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from megagrpo.weights.record import Copy
+from megagrpo.weights.reshard_plan import make_cover, piece_limit, plan_transfer, trainer_atoms
+
+SPECS = {
+    "embed": ((24, 8), torch.float32),
+    **{f"expert.{e}.{part}": ((6, 8), torch.float32) for e in range(4) for part in ("gate", "up")},
+    **{f"expert.{e}.down": ((8, 6), torch.float32) for e in range(4)},
+    "norm": ((8,), torch.float32),
+    "scale": ((), torch.float32),
+}
+
+
+def rows(name, start, count, parameter, offset=0, width=None):
+    """A copy of rows of an HF tensor into a parameter, at an element offset, in rows of `width` elements."""
+    columns = SPECS[name][0][1]
+    return Copy(name, (start, 0), (count, columns), parameter, offset, (width or columns, 1))
+
+
+def trainers(tp: int, ep: int, replicas: int) -> list[list[Copy]]:
+    """Rows of the embedding over tp; gate and up fused, down transposed, experts over ep; all else everywhere."""
+    everyone = []
+    for rank in range(tp * ep * replicas):
+        t, e = rank % tp, rank // tp % ep
+        part = 24 // tp
+        copies = [rows("embed", t * part, part, "embedding")]
+        for k in range(4 // ep):
+            expert = e * (4 // ep) + k
+            copies.append(rows(f"expert.{expert}.gate", 0, 6, f"fc1.{k}"))
+            copies.append(rows(f"expert.{expert}.up", 0, 6, f"fc1.{k}", 48))
+            copies.append(Copy(f"expert.{expert}.down", (0, 0), (8, 6), f"fc2.{k}", 0, (1, 8)))
+        copies.append(Copy("norm", (0,), (8,), "norm", 0, (1,)))
+        copies.append(Copy("scale", (), (), "scale", 0, ()))
+        everyone.append(copies)
+    return everyone
+
+
+def engine(tp: int, ep: int) -> list[list[Copy]]:
+    """All experts of a rank in one parameter each for gate and up, and down; the embedding twice, as if untied."""
+    ranks = []
+    for rank in range(tp):
+        part, moe_tp = 24 // tp, tp // ep
+        copies = [rows("embed", rank * part, part, name) for name in ("embed", "head")]
+        own, t = rank // moe_tp, rank % moe_tp
+        half = 6 // moe_tp
+        for k in range(4 // ep):
+            expert = own * (4 // ep) + k
+            copies.append(rows(f"expert.{expert}.gate", t * half, half, "w13", k * 16 * half))
+            copies.append(rows(f"expert.{expert}.up", t * half, half, "w13", k * 16 * half + 8 * half))
+            copies.append(Copy(f"expert.{expert}.down", (0, t * half), (8, half), "w2", k * 8 * half, (half, 1)))
+        copies.append(Copy("norm", (0,), (8,), "norm", 0, (1,)))
+        copies.append(Copy("scale", (), (), "scale", 0, ()))
+        ranks.append(copies)
+    return ranks
+
+
+def storage(copies: list[Copy], hf: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+    """The parameters of one rank, flat: filled from HF tensors, or with NaN."""
+    sizes = Counter()
+    for c in copies:
+        last = c.offset + sum((n - 1) * s for n, s in zip(c.size, c.strides, strict=True)) + 1
+        sizes[c.parameter] = max(sizes[c.parameter], last)
+    live = {name: torch.full((size,), torch.nan) for name, size in sizes.items()}
+    for c in copies if hf is not None else ():
+        box = hf[c.hf][tuple(slice(a, a + n) for a, n in zip(c.start, c.size, strict=True))]
+        c.view(live).copy_(box)
+    return live
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 512, 96])
+@pytest.mark.parametrize("engine_layout", [(1, 1), (2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("trainer_layout", [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 2), (4, 1, 3)])
+def test_what_arrives_is_what_the_loader_would_have_written(trainer_layout, engine_layout, bucket_bytes):
+    generator = torch.Generator().manual_seed(3)
+    hf = {name: torch.randn(shape, generator=generator) for name, (shape, _) in SPECS.items()}
+    everyone, receivers, slots = trainers(*trainer_layout), engine(*engine_layout), 2
+    atoms = trainer_atoms(everyone, SPECS)
+    cover = make_cover(atoms, receivers, torch.float32, piece_limit(bucket_bytes))
+    assert cover.total_bytes == 4 * sum(c.box.numel for copies in receivers for c in copies)
+    ours = [storage(copies, hf) for copies in everyone]
+    for slot in range(slots):
+        plan = plan_transfer(cover, slot, slots, bucket_bytes)
+        live = [storage(copies, None) for copies in receivers]
+        wire = {}
+        for rank in range(len(everyone)):
+            for batch in plan.sent_by(rank):
+                for m in batch:
+                    values = torch.cat([place.view(ours[rank]).reshape(-1) for place in m.places])
+                    assert (rank, m.peer, m.tag) not in wire
+                    wire[rank, m.peer, m.tag] = values
+        for rank, parameters in enumerate(live):
+            for batch in plan.received_by(rank):
+                for m in batch:
+                    values = wire.pop((m.peer, rank, m.tag))
+                    for part, place in zip(values.split([p.numel for p in m.places]), m.places, strict=True):
+                        target = place.view(parameters)
+                        assert target.isnan().all(), "an element is written twice"
+                        target.copy_(part.view(place.size))
+        assert not wire, "what is sent is received"
+        for copies, parameters in zip(receivers, live, strict=True):
+            for name, expected in storage(copies, hf).items():
+                assert torch.equal(parameters[name], expected), name
+
+
+def test_tags_and_batches_agree_on_both_ends_and_batches_are_bounded():
+    bucket_bytes = 256
+    cover = make_cover(trainer_atoms(trainers(2, 2, 2), SPECS), engine(2, 1), torch.float32, piece_limit(bucket_bytes))
+    plan = plan_transfer(cover, 0, 1, bucket_bytes)
+    for end in (plan.sources, cover.targets):
+        for rank in np.unique(end):
+            mine = end == rank
+            for batch in np.unique(plan.batches[mine]):
+                assert cover.num_bytes[mine & (plan.batches == batch)].sum() <= bucket_bytes // 2, "two are in flight"
+    assert len(np.unique(plan.batches)) > 1 and cover.num_bytes.max() <= bucket_bytes
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 8])
+def test_replicas_share_the_work_evenly_and_serve_few_engines_each(slots):
+    everyone = trainers(1, 1, 4)
+    cover = make_cover(trainer_atoms(everyone, SPECS), engine(2, 1), torch.float32, 16)
+    sent, engines_of = Counter(), {rank: set() for rank in range(4)}
+    for slot in range(slots):
+        plan = plan_transfer(cover, slot, slots, 1 << 20)
+        for rank in range(4):
+            sent[rank] += int(cover.num_bytes[plan.sources == rank].sum())
+            if rank in plan.trainers:
+                engines_of[rank].add(slot)
+    assert max(sent.values()) - min(sent.values()) <= 64 * slots, sent
+    assert max(map(len, engines_of.values())) <= -(-slots // 4) + 1
+
+
+def test_coalesced_runs_are_long_where_both_sides_are_contiguous():
+    cover = make_cover(trainer_atoms(trainers(1, 1, 1), SPECS), engine(1, 1), torch.float32, 1 << 20)
+    fused = [place for place in cover.received if place.parameter == "w13"]
+    assert [place.size for place in fused] == [(96,)] * 4, "gate and up of one expert are one run on both sides"
+
+
+def test_a_tensor_that_no_trainer_holds_is_named():
+    with pytest.raises(ValueError, match=r"HF tensor norm \(8,\): no trainer rank holds 8 of its 8 elements"):
+        trainer_atoms([[c for c in trainers(1, 1, 1)[0] if c.hf != "norm"]], SPECS)
+
+
+def test_tied_weights_at_two_places_are_sent_from_the_place_that_most_ranks_share():
+    everyone = [trainers(1, 1, 1)[0] for _ in range(3)]
+    everyone[0] = [rows("embed", 0, 24, "output") if c.hf == "embed" else c for c in everyone[0]]
+    (atom,) = trainer_atoms(everyone, SPECS)["embed"]
+    assert atom.ranks == (1, 2) and atom.copy.parameter == "embedding"
+
+
+def test_the_same_plan_on_every_rank_whatever_the_lists_share():
+    one = trainers(2, 1, 1)
+    shared, separate = [one[0], one[1]] * 2, trainers(2, 1, 2)
+    assert trainer_atoms(shared, SPECS) == trainer_atoms(separate, SPECS)
