@@ -61,9 +61,7 @@ class OneEngine:
         """Start the processes; several engines start at once when `finish_start` is called later."""
         nodes = self.config.rollout.nodes_per_engine
         *self.ports, meeting = free_ports(nodes + 1)
-        self.logs = [
-            self.folder / f"{self.info.id}-{self.info.incarnation}.node-{rank}.log" for rank in range(nodes)
-        ]
+        self.logs = [self.folder / f"{self.info.id}-{self.info.incarnation}.node-{rank}.log" for rank in range(nodes)]
         self.processes = []
         for rank, (port, log) in enumerate(zip(self.ports, self.logs, strict=True)):
             place = ServerPlace(rank, "127.0.0.1", port, f"127.0.0.1:{meeting}", cuda=False, num_cores=os.cpu_count())

@@ -1,11 +1,10 @@
-"""One publish of every family, trainer layout and engine layout: the engines' parameters against those that `disk` gives.
+"""Publishes by every family, trainer layout and engine layout: the engines' parameters against those `disk` gives.
 
 The trainers are Megatron actors on the pool of ranks (tests/dist/workers/pool.py), the engines real ones. The test
 runs pairs of these cases, bench/transports.py all of them.
 """
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,6 +126,31 @@ def run_case(
         return pool.run(world, publish_and_compare, case, model, list(infos), tuple(transports), Path(folder))[0]
 
 
+def run_engine_cases(
+    pool: RankPool, cases: Sequence[TransportCase], folder: Path, transports: Sequence[str]
+) -> Iterator[dict]:
+    """Run cases of one family and one engine layout, whose engines start once; yields their rows."""
+    (family,), (engines,) = {case.family for case in cases}, {case.engines for case in cases}
+    if possible := [case for case in cases if case.possible]:
+        model = folder / family if (folder / family).exists() else make_model(folder / family, family)
+        with running_engines(model, engines, folder) as infos:
+            for case in possible:
+                yield from run_case(pool, case, model, infos, transports)
+
+
+def problems_of(row: dict) -> list[str]:
+    """What of a row is not as it must be."""
+    name = f"{row['family']}, trainers {row['trainers']}, engines {row['engines']}, {row['transport']}"
+    problems = []
+    if row["wrong"]:
+        problems.append(f"{name}: not what disk gives: {', '.join(row['wrong'])}")
+    if row["changed"] != row["parameters"]:
+        problems.append(f"{name}: {row['parameters'] - row['changed']} parameters were not changed by other weights")
+    if row["transport"] == "reshard" and row["report"]["wire_bytes"] != row["lower_bound"]:
+        problems.append(f"{name}: {row['report']['wire_bytes']:.0f} bytes on the wire, not {row['lower_bound']}")
+    return problems
+
+
 def publish_and_compare(
     rank: int, case: TransportCase, model: Path, infos: list[EngineInfo], transports: tuple[str, ...], folder: Path
 ) -> list[dict]:
@@ -216,5 +240,5 @@ def checksums(info: EngineInfo) -> dict[str, str]:
 def lower_bound(exchange: Exchange) -> int:
     """Bytes of all elements that the engine ranks' parameters take from HF tensors, each once."""
     engines = exchange._fleet.alive  # what the engines themselves recorded
-    elements = sum(part.source.box.numel for engine in engines for part in engine.all_slices)
+    elements = sum(part.box.numel for engine in engines for part in engine.all_slices)
     return elements * exchange._dtype.itemsize
