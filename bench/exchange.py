@@ -22,14 +22,13 @@ Writes bench/results/exchange.{json,md}.
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -45,7 +44,7 @@ from engine_process import START_S, free_ports  # noqa: E402
 from megagrpo.config.preparation import TinyModelConfig  # noqa: E402
 from megagrpo.families.table import architecture_of  # noqa: E402
 from megagrpo.hf_files import write_hf_folder  # noqa: E402
-from megagrpo.processes import stop_tree  # noqa: E402
+from megagrpo.processes import spawn, stop_tree  # noqa: E402
 from megagrpo.tiny.description import hf_config  # noqa: E402
 from megagrpo.tiny.model import character_tokenizer, random_tensors  # noqa: E402
 
@@ -68,11 +67,13 @@ def main() -> None:
     parser.add_argument("--bucket-mb", type=float, default=64.0, help="weights.bucket_mb")
     args = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as temporary:
+    models = [model.resolve() for model in args.model or ()]
+    # `python -m` looks for a package in the working directory first, and this one may be the repository.
+    with tempfile.TemporaryDirectory() as temporary, chdir(temporary):
         folder = Path(temporary)
-        for model in args.model or [random_model(folder / "random-llama-138M")]:
+        for model in models or [random_model(folder / "random-llama-138M")]:
             for ranks in args.engine_ranks:
-                rows += measure(model.resolve(), ranks, args, folder)
+                rows += measure(model, ranks, args, folder)
     ratios = list(compared(rows))
     data = provenance() | {"load": os.getloadavg(), "bucket_mb": args.bucket_mb, "rows": rows, "ratios": ratios}
     write_results("exchange", data, HEADER, [_line(row) for row in rows])
@@ -144,7 +145,7 @@ def old_package(folder: Path) -> Path:
 
 
 @contextmanager
-def running_engines(job: dict, package: Path, folder: Path) -> Iterator[list[psutil.Process]]:
+def running_engines(job: dict, package: Path, folder: Path) -> Iterator[list[subprocess.Popen]]:
     """Starts the job's engines under that state of the package and adds their addresses to the job."""
     job["ports"] = free_ports(job["rollout"]["num_engines"])
     job["urls"] = [f"http://127.0.0.1:{port}" for port in job["ports"]]
@@ -154,26 +155,20 @@ def running_engines(job: dict, package: Path, folder: Path) -> Iterator[list[psu
     assert done.returncode == 0, done.stderr
     how = json.loads(done.stdout)
     env = _environment(how["environment"] | {"MEGAGRPO_API_KEY": API_KEY}, [*how["python_path"], package])
-    servers, log = [], folder / "engines.log"
+    log = folder / "engines.log"
+    log.unlink(missing_ok=True)
+    servers = [spawn(words, env, log) for words in how["words"]]
     try:
-        with log.open("wb") as output:
-            for words in how["words"]:
-                servers.append(
-                    psutil.Popen(
-                        words, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
-                    )
-                )
         for url in job["urls"]:
             _wait_for(url, servers, log)
         yield servers
     finally:
         for server in servers:
-            with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
+            stop_tree(server.pid, 0.0)
             server.wait()
 
 
-def _wait_for(url: str, servers: list[psutil.Process], log: Path) -> None:
+def _wait_for(url: str, servers: list[subprocess.Popen], log: Path) -> None:
     end = time.monotonic() + START_S
     while True:
         with suppress(httpx.HTTPError):
@@ -184,23 +179,18 @@ def _wait_for(url: str, servers: list[psutil.Process], log: Path) -> None:
         time.sleep(0.3)
 
 
-def publishes(job: dict, package: Path, servers: list[psutil.Process], folder: Path) -> dict:
+def publishes(job: dict, package: Path, servers: list[subprocess.Popen], folder: Path) -> dict:
     """Runs the trainers; returns medians of what they reported, and the extra memory of either side."""
     (port,) = free_ports(1)
     meeting = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     log = folder / "trainers.log"
     words = _role("train", job, folder)
-    trainers: list[psutil.Process] = []
+    log.unlink(missing_ok=True)
+    ranks = [meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORLD)]
+    trainers = [spawn(words, _environment(variables, [package]), log) for variables in ranks]
     try:
-        with log.open("wb") as output:
-            for rank in range(WORLD):
-                env = _environment(meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, [package])
-                trainers.append(
-                    psutil.Popen(
-                        words, env=env, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
-                    )
-                )
-        schedulers = [p for s in servers for p in s.children(recursive=True) if p.name().startswith("sglang::schedul")]
+        below = [process for server in servers for process in psutil.Process(server.pid).children(recursive=True)]
+        schedulers = [process for process in below if process.name().startswith("sglang::schedul")]
         memory = _Memory([process.pid for process in (*trainers, *schedulers)])
         with memory:
             while any(trainer.poll() is None for trainer in trainers) and not any(t.poll() for t in trainers):
