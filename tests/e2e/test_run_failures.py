@@ -56,9 +56,10 @@ def during_rollout(log: str) -> bool:
 
 
 def during_update(log: str) -> bool:
-    """Some buckets have come, not all."""
-    since = log.rpartition("POST /begin_weight_update")[2]
-    return "POST /update_weights_from_distributed" in since and "POST /end_weight_update" not in since
+    """The session in which weights come is open; the next one proves them."""
+    since = log.rpartition("POST /pause_generation")[2]
+    is_open = since.rfind("POST /begin_weight_update") > since.rfind("POST /end_weight_update")
+    return is_open and "POST /flush_cache" not in since
 
 
 def kill_engine(job: Job, folder: Path, now: Callable[[str], bool]) -> dict:
