@@ -28,13 +28,7 @@ from megagrpo.weights.digest_batches import CopyBatches
 from megagrpo.weights.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.mailbox import address_towards, decode, encode
 from megagrpo.weights.moving import receive_batches
-    recording = record_engine_model(model, specs, request["allow_computed"])
-    _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
-    names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
-    _whole[model] = _WholeTensors([_whole_copy(name, specs[name][0]) for name in names])
-    problems = coverage_problems(recording, parameters)
-    if request["dummy_start"]:
-        problems += _random_buffers(model, recording)
+from megagrpo.weights.record import Copy, Recording, Specs, coverage_problems, record
 from megagrpo.weights.reshard_plan import Batches, Message, Place
 from megagrpo.weights.views import Box, row_major
 
