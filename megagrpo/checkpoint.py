@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -25,15 +25,22 @@ from typing import Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from megagrpo import __version__
+from megagrpo.checkpoint_folder import (
+    PARTIAL,
+    Layout,
+    checkpoint_folder,
+    finished_checkpoints,
+    is_reshardable,
+    layout_problem,
+    manifest_bytes,
+)
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.types import TrainState
 
-_PARTIAL = ".partial"
 _WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch names the files of a rank so
 T = TypeVar("T")
 SizeAndCrc = tuple[int, int]  # bytes, CRC-32
-Layout = Mapping[str, int | None]  # ActorConfig.layout
 
 
 @dataclass(frozen=True)
@@ -142,28 +149,6 @@ class Checkpointer:
             self._pending = None
 
 
-def checkpoint_folder(root: Path, step: int) -> Path:
-    """The checkpoint of the state after `step` steps."""
-    return root / f"step_{step:06d}"
-
-
-def latest(root: Path, at_most: int | None = None) -> Path | None:
-    """Returns the finished checkpoint of the highest step (up to `at_most`), or None; an interrupted save is none."""
-    found = _finished(root)
-    if at_most is not None:
-        found = [p for p in found if p <= checkpoint_folder(root, at_most)]
-    return found[-1] if found else None
-
-
-def _finished(root: Path) -> list[Path]:
-    return sorted(p for p in root.glob("step_*") if p.is_dir() and not p.name.endswith(_PARTIAL))
-
-
-def is_reshardable(folder: Path) -> bool:
-    """Whether any layout can load a finished checkpoint. Those before this was recorded all were reshardable."""
-    return bool(json.loads((folder / "state.json").read_text()).get("reshardable", True))
-
-
 def begin(
     root: Path, state: TrainState, identity: RunIdentity, retention: Retention, plan_save: PlanSave, mesh: Mesh
 ) -> "PendingSave":
@@ -182,7 +167,7 @@ class PendingSave:
 
     def __init__(self, root: Path, state: TrainState, identity: RunIdentity, retention: Retention, mesh: Mesh):
         self.target = checkpoint_folder(root, state.step)
-        self.partial = self.target.with_name(self.target.name + _PARTIAL)
+        self.partial = self.target.with_name(self.target.name + PARTIAL)
         self._description = {
             "train": asdict(state),
             "identity": identity.model,
@@ -229,9 +214,9 @@ class PendingSave:
         entries = written | {self._name(path): _size_and_crc(path) for path in rest}
         _write_json(self.partial / "manifest.json", entries)
         if self.target.exists():  # renamed, not removed: nothing would be there meanwhile
-            os.replace(self.target, self.target.with_name(f"{self.target.name}.replaced{_PARTIAL}"))
+            os.replace(self.target, self.target.with_name(f"{self.target.name}.replaced{PARTIAL}"))
         os.replace(self.partial, self.target)
-        interrupted = self.target.parent.glob(f"step_*{_PARTIAL}")
+        interrupted = self.target.parent.glob(f"step_*{PARTIAL}")
         for folder in [*_superfluous(self.target, self._retention), *interrupted]:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -263,21 +248,15 @@ class PendingSave:
 
 def _superfluous(newest: Path, retention: Retention) -> list[Path]:
     """Returns the checkpoints that make room for `newest`: older ones alone, whatever else lies there."""
-    finished = _finished(newest.parent)
+    finished = finished_checkpoints(newest.parent)
     older = [p for p in finished if p < newest]
     num_dropped = max(len(finished) - retention.count, 0)
     if retention.max_bytes is not None:
-        total = sum(_manifest_bytes(p) for p in finished if p not in older[:num_dropped])
+        total = sum(manifest_bytes(p) for p in finished if p not in older[:num_dropped])
         while num_dropped < len(older) and total > retention.max_bytes:
-            total -= _manifest_bytes(older[num_dropped])
+            total -= manifest_bytes(older[num_dropped])
             num_dropped += 1
     return older[:num_dropped]
-
-
-def _manifest_bytes(folder: Path) -> int:
-    """Returns what a checkpoint's files have together; 0 where no manifest says so."""
-    manifest = folder / "manifest.json"
-    return sum(size for size, _ in json.loads(manifest.read_text()).values()) if manifest.is_file() else 0
 
 
 def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None], mesh: Mesh) -> TrainState:
@@ -309,8 +288,7 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
         )
     try:
         manifest = json.loads(manifest_file.read_text())
-        saved = json.loads((folder / "state.json").read_text())
-        model = saved["identity"]
+        model = json.loads((folder / "state.json").read_text())["identity"]
     except (OSError, ValueError, KeyError) as exc:
         raise ValueError(f"checkpoint {folder}: manifest.json or state.json is not readable: {exc}") from exc
     different = [
@@ -320,8 +298,8 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     ]
     if different:
         raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(different))
-    if not saved.get("reshardable", True) and saved["layout"] != identity.layout:
-        raise ValueError(_layout_refusal(folder, saved["layout"], identity.layout))
+    if problem := layout_problem(folder, identity.layout):
+        raise ValueError(problem)
     for index, (name, (size, crc)) in enumerate(sorted(manifest.items())):
         writer = _WRITER.search(name)
         if (int(writer[1]) if writer else index) % mesh.world_size != mesh.rank:
@@ -333,22 +311,6 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
             raise ValueError(f"checkpoint file {file} has {file.stat().st_size} bytes, its manifest says {size}")
         if _crc(file) != crc:
             raise ValueError(f"checkpoint file {file} is corrupt: its CRC-32 differs from the manifest")
-
-
-def _layout_refusal(folder: Path, saved: Layout, own: Layout) -> str:
-    whole = [p for p in _finished(folder.parent) if p < folder and (p / "manifest.json").is_file()]
-    older = [p.name for p in whole if is_reshardable(p)]
-    there = f"; or move it away: {older[-1]} beside it can be loaded by any layout" if older else ""
-    return (
-        f"checkpoint {folder} can be loaded by its own layout alone ({_in_words(saved)}), this run has another "
-        f"({_in_words(own)}). Start it once more under its own layout and ask it to stop (SIGUSR1 to the launcher), "
-        f"with checkpoint.reshardable last or always: it then saves in the form that any layout loads{there}"
-    )
-
-
-def _in_words(layout: Layout) -> str:
-    """Names a layout: the ranks, and each size that is not 1."""
-    return ", ".join(f"{name} {size}" for name, size in layout.items() if name == "ranks" or size not in (None, 1))
 
 
 def _size_and_crc(path: Path) -> SizeAndCrc:

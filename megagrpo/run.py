@@ -11,6 +11,7 @@ from megagrpo import checkpoint, environment
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.checkpoint import Checkpointer, RunIdentity
+from megagrpo.checkpoint_folder import latest
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
@@ -276,7 +277,7 @@ def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> 
     """
     options = config.checkpoint
     # the main rank's view: that of other nodes may be seconds older on a shared file system
-    own = mesh.gather_world(checkpoint.latest(folder.checkpoints))[0]
+    own = mesh.gather_world(latest(folder.checkpoints))[0]
     again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int("SLURM_RESTART_COUNT", 0)
     if own is not None and options.resume == "never" and not again:
         raise ValueError(

@@ -157,7 +157,7 @@ def _copies_group() -> torch.distributed.ProcessGroup:
 def _live_tensors(actor: MegatronActor) -> Iterator[Tensor]:
     """Yields the tensors of model and optimiser, which a step changes."""
     for chunk in actor.chunks:
-        yield from (t for t in chunk.state_dict(keep_vars=True).values() if isinstance(t, Tensor))
+        yield from (*chunk.parameters(), *chunk.buffers())
     for part in _parts(actor):
         for group in part.optimizer.param_groups:
             yield from group["params"]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megagrpo import checkpoint
 from megagrpo.checkpoint import Retention, RunIdentity
+from megagrpo.checkpoint_folder import latest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
@@ -71,7 +72,7 @@ class NoActor:
 def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
     """Steps of the loop without training, continued from the folder's checkpoint; one more checkpoint after each."""
     state = TrainState()
-    if found := checkpoint.latest(folder):
+    if found := latest(folder):
         state = checkpoint.load(found, ANY, lambda _: None, mesh)
         state.surplus = deal_surplus(state.surplus, mesh)
     source, steps = Source(mesh), []
@@ -135,9 +136,9 @@ def test_selection_does_not_depend_on_the_layout(tmp_path, world):
 
 def test_surplus_comes_back_from_a_checkpoint_as_it_was(tmp_path):
     steps = run_steps(tmp_path, alone(), 2)
-    state = checkpoint.load(checkpoint.latest(tmp_path), ANY, lambda _: None, alone())
+    state = checkpoint.load(latest(tmp_path), ANY, lambda _: None, alone())
     assert state.surplus == steps[-1]["surplus"] and isinstance(state.surplus[0].samples[0], Sample)
-    assert json.loads((checkpoint.latest(tmp_path) / "state.json").read_text())["train"]["surplus"]
+    assert json.loads((latest(tmp_path) / "state.json").read_text())["train"]["surplus"]
 
 
 def test_too_few_groups_is_an_error_that_says_what_to_do():

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.checkpoint import Checkpointer, Retention, RunIdentity, begin, is_reshardable, latest, load
+from megagrpo import checkpoint
+from megagrpo.checkpoint import Checkpointer, Retention, RunIdentity, begin, load
+from megagrpo.checkpoint_folder import is_reshardable, latest
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.types import TrainState
@@ -188,7 +190,9 @@ def test_bytes_are_bounded_but_the_newest_stays(tmp_path: Path, keep_gb: float |
     assert saved(tmp_path) == left
 
 
-def test_a_manifest_has_the_checksums_that_were_computed_while_writing(tmp_path: Path):
+def test_checksums_are_those_of_the_writer_and_its_files_are_not_read_again(tmp_path: Path, monkeypatch):
+    read = []
+    monkeypatch.setattr(checkpoint, "_crc", lambda path: read.append(path.name) or 0)
     folder = begin(tmp_path, TrainState(step=1), ANY, Retention(1), Plan, MESH).finish()
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["actor/weights"] == [7, zlib.crc32(b"weights")]
+    assert manifest["actor/weights"] == [7, zlib.crc32(b"weights")] and read == ["state.json"]

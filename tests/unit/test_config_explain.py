@@ -152,6 +152,21 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(tm
         preflight(load_config(QUICKSTART, ["model.path=other"]))
 
 
+def test_preflight_finds_a_checkpoint_of_another_layout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(QUICKSTART)
+    folder = Path(config.output_dir) / "checkpoints" / "step_000003"
+    folder.mkdir(parents=True)
+    state = {"layout": config.actor.layout, "reshardable": False}
+    for change, problems in (({}, 0), ({"layout": {"ranks": 4, "tp": 2}}, 1), ({"reshardable": True}, 0)):
+        state |= change
+        (folder / "state.json").write_text(json.dumps(state))
+        found = preflight(config)
+        assert len(found) == problems and all(
+            "step_000003 can be loaded by its own layout alone (ranks 4, tp 2)" in text for text in found
+        )
+
+
 def test_explain_says_what_a_step_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train = "train={num_steps: 5, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
