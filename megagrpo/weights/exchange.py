@@ -9,6 +9,7 @@ its restart.
 import hashlib
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
@@ -64,7 +65,13 @@ class Exchange:
         # By engine and rank: where among the expected digests those of its slices are.
         self._places: weakref.WeakKeyDictionary[EngineConnection, list[np.ndarray]] = weakref.WeakKeyDictionary()
         self._transport = TRANSPORTS[config.weights.transport](trainers)
-        self._fleet = EngineFleet(config, registry, weights.hf_specs, drop=self._transport.drop)
+        self._fleet = EngineFleet(
+            config,
+            registry,
+            weights.hf_specs,
+            drop=self._transport.drop,
+            past_loader=self._transport.past_loader,
+        )
 
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
         """Collective. Updates all usable engines, or those in `only`, to the actor's present weights, called `version`.
@@ -110,10 +117,11 @@ class Exchange:
         """Collective. Updates these engines and returns the ids of those that died, came back and are still needed."""
         with timer("connect"):
             self._open(ids, deadline, writing=True)  # pause
-        with timer("transfer"):
+        with timer("transfer"), ThreadPoolExecutor(1) as pool:
+            digesting = pool.submit(self._digests.local)  # while the wire is busy
             traffic.add(self._transport.transfer(version, self._fleet, timer))  # begin -> transfer -> end
         with timer("digest"):
-            expected = self._digests.compute()
+            expected = self._digests.total(digesting.result())
         with timer("verify"):
             self._mesh.from_main(
                 lambda: self._fleet.each(lambda engine: self._admit(engine, version, expected)), "verify weights"
