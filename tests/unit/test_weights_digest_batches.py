@@ -18,6 +18,7 @@ from megagrpo.weights.record import Copy, record_copies
 from megagrpo.weights.views import Box
 
 EXPERTS, INNER, HIDDEN = 6, 4, 5
+REQUEST = {"specs": "", "allow_computed": False, "dummy_start": False}
 
 
 def test_long_runs_of_constant_steps():
@@ -169,7 +170,7 @@ def test_an_engine_answers_in_the_order_of_its_copies_and_names_what_no_digest_c
     hf = hf_tensors(torch.bfloat16) | {f"bias{k}": torch.arange(EXPERTS).bfloat16() for k in range(3)}
     engine = Engine()
     specs = {name: (tuple(tensor.shape), "bfloat16") for name, tensor in hf.items()}
-    record = engine_loader._record(engine, {"specs": ""}, SimpleNamespace(get=lambda key: encode(specs)))
+    record = engine_loader._record(engine, REQUEST, SimpleNamespace(get=lambda key: encode(specs)))
     engine.load_weights(hf.items())
 
     def answer() -> tuple[list[int], list[str]]:
