@@ -1,6 +1,6 @@
 """How fast are digests and their comparison? Slices like those of a large model, in one run with what was there before.
 
-    python bench/digest.py [--threads 1] [--device cpu]
+    python bench/digest.py [--threads 1] [--device cpu] [--parts slices batches comparison]
 
 - One slice: this digest, the hash of every element of commit 51f2e56 (mix64 of its linear index), and reading alone
   (torch's own sum of the same bits as integers). bench/results/digest.{json,md}
@@ -44,6 +44,7 @@ BATCHES = {
 LAYERS, EXPERTS, HIDDEN, EXPERT_INNER = 94, 128, 4096, 1536  # Qwen3-235B-A22B
 FLEETS = {"8 engines, TP8 with EP8": (8, 8), "32 engines, TP8 with EP8": (32, 8), "16 engines, TP8 without EP": (16, 1)}
 TP = 8
+PARTS = ("slices", "batches", "comparison")
 HEADER = ("slice", "dtype", "this digest, M elements/s", "hash of every element, M/s", "ratio", "reading, M/s")
 
 
@@ -51,17 +52,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     data = {**provenance(), "threads": args.threads, "device": args.device}
-    rows = _slices(args.device)
-    write_results("digest", data | {"rows": rows}, HEADER, [_line(row) for row in rows])
-    rows = _batches(args.device)
-    header = ("slices", "a call each, M elements/s", "one call, M elements/s", "ratio")
-    write_results("digest_batches", data | {"rows": rows}, header, [_batch_line(row) for row in rows])
-    rows = [_comparison(name, *fleet) for name, fleet in FLEETS.items()]
-    header = ("fleet", "slices", "Python per slice, s a publish", "arrays, s a publish", "ratio", "s once an engine")
-    write_results("digest_comparison", data | {"rows": rows}, header, [_comparison_line(row) for row in rows])
+    if "slices" in args.parts:
+        rows = _slices(args.device)
+        write_results("digest", data | {"rows": rows}, HEADER, [_line(row) for row in rows])
+    if "batches" in args.parts:
+        rows = _batches(args.device)
+        header = ("slices", "a call each, M elements/s", "one call, M elements/s", "ratio")
+        write_results("digest_batches", data | {"rows": rows}, header, [_batch_line(row) for row in rows])
+    if "comparison" in args.parts:
+        rows = [_comparison(name, *fleet) for name, fleet in FLEETS.items()]
+        head = ("fleet", "slices", "Python per slice, s a publish", "arrays, s a publish", "ratio", "once an engine, s")
+        write_results("digest_comparison", data | {"rows": rows}, head, [_comparison_line(row) for row in rows])
 
 
 def _slices(device: str) -> list[dict]:
