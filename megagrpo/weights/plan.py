@@ -16,6 +16,7 @@ from torch import Tensor
 from megagrpo.mesh import Mesh
 from megagrpo.weights.moving import Traffic
 from megagrpo.weights.record import Copy, Specs
+from megagrpo.weights.reshard_plan import trainer_atoms
 from megagrpo.weights.views import Box
 
 
@@ -44,28 +45,14 @@ def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[s
     to send then), else to the rank with the least work so far, the lowest on ties. Raises ValueError naming an HF
     tensor of which no rank holds some elements.
     """
-    holders: dict[str, dict[Box, dict[int, Copy]]] = {name: {} for name in specs}
-    for rank, copies in enumerate(everyone):
-        for copy in copies:
-            holders[copy.hf].setdefault(copy.box, {}).setdefault(rank, copy)
     load = [0] * len(everyone)
     shares: dict[str, list[tuple[int, Copy]]] = {}
-    for name, (shape, _) in specs.items():
-        claimed: list[Box] = []
+    for name, atoms in trainer_atoms(everyone, specs).items():
         shares[name] = []
-        for box in sorted(holders[name], key=lambda b: (b.start, b.size)):
-            rest = [box]
-            for other in claimed:
-                rest = [piece for r in rest for piece in r.subtract(other)]
-            claimed += rest
-            candidates = holders[name][box]
-            for piece in rest:
-                rank = 0 if on_main and 0 in candidates else min(candidates, key=lambda r: (load[r], r))
-                load[rank] += piece.numel
-                shares[name].append((rank, candidates[rank].restrict(piece)))
-        missing = prod(shape) - sum(box.numel for box in claimed)
-        if missing:
-            raise ValueError(f"HF tensor {name} {shape}: no trainer rank holds {missing} of its {prod(shape)} elements")
+        for atom in atoms:
+            rank = 0 if on_main and 0 in atom.ranks else min(atom.ranks, key=lambda r: (load[r], r))
+            load[rank] += atom.copy.box.numel
+            shares[name].append((rank, atom.copy))
     return shares
 
 
