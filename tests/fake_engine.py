@@ -8,7 +8,7 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -73,8 +73,10 @@ class FakeEngine:
         elif path == "/update_weights_from_tensor":
             assert self.updating and body["load_format"] == WEIGHT_LOADER
             requests = [pickle.loads(base64.b64decode(payload)) for payload in body["serialized_named_tensors"]]
-            with ThreadPoolExecutor(len(self.models)) as ranks:  # they wait for each other nowhere, but all must run
-                list(ranks.map(engine_loader.run, self.models, requests))
+            ranks = ThreadPoolExecutor(len(self.models))
+            answers = [ranks.submit(engine_loader.run, *one) for one in zip(self.models, requests, strict=True)]
+            for failed in wait(answers, return_when=FIRST_EXCEPTION).done:  # a rank that dies takes the server along
+                failed.result()
         elif path == "/update_weights_from_disk":
             for model in self.models:
                 model.load_weights(list(HfFolder(body["model_path"]).items()))
@@ -97,6 +99,30 @@ class FakeEngine:
         self.info = replace(self.info, state="stale", weight_version=None, incarnation=incarnation + 1)
 
 
+class FakeFleet:
+    """The service's record of several fake engines. `lost`: ids reported, in order."""
+
+    api_key = FakeEngine.api_key
+
+    def __init__(self, engines: list[FakeEngine]):
+        for number, engine in enumerate(engines):
+            engine.info = replace(engine.info, id=f"engine-{number}")
+        self.by_id, self.lost = {engine.info.id: engine for engine in engines}, []
+
+    def engines(self) -> list[EngineInfo]:
+        return [engine.info for engine in self.by_id.values()]
+
+    def begin_update(self, engine_id: str, incarnation: int) -> bool:
+        return self.by_id[engine_id].begin_update(engine_id, incarnation)
+
+    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
+        return self.by_id[engine_id].mark_ready(engine_id, incarnation, weight_version)
+
+    def report_lost(self, engine_id: str, incarnation: int) -> None:
+        self.lost.append(engine_id)
+        self.by_id[engine_id].report_lost(engine_id, incarnation)
+
+
 @contextmanager
 def running(engine: FakeEngine) -> Iterator[FakeEngine]:
     """Serves it on a free port until the block ends."""
@@ -109,6 +135,9 @@ def running(engine: FakeEngine) -> Iterator[FakeEngine]:
             status, text = 200, b"{}"
             try:
                 engine.answer(self.path, body)
+            except SystemExit:  # a process that is gone answers nothing
+                self.close_connection = True
+                return
             except ValueError as exc:
                 status, text = 400, str(exc).encode()
             self.send_response(status)

@@ -2,10 +2,12 @@
 
 import base64
 import pickle
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
 
 import httpx
+import numpy as np
 import torch
 
 from megagrpo.environment import WEIGHT_LOADER
@@ -40,6 +42,8 @@ class EngineConnection:
         self.asked = ""  # the call that it has not answered yet
         self.address = mailbox.address  # of this host, as the engine reaches it
         self.mailbox, self._patience_s = mailbox, patience_s
+        self._socket: socket.socket | None = None  # of the one HTTP connection
+        self._closed = False
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers={"Authorization": f"Bearer {api_key}"})
 
     def __str__(self) -> str:
@@ -63,9 +67,11 @@ class EngineConnection:
         """
         timeout_s = timeout_s or self.deadline.left
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
+        if self._closed:
+            raise EngineDown(f"{self} was given up before {path}")
         self.asked = path
         try:
-            response = self._http.post(path, json=body or {}, timeout=timeout)
+            response = self._http.post(path, json=body or {}, timeout=timeout, extensions={"trace": self._trace})
         except httpx.HTTPError as exc:
             raise EngineDown(f"{self} does not answer {path} ({type(exc).__name__}: {exc})") from exc
         finally:
@@ -98,12 +104,15 @@ class EngineConnection:
         with suppress(EngineRefused):  # there is none
             self.end()
 
-    def record(self, specs: Specs) -> None:
-        """Learns what every rank copies. Raises RuntimeError naming parameters that these HF tensors do not fill."""
+    def record(self, specs: Specs, past_loader: bool) -> None:
+        """Learns what every rank copies. past_loader: see Transport.
+
+        Raises RuntimeError naming parameters that these HF tensors do not fill, or what cannot be brought up to date.
+        """
         message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
         key = self.mailbox.new_key("specs")
         self.mailbox.put(key, message)
-        answers = self.ask("record", [{"specs": key}] * self.tp)
+        answers = self.ask("record", [{"specs": key, "allow_computed": past_loader}] * self.tp)
         self.mailbox.forget(key)
         problems = [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         if problems:
@@ -115,21 +124,39 @@ class EngineConnection:
             ]
             for answer in answers
         ]
+        if computed := {name: how for answer in answers for name, how in answer["computed"].items()}:
+            lines = (f"{name} from {how}" for name, how in sorted(computed.items()))
+            print(f"{self}: not copied but computed by its loader, which gets whole tensors: {', '.join(lines)}")
         if derived := sorted({name for answer in answers for name in answer["derived"]}):
-            print(
-                f"{self}: no digest covers what it holds beside parameters and buffers: {', '.join(derived)}",
-                flush=True,
-            )
+            names = ", ".join(derived)
+            if past_loader and not answers[0]["post_load"]:
+                raise RuntimeError(
+                    f"{self} holds, beside parameters and buffers, {names}, which may be computed from weights when "
+                    "they are loaded, and its model has no post_load_weights: use weights.transport: broadcast"
+                )
+            print(f"{self}: no digest covers what it holds beside parameters and buffers: {names}", flush=True)
 
-    def digests(self, dtype: torch.dtype) -> tuple[list[list[int]], list[str]]:
-        """Returns digests of the live parameters, by rank in the order of `slices`, and problems found on the way."""
+    def digests(self, dtype: torch.dtype) -> tuple[list[np.ndarray], list[str]]:
+        """Returns digests of the live parameters, by rank int64 in the order of `slices`, and problems on the way."""
         answers = self.ask("digest", [{"dtype": str(dtype).removeprefix("torch.")}] * self.tp)
         problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
-        return [answer["digests"] for answer in answers], problems
+        return [np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers], problems
 
     def close(self) -> None:
-        """Cuts the HTTP connection, whatever state the engine is in; what waits for an answer ends."""
-        self._http.close()
+        """Cuts the HTTP connection, whatever state the engine is in; what waits for an answer raises EngineDown."""
+        self._closed = True
+        if self.asked and self._socket is not None:
+            # Only closed, it would not wake the thread that reads from it, which might then read from the next socket
+            # that gets its number. That thread closes it.
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        else:
+            self._http.close()
+
+    def _trace(self, event: str, info: dict) -> None:
+        """Notes the socket of the connection; httpx tells nobody else which it is."""
+        if event == "connection.connect_tcp.complete":
+            self._socket = info["return_value"].get_extra_info("socket")
 
     def ask(self, operation: str, requests: list[dict]) -> list[dict]:
         """Runs an operation of engine_loader on every rank, inside a weight-update session of its own.

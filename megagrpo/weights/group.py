@@ -63,15 +63,18 @@ class EngineGroup:
         """Starts all messages at once. Every rank starts those of one batch together and batches in the same order."""
         if not messages:
             return []
+        backend = self._backend
+        if backend is None:
+            raise PeerLost(f"group {self.name} was ended")
         if self._device.type == "cuda":  # one launch over the group's own communicator, not one for every pair of ranks
-            self._backend._start_coalescing()
+            backend._start_coalescing()
         works = [
-            self._backend.send([message.values], message.peer, message.tag)
+            backend.send([message.values], message.peer, message.tag)
             if isinstance(message, Send)
-            else self._backend.recv([message.values], message.peer, message.tag)
+            else backend.recv([message.values], message.peer, message.tag)
             for message in messages
         ]
-        return [self._backend._end_coalescing()] if self._device.type == "cuda" else works
+        return [backend._end_coalescing()] if self._device.type == "cuda" else works
 
     def wait(self, works: Sequence[dist.Work], deadline: Deadline) -> None:
         """Waits until the works are done. Raises PeerLost when a peer is gone, or is not done by the deadline."""
@@ -91,7 +94,11 @@ class EngineGroup:
 
         What waits in it raises: at once over NCCL, and over gloo when a peer is gone or the operation's timeout comes.
         """
-        self._backend.abort()
+        backend, self._backend = self._backend, None
+        if backend is not None and self._device.type == "cuda":
+            backend.abort()
+        # Over gloo without its abort, which closes file descriptors that its destructor then closes once more, when
+        # they may be those of somebody else's connection.
 
 
 def join_group(

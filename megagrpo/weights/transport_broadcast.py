@@ -28,6 +28,8 @@ _JOIN_S = 60.0  # the wait for an engine's ranks cannot be cut short when it ref
 class BroadcastTransport:
     """Gathers whole HF tensors on rank 0, which broadcasts them to each engine's ranks."""
 
+    past_loader = False
+
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
         self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes)

@@ -7,7 +7,7 @@ The plan of a link is made once; a publish then asks the engine one thing, to re
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from datetime import timedelta
@@ -50,6 +50,7 @@ class Link:
     recording: int  # place in the list of what engines copy: engines of one kind copy the same
     store: tuple[str, int]  # address and port on rank 0, where the ranks of the group meet
     patience_s: float  # for one batch
+    join_s: float  # for all ranks to meet
     left_s: float  # for all of this transfer
 
 
@@ -61,6 +62,8 @@ class _Round:
 
 class ReshardTransport:
     """Sends slices straight from the trainers that hold them to the engine ranks that need them."""
+
+    past_loader = True
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
@@ -132,6 +135,7 @@ class ReshardTransport:
                 recording=known.index(engine.slices),
                 store=(engine.mailbox.address, engine.mailbox.port),
                 patience_s=engine.patience,
+                join_s=min(_JOIN_S, engine.deadline.left / 4),  # time for the others if one does not come
                 left_s=engine.deadline.left,
             )
             links.append(link)
@@ -159,18 +163,17 @@ class ReshardTransport:
         """Has the engine receive what all ranks send it. Rank 0 only; raises EngineDown when the transfer was cut."""
         link = next(link for link in now.links if link.name == self._names[engine.id])
         flag = _Flag(link)
-        try:
-            requests = self._requests(engine, link)
-            with ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(engine.ask, "receive", requests)
-                _close_when_cut(engine, asked, flag)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(engine.ask, "receive", self._requests(engine, link))
+            try:
+                _wait_until(asked.done, engine.deadline, flag, f"{engine} to receive")
                 answers = asked.result()
-        except Exception as exc:
-            cut = flag.reason
-            flag.raise_it(str(exc))  # no trainer may wait for an engine that does not come
-            if cut:
-                raise EngineDown(f"{engine} was lost in the transfer: {cut}") from exc
-            raise
+            except PeerLost as exc:
+                engine.close()
+                raise EngineDown(f"{engine} was lost in the transfer: {exc}") from exc
+            except Exception as exc:
+                flag.raise_it(str(exc))  # no trainer may wait for an engine that does not come
+                raise
         if reasons := [answer["lost"] for answer in answers if answer["lost"]]:
             raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
         self._joined.add(link.name)
@@ -187,7 +190,7 @@ class ReshardTransport:
             "dtype": str(self._weights.dtype).removeprefix("torch."),
             "patience_s": link.patience_s,
             "left_s": link.left_s,
-            "join_s": min(_JOIN_S, link.left_s),
+            "join_s": link.join_s,
         }
         requests = []
         for rank in range(link.num_ranks):
@@ -233,25 +236,27 @@ class _TrainerEnd:
 
     def send(self, weights: TrainerWeights) -> Traffic:
         """Sends all batches, joining the engine first if need be. Raises PeerLost."""
-        link, deadline = self.link, Deadline(self.link.left_s)
-        device = weights.mesh.device
+        try:
+            return self._send(weights, Deadline(self.link.left_s))
+        except PeerLost as exc:
+            reason = str(exc)
+        # Outside of the handler: the exception holds the frames that hold the group, whose end lets the others go.
+        self.abort()
+        _Flag(self.link).raise_it(reason)
+        raise PeerLost(reason)
+
+    def _send(self, weights: TrainerWeights, deadline: Deadline) -> Traffic:
+        link, device = self.link, weights.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
-        try:
-            if self._group is None:
-                self._group = self._join(device, min(_JOIN_S, link.left_s))
-                self._group.set_timeout(link.left_s)
-            return send_batches(
-                self._group,
-                self._batches,
-                weights.parameters(),
-                weights.dtype,
-                lambda: Deadline(min(link.patience_s, deadline.left)),
-            )
-        except PeerLost as exc:
-            _Flag(link).raise_it(str(exc))
-            self.abort()
-            raise
+        if self._group is None:
+            self._group = self._join(device, link.join_s)
+            self._group.set_timeout(link.left_s)
+
+        def patience() -> Deadline:
+            return Deadline(min(link.patience_s, deadline.left))
+
+        return send_batches(self._group, self._batches, weights.parameters(), weights.dtype, patience)
 
     def abort(self) -> None:
         """Ends the group, whatever state the others are in."""
@@ -296,15 +301,6 @@ def _wait_until(done: Callable[[], bool], deadline: Deadline, flag: _Flag, what:
             raise PeerLost(reason)
         if deadline.over:
             raise PeerLost(f"waited {deadline.seconds:.0f} s for {what}")
-        time.sleep(_POLL_S)
-
-
-def _close_when_cut(engine: EngineConnection, asked: Future, flag: _Flag) -> None:
-    """Waits for an engine's answer, and ends the wait when another rank has lost the engine."""
-    while not asked.done():
-        if flag.reason:
-            engine.close()
-            return
         time.sleep(_POLL_S)
 
 

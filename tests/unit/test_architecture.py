@@ -38,6 +38,7 @@ ONLY_IN = {
     # rollout/pretended.py builds the engine's model to see what it would load; it runs in a process of its own
     "sglang": r"weights/engine_loader\.py|rollout/service/engine_process\.py|rollout/pretended\.py|rollout/cpu/",
     "sgl_kernel": r"rollout/cpu/",
+    "triton": r"weights/digest_triton\.py",
     "matplotlib": r"monitor/report\.py",
     "rich": r"monitor/console\.py|doctor\.py",
 }

@@ -1,0 +1,148 @@
+"""Several trainer ranks fill several engines of several ranks over real gloo, and one of them dies on the way."""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fake_engine import FakeEngine, FakeFleet, running, write_checkpoint
+
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.mesh import make_mesh
+from megagrpo.weights import engine_loader
+from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.exchange import Exchange
+from megagrpo.weights.record import record_copies
+from tests.dist.test_weights_gather import FFN, HIDDEN, LAYERS, SPECS, VOCAB, ToyActor, hf_tensors
+from tests.dist.workers.launch import POOL
+
+ENGINE_TP = 2
+ENGINE_VOCAB = 32  # padded
+
+
+class ToyEngine(nn.Module):
+    """One of two tensor-parallel ranks: gate and up fused, q and k fused, rows of both vocabularies with padding."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.rank = rank
+        shapes = {"embed": (ENGINE_VOCAB // 2, HIDDEN), "norm": (HIDDEN,), "head": (ENGINE_VOCAB // 2, HIDDEN)}
+        for layer in range(LAYERS):
+            shapes |= {f"{layer}-norm": (HIDDEN,), f"{layer}-fc1": (FFN, HIDDEN), f"{layer}-fc2": (HIDDEN, FFN // 2)}
+            shapes |= {f"{layer}-qk": (6, HIDDEN)}
+        for name, shape in shapes.items():  # anything, as after a start without a checkpoint
+            self.register_parameter(name, nn.Parameter(torch.full(shape, 7.0), requires_grad=False))
+
+    def load_weights(self, weights) -> None:
+        live = {name: parameter.data for name, parameter in self.named_parameters()}
+        shard = lambda tensor, dim: tensor.chunk(2, dim)[self.rank]  # noqa: E731
+        for name, tensor in weights:
+            layer, _, part = name.rpartition(".")
+            if name in ("embed", "head"):
+                rows = tensor[self.rank * 16 : self.rank * 16 + 16]
+                live[name][: len(rows)].copy_(rows)
+                live[name][len(rows) :].fill_(0)
+            elif part == "norm":
+                live[f"{layer}-norm" if layer else "norm"].copy_(tensor)
+            elif part in ("gate", "up"):
+                at = 0 if part == "gate" else FFN // 2
+                live[f"{layer}-fc1"][at : at + FFN // 2].copy_(shard(tensor, 0))
+            elif part == "down":
+                live[f"{layer}-fc2"].copy_(shard(tensor, 1))
+            else:
+                at, rows = (0, 4) if part == "q" else (4, 2)
+                live[f"{layer}-qk"][at : at + rows].copy_(shard(tensor, 0))
+
+
+def assert_filled(engine: FakeEngine, hf: dict[str, torch.Tensor]) -> None:
+    for rank, model in enumerate(engine.models):
+        expected = ToyEngine(rank)
+        expected.load_weights(list(hf.items()))
+        for name, parameter in expected.named_parameters():
+            assert torch.equal(model.get_parameter(name), parameter), (engine.info.id, rank, name)
+
+
+def dies_once(engine: FakeEngine, while_joining: bool) -> None:
+    """Makes rank 1 of an engine go away when it is next asked to receive, with all that it has on the wire."""
+    original, model = engine_loader._OPERATIONS["receive"], engine.models[1]
+
+    def receive(asked, request, store):
+        if asked is not model:
+            return original(asked, request, store)
+        engine_loader._OPERATIONS["receive"] = original
+        if while_joining:  # it says that it is ready, so that the trainers join, but it does not come
+            trainers = request["size"] - request["num_ranks"]
+            store.set(f"{request['group']}/ready/{request['rank'] - trainers}", "")
+        engine_loader._leave(model, request, store)
+        raise SystemExit("the process is gone")
+
+    engine_loader._OPERATIONS["receive"] = receive
+
+
+def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str, folder: Path) -> dict:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    mesh = make_mesh(rank // (tp * pp), world // (tp * pp), torch.device("cpu"), deadline_s=60)
+    actor = ToyActor(tp, rank % tp, pp, rank // tp % pp)
+    hf = hf_tensors()
+    actor.load(hf)
+    weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live)
+    engines = [FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)]) for _ in range(2)]
+    config = ExperimentConfig.model_validate(
+        {
+            "name": "t",
+            "output_dir": str(folder),
+            "model": {"path": str(folder / "initial/model")},
+            "data": {"path": "none.jsonl"},
+            "rollout": {"num_engines": 2, "tp": ENGINE_TP, "min_healthy_engines": 2, "dtype": dtype},
+            "weights": {"timeout_s": 40, "bucket_mb": 2e-3, "transport": transport},
+        }
+    )
+    with ExitStack() as stack:
+        if rank == 0:
+            for engine in engines:
+                stack.enter_context(running(engine))
+        fleet = FakeFleet(engines)
+        exchange = Exchange(config, mesh, weights, fleet, folder)
+        reports = [exchange.publish(1)]
+        published = {name: tensor.to(getattr(torch, dtype)).float() for name, tensor in hf.items()}
+        if rank == 0:
+            for engine in engines:
+                assert_filled(engine, published)
+        for version, (number, joining) in enumerate([(1, False), (0, True)], 2):
+            for tensor in actor.live.values():
+                tensor.neg_()
+            published = {name: -tensor for name, tensor in published.items()}
+            if rank == 0:
+                if joining:  # as a new engine, so that it dies while the group is made
+                    engines[number].info = fleet.by_id[f"engine-{number}"].info
+                    engines[number].report_lost("", engines[number].info.incarnation)
+                dies_once(engines[number], joining)
+            reports.append(exchange.publish(version))
+            if rank == 0:
+                assert fleet.lost[-1:] == [f"engine-{number}"]
+                assert all(info.state == "ready" and info.weight_version == version for info in fleet.engines())
+                for engine in engines:
+                    assert_filled(engine, published)
+        exchange.close()
+        assert not engine_loader._ends
+    dist.destroy_process_group()
+    return reports[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "dtype"),
+    [(3, 1, 3, "float32"), (4, 2, 2, "float32"), (4, 2, 1, "bfloat16")],
+)
+def test_engines_are_filled_exactly_and_outlive_a_rank_that_dies(tmp_path, world, tp, pp, dtype):
+    write_checkpoint(tmp_path / "initial", hf_tensors())
+    results = POOL.run(world, run_rank, world, tp, pp, dtype, "reshard", tmp_path)
+    assert all(report == results[0] for report in results)
+    bound = 2 * sum(parameter.numel() for rank in range(ENGINE_TP) for parameter in ToyEngine(rank).parameters())
+    bound -= 2 * 2 * (ENGINE_VOCAB - VOCAB) * HIDDEN  # padding of two vocabularies in two engines
+    assert results[0]["wire_bytes"] == bound * getattr(torch, dtype).itemsize, "each engine element once"
+    assert results[0]["staging_bytes"] <= 2e-3 * 2**20
