@@ -31,6 +31,12 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
+def num_trainer_nodes() -> int:
+    """Returns how many machines torchrun's world spans; 1 outside torchrun."""
+    world = get_int("WORLD_SIZE", 1)
+    return -(-world // get_int("LOCAL_WORLD_SIZE", world))
+
+
 @contextmanager
 def temporarily(name: str, value: str) -> Iterator[None]:
     """Sets a variable inside the block, for a library that reads it there."""
@@ -46,8 +52,15 @@ def temporarily(name: str, value: str) -> Iterator[None]:
 
 
 def of_all_nccl_ranks() -> dict[str, str]:
-    """Returns what trainers and engines, which meet in one NCCL communicator, must agree on; SGLang sets it alone."""
-    return {"NCCL_CUMEM_ENABLE": get("NCCL_CUMEM_ENABLE", "0")}
+    """Returns what trainers and engines, which meet in one NCCL communicator, must agree on.
+
+    SGLang sets NCCL_CUMEM_ENABLE for itself alone. The timeout, in seconds, is of ranks that have not come to the first
+    batch of a non-blocking communicator; torch waits 30 minutes by default.
+    """
+    return {
+        "NCCL_CUMEM_ENABLE": get("NCCL_CUMEM_ENABLE", "0"),
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60"),
+    }
 
 
 def child_environment(extra: dict[str, str] | None = None, python_path: list[str] | None = None) -> dict[str, str]:

@@ -78,6 +78,7 @@ class FakeEngine:
             for failed in wait(answers, return_when=FIRST_EXCEPTION).done:  # a rank that dies takes the server along
                 failed.result()
         elif path == "/update_weights_from_disk":
+            assert body["load_format"] == "auto"  # by default SGLang takes that of its start, perhaps "dummy"
             for model in self.models:
                 model.load_weights(list(HfFolder(body["model_path"]).items()))
 
@@ -94,8 +95,11 @@ class FakeEngine:
         return incarnation == self.info.incarnation
 
     def report_lost(self, engine_id: str, incarnation: int) -> None:
-        """It is started again at once, with its old weights."""
+        """It is started again at once, with random weights."""
         self.updating = False
+        for model in self.models:
+            for parameter in model.parameters():
+                parameter.data.uniform_()
         self.info = replace(self.info, state="stale", weight_version=None, incarnation=incarnation + 1)
 
 

@@ -57,6 +57,11 @@ class RolloutConfig(Section):
     ep: PositiveInt = Field(default=1, description="Expert-parallel ranks of one engine; divides `tp`.")
     nodes_per_engine: PositiveInt = Field(default=1, description="Nodes that one engine spans; divides `tp`.")
     dtype: Dtype = Field(default="float32", description="Type of the engines' weights and activations.")
+    load_format: Literal["dummy", "model"] = Field(
+        default="dummy",
+        description="How engines start: with random weights, which the first publish fills and proves before anybody "
+        "samples (`dummy`), or with those in `model.path`, which is read from disk once an engine and start (`model`).",
+    )
     deterministic: bool = Field(
         default=False, description="Batch-invariant kernels and one seed a sample: a run can be repeated bit by bit."
     )

@@ -16,7 +16,7 @@ import torch
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, ParallelConfig
 from megagrpo.environment import child_environment
-from megagrpo.explain import rank_coordinates
+from megagrpo.layout import rank_coordinates
 from megagrpo.planning.child import hf_specs
 from megagrpo.preflight import check_against_model, model_description
 from megagrpo.processes import spawn, stop_tree

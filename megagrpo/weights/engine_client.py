@@ -104,15 +104,17 @@ class EngineConnection:
         with suppress(EngineRefused):  # there is none
             self.end()
 
-    def record(self, specs: Specs, past_loader: bool) -> None:
+    def record(self, specs: Specs, past_loader: bool, dummy_start: bool) -> None:
         """Learns what every rank copies. past_loader: see Transport.
 
-        Raises RuntimeError naming parameters that these HF tensors do not fill, or what cannot be brought up to date.
+        dummy_start: the engine started with random values, in buffers of its checkpoint too. Raises RuntimeError naming
+        parameters that these HF tensors do not fill, or what cannot be brought up to date.
         """
         message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
         key = self.mailbox.new_key("specs")
         self.mailbox.put(key, message)
-        answers = self.ask("record", [{"specs": key, "allow_computed": past_loader}] * self.tp)
+        request = {"specs": key, "allow_computed": past_loader, "dummy_start": dummy_start}
+        answers = self.ask("record", [request] * self.tp)
         self.mailbox.forget(key)
         problems = [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         if problems:

@@ -105,7 +105,8 @@ class EngineFleet:
             engine.pause()
             if not engine.slices:
                 engine.end_abandoned_update()
-                engine.record(self._specs, self._past_loader)
+                dummy_start = self._config.rollout.load_format == "dummy"
+                engine.record(self._specs, self._past_loader, dummy_start)
 
         self.each(open_one)
 

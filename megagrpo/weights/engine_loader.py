@@ -79,9 +79,9 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
 
 
 def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool) -> tuple[Recording, list[Copy]]:
-    """Records what a model of SGLang copies from these HF tensors into its parameters and buffers.
+    """Records what a model of SGLang copies from these HF tensors into its parameters and buffers. See `record`.
 
-    Returns too the copies of whole HF tensors that it needs for what it computes (`allow_computed`, see record).
+    Returns too the copies of whole HF tensors that it needs for what it computes.
     """
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
         # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
@@ -89,14 +89,14 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
             lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
             specs,
             dict(model.named_parameters()) | dict(model.named_buffers()),
-            allow_computed=allow_computed,
+            allow_computed,
         )
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
     return recording, [_whole_copy(name, specs[name][0]) for name in names]
 
 
 def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Returns the copies of this rank; problems: parameters that some HF tensors do not fill exactly once."""
+    """Returns the copies of this rank; problems: what the HF tensors do not fill exactly once."""
     specs = {
         name: (tuple(shape), getattr(torch, dtype))
         for name, (shape, dtype) in decode(store.get(request["specs"])).items()
@@ -106,9 +106,12 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     recording, whole = record_engine_model(model, specs, request["allow_computed"])
     _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
     _whole[model] = _WholeTensors(whole)
+    problems = coverage_problems(recording, parameters)
+    if request["dummy_start"]:
+        problems += _random_buffers(model, recording)
     return {
         "copies": [astuple(copy) for copy in [*recording.copies, *_whole[model].copies]],
-        "problems": coverage_problems(recording, parameters),
+        "problems": problems,
         "computed": {name: computed.how for name, computed in recording.computed.items()},
         "derived": _derived_tensors(model, [*parameters.values(), *buffers.values()]),
         "post_load": hasattr(model, "post_load_weights"),
@@ -244,6 +247,18 @@ def _leave(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 
 _OPERATIONS = {"record": _record, "receive": _receive, "digest": _digest, "leave": _leave}
+
+
+def _random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
+    """Returns a line for each buffer that a dummy start fills with random values and no HF tensor overwrites."""
+    # SGLang's initialize_dummy_weights fills what the state dict lists, which leaves out non-persistent buffers.
+    kept = model.state_dict()
+    filled = {copy.parameter for copy in recording.copies} | {fill.parameter for fill in recording.fills}
+    return [
+        f"buffer {name} {tuple(buffer.shape)}: random since the start; set rollout.load_format: model"
+        for name, buffer in model.named_buffers()
+        if name in kept and buffer.is_floating_point() and name not in filled
+    ]
 
 
 def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:

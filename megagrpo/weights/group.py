@@ -5,7 +5,8 @@ not thread-safe.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -54,27 +55,31 @@ class EngineGroup:
         self._backend._set_default_timeout(timedelta(seconds=seconds))
 
     def broadcast(self, values: Tensor) -> dist.Work:
-        """Starts to send `values`, contiguous, from rank 0 of the group to all others."""
+        """Starts to send `values`, contiguous, from rank 0 of the group to all others. Raises PeerLost."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return self._backend.broadcast([values], options)
+        backend = self._alive
+        with self._cut("did not start"):
+            return backend.broadcast([values], options)
 
     def start(self, messages: Sequence[Send | Receive]) -> list[dist.Work]:
-        """Starts all messages at once. Every rank starts those of one batch together and batches in the same order."""
+        """Starts all messages at once. Every rank starts those of one batch together and batches in the same order.
+
+        Raises PeerLost when a group over NCCL, whose ranks meet here, does not come together.
+        """
         if not messages:
             return []
-        backend = self._backend
-        if backend is None:
-            raise PeerLost(f"group {self.name} was ended")
-        if self._device.type == "cuda":  # one launch over the group's own communicator, not one for every pair of ranks
-            backend._start_coalescing()
-        works = [
-            backend.send([message.values], message.peer, message.tag)
-            if isinstance(message, Send)
-            else backend.recv([message.values], message.peer, message.tag)
-            for message in messages
-        ]
-        return [backend._end_coalescing()] if self._device.type == "cuda" else works
+        backend = self._alive
+        with self._cut("did not start"):
+            if self._device.type == "cuda":  # one launch over the group's own communicator, not one for every pair
+                backend._start_coalescing()
+            works = [
+                backend.send([message.values], message.peer, message.tag)
+                if isinstance(message, Send)
+                else backend.recv([message.values], message.peer, message.tag)
+                for message in messages
+            ]
+            return [backend._end_coalescing()] if self._device.type == "cuda" else works
 
     def wait(self, works: Sequence[dist.Work], deadline: Deadline) -> None:
         """Waits until the works are done. Raises PeerLost when a peer is gone, or is not done by the deadline."""
@@ -84,10 +89,8 @@ class EngineGroup:
                 if deadline.over:
                     raise PeerLost(f"a transfer in group {self.name} took more than {deadline.seconds:.0f} s")
                 time.sleep(_POLL_S)
-            try:
+            with self._cut("was cut"):
                 work.wait(timedelta(seconds=deadline.left))
-            except RuntimeError as exc:
-                raise PeerLost(f"a transfer in group {self.name} was cut: {exc}") from exc
 
     def abort(self) -> None:
         """Ends the group, whatever state the others are in.
@@ -99,6 +102,20 @@ class EngineGroup:
             backend.abort()
         # Over gloo without its abort, which closes file descriptors that its destructor then closes once more, when
         # they may be those of somebody else's connection.
+
+    @property
+    def _alive(self) -> Any:
+        backend = self._backend
+        if backend is None:
+            raise PeerLost(f"group {self.name} was ended")
+        return backend
+
+    @contextmanager
+    def _cut(self, how: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as exc:
+            raise PeerLost(f"a transfer in group {self.name} {how}: {exc}") from exc
 
 
 def join_group(
@@ -113,6 +130,9 @@ def join_group(
     keys = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
+        # The communicator is made in the first batch. Non-blocking, that raises when ranks do not come within
+        # TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.of_all_nccl_ranks; else it would wait for ever.
+        options.config.blocking = 0
         options._timeout = timedelta(seconds=timeout_s)
         return EngineGroup(name, dist.ProcessGroupNCCL(keys, rank, size, options), device)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's type stubs

@@ -6,6 +6,7 @@ backwards.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -119,8 +120,9 @@ def gather_to_main(
 def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
     """Collective. Yields the whole HF tensors of one bucket after the other on rank 0, empty dicts on the others.
 
-    Tensors are in the published dtype, on the mesh's device. Every rank must iterate to the end. The slices of the
-    next bucket travel while the caller works on the present one, so two buckets are held at a time.
+    Tensors are contiguous, in the published dtype, on the mesh's device; those that lie so in rank 0's parameters are
+    these very elements and no copy. Every rank must iterate to the end. The slices of the next bucket travel while the
+    caller works on the present one: at most four buckets are held, two whole ones and the slices of two.
     """
     if mesh.rank != 0:
         yield from _contribute(plan, parameters, mesh)
@@ -128,9 +130,13 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
     coming = _receive(plan, 0, mesh)
     for number, bucket in enumerate(plan.buckets):
         (arrived, works), coming = coming, _receive(plan, number + 1, mesh)
-        full = {name: torch.empty(plan.shapes[name], dtype=plan.dtype, device=mesh.device) for name in bucket.names}
-        for copy in bucket.parts.get(0, ()):
-            _at(full[copy.hf], copy.box).copy_(copy.view(parameters))
+        ours = bucket.parts.get(0, ())
+        full = {copy.hf: live for copy in ours if _is_whole(live := copy.view(parameters), copy.hf, plan, mesh.device)}
+        assembled = [name for name in bucket.names if name not in full]
+        full |= {name: torch.empty(plan.shapes[name], dtype=plan.dtype, device=mesh.device) for name in assembled}
+        for copy in ours:
+            if copy.hf in assembled:
+                _at(full[copy.hf], copy.box).copy_(copy.view(parameters))
         for work in works:
             _wait(
                 work,
@@ -142,14 +148,25 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
                 bucket.parts[rank], flat.split([c.box.numel for c in bucket.parts[rank]]), strict=True
             ):
                 _at(full[copy.hf], copy.box).copy_(part.view(copy.size))
-        yield full
+        yield {name: full[name] for name in bucket.names}
 
 
-def gather_traffic(plan: GatherPlan, mesh: Mesh) -> Traffic:
-    """Returns what this rank sends to rank 0 when the plan's buckets are gathered."""
-    parts = [bucket.parts[mesh.rank] for bucket in plan.buckets if mesh.rank in bucket.parts and not mesh.is_main]
-    sent = sum(copy.box.numel for part in parts for copy in part) * plan.dtype.itemsize
-    return Traffic(wire_bytes=sent, messages=len(parts))
+def gather_traffic(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Traffic:
+    """Returns what this rank sends to rank 0, and holds, when the plan's buckets are gathered."""
+    held = [0]  # for each bucket; those of two at a time
+    messages = sent = 0
+    for bucket in plan.buckets:
+        num = {rank: sum(copy.box.numel for copy in copies) for rank, copies in bucket.parts.items()}
+        if mesh.is_main:
+            ours = bucket.parts.get(0, ())
+            uncopied = [c.box.numel for c in ours if _is_whole(c.view(parameters), c.hf, plan, mesh.device)]
+            held.append(2 * sum(num.values()) - num.get(0, 0) - sum(uncopied))  # assembled, from slices that arrived
+        elif mesh.rank in num:
+            held.append(num[mesh.rank])
+            messages, sent = messages + 1, sent + num[mesh.rank]
+    size = plan.dtype.itemsize
+    staged = max((a + b for a, b in pairwise(held)), default=0)
+    return Traffic(wire_bytes=sent * size, messages=messages, staging_bytes=staged * size)
 
 
 def _exhaust(buckets: Iterator[dict[str, Tensor]]) -> None:
@@ -195,6 +212,12 @@ def _wait(work: dist.Work, who: str) -> None:
         work.wait()
     except RuntimeError as exc:
         raise RuntimeError(f"{who}: {exc}") from exc
+
+
+def _is_whole(live: Tensor, name: str, plan: GatherPlan, device: torch.device) -> bool:
+    """Returns whether a slice of this rank's parameters is the whole HF tensor, as it is to be published."""
+    as_published = live.dtype == plan.dtype and live.device == device and live.is_contiguous()
+    return as_published and live.shape == plan.shapes[name]
 
 
 def _at(tensor: Tensor, box: Box) -> Tensor:

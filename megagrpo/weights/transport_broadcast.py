@@ -1,12 +1,13 @@
-"""Through process groups: rank 0 broadcasts flattened buckets to stock /update_weights_from_distributed.
+"""Through process groups: rank 0 broadcasts whole HF tensors to stock /update_weights_from_distributed.
 
-Each engine has a group of its own (rank 0 and the engine's ranks), so one that dies touches no other's transfer.
-Buckets are in flight to all engines at once, one bucket at a time.
+Each engine has groups of its own (rank 0 and the engine's ranks), so one that dies touches no other's transfer. Buckets
+are on the wire to all engines at once, one bucket at a time; while the engines load one, the next is gathered and sent.
 """
 
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -16,13 +17,16 @@ from megagrpo import environment
 from megagrpo.weights.clock import Deadline, PhaseTimer
 from megagrpo.weights.engine_client import EngineConnection, EngineDown
 from megagrpo.weights.engine_fleet import EngineFleet
-from megagrpo.weights.group import EngineGroup, join_group
+from megagrpo.weights.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.mailbox import listening_store
 from megagrpo.weights.moving import Traffic
 from megagrpo.weights.plan import gather_to_main, gather_traffic, make_gather_plan
 from megagrpo.weights.transport import TrainerWeights
 
 _JOIN_S = 60.0  # the wait for an engine's ranks cannot be cut short when it refuses or dies
+_HELD = 4  # buckets that rank 0 holds at most, see gather_buckets
+_IN_FLIGHT = 2  # calls that an engine has not answered
+_ALONE_BYTES = 1 << 20  # tensors of this size are sent as they lie; smaller ones are packed, on both sides
 
 
 class BroadcastTransport:
@@ -32,12 +36,13 @@ class BroadcastTransport:
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
-        self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes)
-        self._groups: dict[str, EngineGroup] = {}  # by engine id; rank 0 only
+        self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes // _HELD)
+        self._lines: dict[str, _Line] = {}  # by engine id; rank 0 only
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. See Transport."""
-        traffic = gather_traffic(self._plan, self._weights.mesh)
+        weights = self._weights
+        traffic = gather_traffic(self._plan, weights.parameters(), weights.mesh)
 
         def send(buckets: Iterator[dict[str, Tensor]]) -> None:
             # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast.
@@ -45,41 +50,61 @@ class BroadcastTransport:
             with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
                 engines.each(self._join)
             engines.each(EngineConnection.begin)
+            packed_bytes = 0
             for bucket in timer.waiting(buckets, "gather"):
-                flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in bucket.values()])
-                body = {
-                    "names": list(bucket),
-                    "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket.values()],
-                    "shapes": [list(tensor.shape) for tensor in bucket.values()],
-                    "load_format": "flattened_bucket",
-                    "flush_cache": False,
-                }
-                engines.each(partial(self._send_bucket, flat=flat, body=body))
-                traffic.wire_bytes += flat.nbytes * sum(engine.tp for engine in engines.alive)
-                traffic.messages += sum(engine.tp for engine in engines.alive)
+                values, body = _packed(bucket)
+                engines.each(partial(self._send_bucket, values=values, body=body))
+                receivers = sum(engine.tp for engine in engines.alive)
+                traffic.wire_bytes += sum(part.nbytes for part in values) * receivers
+                traffic.messages += len(values) * receivers
+                packed_bytes = max(packed_bytes, sum(part.nbytes for part in values) if "load_format" in body else 0)
+            traffic.staging_bytes += packed_bytes
+            engines.each(lambda engine: self._lines[engine.id].wait_for_answers())
             engines.each(EngineConnection.end)
 
-        weights = self._weights
         gather_to_main(self._plan, weights.parameters(), weights.mesh, send, "broadcast weights to engines")
         return traffic
 
     def drop(self, engine: EngineConnection) -> None:
-        """Aborts the engine's group."""
-        group = self._groups.pop(engine.id, None)
-        if group is not None:
-            group.abort()
+        """Aborts the engine's groups."""
+        line = self._lines.pop(engine.id, None)
+        if line is not None:
+            line.close()
 
     def leave(self, engine: EngineConnection) -> None:
-        """Makes the engine destroy its end of the group."""
-        if engine.id in self._groups:
-            engine.post("/destroy_weights_update_group", {"group_name": self._groups[engine.id].name})
+        """Makes the engine destroy its end of the groups."""
+        if engine.id in self._lines:
+            for group in self._lines[engine.id].groups:
+                engine.post("/destroy_weights_update_group", {"group_name": group.name})
 
     def _join(self, engine: EngineConnection) -> None:
-        """Makes the group of rank 0 and the engine's ranks, unless there is one; all wait until all have come."""
-        if engine.id in self._groups:
-            return
+        """Makes the groups of rank 0 and the engine's ranks, unless they are there; all wait until all have come."""
+        if engine.id not in self._lines:
+            self._lines[engine.id] = _Line(engine)
+            for _ in range(_IN_FLIGHT):
+                self._lines[engine.id].join(self._weights.mesh.device)
+
+    def _send_bucket(self, engine: EngineConnection, values: Sequence[Tensor], body: dict) -> None:
+        """Broadcasts `values`, contiguous tensors, which `body` describes to the engine."""
+        self._lines[engine.id].send(values, body)
+
+
+class _Line:
+    """Rank 0's end of the groups with one engine, and the calls that it has not answered.
+
+    Buckets take turns between the groups: two calls may reach the engine in either order, and each names the group
+    in which its own bucket comes.
+    """
+
+    def __init__(self, engine: EngineConnection):
+        self.groups: deque[EngineGroup] = deque()  # the next bucket's first
+        self._engine, self._answers = engine, deque[Future]()
+        self._pool = ThreadPoolExecutor(_IN_FLIGHT)
+
+    def join(self, device: torch.device) -> None:
+        """Makes one more group. Raises EngineDown, EngineRefused."""
+        engine = self._engine
         name = f"weights-{uuid.uuid4().hex}"  # an engine outlives trainers, and refuses a name that it has seen
-        device = self._weights.mesh.device
         store = listening_store(engine.address, min(_JOIN_S, engine.deadline.seconds))
         body = {
             "master_address": engine.address,
@@ -94,39 +119,67 @@ class BroadcastTransport:
             timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's type stubs
             group = join_group(store, name, 0, 1 + engine.tp, device, engine.address, timeout_s)
             group.set_timeout(engine.deadline.seconds)
-            self._groups[engine.id] = group
+            self.groups.append(group)
 
         what = f"the {engine.tp} ranks of {engine} to join group {name}"
-        self._together(engine, "/init_weights_update_group", body, engine.deadline.left, join, what)
+        self._together("/init_weights_update_group", body, engine.deadline.left, join, what)
+        self.wait_for_answers()
 
-    def _send_bucket(self, engine: EngineConnection, flat: Tensor, body: dict) -> None:
-        """Broadcasts `flat`, uint8 [bytes of the bucket], which `body` describes to the engine."""
-        group, patience = self._groups[engine.id], engine.patience
+    def send(self, values: Sequence[Tensor], body: dict) -> None:
+        """Broadcasts `values`. Returns when they are out, perhaps before the engine has loaded them."""
+        self.wait_for_answers(_IN_FLIGHT - 1)
+        group, patience = self.groups[0], self._engine.patience
+        self.groups.rotate(-1)
         self._together(
-            engine,
             "/update_weights_from_distributed",
             body | {"group_name": group.name},
             patience,
-            lambda: group.wait([group.broadcast(flat)], Deadline(patience)),
-            f"{engine} to take {body['names'][0]} ...",
+            lambda: group.wait([group.broadcast(part) for part in values], Deadline(patience)),
+            f"{self._engine} to take {body['names'][0]} ...",
         )
 
-    def _together(
-        self, engine: EngineConnection, path: str, body: dict, timeout_s: float, ours: Callable[[], None], what: str
-    ) -> None:
+    def wait_for_answers(self, but: int = 0) -> None:
+        """Waits until all calls but the last `but` are answered. Raises EngineDown, EngineRefused."""
+        while len(self._answers) > but or (self._answers and self._answers[0].done()):
+            self._answers.popleft().result()
+
+    def close(self) -> None:
+        """Ends the groups; what waits in them raises."""
+        self._abort()
+        self._pool.shutdown(wait=False)
+
+    def _abort(self) -> None:
+        for group in self.groups:
+            group.abort()
+
+    def _together(self, path: str, body: dict, timeout_s: float, ours: Callable[[], None], what: str) -> None:
         """Runs our half of a collective while the engine's ranks run theirs, which POST `path` starts.
 
         When one half fails, the other is told to end. Raises the engine's own error, or EngineDown when ours failed
         alone.
         """
-        with ThreadPoolExecutor(1) as pool:
-            theirs = pool.submit(engine.post, path, body, timeout_s)
-            theirs.add_done_callback(lambda answer: self.drop(engine) if answer.exception() else None)
-            try:
-                ours()
-            except RuntimeError as exc:
-                engine.close()
-                self.drop(engine)
-                theirs.result()  # the engine's own reason is the better one
-                raise EngineDown(f"rank 0 waits for {what}: {exc}") from exc
-            theirs.result()
+        theirs = self._pool.submit(self._engine.post, path, body, timeout_s)
+        theirs.add_done_callback(lambda answer: self._abort() if answer.exception() else None)
+        self._answers.append(theirs)
+        try:
+            ours()
+        except PeerLost as exc:
+            self._engine.close()
+            self._abort()
+            self.wait_for_answers()  # the engine's own reason is the better one
+            raise EngineDown(f"rank 0 waits for {what}: {exc}") from exc
+
+
+def _packed(bucket: dict[str, Tensor]) -> tuple[list[Tensor], dict]:
+    """Returns what is broadcast of a bucket, contiguous tensors, and how an engine is told to receive it."""
+    values = list(bucket.values())
+    body = {
+        "names": list(bucket),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in values],
+        "shapes": [list(tensor.shape) for tensor in values],
+        "flush_cache": False,
+    }
+    if sum(tensor.nbytes for tensor in values) >= _ALONE_BYTES * len(values):
+        return values, body
+    flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in values])
+    return [flat], body | {"load_format": "flattened_bucket"}

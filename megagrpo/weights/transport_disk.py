@@ -30,14 +30,15 @@ class DiskTransport:
 
         def write_and_load(buckets: Iterator[dict[str, Tensor]]) -> None:
             write_hf_folder(target, timer.waiting(buckets, "gather"), weights.checkpoint, weights.dtype)
-            body = {"model_path": str(target), "flush_cache": False}
+            # The format, because the default is the one that the engine started with, which may be "dummy".
+            body = {"model_path": str(target), "load_format": "auto", "flush_cache": False}
             engines.each(lambda engine: engine.post("/update_weights_from_disk", body))
             for old in weights.folder.glob("v*"):
                 if old.name != target.name:
                     shutil.rmtree(old)
 
         gather_to_main(self._plan, weights.parameters(), weights.mesh, write_and_load, "disk weights to engines")
-        return gather_traffic(self._plan, weights.mesh)
+        return gather_traffic(self._plan, weights.parameters(), weights.mesh)
 
     def drop(self, engine: EngineConnection) -> None:
         """Does nothing: no connection is kept."""

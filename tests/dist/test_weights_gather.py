@@ -10,7 +10,8 @@ from megagrpo.hf_files import HfFolder, write_hf_folder
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.weights.digest import slice_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
-from megagrpo.weights.plan import gather_buckets, gather_to_main, make_gather_plan, share_out
+from megagrpo.weights.moving import Traffic
+from megagrpo.weights.plan import gather_buckets, gather_to_main, gather_traffic, make_gather_plan, share_out
 from megagrpo.weights.record import Copy, record_copies
 from megagrpo.weights.transport import TrainerWeights
 from megagrpo.weights.views import Box
@@ -90,7 +91,7 @@ def expected_by_name(expected: ExpectedDigests) -> dict[str, tuple[int, int]]:
     return dict(zip(SHAPES, zip(*both, strict=True), strict=True))
 
 
-def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, int, list[int], dict]:
+def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, set, int, list[int], dict, Traffic]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     mesh = make_mesh(rank // (tp * pp), world // (tp * pp), torch.device("cpu"), deadline_s=30)
     actor = ToyActor(tp, rank % tp, pp, rank // tp % pp)
@@ -101,6 +102,12 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, int
     full: dict = {}
     for bucket in gather_buckets(plan, actor.live, mesh):
         full |= bucket
+    uncopied = {
+        name
+        for name, tensor in full.items()
+        if any(live.data_ptr() <= tensor.data_ptr() < live.data_ptr() + live.nbytes for live in actor.live.values())
+    }
+    traffic = gather_traffic(plan, actor.live, mesh)
     half = make_gather_plan(everyone, SPECS, torch.bfloat16, bucket_bytes=700)
     write = lambda buckets: write_hf_folder(folder / "out", buckets, folder / "like", torch.bfloat16)  # noqa: E731
     gather_to_main(half, actor.live, mesh, write, "export")
@@ -116,7 +123,7 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, int
     weights = TrainerWeights(mesh, SPECS, everyone, lambda: actor.live, torch.float32, 700, 1, folder, folder)
     digests = expected_by_name(ExpectedDigests(weights))
     dist.destroy_process_group()
-    return {name: t.clone() for name, t in full.items()}, len(plan.buckets), load, digests
+    return {name: t.clone() for name, t in full.items()}, uncopied, len(plan.buckets), load, digests, traffic
 
 
 @pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (3, 1, 3), (4, 2, 2), (4, 2, 1)])
@@ -125,10 +132,18 @@ def test_gathered_tensors_are_bit_equal(tmp_path, world, tp, pp):
     (tmp_path / "like/config.json").write_text("{}")
     results = POOL.run(world, run_rank, world, tp, pp, tmp_path)
     expected = hf_tensors()
-    full, num_buckets, load, digests = results[0]
+    full, uncopied, num_buckets, load, digests, traffic = results[0]
     assert full.keys() == expected.keys() and all(
         torch.equal(full[n].view(torch.int32), t.view(torch.int32)) for n, t in expected.items()
     )
+    split = {name for name in expected if tp > 1 and not name.endswith("norm")}
+    interleaved = {name for name in expected if name.rpartition(".")[2] in ("q", "k")}
+    whole = expected.keys() - split - interleaved
+    assert uncopied == whole if world == 1 else uncopied <= whole
+    # Of two buckets at a time rank 0 holds the tensors that it put together, and the slices of others for them.
+    assert traffic.wire_bytes == 0 and 0 < traffic.staging_bytes <= (2 if world == 1 else 4) * 700
+    sent = sum(results[rank][5].wire_bytes for rank in range(world))
+    assert (sent == 0) if world == 1 else (sum(4 * expected[name].numel() for name in whole - uncopied) <= sent)
     assert num_buckets > 5 and all(not results[rank][0] for rank in range(1, world))
     exported = HfFolder(tmp_path / "out")
     assert all(torch.equal(exported[n], t.to(torch.bfloat16)) for n, t in expected.items())

@@ -27,7 +27,13 @@ def service(tiny_model, tmp_path_factory):
             "model": {"path": str(tiny_model)},
             "data": {"path": "unused.jsonl"},
             "sampling": {"max_response_tokens": 24},
-            "rollout": {"deterministic": True, "start_timeout_s": START_S, "step_timeout_s": 240.0, "max_restarts": 5},
+            "rollout": {
+                "load_format": "model",  # nobody publishes: see RunningService.set_version
+                "deterministic": True,
+                "start_timeout_s": START_S,
+                "step_timeout_s": 240.0,
+                "max_restarts": 5,
+            },
         }
     )
     process = start_service(config, run_dir)
@@ -49,7 +55,7 @@ def experiments(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def long_run(experiments) -> tuple[Path, Finished]:
-    """(run folder, what the user saw) of ten undisturbed steps, weights by `broadcast`, with evaluations in between."""
+    """(run folder, what the user saw) of ten undisturbed steps, weights by `reshard`, with evaluations in between."""
     folder = experiments / "long"
     held_out = {
         "data": {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8},

@@ -17,11 +17,11 @@ import torch.multiprocessing as mp
 import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
 
 # isort: split
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_process import OneEngine
-from tiny_model import make_tiny_model
+from tiny_model import make_tied_model, make_tiny_model
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import WEIGHT_LOADER
@@ -101,7 +101,7 @@ def assert_engine_computes_with(url: str, model: Path, version: int) -> None:
         assert out["meta_info"]["weight_version"] == str(version)
 
 
-def plant_fault(url: str, tp: int, rank: int, parameter: str, index: int) -> None:
+def plant_fault(url: str, tp: int, rank: int, parameter: str, index: int | list[list[int]]) -> None:
     payloads = [[(parameter, torch.tensor(index))] if r == rank else [] for r in range(tp)]
     body = {
         "serialized_named_tensors": [base64.b64encode(pickle.dumps(p)).decode() for p in payloads],
@@ -160,17 +160,31 @@ def test_disk_keeps_the_last_version_only(moe_engine, moe_models, tmp_path):
     exchange.close()
 
 
-def test_one_changed_element_is_found_and_named(moe_engine, moe_models, tmp_path):
-    exchange = exchange_for(moe_engine, PlainSource(moe_models[2]).load(moe_models[2]), "reshard", tmp_path)
+UP, EXPERT = 64 * 64, 2 * 64 * 64  # elements of a projection, and of gate and up
+RUN = range(3 * EXPERT + UP + 6 * 64 + 5, 3 * EXPERT + UP + 6 * 64 + 25)  # in up_proj of expert 3
+
+
+@pytest.mark.parametrize(
+    ("transport", "index", "named"),
+    [
+        ("reshard", RUN[0], {"3.up"}),  # one element
+        ("reshard", [[*RUN], [i - 400 for i in RUN]], {"3.up"}),  # a run of others
+        ("broadcast", [[0, EXPERT], [EXPERT, 0]], {"0.gate", "1.gate"}),  # of two experts
+        ("disk", [[*range(EXPERT)], [*range(UP, EXPERT), *range(UP)]], {"0.gate", "0.up"}),  # in the wrong order
+    ],
+)
+def test_what_is_broken_is_found_and_named(transport, index, named, moe_engine, moe_models, tmp_path):
+    """tests/unit/test_weights_corruption.py has every kind under every transport."""
+    exchange = exchange_for(moe_engine, PlainSource(moe_models[2]).load(moe_models[2]), transport, tmp_path)
     exchange.publish(20)
     parameter = "model.layers.1.mlp.experts.w13_weight"  # [8, 2 * 64, 64]
-    plant_fault(moe_engine.info.url, 1, 0, parameter, 3 * 128 * 64 + 70 * 64 + 5)  # expert 3, up_proj row 6
+    plant_fault(moe_engine.info.url, 1, 0, parameter, index)
     with pytest.raises(LeaderError) as caught:
         exchange.verify()
     text = str(caught.value)
-    assert "differ from the trainers' in 1 places" in text
+    assert f"differ from the trainers' in {len(named)} places" in text
     assert f"engine e0 ({moe_engine.info.url}, incarnation 1) rank 0: parameter {parameter}" in text
-    assert "model.layers.1.mlp.experts.3.up_proj.weight [0:64, 0:64]" in text
+    assert all(f"model.layers.1.mlp.experts.{name}_proj.weight [0:64, 0:64]" in text for name in named)
     exchange.publish(21)  # heals
     exchange.verify()
     exchange.close()
@@ -183,12 +197,12 @@ def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_eng
     before = moe_engine.info.incarnation
     send, sent = exchange._transport._send_bucket, []
 
-    def kill_at_second_bucket(engine, flat, body):
+    def kill_at_second_bucket(engine, values, body):
         sent.append(body["names"])
         if len(sent) == 2:
             os.kill(moe_engine.process.pid, signal.SIGSTOP)  # the request is under way when it dies
             threading.Timer(0.3, moe_engine.stop).start()
-        send(engine, flat, body)
+        send(engine, values, body)
 
     exchange._transport._send_bucket = kill_at_second_bucket
     source.load(moe_models[0])
@@ -235,25 +249,7 @@ def test_two_trainer_ranks(moe_engine, moe_models, tmp_path):
 
 
 def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
-    models = []
-    for seed in range(2):
-        template = make_tiny_model(tmp_path / f"d{seed}", seed)  # tokenizer files
-        config = Qwen3Config(
-            vocab_size=300,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=128,
-            initializer_range=0.15,
-            bos_token_id=1,
-            eos_token_id=2,
-            tie_word_embeddings=True,
-        )
-        torch.manual_seed(seed)
-        Qwen3ForCausalLM(config).save_pretrained(template)
-        models.append(template)
+    models = [make_tied_model(tmp_path / f"d{seed}", seed) for seed in range(2)]
     source = PlainSource(models[0]).load(models[1])
     engine = OneEngine(experiment(models[0], 2, "broadcast"), tmp_path, [str(Path(__file__).parent)])
     try:

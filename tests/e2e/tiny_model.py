@@ -1,4 +1,4 @@
-"""A random Qwen3-MoE of 150,000 parameters with a byte-level tokenizer, as a Hugging Face folder."""
+"""Random models of 150,000 parameters with a byte-level tokenizer, as Hugging Face folders."""
 
 from pathlib import Path
 
@@ -8,12 +8,19 @@ import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, wh
 
 # isort: split
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 PAD, BOS, EOS = 0, 1, 2
 
 
 def make_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A Qwen3-MoE."""
     specials = ["<pad>", "<bos>", "<eos>"]
     vocab = {token: i for i, token in enumerate(specials + sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -44,4 +51,25 @@ def make_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.floa
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
     ).save_pretrained(folder)
+    return folder
+
+
+def make_tied_model(folder: Path, seed: int) -> Path:
+    """A dense Qwen3 with tied embeddings, whose 300 words an engine pads to 320."""
+    make_tiny_model(folder, seed)  # tokenizer files
+    config = Qwen3Config(
+        vocab_size=300,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=128,
+        initializer_range=0.15,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder

@@ -1,6 +1,7 @@
 """A transport is one class and one row: a toy that never gathers goes through the real exchange, `disk` beside it."""
 
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -167,6 +168,15 @@ def test_an_engine_that_refuses_stops_the_run(engine, toy):
     assert engine.info.state == "stale" and engine.info.incarnation == 1
 
 
+def test_what_a_dummy_start_leaves_random_for_ever_is_named(engine, tmp_path):
+    engine.model.register_buffer("scale", torch.rand(3))
+    engine.model.register_buffer("cache", torch.rand(3), persistent=False)  # computed, which a dummy start does as well
+    trainer = Trainer(tmp_path, engine, "disk")
+    with pytest.raises(LeaderError, match=r"rank 0: buffer scale \(3,\): random .* set rollout.load_format: model$"):
+        trainer.exchange.publish(1)
+    assert engine.info.state == "stale"
+
+
 def test_disk_gives_the_same_parameters(engine, tmp_path):
     trainer = Trainer(tmp_path, engine, "disk")
     trainer.exchange.publish(1)
@@ -275,10 +285,15 @@ def test_what_cannot_be_brought_up_to_date_is_named(engine, tmp_path, monkeypatc
 
 
 class ReceivingEnd:
-    """The engine's end of `broadcast`: a gloo group as SGLang makes it, and flattened buckets."""
+    """The engine's end of `broadcast`: gloo groups as SGLang makes them; buckets flattened, or tensor by tensor.
 
-    def __init__(self, engine: FakeEngine):
+    It takes one call after the other. `awaits_next`: it loads a bucket only when the next one's call has arrived.
+    """
+
+    def __init__(self, engine: FakeEngine, awaits_next: bool = False):
         self.engine, self.groups, self.num_buckets, self.dies_at = engine, {}, 0, 0
+        self.formats, self.awaits_next = [], awaits_next
+        self.arrived, self.turn = threading.Semaphore(0), threading.Lock()
         engine.more |= {
             "/init_weights_update_group": self.join,
             "/update_weights_from_distributed": self.take,
@@ -295,16 +310,25 @@ class ReceivingEnd:
         self.groups[name] = dist.ProcessGroupGloo(keys, body["rank_offset"], body["world_size"], options)
 
     def take(self, body: dict) -> None:
-        self.num_buckets += 1
-        if self.num_buckets == self.dies_at:
-            self.groups.clear()
-            raise OSError("the process is gone")  # the server drops the connection
-        shapes = [torch.Size(shape) for shape in body["shapes"]]
-        flat = torch.empty(sum(shape.numel() * 4 for shape in shapes), dtype=torch.uint8)
-        self.groups[body["group_name"]].broadcast([flat], dist.BroadcastOptions()).wait()
-        parts = flat.view(torch.float32).split([shape.numel() for shape in shapes])
-        tensors = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        self.engine.model.load_weights(list(zip(body["names"], tensors, strict=True)))
+        self.arrived.release()
+        with self.turn:
+            self.num_buckets += 1
+            if self.num_buckets == self.dies_at:
+                self.groups.clear()
+                raise OSError("the process is gone")  # the server drops the connection
+            tensors = [torch.empty(shape) for shape in body["shapes"]]
+            self.formats.append(body.get("load_format"))
+            values = tensors if self.formats[-1] is None else [torch.cat([tensor.reshape(-1) for tensor in tensors])]
+            for part in values:
+                self.groups[body["group_name"]].broadcast([part], dist.BroadcastOptions()).wait()
+            if self.formats[-1] is not None:
+                parts = values[0].split([tensor.numel() for tensor in tensors])
+                tensors = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+            if self.awaits_next and self.num_buckets < 3:
+                for _ in range(2):  # its own and the next one's
+                    assert self.arrived.acquire(timeout=10), "the next call does not wait for the answer to this one"
+                self.arrived.release()
+            self.engine.model.load_weights(list(zip(body["names"], tensors, strict=True)))
 
 
 def test_broadcast_fills_an_engine_in_buckets_and_leaves_it(engine, tmp_path):
@@ -313,9 +337,44 @@ def test_broadcast_fills_an_engine_in_buckets_and_leaves_it(engine, tmp_path):
     for version in (1, 2):
         trainer.exchange.publish(version)
         trainer.assert_in(engine)
-    assert receiving.num_buckets == 6 and len(receiving.groups) == 1, "one group for the whole run"
+    assert receiving.num_buckets == 6 and len(receiving.groups) == 2, "the same groups for the whole run"
+    assert set(receiving.formats) == {"flattened_bucket"}
     trainer.exchange.close()
     assert not receiving.groups
+
+
+def test_the_next_bucket_is_on_its_way_while_an_engine_loads_one(engine, tmp_path):
+    ReceivingEnd(engine, awaits_next=True)
+    trainer = Trainer(tmp_path, engine, "broadcast")
+    trainer.exchange.publish(1)
+    trainer.assert_in(engine)
+    assert engine.info.incarnation == 1, "every call was answered"
+    trainer.exchange.close()
+
+
+def test_large_tensors_are_broadcast_as_they_lie(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(transport_broadcast, "_ALONE_BYTES", 1)
+    receiving = ReceivingEnd(engine)
+    trainer = Trainer(tmp_path, engine, "broadcast")
+    trainer.exchange.publish(1)
+    trainer.assert_in(engine)
+    assert receiving.formats == [None] * 3
+    trainer.exchange.close()
+
+
+def test_what_an_engine_says_of_a_bucket_that_it_refuses_stops_the_run(engine, tmp_path):
+    receiving = ReceivingEnd(engine)
+    trainer = Trainer(tmp_path, engine, "broadcast")
+
+    def refuse_the_second(body: dict) -> None:
+        receiving.take(body)
+        if receiving.num_buckets == 2:
+            raise ValueError("no such parameter")
+
+    engine.more["/update_weights_from_distributed"] = refuse_the_second
+    with pytest.raises(LeaderError, match="EngineRefused: .* 400 no such parameter"):
+        trainer.exchange.publish(1)
+    assert engine.info.state == "stale"
 
 
 def test_an_engine_that_dies_in_a_broadcast_is_filled_after_its_restart(engine, tmp_path):

@@ -36,6 +36,8 @@ def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
         "--tokenizer-path": config.model.tokenizer or config.model.path,
         "--host": place.bind_host,
         "--port": place.port,
+        # Random weights cost no reading: the first publish overwrites and proves them before the engine serves.
+        "--load-format": "dummy" if rollout.load_format == "dummy" else "auto",
         "--dtype": rollout.dtype,
         "--tp": rollout.tp,
         "--ep-size": rollout.ep,

@@ -1,0 +1,75 @@
+"""What a group does over NCCL, as far as its rules can be seen without one: a stand-in takes the backend's place."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megagrpo.environment import of_all_nccl_ranks
+from megagrpo.weights.clock import Deadline
+from megagrpo.weights.group import EngineGroup, PeerLost, Receive, Send, join_group
+
+CUDA = torch.device("cuda")
+
+
+class Absent:
+    """A non-blocking communicator whose other ranks never come: the first thing that is started raises."""
+
+    def __init__(self, *made_of):
+        self.made_of, self.aborted = made_of, False
+
+    def _start_coalescing(self) -> None:
+        pass
+
+    def _end_coalescing(self):
+        raise dist.DistBackendError("NCCL timeout in: ncclCommInitRankConfig")
+
+    def send(self, *message) -> None:
+        pass
+
+    recv = send
+
+    def broadcast(self, *values):
+        raise dist.DistBackendError("NCCL timeout in: ncclCommInitRankConfig")
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+def test_ranks_that_do_not_come_to_the_first_batch_are_lost():
+    group, values = EngineGroup("w", Absent(), CUDA), torch.zeros(2)
+    for start in (
+        lambda: group.broadcast(values),
+        lambda: group.start([Send(values, 1, 0), Receive(values, 1, 1)]),
+    ):
+        with pytest.raises(PeerLost, match="group w did not start: NCCL timeout in"):
+            start()
+    assert group.start([]) == []
+
+
+def test_a_message_that_nobody_takes_is_lost_at_the_deadline():
+    class Never:
+        def is_completed(self) -> bool:
+            return False
+
+    with pytest.raises(PeerLost, match="group w took more than 0 s"):
+        EngineGroup("w", Absent(), CUDA).wait([Never()], Deadline(0.02))
+
+
+def test_a_group_over_nccl_is_not_blocking_and_its_limit_reaches_every_rank(monkeypatch):
+    class Backend(Absent):
+        class Options:
+            def __init__(self):
+                self.config = SimpleNamespace(blocking=1)
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
+    group = join_group(dist.HashStore(), "w", 0, 2, CUDA, "127.0.0.1", 5.0)
+    options = group._backend.made_of[-1]
+    assert options.config.blocking == 0 and options._timeout.total_seconds() == 5
+    assert int(of_all_nccl_ranks()["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) <= 60
+
+
+def test_ranks_that_do_not_meet_over_gloo_are_lost_at_the_limit():
+    with pytest.raises(PeerLost, match="the 2 ranks of group w did not meet"):
+        join_group(dist.HashStore(), "w", 0, 2, torch.device("cpu"), "127.0.0.1", 0.2)
