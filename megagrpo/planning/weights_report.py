@@ -13,8 +13,8 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.planning.links import Cluster, Forecast, Rates, broadcast_forecast, place_ranks, reshard_forecast
 from megagrpo.planning.recordings import Recordings, record_both_sides
 from megagrpo.run_folder import write_whole
-from megagrpo.weights.plan import make_gather_plan
 from megagrpo.weights.reshard_plan import make_cover, piece_limit, trainer_atoms
+from megagrpo.weights.transport_broadcast import broadcast_plan
 
 _MAX_COLUMNS = 8  # of the table of nodes
 _COLUMNS = (
@@ -72,12 +72,12 @@ def forecast_publish(
     cover = make_cover(
         trainer_atoms(recorded.trainers, recorded.specs), recorded.engine, dtype, piece_limit(bucket_bytes)
     )
-    gather = make_gather_plan(recorded.trainers, recorded.specs, dtype, bucket_bytes)
+    gather = broadcast_plan(recorded.trainers, recorded.specs, dtype, bucket_bytes)
     same_dtype = config.actor.dtype == config.rollout.dtype
     found = []
     for cluster in clusters:
         reshard = reshard_forecast(cover, cluster, bucket_bytes, rates, same_dtype)
-        found.append((reshard, broadcast_forecast(gather, cluster, reshard.needed_bytes, rates)))
+        found.append((reshard, broadcast_forecast(gather, cluster, reshard.needed_bytes, rates, same_dtype)))
     return found
 
 
