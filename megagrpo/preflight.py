@@ -19,9 +19,7 @@ from megagrpo.tiny.description import hf_config as tiny_hf_config
 
 def preflight(config: ExperimentConfig) -> list[str]:
     """Returns every problem: missing files, broken lines, unknown functions, a model that the layout cannot cut."""
-    problems = (
-        _missing_files(config) + _broken_lines(config) + _function_problems(config) + _checkpoint_problems(config)
-    )
+    problems = [*_missing_files(config), *_broken_lines(config), *_function_problems(config), *_source_problems(config)]
     hf = model_description(config)
     if hf is not None:
         problems += check_against_model(
