@@ -89,7 +89,7 @@ def _head(config: ExperimentConfig, recorded: Recordings, cluster: Cluster, rate
     nodes = len(set(cluster.trainers.tolist()))
     layout = " ".join(f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp"))
     return [
-        f"{config.name}: {numbers / 1e9:.1f} B parameters in {len(recorded.specs):,} tensors, "
+        f"{config.name}: {numbers:,} parameters in {len(recorded.specs):,} tensors, "
         f"{_bytes(size)} in {rollout.dtype}",
         f"trainers   {config.actor.world_size} ranks on {nodes} nodes ({layout}); "
         f"{recorded.distinct} hold different slices, {sum(map(len, recorded.trainers)):,} copies in all",
