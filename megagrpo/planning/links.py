@@ -7,11 +7,13 @@ link of its own between nodes and one inside its node, each as fast in both dire
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 
-from megagrpo.weights.plan import GatherPlan
-from megagrpo.weights.reshard_plan import ALONE_BYTES, Cover, TransferPlan, plan_transfer
+from megagrpo.weights.plan import Bucket, GatherPlan
+from megagrpo.weights.reshard_plan import ALONE_BYTES, Cover, Place, TransferPlan, plan_transfer
+from megagrpo.weights.transport_broadcast import sent_unpacked
 
 
 @dataclass(frozen=True)
@@ -144,24 +146,20 @@ def reshard_forecast(
     )
 
 
-def broadcast_forecast(plan: GatherPlan, cluster: Cluster, needed_bytes: int, rates: Rates) -> Forecast:
+def broadcast_forecast(
+    plan: GatherPlan, cluster: Cluster, needed_bytes: int, rates: Rates, same_dtype: bool = True
+) -> Forecast:
     """Adds up the star: slices into rank 0, every whole bucket out once per engine and on from rank to rank inside it.
 
-    plan: as the transport makes it. A bucket is gathered while the one before it is on its way to the engines.
+    plan: as the transport makes it. While the engines load a bucket, the next one is gathered and sent.
     """
     engines, tp = cluster.engines.shape
-    item = plan.dtype.itemsize
     gathered = np.zeros(len(cluster.trainers), dtype=np.int64)  # bytes, by the rank that sends them
-    parts = 0
-    sizes, arriving = [], []  # bytes of each bucket, and what of it comes from other ranks
-    for bucket in plan.buckets:
-        coming = {rank: sum(c.box.numel for c in copies) * item for rank, copies in bucket.parts.items() if rank}
-        parts += len(coming)
-        for rank, size in coming.items():
+    buckets = [_bucket_bytes(bucket, plan, same_dtype) for bucket in plan.buckets]
+    for bucket in buckets:
+        for rank, size in bucket.coming.items():
             gathered[rank] += size
-        sizes.append(sum(int(np.prod(plan.shapes[name])) for name in bucket.names) * item)
-        arriving.append(sum(coming.values()))
-    model_bytes = sum(sizes)
+    model_bytes = sum(bucket.size for bucket in buckets)
     nodes = np.zeros((cluster.num_nodes, cluster.num_nodes), dtype=np.int64)
     home = int(cluster.trainers[0])
     np.add.at(nodes[:, home], cluster.trainers, gathered)
@@ -172,7 +170,8 @@ def broadcast_forecast(plan: GatherPlan, cluster: Cluster, needed_bytes: int, ra
     gather = _time(int(gathered[far].sum()), int(gathered[~far].sum()), 0, rates)
     far_engines = int((cluster.engines[:, 0] != home).sum())
     out = _time(model_bytes * far_engines, model_bytes * (engines - far_engines), 0, rates)
-    seconds = max(gather, out) + min(gather, out) / len(sizes) + len(sizes) * rates.call_ms / 1e3
+    calls = len(buckets) * rates.call_ms / 1e3
+    held = [0, *(bucket.held for bucket in buckets)]
     return Forecast(
         transport="broadcast",
         engines=engines,
@@ -181,16 +180,44 @@ def broadcast_forecast(plan: GatherPlan, cluster: Cluster, needed_bytes: int, ra
         between_bytes=int(nodes.sum() - np.trace(nodes)),
         busiest_sender=("trainer 0", model_bytes * engines),
         busiest_receiver=_busiest(np.array([gathered.sum(), model_bytes]), ("trainer 0", "engine 0 rank 0")),
-        messages=parts + len(sizes) * engines * tp,
-        calls=len(sizes) * engines,
-        # a bucket, the same flattened, its slices as they came, and those of the next one
-        trainer_staging_bytes=max(
-            2 * size + now + after for size, now, after in zip(sizes, arriving, [*arriving[1:], 0], strict=True)
-        ),
-        engine_staging_bytes=max(sizes),
-        seconds=seconds,
-        limit="sending from trainer 0" if out >= gather else "gathering into trainer 0",
+        messages=sum(len(bucket.coming) + bucket.messages * engines * tp for bucket in buckets),
+        calls=len(buckets) * engines,
+        trainer_staging_bytes=max(a + b for a, b in pairwise(held)) + max(bucket.packed for bucket in buckets),
+        engine_staging_bytes=max(bucket.size for bucket in buckets),
+        seconds=max(gather, out, calls) + (gather + out + calls) / len(buckets),  # the first one overlaps with nothing
+        limit={gather: "gathering into trainer 0", out: "sending from trainer 0"}.get(max(gather, out, calls), "calls"),
         node_bytes=nodes,
+    )
+
+
+@dataclass(frozen=True)
+class _BucketBytes:
+    size: int
+    coming: dict[int, int]  # to rank 0, by the rank that sends them
+    held: int  # by rank 0: slices that arrive, and tensors that are assembled
+    packed: int  # into one tensor, for the engines; 0 where tensors are sent as they lie
+    messages: int  # to each engine rank
+
+
+def _bucket_bytes(bucket: Bucket, plan: GatherPlan, same_dtype: bool) -> _BucketBytes:
+    item = plan.dtype.itemsize
+    sizes = [prod(plan.shapes[name]) * item for name in bucket.names]
+    own = bucket.parts.get(0, ())
+    as_they_lie = sum(
+        prod(copy.size) * item
+        for copy in own
+        if same_dtype
+        and copy.size == plan.shapes[copy.hf]
+        and Place(copy.parameter, copy.offset, copy.size, copy.strides).contiguous
+    )
+    coming = {rank: sum(prod(c.size) for c in copies) * item for rank, copies in bucket.parts.items() if rank}
+    unpacked = sent_unpacked(sizes)
+    return _BucketBytes(
+        size=sum(sizes),
+        coming=coming,
+        held=sum(coming.values()) + sum(sizes) - as_they_lie,
+        packed=0 if unpacked else sum(sizes),
+        messages=len(sizes) if unpacked else 1,
     )
 
 

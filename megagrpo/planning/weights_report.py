@@ -13,8 +13,8 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.planning.links import Cluster, Forecast, Rates, broadcast_forecast, place_ranks, reshard_forecast
 from megagrpo.planning.recordings import Recordings, record_both_sides
 from megagrpo.run_folder import write_whole
-from megagrpo.weights.plan import make_gather_plan
 from megagrpo.weights.reshard_plan import make_cover, piece_limit, trainer_atoms
+from megagrpo.weights.transport_broadcast import broadcast_plan
 
 _MAX_COLUMNS = 8  # of the table of nodes
 _COLUMNS = (
@@ -72,12 +72,12 @@ def forecast_publish(
     cover = make_cover(
         trainer_atoms(recorded.trainers, recorded.specs), recorded.engine, dtype, piece_limit(bucket_bytes)
     )
-    gather = make_gather_plan(recorded.trainers, recorded.specs, dtype, bucket_bytes)
+    gather = broadcast_plan(recorded.trainers, recorded.specs, dtype, bucket_bytes)
     same_dtype = config.actor.dtype == config.rollout.dtype
     found = []
     for cluster in clusters:
         reshard = reshard_forecast(cover, cluster, bucket_bytes, rates, same_dtype)
-        found.append((reshard, broadcast_forecast(gather, cluster, reshard.needed_bytes, rates)))
+        found.append((reshard, broadcast_forecast(gather, cluster, reshard.needed_bytes, rates, same_dtype)))
     return found
 
 
@@ -89,7 +89,7 @@ def _head(config: ExperimentConfig, recorded: Recordings, cluster: Cluster, rate
     nodes = len(set(cluster.trainers.tolist()))
     layout = " ".join(f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp"))
     return [
-        f"{config.name}: {numbers / 1e9:.1f} B parameters in {len(recorded.specs):,} tensors, "
+        f"{config.name}: {numbers:,} parameters in {len(recorded.specs):,} tensors, "
         f"{_bytes(size)} in {rollout.dtype}",
         f"trainers   {config.actor.world_size} ranks on {nodes} nodes ({layout}); "
         f"{recorded.distinct} hold different slices, {sum(map(len, recorded.trainers)):,} copies in all",

@@ -26,7 +26,7 @@ from megagrpo.weights.record import Copy, Specs, coverage_problems
 
 
 def record_engine(arguments: list[str], specs: Specs) -> Iterator[list[Copy]]:
-    """Yields the copies of every rank of the engine that these words of a command line would start.
+    """Yields what every rank of the engine that these words of a command line would start needs for `reshard`.
 
     Raises ValueError for parameters that some HF tensors do not fill exactly once.
     """
@@ -35,13 +35,13 @@ def record_engine(arguments: list[str], specs: Specs) -> Iterator[list[Copy]]:
     for rank in range(server.tp_size):
         with _pretended_rank(server, rank) as model_config:
             model = _build(model_config)
-            recording = record_engine_model(model, specs)
+            recording, whole = record_engine_model(model, specs, allow_computed=True)
             problems = coverage_problems(recording, dict(model.named_parameters()))
         if problems:
             raise ValueError(
                 f"engine rank {rank} has parameters that the HF tensors do not fill:\n" + "\n".join(problems)
             )
-        yield recording.copies
+        yield [*recording.copies, *whole]
 
 
 def _build(config: ModelConfig) -> torch.nn.Module:

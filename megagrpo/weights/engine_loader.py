@@ -78,16 +78,21 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
         traceback.print_exc(file=sys.stderr)
 
 
-def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool = False) -> Recording:
-    """Records what a model of SGLang copies from these HF tensors into its parameters and buffers. See `record`."""
+def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool) -> tuple[Recording, list[Copy]]:
+    """Records what a model of SGLang copies from these HF tensors into its parameters and buffers. See `record`.
+
+    Returns too the copies of whole HF tensors that it needs for what it computes.
+    """
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
         # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
-        return record(
+        recording = record(
             lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
             specs,
             dict(model.named_parameters()) | dict(model.named_buffers()),
             allow_computed,
         )
+    names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
+    return recording, [_whole_copy(name, specs[name][0]) for name in names]
 
 
 def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
@@ -98,10 +103,9 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     }
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    recording = record_engine_model(model, specs, request["allow_computed"])
+    recording, whole = record_engine_model(model, specs, request["allow_computed"])
     _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
-    names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
-    _whole[model] = _WholeTensors([_whole_copy(name, specs[name][0]) for name in names])
+    _whole[model] = _WholeTensors(whole)
     problems = coverage_problems(recording, parameters)
     if request["dummy_start"]:
         problems += _random_buffers(model, recording)

@@ -20,7 +20,8 @@ from megagrpo.weights.engine_fleet import EngineFleet
 from megagrpo.weights.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.mailbox import listening_store
 from megagrpo.weights.moving import Traffic
-from megagrpo.weights.plan import gather_to_main, gather_traffic, make_gather_plan
+from megagrpo.weights.plan import GatherPlan, gather_to_main, gather_traffic, make_gather_plan
+from megagrpo.weights.record import Copy, Specs
 from megagrpo.weights.transport import TrainerWeights
 
 _JOIN_S = 60.0  # the wait for an engine's ranks cannot be cut short when it refuses or dies
@@ -36,7 +37,7 @@ class BroadcastTransport:
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
-        self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes // _HELD)
+        self._plan = broadcast_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes)
         self._lines: dict[str, _Line] = {}  # by engine id; rank 0 only
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
@@ -170,6 +171,16 @@ class _Line:
             raise EngineDown(f"rank 0 waits for {what}: {exc}") from exc
 
 
+def broadcast_plan(everyone: list[list[Copy]], specs: Specs, dtype: torch.dtype, bucket_bytes: int) -> GatherPlan:
+    """Returns the buckets that are gathered and broadcast; rank 0 holds about `bucket_bytes` of them."""
+    return make_gather_plan(everyone, specs, dtype, bucket_bytes // _HELD)
+
+
+def sent_unpacked(num_bytes: Sequence[int]) -> bool:
+    """Returns whether the tensors of a bucket, of these sizes, are broadcast one by one, as they lie."""
+    return sum(num_bytes) >= _ALONE_BYTES * len(num_bytes)
+
+
 def _packed(bucket: dict[str, Tensor]) -> tuple[list[Tensor], dict]:
     """Returns what is broadcast of a bucket, contiguous tensors, and how an engine is told to receive it."""
     values = list(bucket.values())
@@ -179,7 +190,7 @@ def _packed(bucket: dict[str, Tensor]) -> tuple[list[Tensor], dict]:
         "shapes": [list(tensor.shape) for tensor in values],
         "flush_cache": False,
     }
-    if sum(tensor.nbytes for tensor in values) >= _ALONE_BYTES * len(values):
+    if sent_unpacked([tensor.nbytes for tensor in values]):
         return values, body
     flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in values])
     return [flat], body | {"load_format": "flattened_bucket"}

@@ -22,6 +22,6 @@ def test_an_engine_copies_what_was_planned_from_its_config_alone(service, tmp_pa
     info = service.wait_alive()
     engine = EngineConnection(info, 1, Mailbox(address_towards(info.url), 60.0), service.control.api_key, 60.0)
     engine.deadline = Deadline(60.0)
-    engine.record(recorded.specs)
+    engine.record(recorded.specs, past_loader=True, dummy_start=False)
     engine.close()
     assert engine.slices == recorded.engine

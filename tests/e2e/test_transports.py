@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from planned_cases import plan_cases, planning_problems
 from transport_cases import ENGINES, FAMILIES, TRAINERS, TransportCase, problems_of, run_engine_cases
 
+from megagrpo.planning.links import Forecast
 from tests.dist.workers.pool import RankPool
 
 CASES = {  # (family, engines) -> trainers: an engine start each
@@ -26,12 +28,22 @@ def ranks() -> Iterator[RankPool]:
     pool.stop()
 
 
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory) -> dict[TransportCase, Forecast]:
+    """What `megagrpo plan-weights` says of each case, before anything has run."""
+    cases = [TransportCase(family, name, engines) for (family, engines), names in CASES.items() for name in names]
+    return dict(zip(cases, plan_cases(cases, tmp_path_factory.mktemp("plans")), strict=True))
+
+
 @pytest.mark.parametrize(("family", "engines"), CASES)
-def test_parameters_are_those_of_disk_and_no_byte_travels_twice(family, engines, ranks, tmp_path: Path):
+def test_parameters_are_those_of_disk_and_no_byte_travels_twice(family, engines, ranks, plans, tmp_path: Path):
     cases = [TransportCase(family, trainers, engines) for trainers in CASES[family, engines]]
     rows = list(run_engine_cases(ranks, cases, tmp_path, ["reshard"]))
     assert len(rows) == len(cases)
     assert not [problem for row in rows for problem in problems_of(row)]
+    assert not [
+        problem for row, case in zip(rows, cases, strict=True) for problem in planning_problems(row, plans[case])
+    ]
 
 
 def test_every_family_and_layout_is_in_some_case():
