@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import get_args
@@ -18,8 +19,10 @@ from megagrpo.config.schema import ExperimentConfig, WeightsConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.weights import engine_loader, transport_broadcast
 from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.clock import Deadline
 from megagrpo.weights.engine_client import EngineConnection, EngineDown
 from megagrpo.weights.exchange import TRANSPORTS, Exchange
+from megagrpo.weights.mailbox import Mailbox
 from megagrpo.weights.moving import Traffic
 from megagrpo.weights.record import record_copies
 from megagrpo.weights.transport import TrainerWeights
@@ -339,3 +342,23 @@ def test_an_engine_that_refuses_to_join_says_why(engine, tmp_path, monkeypatch):
     engine.refuses = "/init_weights_update_group"
     with pytest.raises(LeaderError, match=r"EngineRefused: .* refuses /init_weights_update_group: 400 refused on purp"):
         Trainer(tmp_path, engine, "broadcast").exchange.publish(1)
+
+
+def test_an_engine_that_is_given_up_with_two_calls_open_ends_both(engine, tmp_path):
+    hangs = threading.Event()
+    engine.more["/slow"] = lambda body: hangs.wait(20)
+    connection = EngineConnection(engine.info, 1, Mailbox("127.0.0.1", 20.0), engine.api_key, patience_s=20.0)
+    connection.deadline = Deadline(20.0)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(connection.post, "/slow") for _ in range(2)]
+        while engine.calls.count("/slow") < 2:
+            time.sleep(0.01)
+        assert connection.asked == "/slow"
+        connection.close()
+        try:
+            for call in calls:
+                with pytest.raises(EngineDown, match="does not answer /slow"):
+                    call.result(10)
+        finally:
+            hangs.set()
+    assert connection.asked == ""
