@@ -1,10 +1,12 @@
 """Kills a trainer rank at a named moment when a file asks for it; bench/faults.py makes it a folder's sitecustomize.py.
 
 It wraps what it finds from outside, so that the package itself has no door for faults. `die_in_MOMENT_RANK` beside
-this file asks; it is removed just before the process kills itself.
+this file asks; it is removed just before the process kills itself, or the process group whose id is in the file:
+that dies while the rank goes on with what it does at that moment.
 """
 
 import os
+import random
 import signal
 import sys
 import threading
@@ -17,15 +19,22 @@ MOMENTS = {  # a function that runs in it -> the moment
     ("megagrpo.actor.megatron_actor", "MegatronActor._reduce_gradients"): "backward",
     ("megagrpo.actor.megatron_actor", "MegatronActor.optimizer_step"): "optimiser",
     ("megagrpo.checkpoint", "PendingSave.finish"): "checkpoint",
+    ("megagrpo.weights.transport_reshard", "send_batches"): "transfer",
 }
+TRANSFER_S = 0.02  # that of the tiny model takes longer
 
 
 def dying(function, moment: str):
     def wrapped(*args, **kwargs):
         asked = FOLDER / f"die_in_{moment}_{os.environ['RANK']}"
         if asked.exists():
+            group = asked.read_text()
             asked.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if group:
+                moment_s = random.uniform(0.0, TRANSFER_S)
+                threading.Timer(moment_s, os.killpg, (int(group), signal.SIGKILL)).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
         return function(*args, **kwargs)
 
     return wrapped

@@ -4,14 +4,15 @@
 
 Two trainer ranks, one engine, the tiny model, a deterministic engine, a checkpoint at every step. One run is left
 alone; in the other, faults strike one after the other, each in a step of its own, from outside: signals by process id,
-at moments read from logs. For the moments inside an update a file beside the experiment asks the rank to kill itself
-(bench/fault_moments.py). Writes bench/results/faults.{json,md}. Root is needed for the full disk (a small tmpfs is
-mounted).
+at moments read from logs. For the moments inside an update and inside a transfer of weights, a file beside the
+experiment asks the rank to kill itself or the engine (bench/fault_moments.py). Writes bench/results/faults.{json,md}.
+Root is needed for the full disk (a small tmpfs is mounted).
 """
 
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,7 @@ SAMPLES = 32  # of a step
 STEPS_A_FAULT = 2
 _NAME_CHARACTERS = 15  # of a process, in Linux
 REWARD_TIMEOUT_S, HEALTH_TIMEOUT_S, LIMIT_S = 3.0, 20.0, 900.0
+RANDOM_S = 8.0  # a step and more
 SETTINGS = {
     "rollout": {
         "deterministic": True,
@@ -139,12 +141,6 @@ def decode(log: str) -> bool:
     return "Decode batch" in since and since.count("POST /generate") < SAMPLES
 
 
-def update(log: str) -> bool:
-    """Some buckets have come, not all."""
-    since = log.rpartition("POST /begin_weight_update")[2]
-    return "POST /update_weights_from_distributed" in since and "POST /end_weight_update" not in since
-
-
 def kill_engine(now) -> Callable[[Scene], None]:
     return lambda scene: scene.when(now, engine(scene.folder)["pid"])
 
@@ -161,12 +157,29 @@ def kill_rank(rank: int, now) -> Callable[[Scene], None]:
     return lambda scene: scene.when(now, trainer(scene.job, rank).pid)
 
 
-def ask(file: str) -> Callable[[Scene], None]:
+def engine_group(scene: Scene) -> int:
+    """The process group of the engine's server and its ranks."""
+    return scene.wait(lambda: (engine(scene.folder) or {"pid": 0})["pid"], "an engine")  # 0 while it starts
+
+
+def kill_engine_at_random(scene: Scene) -> None:
+    time.sleep(random.uniform(0.0, RANDOM_S))
+    os.killpg(engine_group(scene), signal.SIGKILL)
+
+
+def kill_engine_in_transfer(scene: Scene) -> None:
+    """While trainer rank 1 sends to it, at a random moment of that."""
+    ask("die_in_transfer_1", str(engine_group(scene)))(scene)
+
+
+def ask(file: str, content: str = "") -> Callable[[Scene], None]:
     """Returns when it has happened."""
 
     def strike(scene: Scene) -> None:
         asked = scene.folder.parent / file
-        asked.touch()
+        written = asked.with_suffix(".new")
+        written.write_text(content)
+        written.rename(asked)
         scene.wait(lambda: not asked.exists(), file)
 
     return strike
@@ -185,12 +198,13 @@ FAULTS = {
     "engine killed, idle": Fault(kill_engine(idle), *ENGINE),
     "engine killed in prefill": Fault(kill_engine(prefill), *ENGINE),
     "engine killed in decode": Fault(kill_engine(decode), *ENGINE),
-    "engine killed in a weight update": Fault(kill_engine(update), *ENGINE),
+    "engine killed in a weight update": Fault(kill_engine_in_transfer, *ENGINE),
+    "engine killed at a random moment": Fault(kill_engine_at_random, *ENGINE),
     "engine's scheduler hung (SIGSTOP)": Fault(hang_engine, *ENGINE),
     "engine's Ray actor killed": Fault(kill_now("ray::EngineNode"), *ENGINE),
     "router killed": Fault(kill_now("sglang::router"), "service", "sglang-router is gone"),
     "trainer rank 1 killed in a rollout": Fault(kill_rank(1, prefill), *TRAINER),
-    "trainer rank 0 killed in a publish": Fault(kill_rank(0, update), *TRAINER),
+    "trainer rank 0 killed in a publish": Fault(ask("die_in_transfer_0"), *TRAINER),
     "trainer rank 1 killed in the forward": Fault(ask("die_in_forward_1"), *TRAINER),
     "trainer rank 0 killed in the backward": Fault(ask("die_in_backward_0"), *TRAINER),
     "trainer rank 1 killed in the optimiser": Fault(ask("die_in_optimiser_1"), *TRAINER),
@@ -235,12 +249,15 @@ def judge(row: dict, folder: Path, reference: Path) -> dict:
     return row | {"samples_lost": SAMPLES - len(samples), "equal": equal}
 
 
-def prepare(root: Path) -> None:
+def prepare(root: Path, made: Path | None = None) -> None:
+    """Makes the folder for runs; the model and the data are those in `made`, or new ones."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     (root / "graders_of_bench.py").write_text(GRADERS)
     shutil.copy(ROOT / "bench" / "fault_moments.py", root / "sitecustomize.py")
-    assert megagrpo("prepare", write_experiment(root / "prepared")).status == 0
+    for name in ("model", "data") if made else ():
+        shutil.copytree(made / name, root / name)
+    assert made or megagrpo("prepare", write_experiment(root / "prepared")).status == 0
 
 
 def matrix(root: Path, names: list[str]) -> list[dict]:

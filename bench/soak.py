@@ -1,10 +1,14 @@
 """Runs many steps of the tiny model while random faults strike: it must finish, learn, not grow, leave nothing.
 
-    python bench/soak.py [--steps 200] [--every 10] [--seed 0] [--folder FOLDER]
+    python bench/soak.py [--steps 200] [--every 10] [--engines] [--seed 0] [--folder FOLDER]
 
 About every tenth step one fault of bench/faults.py, drawn by the seed, strikes at its moment. Memory is the resident
 set of each trainer rank and of each engine's scheduler, sampled every step; a process that was started again begins
 anew. Writes bench/results/soak.{json,md}.
+
+With --engines only engines are killed, in turn inside a transfer of weights and at any moment, and the samples, losses
+and rewards must be those of a run that nobody disturbed: weights that are not the step's would sample something else.
+Writes bench/results/soak_engines.{json,md}.
 """
 
 import argparse
@@ -23,7 +27,9 @@ from faults import (
     SETTINGS,
     Job,
     Scene,
+    assert_same_run,
     is_live,
+    megagrpo,
     metrics,
     prepare,
     rollouts,
@@ -33,7 +39,17 @@ from faults import (
 
 GROWTH = 1.1  # of a process's memory over the steps that it lived, after its first ten
 WARM_STEPS, END = 10, 0.2  # the first and the last fifth of the run are compared
+ENGINES_KILLED = ("engine killed in a weight update", "engine killed at a random moment")
 _NAME_CHARACTERS = 15  # of a process, in Linux
+
+
+def settings_of(num_steps: int) -> dict:
+    """Of the run and of the one that is left alone."""
+    return SETTINGS | {
+        "checkpoint": {"every": 1},
+        "sampling": {"max_response_tokens": 8},
+        "train": {"num_steps": num_steps},
+    }
 
 
 def resident(job: Job) -> dict[str, float]:
@@ -59,14 +75,9 @@ def soak(folder: Path, num_steps: int, every: int, names: list[str]) -> dict:
 
     Nothing is checked yet but that the run ended well and left no process.
     """
-    settings = SETTINGS | {
-        "checkpoint": {"every": 1},
-        "sampling": {"max_response_tokens": 8},
-        "train": {"num_steps": num_steps},
-    }
     memory: list[dict[str, float]] = []
     rows, started = [], time.monotonic()
-    with Job("run", write_experiment(folder, **settings)) as job:
+    with Job("run", write_experiment(folder, **settings_of(num_steps))) as job:
         scene = Scene(job, folder)
         for number, name in enumerate(names):
             scene.wait(lambda step=every * (number + 1): watched(scene, memory) >= step, f"the step before: {name}")
@@ -116,16 +127,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="steps between faults")
+    parser.add_argument("--engines", action="store_true", help="kill engines only, and compare with an undisturbed run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "soak")
     args = parser.parse_args()
     prepare(args.folder)
-    draw = random.Random(args.seed)
-    names = [draw.choice(list(FAULTS)) for _ in range(args.every, args.steps - 1, args.every)]
-    result = soak(args.folder / "run", args.steps, args.every, names)
+    random.seed(args.seed)
+    steps = range(args.every, args.steps - 1, args.every)
+    if args.engines:
+        names = [ENGINES_KILLED[number % 2] for number in range(len(steps))]
+    else:
+        names = [random.choice(list(FAULTS)) for _ in steps]
+    run = args.folder / "run"
+    result = soak(run, args.steps, args.every, names)
+    lines = table(result)
+    if args.engines:
+        alone = args.folder / "undisturbed"
+        done = megagrpo("run", write_experiment(alone, **settings_of(args.steps)), timeout_s=LIMIT_S * 4)
+        assert done.status == 0, done.stderr
+        assert_same_run(run, alone, args.steps)
+        lines.append(("samples, losses and rewards of an undisturbed run", "yes, the same bits"))
+    data = provenance() | {"seed": args.seed} | result
+    write_results("soak_engines" if args.engines else "soak", data, ("what", "figure"), lines)
+    learned = result["reward_last"] > result["reward_first"]
+    assert result["samples_lost"] == 0 and result["growth"] <= GROWTH and learned, "see the table"
+
+
+def table(result: dict) -> list[tuple[str, str]]:
     slowest = max((row["recovered_s"] for row in result["faults"]), default=0.0)
     rise = result["reward_last"] - result["reward_first"]
-    lines = [
+    return [
         ("finished", f"{result['steps']} steps, {len(result['faults'])} faults, {result['minutes']:.1f} minutes"),
         ("slowest recovery", f"{slowest:.1f} s"),
         ("samples lost", str(result["samples_lost"])),
@@ -136,8 +167,6 @@ def main() -> None:
         ("largest growth of a process's memory", f"{result['growth']:.3f} times"),
         ("processes left", "0"),
     ]
-    write_results("soak", provenance() | {"seed": args.seed} | result, ("what", "figure"), lines)
-    assert result["samples_lost"] == 0 and result["growth"] <= GROWTH and rise > 0, "see the table"
 
 
 if __name__ == "__main__":

@@ -2,20 +2,22 @@
 
     run/checkpoints/step_000010/   written as step_000010.partial, renamed when every rank has finished
         actor/         Megatron dist_checkpointing
-        state.json     TrainState, model identity, version of this package
+        state.json     TrainState, model identity, layout, whether another layout can load it, version of this package
         manifest.json  size and CRC-32 of every file, written last
 
-A folder without a manifest, or whose files differ from it, is refused with the file's name.
+A folder without a manifest, or whose files differ from it, is refused with the file's name; one that only its own
+layout can load is refused by any other with what to do.
 """
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Protocol, TypeVar
@@ -23,20 +25,49 @@ from typing import Protocol, TypeVar
 from pydantic import TypeAdapter
 
 from megagrpo import __version__
+from megagrpo.checkpoint_folder import (
+    PARTIAL,
+    Layout,
+    checkpoint_folder,
+    finished_checkpoints,
+    is_reshardable,
+    layout_problem,
+    manifest_bytes,
+)
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.types import TrainState
 
-_PARTIAL = ".partial"
+_WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch names the files of a rank so
 T = TypeVar("T")
 SizeAndCrc = tuple[int, int]  # bytes, CRC-32
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Says what a checkpoint belongs to."""
+
+    model: dict  # must agree with the run that loads it
+    layout: Layout  # must agree too where the checkpoint is not reshardable
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Says how many finished checkpoints stay: the newest `count`, fewer where they exceed `max_bytes`; never none."""
+
+    count: int
+    max_bytes: float | None = None
 
 
 class SavePlan(Protocol):
     """How this rank writes its part of a checkpoint. OSError from either method when it cannot."""
 
-    def write(self) -> list[Path]:
-        """Writes this rank's files, perhaps in a thread and without any other rank; returns their paths."""
+    @property
+    def reshardable(self) -> bool:
+        """Whether another layout will be able to load it; the same on every rank."""
+
+    def write(self) -> dict[Path, SizeAndCrc]:
+        """Writes this rank's files, perhaps in a thread and without any other rank; returns what is in them."""
 
     def finish(self) -> None:
         """Collective. Comes when `write` has returned on every rank."""
@@ -46,28 +77,32 @@ PlanSave = Callable[[Path], SavePlan]  # collective; given an existing empty fol
 
 
 class Checkpointer:
-    """Saves one run when its schedule asks for it, one save at a time, with options.asynchronous in the background.
+    """Saves one run when its schedule asks for it, one save at a time, perhaps in the background.
 
     Every method is collective over the world and raises LeaderError on every rank when any could not write.
+    plan_save: collective; given an existing empty folder and whether another layout must be able to load it.
     gather_state: collective; returns, on the main rank at least, the state with what other ranks hold of it.
     num_steps: the step after which the run ends. saved_step: that of the checkpoint it starts from.
+    background: whether training goes on while a save is written, which takes plan_save's copy.
     """
 
     def __init__(
         self,
         options: CheckpointConfig,
         root: Path,
-        identity: dict,
-        plan_save: PlanSave,
+        identity: RunIdentity,
+        plan_save: Callable[[Path, bool], SavePlan],
         gather_state: Callable[[TrainState], TrainState],
         mesh: Mesh,
         *,
         num_steps: int,
         saved_step: int,
+        background: bool,
     ):
         self._options, self._root, self._identity = options, root, identity
+        self._retention = Retention(options.keep, options.keep_gb * 1e9 if options.keep_gb is not None else None)
         self._plan_save, self._gather_state, self._mesh = plan_save, gather_state, mesh
-        self._num_steps, self._saved_step = num_steps, saved_step
+        self._num_steps, self._saved_step, self._background = num_steps, saved_step, background
         self._pending: PendingSave | None = None  # being written while training goes on
 
     def on_schedule(self, state: TrainState) -> None:
@@ -76,22 +111,37 @@ class Checkpointer:
             self._finish()
         last = state.step == self._num_steps
         if (self._options.every and state.step % self._options.every == 0) or last:
-            self._begin(state)
-        if last or not self._options.asynchronous:
+            self._begin(state, last)
+        if last or not self._background:
             self._finish()
 
     def save_now(self, state: TrainState) -> None:
-        """Collective. Saves `state`, unless it is saved already, and waits until it is written."""
-        self._begin(state)
+        """Collective. Saves `state`, the last of this start, unless that is done already; waits until it is written."""
+        self._begin(state, last=True)
         self._finish()
 
-    def _begin(self, state: TrainState) -> None:
-        if self._saved_step == state.step:
+    def _begin(self, state: TrainState, last: bool) -> None:
+        choice = self._options.reshardable
+        reshardable = choice == "always" or (choice == "last" and last)
+        if self._saved_step == state.step and not (reshardable and self._saved_for_one_layout(state.step)):
             return
         self._finish()  # one at a time: it holds a copy of the whole state
         whole = self._gather_state(state)
-        self._pending = begin(self._root, whole, self._identity, self._options.keep, self._plan_save, self._mesh)
+        self._pending = begin(
+            self._root,
+            whole,
+            self._identity,
+            self._retention,
+            lambda part: self._plan_save(part, reshardable),
+            self._mesh,
+        )
         self._saved_step = state.step
+
+    def _saved_for_one_layout(self, step: int) -> bool:
+        """Collective. Whether the finished checkpoint of a step cannot be loaded by other layouts."""
+        self._finish()
+        folder = checkpoint_folder(self._root, step)
+        return self._mesh.from_main(lambda: folder.is_dir() and not is_reshardable(folder), f"checkpoint {folder}")
 
     def _finish(self) -> None:
         if self._pending is not None:
@@ -99,30 +149,15 @@ class Checkpointer:
             self._pending = None
 
 
-def checkpoint_folder(root: Path, step: int) -> Path:
-    """The checkpoint of the state after `step` steps."""
-    return root / f"step_{step:06d}"
-
-
-def latest(root: Path, at_most: int | None = None) -> Path | None:
-    """Returns the finished checkpoint of the highest step (up to `at_most`), or None; an interrupted save is none."""
-    found = _finished(root)
-    if at_most is not None:
-        found = [p for p in found if p <= checkpoint_folder(root, at_most)]
-    return found[-1] if found else None
-
-
-def _finished(root: Path) -> list[Path]:
-    return sorted(p for p in root.glob("step_*") if p.is_dir() and not p.name.endswith(_PARTIAL))
-
-
-def begin(root: Path, state: TrainState, identity: dict, keep: int, plan_save: PlanSave, mesh: Mesh) -> "PendingSave":
+def begin(
+    root: Path, state: TrainState, identity: RunIdentity, retention: Retention, plan_save: PlanSave, mesh: Mesh
+) -> "PendingSave":
     """Collective. Begins to write a checkpoint of `state`; a thread of every rank does so until `PendingSave.finish`.
 
     Training may go on meanwhile if plan_save took a copy. A failure on any rank (disk full, say), here or in `finish`,
-    raises LeaderError on every rank and leaves older checkpoints as they were. `keep`: how many finished ones stay.
+    raises LeaderError on every rank and leaves older checkpoints as they were.
     """
-    pending = PendingSave(root, state, identity, keep, mesh)
+    pending = PendingSave(root, state, identity, retention, mesh)
     pending.begin(plan_save)
     return pending
 
@@ -130,11 +165,16 @@ def begin(root: Path, state: TrainState, identity: dict, keep: int, plan_save: P
 class PendingSave:
     """A save in progress, held by every rank. It becomes a checkpoint in `finish`, or leaves nothing behind."""
 
-    def __init__(self, root: Path, state: TrainState, identity: dict, keep: int, mesh: Mesh):
+    def __init__(self, root: Path, state: TrainState, identity: RunIdentity, retention: Retention, mesh: Mesh):
         self.target = checkpoint_folder(root, state.step)
-        self.partial = self.target.with_name(self.target.name + _PARTIAL)
-        self._description = {"train": asdict(state), "identity": identity, "version": __version__}
-        self._keep, self._mesh = keep, mesh
+        self.partial = self.target.with_name(self.target.name + PARTIAL)
+        self._description = {
+            "train": asdict(state),
+            "identity": identity.model,
+            "layout": dict(identity.layout),
+            "version": __version__,
+        }
+        self._retention, self._mesh = retention, mesh
         self._written: Future[dict[str, SizeAndCrc]] = Future()  # this rank's files, for the manifest
 
     def begin(self, plan_save: PlanSave) -> None:
@@ -164,21 +204,20 @@ class PendingSave:
 
     def _write(self) -> None:
         try:
-            self._written.set_result({self._name(path): _size_and_crc(path) for path in self._plan.write()})
+            self._written.set_result({self._name(path): entry for path, entry in self._plan.write().items()})
         except Exception as exc:  # raised in `finish`, on every rank
             self._written.set_exception(exc)
 
     def _publish(self, written: dict[str, SizeAndCrc]) -> None:
-        _write_json(self.partial / "state.json", self._description)
+        _write_json(self.partial / "state.json", self._description | {"reshardable": self._plan.reshardable})
         rest = sorted(p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written)
         entries = written | {self._name(path): _size_and_crc(path) for path in rest}
         _write_json(self.partial / "manifest.json", entries)
-        shutil.rmtree(self.target, ignore_errors=True)
+        if self.target.exists():  # renamed, not removed: nothing would be there meanwhile
+            os.replace(self.target, self.target.with_name(f"{self.target.name}.replaced{PARTIAL}"))
         os.replace(self.partial, self.target)
-        finished = _finished(self.target.parent)
-        older = [p for p in finished if p < self.target]  # whatever else lies here, this one is not what makes room
-        interrupted = self.target.parent.glob(f"step_*{_PARTIAL}")
-        for folder in [*older[: max(len(finished) - self._keep, 0)], *interrupted]:
+        interrupted = self.target.parent.glob(f"step_*{PARTIAL}")
+        for folder in [*_superfluous(self.target, self._retention), *interrupted]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _everywhere(self, action: Callable[[], T]) -> T:
@@ -207,10 +246,24 @@ class PendingSave:
         return str(path.relative_to(self.partial))
 
 
-def load(folder: Path, identity: dict, load_actor: Callable[[Path], None], mesh: Mesh) -> TrainState:
-    """Collective. Checks the folder against its manifest and this run's model, then loads it.
+def _superfluous(newest: Path, retention: Retention) -> list[Path]:
+    """Returns the checkpoints that make room for `newest`: older ones alone, whatever else lies there."""
+    finished = finished_checkpoints(newest.parent)
+    older = [p for p in finished if p < newest]
+    num_dropped = max(len(finished) - retention.count, 0)
+    if retention.max_bytes is not None:
+        total = sum(manifest_bytes(p) for p in finished if p not in older[:num_dropped])
+        while num_dropped < len(older) and total > retention.max_bytes:
+            total -= manifest_bytes(older[num_dropped])
+            num_dropped += 1
+    return older[:num_dropped]
 
-    Raises LeaderError (a message naming the file) for a missing, half-written, corrupt or foreign checkpoint.
+
+def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None], mesh: Mesh) -> TrainState:
+    """Collective. Checks the folder against its manifest and this run's model and layout, then loads it.
+
+    Raises LeaderError (a message naming the file) for a missing, half-written, corrupt or foreign checkpoint, and for
+    one that another layout alone can load.
     """
     error = ""
     try:
@@ -222,10 +275,11 @@ def load(folder: Path, identity: dict, load_actor: Callable[[Path], None], mesh:
     return TypeAdapter(TrainState).validate_python(json.loads((folder / "state.json").read_text())["train"])
 
 
-def check(folder: Path, identity: dict, mesh: Mesh) -> None:
-    """Raises ValueError naming what is wrong with a checkpoint: missing files, sizes or checksums, another model.
+def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
+    """Raises ValueError naming what is wrong with a checkpoint: another model or layout, files, sizes, checksums.
 
-    The files are shared out over the ranks: one alone would read the terabytes of a large model for an hour.
+    The files are shared out over the ranks: one alone would read the terabytes of a large model for an hour. Each rank
+    takes those that its number wrote, so that in the same layout it will load them from its node's memory.
     """
     manifest_file = folder / "manifest.json"
     if not manifest_file.is_file():
@@ -234,10 +288,22 @@ def check(folder: Path, identity: dict, mesh: Mesh) -> None:
         )
     try:
         manifest = json.loads(manifest_file.read_text())
-        saved = json.loads((folder / "state.json").read_text())["identity"]
+        model = json.loads((folder / "state.json").read_text())["identity"]
     except (OSError, ValueError, KeyError) as exc:
         raise ValueError(f"checkpoint {folder}: manifest.json or state.json is not readable: {exc}") from exc
-    for name, (size, crc) in sorted(manifest.items())[mesh.rank :: mesh.world_size]:
+    different = [
+        f"{key}: checkpoint {model.get(key)!r}, this run {value!r}"
+        for key, value in identity.model.items()
+        if model.get(key) != value
+    ]
+    if different:
+        raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(different))
+    if problem := layout_problem(folder, identity.layout):
+        raise ValueError(problem)
+    for index, (name, (size, crc)) in enumerate(sorted(manifest.items())):
+        writer = _WRITER.search(name)
+        if (int(writer[1]) if writer else index) % mesh.world_size != mesh.rank:
+            continue
         file = folder / name
         if not file.is_file():
             raise ValueError(f"checkpoint file {file} is missing")
@@ -245,13 +311,6 @@ def check(folder: Path, identity: dict, mesh: Mesh) -> None:
             raise ValueError(f"checkpoint file {file} has {file.stat().st_size} bytes, its manifest says {size}")
         if _crc(file) != crc:
             raise ValueError(f"checkpoint file {file} is corrupt: its CRC-32 differs from the manifest")
-    different = [
-        f"{key}: checkpoint {saved.get(key)!r}, this run {value!r}"
-        for key, value in identity.items()
-        if saved.get(key) != value
-    ]
-    if different:
-        raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(different))
 
 
 def _size_and_crc(path: Path) -> SizeAndCrc:

@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_training(commands)
     _add_submit(commands)
     _add_preparation(commands)
+    _add_planning(commands)
     _add_checkpoints(commands)
     _add_inspection(commands)
     return parser
@@ -115,6 +116,26 @@ def _add_preparation(commands: _Commands) -> None:
         "--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit"
     )
     certify.add_argument("--plant", help=argparse.SUPPRESS)  # a fault that must be found, see certify/faults.py
+
+
+def _add_planning(commands: _Commands) -> None:
+    plan = commands.add_with_config(
+        "plan-weights", _plan_weights, "what a publish will move on the cluster, from the model's config.json alone"
+    )
+    plan.add_argument(
+        "--engines",
+        type=lambda text: [int(part) for part in text.split(",")],
+        metavar="8,16,32",
+        help="numbers of engines to plan for; default: rollout.num_engines",
+    )
+    plan.add_argument("--gpus-per-node", type=int, default=8, help="of every node (default 8)")
+    plan.add_argument("--hardware", default="H100", help="row of the bandwidth table: H100 (default), H200, H20, B200")
+    plan.add_argument("--between-gb-s", type=float, help="GB/s of one rank between nodes, instead of the table's")
+    plan.add_argument("--inside-gb-s", type=float, help="GB/s of one rank inside a node")
+    plan.add_argument("--efficiency", type=float, help="share of these rates that transfers reach")
+    plan.add_argument("--message-us", type=float, help="microseconds that a rank needs for a message")
+    plan.add_argument("--call-ms", type=float, help="milliseconds of an HTTP call to an engine")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="also write all figures, with every pair of nodes")
 
 
 def _add_checkpoints(commands: _Commands) -> None:
@@ -251,6 +272,18 @@ def _certify(args: argparse.Namespace) -> int:
 
     config = _config(args)
     return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts, args.plant)
+
+
+def _plan_weights(args: argparse.Namespace) -> int:
+    from megagrpo.planning.links import rates_of
+    from megagrpo.planning.weights_report import plan_weights
+
+    config = _config(args)
+    engines = args.engines or [config.rollout.num_engines]
+    names = ("between_gb_s", "inside_gb_s", "efficiency", "message_us", "call_ms")
+    rates = rates_of(args.hardware, {name: getattr(args, name) for name in names})
+    print(plan_weights(config, engines, rates, args.gpus_per_node, args.json))
+    return 0
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -31,6 +31,12 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "MASTER_ADDR" in os.environ
 
 
+def num_trainer_nodes() -> int:
+    """Returns how many machines torchrun's world spans; 1 outside torchrun."""
+    world = get_int("WORLD_SIZE", 1)
+    return -(-world // get_int("LOCAL_WORLD_SIZE", world))
+
+
 @contextmanager
 def temporarily(name: str, value: str) -> Iterator[None]:
     """Sets a variable inside the block, for a library that reads it there."""

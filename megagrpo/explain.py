@@ -3,17 +3,22 @@
 import math
 from pathlib import Path
 
-from megagrpo.config.schema import ExperimentConfig, ParallelConfig
+from megagrpo.checkpoint_cost import checkpoint_cost
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, model_problems, parameter_counts
+from megagrpo.layout import layout_problems, rank_coordinates
 from megagrpo.preflight import longest_samples, model_description, preflight
 
 _MAX_RANK_ROWS = 32
+_RANKS_PER_NODE = 8
 
 
 def explain(config: ExperimentConfig) -> str:
     """Returns what the experiment amounts to as text, ending with every problem that `preflight` finds."""
     hf = model_description(config)
-    counts = None if hf is None or model_problems(hf) else parameter_counts(architecture_of(hf))
+    arch = None if hf is None or model_problems(hf) else architecture_of(hf)
+    counts = None if arch is None else parameter_counts(arch)
     title = f"{config.name}: {config.train.num_steps} steps into {config.output_dir}, seed {config.seed}"
     parts = [
         _model(config, None if hf is None else hf.get("model_type"), counts),
@@ -22,28 +27,11 @@ def explain(config: ExperimentConfig) -> str:
         _rollout(config),
         _memory(config, counts),
         _events(config),
+        _checkpoints(config, arch),
     ]
     problems = preflight(config)
     verdict = [f"PROBLEMS ({len(problems)})", *(f"  {p}" for p in problems)] if problems else ["no problems found"]
     return "\n\n".join("\n".join(lines) for lines in ([title], *parts, verdict))
-
-
-def rank_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> dict[str, int]:
-    """Returns where a trainer rank stands.
-
-    Megatron's order is tp-cp-ep-dp-pp, fastest first; experts divide the same ranks anew.
-    """
-    p = parallel
-    stage_size = world_size // p.pp
-    pp, within = divmod(rank, stage_size)
-    return {
-        "dp": within // (p.tp * p.cp),
-        "pp": pp,
-        "cp": within // p.tp % p.cp,
-        "tp": within % p.tp,
-        "ep": within // p.etp % p.ep,
-        "edp": within // (p.etp * p.ep),
-    }
 
 
 def _model(config: ExperimentConfig, family: str | None, counts: ParameterCounts | None) -> list[str]:
@@ -173,7 +161,7 @@ def _memory(config: ExperimentConfig, counts: ParameterCounts | None) -> list[st
 
 
 def _events(config: ExperimentConfig) -> list[str]:
-    e, c = config.eval, config.checkpoint
+    e = config.eval
     if e is None:
         lines = ["evaluation none"]
     else:
@@ -181,11 +169,40 @@ def _events(config: ExperimentConfig) -> list[str]:
         lines = [
             f"evaluation {e.data.path}, {e.num_samples} samples a prompt, {how}: first, every {e.every} steps, last"
         ]
+    return lines
+
+
+def _checkpoints(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
+    """Says when the run is saved and what saving and resuming cost."""
+    c, ranks = config.checkpoint, config.actor.world_size
     when = f"every {c.every} steps and" if c.every else "only"
-    lines.append(
-        f"checkpoint {when} at the end, {c.keep} kept, resume {c.resume}"
-        + (", in the background" if c.asynchronous else "")
-    )
+    background = {True: ", in the background", False: "", "auto": ", in the background from two trainer nodes on"}
+    lines = [
+        f"checkpoint {when} at the end, {c.keep} kept"
+        + (f" or fewer in {c.keep_gb:g} GB" if c.keep_gb is not None else "")
+        + f", resume {c.resume}{background[c.asynchronous]}"
+    ]
+    if arch is not None and not layout_problems(arch, config.actor):
+        per_node = min(ranks, _RANKS_PER_NODE)
+        cost = checkpoint_cost(arch, config.actor, per_node)
+        forms = {True: "for any layout", False: "for this layout alone"}
+        shown = {"last": (False, True) if c.every else (True,), "always": (True,), "never": (False,)}[c.reshardable]
+        speed = f"at {c.disk_gb_s:g} GB/s"
+        for reshardable in shown:
+            seconds = cost.file_bytes / c.disk_gb_s / 1e9
+            lines.append(
+                f"  a save {forms[reshardable]}: {_bytes(cost.file_bytes)}, {_seconds(seconds)} {speed}; "
+                f"{_bytes(cost.save_host_bytes[reshardable])} of host memory on the fullest node ({per_node} ranks)"
+            )
+        lines.append(
+            f"  a resume: reads {_bytes(cost.read_bytes)} (checksums, then the state), "
+            f"{_seconds(cost.read_bytes / c.disk_gb_s / 1e9)} {speed}"
+            + (
+                f"; {_bytes(cost.resume_host_bytes[True])} of host memory a node from one for any layout"
+                if True in shown
+                else ""
+            )
+        )
     if not c.every:
         lines.append("  ADVICE   checkpoint.every 0: when a rank is lost, the run begins again at its first step")
     return lines
@@ -203,3 +220,7 @@ def _bytes(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number / 1e3:.3g} kB"
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.0f} s" if number >= 10 else f"{number:.2g} s"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from megagrpo import checkpoint
+from megagrpo.checkpoint_folder import latest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.run import load_checkpoint, make_actor
 from megagrpo.run_folder import RunFolder
@@ -17,10 +17,10 @@ def export(config: ExperimentConfig, source: Path | None, output: str, device: t
     ValueError when there is no checkpoint.
     """
     checkpoints = RunFolder(Path(config.output_dir)).checkpoints
-    found = source or checkpoint.latest(checkpoints)
+    found = source or latest(checkpoints)
     if found is None:
         raise ValueError(f"{checkpoints} holds no finished checkpoint; name one with --checkpoint")
     actor = make_actor(config, 1, device)
-    weights = load_initial_weights(actor, config.model.path)
+    weights = load_initial_weights(actor, config.model.path, overwritten=True)
     load_checkpoint(config, found, actor)
     export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)

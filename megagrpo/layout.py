@@ -1,6 +1,6 @@
-"""Says whether a model can be cut as the parallel layout asks; `megagrpo check` and the actor ask here."""
+"""Says where each rank stands, and whether a model can be cut so; `megagrpo check` and the actor ask here."""
 
-from megagrpo.config.actor import ActorConfig
+from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
 
 
@@ -34,6 +34,24 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
             if size > 1
         ]
     return problems
+
+
+def rank_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> dict[str, int]:
+    """Returns where a trainer rank stands.
+
+    Megatron's order is tp-cp-ep-dp-pp, fastest first; experts divide the same ranks anew.
+    """
+    p = parallel
+    stage_size = world_size // p.pp
+    pp, within = divmod(rank, stage_size)
+    return {
+        "dp": within // (p.tp * p.cp),
+        "pp": pp,
+        "cp": within // p.tp % p.cp,
+        "tp": within % p.tp,
+        "ep": within // p.etp % p.ep,
+        "edp": within // (p.etp * p.ep),
+    }
 
 
 def divisors(number: int, near: int) -> str:

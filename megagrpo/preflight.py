@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megagrpo.checkpoint_folder import latest, layout_problem
 from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
@@ -18,7 +19,7 @@ from megagrpo.tiny.description import hf_config as tiny_hf_config
 
 def preflight(config: ExperimentConfig) -> list[str]:
     """Returns every problem: missing files, broken lines, unknown functions, a model that the layout cannot cut."""
-    problems = _missing_files(config) + _broken_lines(config) + _function_problems(config)
+    problems = [*_missing_files(config), *_broken_lines(config), *_function_problems(config), *_source_problems(config)]
     hf = model_description(config)
     if hf is not None:
         problems += check_against_model(
@@ -124,6 +125,19 @@ def _missing_files(config: ExperimentConfig) -> list[str]:
     if Path(config.model.path).is_dir() and not (Path(config.model.path) / "config.json").is_file():
         problems.append(f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model folder")
     return problems
+
+
+def _source_problems(config: ExperimentConfig) -> list[str]:
+    """Returns why the checkpoint that the run would start from cannot be loaded in its layout."""
+    load = config.checkpoint.load
+    source = latest(RunFolder(Path(config.output_dir)).checkpoints) or (Path(load) if load else None)
+    if source is None:
+        return []
+    try:
+        problem = layout_problem(source, config.actor.layout)
+    except (OSError, ValueError):  # a damaged checkpoint, which is refused with its reason when it is loaded
+        return []
+    return [f"actor: {problem}"] if problem else []
 
 
 def _broken_lines(config: ExperimentConfig) -> list[str]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from megagrpo import checkpoint
 from megagrpo.actor.step import update, with_logprobs
+from megagrpo.checkpoint_folder import latest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.dump import Dump, read_dump
 from megagrpo.run import load_checkpoint, make_actor
@@ -21,10 +21,11 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     dump = read_dump(dump_folder)
     num_updates, temperature = config.train.num_updates_per_step, config.sampling.temperature
     actor = make_actor(config, config.train.num_steps * num_updates, device)
-    load_initial_weights(actor, config.model.path)
-    if dump.algorithm.uses_reference:
+    version, source = 0, latest(RunFolder(Path(config.output_dir)).checkpoints, dump.weight_version)
+    reference = dump.algorithm.uses_reference
+    load_initial_weights(actor, config.model.path, overwritten=source is not None and not reference)
+    if reference:
         actor.keep_reference()
-    version, source = 0, checkpoint.latest(RunFolder(Path(config.output_dir)).checkpoints, dump.weight_version)
     if source is not None:
         version = load_checkpoint(config, source, actor).step
     batch = dump.batch(actor.mesh)

@@ -10,7 +10,8 @@ import torch
 from megagrpo import checkpoint, environment
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import load_actor, save_actor
-from megagrpo.checkpoint import Checkpointer
+from megagrpo.checkpoint import Checkpointer, RunIdentity
+from megagrpo.checkpoint_folder import latest
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
@@ -155,13 +156,14 @@ class MainRecord:
     console: StepConsole
 
 
-def run_identity(config: ExperimentConfig, actor: MegatronActor) -> dict:
-    """Returns what must agree between a checkpoint and the run that loads it; the layout may differ."""
-    return {
+def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
+    """Returns what a checkpoint must share with the run that loads it."""
+    model = {
         "model": asdict(actor.arch),
         "dtype": config.actor.dtype,
         "distributed_optimizer": config.actor.optimizer.distributed,
     }
+    return RunIdentity(model, config.actor.layout)
 
 
 def make_actor(config: ExperimentConfig, num_updates: int, device: torch.device) -> MegatronActor:
@@ -191,11 +193,13 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
     eval_prompts = load_prompts(config.eval.data, tokenizer) if config.eval else None
     tool = make_tool(config.sampling.tool, tokenizer) if config.sampling.tool else None
     actor = make_actor(config, num_updates, device)
-    weights = load_initial_weights(actor, config.model.path)
-    if config.algorithm.uses_reference:
-        actor.keep_reference()  # the initial weights, also when the run resumes
-    state = resume(config, folder, actor)
     mesh = actor.mesh
+    source = find_checkpoint(config, folder, mesh)
+    reference = config.algorithm.uses_reference
+    weights = load_initial_weights(actor, config.model.path, overwritten=source is not None and not reference)
+    if reference:
+        actor.keep_reference()  # the initial weights, also when the run resumes
+    state = resume(config, folder, source, actor)
     with ExitStack() as stack:
         console = stack.enter_context(_console(config, state, prompts, eval_prompts)) if mesh.is_main else None
         control = find_service(folder.path, service_url, config.rollout.start_timeout_s)
@@ -231,15 +235,18 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
 
 
 def _checkpointer(config: ExperimentConfig, folder: RunFolder, actor: MegatronActor, saved_step: int) -> Checkpointer:
+    wish, several_nodes = config.checkpoint.asynchronous, environment.num_trainer_nodes() > 1
+    background = several_nodes if wish == "auto" else wish
     return Checkpointer(
         config.checkpoint,
         folder.checkpoints,
         run_identity(config, actor),
-        lambda part: save_actor(actor, part, config.checkpoint.asynchronous),
+        lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
         lambda state: replace(state, surplus=gather_surplus(state.surplus, actor.mesh)),
         actor.mesh,
         num_steps=config.train.num_steps,
         saved_step=saved_step,
+        background=background,
     )
 
 
@@ -262,26 +269,32 @@ def _console(
         yield console
 
 
-def resume(config: ExperimentConfig, folder: RunFolder, actor: MegatronActor) -> TrainState:
-    """Collective. Continues from the run's own latest checkpoint, else `checkpoint.load`, else the initial weights.
+def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> Path | None:
+    """Collective. Returns the run's own latest checkpoint, else `checkpoint.load`, else None: the initial weights.
 
-    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's. Raises
-    ValueError when `checkpoint.resume` is never where the run folder holds checkpoints of an earlier start: one
+    Raises ValueError when `checkpoint.resume` is never where the run folder holds checkpoints of an earlier start: one
     history a folder.
     """
     options = config.checkpoint
     # the main rank's view: that of other nodes may be seconds older on a shared file system
-    own = actor.mesh.gather_world(checkpoint.latest(folder.checkpoints))[0]
+    own = mesh.gather_world(latest(folder.checkpoints))[0]
     again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int("SLURM_RESTART_COUNT", 0)
     if own is not None and options.resume == "never" and not again:
         raise ValueError(
             f"checkpoint.resume is never, but {own} is there; choose another output_dir, or move that folder away"
         )
-    source = own or (Path(options.load) if options.load else None)
+    return own or (Path(options.load) if options.load else None)
+
+
+def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, actor: MegatronActor) -> TrainState:
+    """Collective. Continues from find_checkpoint's choice.
+
+    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's.
+    """
     if source is None:
         return TrainState()
     state = load_checkpoint(config, source, actor)
-    if own is None:
+    if source.parent != folder.checkpoints:
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()
     state.surplus = deal_surplus(state.surplus, actor.mesh)

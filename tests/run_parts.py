@@ -20,7 +20,7 @@ SAY_EVERY_S = 60.0
 NO_TESTS = 5  # pytest's exit status when a selection leaves none
 COUNT = re.compile(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|warning|error)")
 # Tests of e2e that share one rollout service or make engines of their own; the others share one `megagrpo run`.
-ENGINES = ("test_engines", "test_exchange", "test_service", "test_service_failures", "test_tools")
+ENGINES = ("test_engines", "test_exchange", "test_service", "test_service_failures", "test_tools", "test_transports")
 UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megagrpo import environment
 from megagrpo.actor.megatron_config import check_layout, check_transformer_engine, transformer_config
-from megagrpo.actor.model import HiddenStatesModel, build_chunk, load_hf
+from megagrpo.actor.model import HiddenStatesModel, build_chunks, chunk_parameters, load_hf
 from megagrpo.actor.reference import HostReference
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
@@ -57,6 +57,13 @@ def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
             dist.init_process_group(backend, timeout=deadline, store=alone, rank=0, world_size=1)
         if device.type == "cuda":  # one communicator of all ranks, else point-to-point messages make one for every pair
             dist.all_reduce(torch.zeros(1, device=device))
+    make_parallel_groups(config)
+    return make_mesh(mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), device, config.deadline_s)
+
+
+def make_parallel_groups(config: ActorConfig, with_gloo: bool = True) -> None:
+    """Collective. Cuts the world into Megatron's groups; `with_gloo` adds the ones that it wants on the CPU."""
+    p = config.parallel
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,
@@ -65,8 +72,8 @@ def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
         expert_model_parallel_size=p.ep,
         expert_tensor_parallel_size=p.etp,
         distributed_timeout_minutes=config.deadline_s / 60,
+        create_gloo_process_groups=with_gloo,
     )
-    return make_mesh(mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), device, config.deadline_s)
 
 
 def leave_distributed(actor: "MegatronActor | None") -> None:
@@ -119,12 +126,7 @@ class MegatronActor:
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.optimizer_config, self.num_updates = optimizer, num_updates
         self.transformer = transformer_config(self.arch, config)
-        stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
-        self.chunks = [
-            build_chunk(self.arch, self.transformer, stage, config.transformer_engine).to(device) for stage in stages
-        ]
-        if self.transformer.bf16:
-            self.chunks = [chunk.bfloat16() for chunk in self.chunks]
+        self.chunks = build_chunks(self.arch, config, self.transformer, device)
         # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be
         # copied
         self.clock = ScheduleClock(device)
@@ -161,7 +163,7 @@ class MegatronActor:
 
     def parameters(self) -> dict[str, Tensor]:
         """Returns this rank's live parameters by a name that is unique on this rank."""
-        return {f"{i}.{name}": p for i, chunk in enumerate(self.chunks) for name, p in chunk.named_parameters()}
+        return chunk_parameters(self.chunks)
 
     def zero_grad(self) -> None:
         """Clears gradients before a backward."""

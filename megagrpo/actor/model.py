@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from megagrpo.actor.attention import CausalAttention
+from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.loading import RankPlace, Shard, load_vocabulary
 from megagrpo.families.table import FAMILIES
@@ -126,6 +127,20 @@ def build_chunk(
             module.weight.tensor_model_parallel, module.weight.partition_dim = True, _SHARDED_DIM[type(module)]
             module.weight.partition_stride = 1
     return chunk
+
+
+def build_chunks(
+    arch: Architecture, config: ActorConfig, transformer: TransformerConfig, device: torch.device
+) -> list[HiddenStatesModel]:
+    """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype, uninitialised."""
+    stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
+    chunks = [build_chunk(arch, transformer, stage, config.transformer_engine).to(device) for stage in stages]
+    return [chunk.bfloat16() for chunk in chunks] if transformer.bf16 else chunks
+
+
+def chunk_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:
+    """Returns a rank's live parameters by a name that is unique on it."""
+    return {f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
 
 
 def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str, Tensor]) -> None:

@@ -1,29 +1,81 @@
-"""Saves and loads the actor's part of a checkpoint: model and optimiser by Megatron, and every rank's RNG states."""
+"""Saves and loads the actor's part of a checkpoint: model and optimiser by Megatron, and every rank's RNG states.
 
+Two forms of the distributed optimiser's state, which every checkpoint names in its own metadata:
+
+    dp_reshardable      every rank writes and reads the pieces that it holds, without messages; same layout only
+    fully_reshardable   gathered to one rank of each data-parallel group, in the parameters' own shapes; any layout
+
+What data-parallel ranks hold in common is divided among them: each writes, and reads, its share once.
+"""
+
+import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedWriter, RawIOBase
 from pathlib import Path
-from queue import Queue, SimpleQueue
+from queue import Queue
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from megagrpo.actor.megatron_actor import MegatronActor
 
-# every parameter's optimiser state in the parameter's own shape: resumes under any other layout
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,  # gathered by one rank of each replica group, not by all
-    "chained_optim_avoid_prefix": True,
-}
+_FORM = "distrib_optim_sharding_type"
+_OWN_PARTS, _RESHARDABLE = "dp_reshardable", "fully_reshardable"
 _MESSAGE_CHARACTERS = 300
+
+
+def _metadata(form: str) -> dict:
+    return {
+        _FORM: form,
+        # gathered by one rank of each replica group, not by all
+        "distrib_optim_fully_reshardable_mem_efficient": True,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+class _Checksummed(RawIOBase):
+    """Writes a file from its start to its end, as torch.save does, and knows the CRC-32 of what it wrote."""
+
+    def __init__(self, file: BufferedWriter):
+        super().__init__()
+        self._file = file
+        self.size, self.crc = 0, 0
+
+    def write(self, data: Any) -> int:
+        """Writes any buffer; returns its bytes."""
+        block = memoryview(data).cast("B")
+        self._file.write(block)
+        self.crc = zlib.crc32(block, self.crc)
+        self.size += len(block)
+        return len(block)
+
+    def tell(self) -> int:
+        """Returns the bytes written."""
+        return self.size
+
+    def flush(self) -> None:
+        """Does nothing: torch flushes after every tensor."""
 
 
 @dataclass(frozen=True)
@@ -32,24 +84,32 @@ class ActorSave:
 
     request: AsyncRequest
     buckets: list  # Megatron's, one a file
+    reshardable: bool
 
-    def write(self) -> list[Path]:
-        """Runs Megatron's writer in this thread: in a process that it forks, as Megatron would, it could deadlock."""
+    def write(self) -> dict[Path, tuple[int, int]]:
+        """Writes as Megatron's writer does, in this thread: in processes that it forks it could deadlock.
+
+        The checksums are of the bytes on their way to the files, which are not read again.
+        """
         if not self.buckets:
-            return []
-        transforms, results = self.request.async_fn.args[0], {}
-        for index, bucket in enumerate(self.buckets):
-            outcome: SimpleQueue = SimpleQueue()
-            turns: Queue = Queue()
-            turns.put(index)
-            filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-                transforms, index, bucket, outcome, turns, use_fsync=True
-            )
-            _, results[index] = outcome.get()
-            if isinstance(results[index], Exception):
-                raise _root(results[index])
+            return {}
+        [transforms] = self.request.async_fn.args[0]
+        written, results = {}, {}
+        for index, (path, key, (blobs, tensors)) in enumerate(self.buckets):
+            try:
+                with open(path, "wb") as file:
+                    stream = _Checksummed(file)
+                    results[index] = [
+                        _write_item(transforms, stream, data, item, key, SerializationFormat.TORCH_SAVE)
+                        for item, data in [*blobs, *tensors]
+                    ]
+                    file.flush()
+                    os.fsync(file.fileno())
+            except Exception as exc:
+                raise _root(exc) from None
+            written[Path(path)] = stream.size, stream.crc
         self.request.async_fn_args[2].put(results)  # where `finish` looks for them
-        return [Path(path) for path, _, _ in self.buckets]
+        return written
 
     def finish(self) -> None:
         """Collective. Writes the index of all ranks' files. Raises OSError."""
@@ -58,25 +118,56 @@ class ActorSave:
                 collective()
 
 
-def save_actor(actor: MegatronActor, folder: Path, snapshot: bool = False) -> ActorSave:
+def save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: bool = False) -> ActorSave:
     """Collective. Plans a checkpoint in an existing empty folder. Raises OSError when it cannot be planned.
 
+    With `reshardable` any layout can load it; what is not divided over data-parallel ranks always is reshardable.
     With `snapshot` the state is copied to host memory now, so that training may go on meanwhile.
     """
-    state = _sharded_state(actor, actor.updates_done, is_loading=False)
+    divided = actor.updates_done > 0 and isinstance(_parts(actor)[0], DistributedOptimizer)
+    metadata = _metadata(_OWN_PARTS if divided and not reshardable else _RESHARDABLE)
+    state = _sharded_state(actor, actor.updates_done, metadata, is_loading=False)
     # Megatron's forked writers hand over results through a manager process, a thread does through a queue: a new one,
     # because `finish` never reads what a rank has written of a save that failed on another rank.
     filesystem_async._results_queue = Queue()
     with _failure_as_os_error():
-        request = dist_checkpointing.save(state, str(folder), content_metadata=_METADATA, async_sharded_save=True)
-    # on the host; for a model on a CPU these are the live tensors
+        request = dist_checkpointing.save(
+            state,
+            str(folder),
+            FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), _copies_group()),
+            async_sharded_save=True,
+            content_metadata=metadata,
+        )
+    # on the host; for a model on a CPU these are live tensors, except where Megatron had to copy a view
     buckets = request.preload_fn() if request.preload_fn else []
     if snapshot and actor.mesh.device.type == "cpu":
+        live = {_memory(tensor) for tensor in _live_tensors(actor)}
         buckets = [
-            (path, name, (blobs, [(item, t.clone()) for item, t in tensors]))
+            (path, name, (blobs, [(item, t.clone() if _memory(t) in live else t) for item, t in tensors]))
             for path, name, (blobs, tensors) in buckets
         ]
-    return ActorSave(request, buckets)
+    return ActorSave(request, buckets, metadata[_FORM] == _RESHARDABLE)
+
+
+def _copies_group() -> torch.distributed.ProcessGroup:
+    """Returns the ranks that hold the same slices of the dense model."""
+    return mpu.get_data_parallel_group(with_context_parallel=True)
+
+
+def _live_tensors(actor: MegatronActor) -> Iterator[Tensor]:
+    """Yields the tensors of model and optimiser, which a step changes."""
+    for chunk in actor.chunks:
+        yield from (*chunk.parameters(), *chunk.buffers())
+    for part in _parts(actor):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for values in part.optimizer.state.values():
+            yield from (t for t in values.values() if isinstance(t, Tensor))
+
+
+def _memory(tensor: Tensor) -> int:
+    """Returns what tells a tensor's memory from another's."""
+    return tensor.untyped_storage().data_ptr()
 
 
 @contextmanager
@@ -99,13 +190,14 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
     """Collective. Reads a state written by `save_actor`. Raises ValueError when the files do not fit the model."""
     try:
         common = dist_checkpointing.load_common_state_dict(str(folder))
-        updates_done = common["updates_done"]
+        updates_done, metadata = common["updates_done"], common["content_metadata"]
         if updates_done:
             _allocate_optimizer_state(actor)
-        wanted = _sharded_state(actor, updates_done, is_loading=True)
+        wanted = _sharded_state(actor, updates_done, metadata, is_loading=True)
         if common["layout"] != wanted["layout"]:
             del wanted["rng"]
-        state = dist_checkpointing.load(wanted, str(folder))
+        strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), _copies_group())
+        state = dist_checkpointing.load(wanted, str(folder), strategy)
     except CheckpointException as exc:
         raise ValueError(f"checkpoint {folder} does not fit this model and layout: {_first_failure(exc)}") from exc
     except (dist_checkpointing.core.CheckpointingException, OSError, RuntimeError, KeyError) as exc:
@@ -115,7 +207,7 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
     for index, chunk in enumerate(actor.chunks):
         chunk.load_state_dict(state[f"model{index}"])
     if updates_done:
-        _load_optimizer_state(actor, state["optimizer"])
+        _load_optimizer_state(actor, state["optimizer"], metadata[_FORM])
     else:
         actor.weights_loaded()
     actor.updates_done = updates_done
@@ -139,11 +231,12 @@ def _allocate_optimizer_state(actor: MegatronActor) -> None:
             part._init_optimizer_states_with_dummy_values()
 
 
-def _load_optimizer_state(actor: MegatronActor, state: dict) -> None:
+@torch.no_grad()
+def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
     """Loads as Megatron does, around its two slips with torch's Adam (Apex's keeps no step count beside a parameter).
 
-    Reading reshardable parameter state it looks for a step count that is saved elsewhere; and the count that it
-    restores is one tensor shared by all parameters, which torch then increases once for each of them.
+    Reading parameter state it looks for a step count that is saved elsewhere, or takes the present one; and the count
+    that it restores is one tensor shared by all parameters, which torch then increases once for each of them.
     """
     parts = _parts(actor)
     if not isinstance(parts[0], DistributedOptimizer):
@@ -153,7 +246,10 @@ def _load_optimizer_state(actor: MegatronActor, state: dict) -> None:
         part.load_state_dict({key: value for key, value in own.items() if key != "param_state"})
         inner = part.optimizer.state
         steps = {parameter: values.pop("step") for parameter, values in inner.items() if "step" in values}
-        part.load_parameter_state_from_fully_reshardable(own["param_state"])
+        if form == _OWN_PARTS:
+            part.load_parameter_state_from_dp_reshardable(own["param_state"])
+        else:
+            part.load_parameter_state_from_fully_reshardable(own["param_state"])
         for parameter, step in steps.items():
             inner[parameter]["step"] = step.clone()
 
@@ -165,14 +261,13 @@ def _first_failure(exc: CheckpointException) -> str:
     return f"rank {rank}: {type(cause).__name__}: {str(cause)[:_MESSAGE_CHARACTERS]}"
 
 
-def _sharded_state(actor: MegatronActor, updates_done: int, is_loading: bool) -> dict:
+def _sharded_state(actor: MegatronActor, updates_done: int, metadata: dict, is_loading: bool) -> dict:
     model = {f"model{i}": chunk.sharded_state_dict(prefix="") for i, chunk in enumerate(actor.chunks)}
     # one flat view for the optimiser, which looks parameters up across chunks
     merged = {f"{part}.{name}": value for part, tensors in model.items() for name, value in tensors.items()}
-    layout = {"ranks": actor.mesh.world_size, **actor.config.parallel.model_dump()}
-    state = {**model, "updates_done": updates_done, "layout": layout, "rng": _rng_state(actor)}
+    state = {**model, "updates_done": updates_done, "layout": actor.config.layout, "rng": _rng_state(actor)}
     if updates_done:  # before the first update the optimiser has no state, and Megatron would ask for one when loading
-        state["optimizer"] = actor.optimizer.sharded_state_dict(merged, is_loading=is_loading, metadata=_METADATA)
+        state["optimizer"] = actor.optimizer.sharded_state_dict(merged, is_loading=is_loading, metadata=metadata)
     return state
 
 

@@ -121,6 +121,11 @@ class ActorConfig(Section):
         """Number of data-parallel ranks."""
         return self.world_size // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
 
+    @property
+    def layout(self) -> dict[str, int | None]:
+        """What two starts must share to hold the same slices on the same ranks: `ranks` and every field of parallel."""
+        return {"ranks": self.world_size, **self.parallel.model_dump()}
+
     @model_validator(mode="after")
     def _world_divides(self) -> Self:
         p = self.parallel

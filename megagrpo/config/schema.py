@@ -13,7 +13,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig, RewardConfig
 from megagrpo.config.preparation import DatasetConfig, PrepareConfig, SftConfig, TinyModelConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, ToolConfig, WeightsConfig
-from megagrpo.config.section import NonNegativeInt, PositiveInt, Section
+from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 __all__ = [
     "ActorConfig",
@@ -61,9 +61,25 @@ class CheckpointConfig(Section):
     """When the run is saved, and what it starts from."""
 
     every: NonNegativeInt = Field(default=0, description="Steps between checkpoints; 0: only at the end.")
+    reshardable: Literal["last", "always", "never"] = Field(
+        default="last",
+        description="Which saves another layout can load too: the last one of a start (after its last step, or when it "
+        "is asked to stop), all, or none. The others are faster and smaller in memory: every rank writes its own part.",
+    )
     keep: PositiveInt = Field(default=2, description="Newest checkpoints kept.")
-    asynchronous: bool = Field(
-        default=False, description="Copy to host memory, write while training goes on, finish after a later step."
+    keep_gb: PositiveFloat | None = Field(
+        default=None,
+        description="GB (1e9 bytes) that the kept checkpoints may have together: older ones go, never the newest; "
+        "default: no limit.",
+    )
+    asynchronous: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Copy to host memory, write while training goes on, finish after a later step; auto: from two "
+        "trainer nodes on.",
+    )
+    disk_gb_s: PositiveFloat = Field(
+        default=10.0,
+        description="GB/s of the file system, all nodes together: what `megagrpo check` computes the seconds from.",
     )
     resume: Literal["auto", "never"] = Field(
         default="auto", description="Continue from the run folder's last checkpoint, or refuse a folder that has one."

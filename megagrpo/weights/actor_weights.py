@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.hf_files import HfFolder, write_hf_folder
+from megagrpo.hf_files import HfFolder, ReadingProgress, write_hf_folder
 from megagrpo.mesh import Mesh
 from megagrpo.weights.plan import gather_to_main, make_gather_plan
 from megagrpo.weights.record import Copy, Specs, record_copies
@@ -38,12 +40,34 @@ class ActorWeights:
     parameters: Callable[[], Mapping[str, Tensor]]  # live, under the names in `copies`
 
 
-def load_initial_weights(actor: LoadableActor, path: str) -> ActorWeights:
-    """Loads an HF folder into the actor and records where each slice goes. Raises ValueError for an unusable folder."""
-    hf = HfFolder(path)
-    actor.load_hf(hf)
-    actor.weights_loaded()
-    return ActorWeights(record_copies(actor.load_hf, hf.specs, actor.parameters()), hf.specs, actor.parameters)
+def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = False) -> ActorWeights:
+    """Loads an HF folder into the actor and records where each slice goes. Raises ValueError for an unusable folder.
+
+    With `overwritten` a checkpoint comes next: only names, shapes and dtypes are read, and the parameters are 0, which
+    stays where no file holds an element, such as padding of a vocabulary.
+    """
+    hf, parameters = HfFolder(path), actor.parameters()
+    copies = record_copies(actor.load_hf, hf.specs, parameters)
+    if overwritten:
+        with torch.no_grad():
+            for parameter in parameters.values():
+                parameter.zero_()
+    else:
+        actor.load_hf(ReadingProgress(hf, _bytes_by_tensor(copies, hf.specs), shown=_is_main_rank()))
+        actor.weights_loaded()
+    return ActorWeights(copies, hf.specs, actor.parameters)
+
+
+def _bytes_by_tensor(copies: list[Copy], specs: Specs) -> dict[str, int]:
+    """Returns how much of each HF tensor these copies read."""
+    out: dict[str, int] = {}
+    for copy in copies:
+        out[copy.hf] = out.get(copy.hf, 0) + prod(copy.size) * specs[copy.hf][1].itemsize
+    return out
+
+
+def _is_main_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def export_hf(target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, dtype: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import httpx
+import numpy as np
 import torch
 
 from megagrpo.environment import WEIGHT_LOADER
@@ -109,15 +110,17 @@ class EngineConnection:
         with suppress(EngineRefused):  # there is none
             self.end()
 
-    def record(self, specs: Specs, dummy_start: bool) -> None:
-        """Learns what every rank copies. Raises RuntimeError naming parameters that these HF tensors do not fill.
+    def record(self, specs: Specs, past_loader: bool, dummy_start: bool) -> None:
+        """Learns what every rank copies. past_loader: see Transport.
 
-        dummy_start: the engine started with random values, in buffers of its checkpoint too.
+        dummy_start: the engine started with random values, in buffers of its checkpoint too. Raises RuntimeError naming
+        parameters that these HF tensors do not fill, or what cannot be brought up to date.
         """
         message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
         key = self.mailbox.new_key("specs")
         self.mailbox.put(key, message)
-        answers = self.ask("record", [{"specs": key, "dummy_start": dummy_start}] * self.tp)
+        request = {"specs": key, "allow_computed": past_loader, "dummy_start": dummy_start}
+        answers = self.ask("record", [request] * self.tp)
         self.mailbox.forget(key)
         problems = [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         if problems:
@@ -129,17 +132,23 @@ class EngineConnection:
             ]
             for answer in answers
         ]
+        if computed := {name: how for answer in answers for name, how in answer["computed"].items()}:
+            lines = (f"{name} from {how}" for name, how in sorted(computed.items()))
+            print(f"{self}: not copied but computed by its loader, which gets whole tensors: {', '.join(lines)}")
         if derived := sorted({name for answer in answers for name in answer["derived"]}):
-            print(
-                f"{self}: no digest covers what it holds beside parameters and buffers: {', '.join(derived)}",
-                flush=True,
-            )
+            names = ", ".join(derived)
+            if past_loader and not answers[0]["post_load"]:
+                raise RuntimeError(
+                    f"{self} holds, beside parameters and buffers, {names}, which may be computed from weights when "
+                    "they are loaded, and its model has no post_load_weights: use weights.transport: broadcast"
+                )
+            print(f"{self}: no digest covers what it holds beside parameters and buffers: {names}", flush=True)
 
-    def digests(self, dtype: torch.dtype) -> tuple[list[list[int]], list[str]]:
-        """Returns digests of the live parameters, by rank in the order of `slices`, and problems found on the way."""
+    def digests(self, dtype: torch.dtype) -> tuple[list[np.ndarray], list[str]]:
+        """Returns digests of the live parameters, by rank int64 in the order of `slices`, and problems on the way."""
         answers = self.ask("digest", [{"dtype": str(dtype).removeprefix("torch.")}] * self.tp)
         problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
-        return [answer["digests"] for answer in answers], problems
+        return [np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers], problems
 
     def close(self) -> None:
         """Cuts the HTTP connections, whatever state the engine is in; what waits for an answer raises EngineDown."""

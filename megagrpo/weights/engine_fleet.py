@@ -40,13 +40,19 @@ class EngineFleet:
 
     A round is the engines that are opened, updated and verified together. Everything but `each`, `alive`, `waiting` and
     `close` is for rank 0 alone; on other ranks there are no connections and the round is empty. `drop` is told of every
-    connection that ends, in any thread.
+    connection that ends, in any thread. past_loader: see Transport.
     """
 
     def __init__(
-        self, config: ExperimentConfig, registry: EngineRegistry, specs: Specs, drop: Callable[[EngineConnection], None]
+        self,
+        config: ExperimentConfig,
+        registry: EngineRegistry,
+        specs: Specs,
+        drop: Callable[[EngineConnection], None],
+        past_loader: bool,
     ):
-        self._config, self._registry, self._specs, self._drop = config, registry, specs, drop
+        self._config, self._registry, self._specs = config, registry, specs
+        self._drop, self._past_loader = drop, past_loader
         self._connections: dict[str, EngineConnection] = {}  # by engine id, kept from publish to publish
         self._round: list[str] = []
         self._lost: dict[str, EngineDown] = {}  # died in this publish and are not back
@@ -99,7 +105,8 @@ class EngineFleet:
             engine.pause()
             if not engine.slices:
                 engine.end_abandoned_update()
-                engine.record(self._specs, dummy_start=self._config.rollout.load_format == "dummy")
+                dummy_start = self._config.rollout.load_format == "dummy"
+                engine.record(self._specs, self._past_loader, dummy_start)
 
         self.each(open_one)
 

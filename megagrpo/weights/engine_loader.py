@@ -5,33 +5,38 @@ which HF tensor?), "receive" (take these slices from these trainer ranks into th
 they hold now?) and "leave" (forget the trainers). It never raises: an exception here ends the server.
 """
 
+import base64
 import sys
 import traceback
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.weights.clock import Deadline
-from megagrpo.weights.digest import slice_digest
+from megagrpo.weights.digest import batched_digest, slice_digest
+from megagrpo.weights.digest_batches import CopyBatches
 from megagrpo.weights.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.mailbox import address_towards, decode, encode
 from megagrpo.weights.moving import receive_batches
-from megagrpo.weights.record import Recording, coverage_problems, record
+from megagrpo.weights.record import Copy, Recording, Specs, coverage_problems, record
 from megagrpo.weights.reshard_plan import Batches, Message, Place
+from megagrpo.weights.views import Box, row_major
 
 _CONNECT_S = 30.0
 _PATCHING = Lock()
 # By model: what `_record` found, for every later `_digest`.
 _recordings: weakref.WeakKeyDictionary[torch.nn.Module, Recording] = weakref.WeakKeyDictionary()
+_batches: weakref.WeakKeyDictionary[torch.nn.Module, CopyBatches] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,16 @@ class _EngineEnd:
     batches: Batches
 
 
+@dataclass
+class _WholeTensors:
+    """HF tensors from which the model's own loader computes parameters, and what came of them in the last transfer."""
+
+    copies: list[Copy]
+    digests: list[int] | None = None  # of the tensors as they arrived, by copy
+    results: dict[str, int] = field(default_factory=dict)  # digests of the computed parameters, right after
+
+
+_whole: weakref.WeakKeyDictionary[torch.nn.Module, _WholeTensors] = weakref.WeakKeyDictionary()
 _ends: weakref.WeakKeyDictionary[torch.nn.Module, _EngineEnd] = weakref.WeakKeyDictionary()
 
 
@@ -63,6 +78,18 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
         traceback.print_exc(file=sys.stderr)
 
 
+def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool = False) -> Recording:
+    """Records what a model of SGLang copies from these HF tensors into its parameters and buffers. See `record`."""
+    with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
+        # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
+        return record(
+            lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
+            specs,
+            dict(model.named_parameters()) | dict(model.named_buffers()),
+            allow_computed,
+        )
+
+
 def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     """Returns the copies of this rank; problems: what the HF tensors do not fill exactly once."""
     specs = {
@@ -71,48 +98,72 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     }
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
-        # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
-        recording = record(
-            lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
-            specs,
-            parameters | buffers,
-        )
-    _recordings[model] = recording
+    recording = record_engine_model(model, specs, request["allow_computed"])
+    _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
+    names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
+    _whole[model] = _WholeTensors([_whole_copy(name, specs[name][0]) for name in names])
     problems = coverage_problems(recording, parameters)
     if request["dummy_start"]:
         problems += _random_buffers(model, recording)
     return {
-        "copies": [(c.hf, c.start, c.size, c.parameter, c.offset, c.strides) for c in recording.copies],
+        "copies": [astuple(copy) for copy in [*recording.copies, *_whole[model].copies]],
         "problems": problems,
+        "computed": {name: computed.how for name, computed in recording.computed.items()},
         "derived": _derived_tensors(model, [*parameters.values(), *buffers.values()]),
+        "post_load": hasattr(model, "post_load_weights"),
     }
 
 
+def _whole_copy(name: str, shape: tuple[int, ...]) -> Copy:
+    """Returns a copy of a whole HF tensor into a buffer of this loader, under a name that no parameter has."""
+    return Copy(name, (0,) * len(shape), shape, f"HF tensor {name}", 0, row_major(shape))
+
+
 def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Returns the digest, in the published dtype, of what the live parameters hold of every recorded copy.
+    """Returns the digests, in the published dtype, of what the live parameters hold of every recorded copy, in the
+    order of `_record`: int64, little-endian, as base64.
 
     Problems: copies whose live values the published dtype cannot represent, and constants that have changed.
     """
-    recording, dtype = _recordings[model], getattr(torch, request["dtype"])
+    recording, batches, dtype = _recordings[model], _batches[model], getattr(torch, request["dtype"])
     live = dict(model.named_parameters()) | dict(model.named_buffers())
-    digests, problems = [], []
+    found, order, inexact = [], [], []
     with torch.no_grad():
-        for copy in recording.copies:
-            values = copy.view(live)
+        for box, values, places in batches.views(live, dtype):
             published = values.to(dtype)
-            if values.dtype != dtype and not torch.equal(published.to(values.dtype), values):
-                problems.append(
-                    f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: "
-                    f"holds values that {dtype} cannot represent"
-                )
-            digests.append(slice_digest(published, copy.box))
-        for fill in recording.fills:
-            if not bool((fill.view(live) == fill.value).all()):
-                problems.append(
-                    f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
-                )
-    return {"digests": torch.stack(digests).tolist() if digests else [], "problems": problems}
+            found.append(batched_digest(published, box))
+            order.append(places)
+            if values.dtype != dtype:
+                wrong = (published.to(values.dtype) != values).unsqueeze(-1).flatten(1).any(1)
+                inexact += places[wrong.cpu().numpy()].tolist()
+        changed = [(fill.view(live) != fill.value).any() for fill in recording.fills]
+    whole = _whole[model]
+    digests = np.zeros(len(recording.copies) + len(whole.copies), dtype="<i8")
+    if found:
+        digests[np.concatenate(order)] = torch.cat(found).cpu().numpy()
+    problems = [
+        f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: holds values that {dtype} cannot represent"
+        for copy in (recording.copies[place] for place in sorted(inexact))
+    ]
+    problems += [
+        f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
+        for fill, differs in zip(recording.fills, torch.stack(changed).tolist() if changed else [], strict=True)
+        if differs
+    ]
+    if whole.digests is not None:
+        digests[len(recording.copies) :] = whole.digests
+        problems += [
+            f"parameter {name}: not what the loader has computed of the weights that it was sent last"
+            for name, digest in _digests_of_computed(model).items()
+            if digest != whole.results[name]
+        ]
+    return {"digests": base64.b64encode(digests.tobytes()).decode(), "problems": problems}
+
+
+def _digests_of_computed(model: torch.nn.Module) -> dict[str, int]:
+    live = dict(model.named_parameters()) | dict(model.named_buffers())
+    found = {name: live[name].detach() for name in _recordings[model].computed}
+    return {name: int(slice_digest(t, Box((0,) * t.dim(), tuple(t.shape)))) for name, t in found.items()}
 
 
 def _receive(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
@@ -143,7 +194,14 @@ def _take(model: torch.nn.Module, request: dict, store: TCPStore, live: dict[str
     def patience() -> Deadline:
         return Deadline(min(request["patience_s"], deadline.left))
 
-    return receive_batches(end.group, end.batches, live, dtype, patience).staging_bytes
+    whole, device = _whole[model], next(model.parameters()).device
+    sent = {copy.parameter: torch.empty(copy.size, dtype=dtype, device=device) for copy in whole.copies}
+    staging_bytes = receive_batches(end.group, end.batches, live | sent, dtype, patience).staging_bytes
+    if sent:  # the stock way, for these alone
+        whole.digests = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in whole.copies]
+        model.load_weights([(copy.hf, sent[copy.parameter]) for copy in whole.copies])  # type: ignore[operator]
+        whole.results = _digests_of_computed(model)
+    return staging_bytes + sum(tensor.nbytes for tensor in sent.values())
 
 
 def _join(model: torch.nn.Module, request: dict, store: TCPStore) -> _EngineEnd:

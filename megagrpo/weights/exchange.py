@@ -7,11 +7,14 @@ its restart.
 """
 
 import hashlib
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megagrpo.config.schema import ExperimentConfig
@@ -21,9 +24,9 @@ from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.clock import Deadline, PhaseTimer
 from megagrpo.weights.engine_client import EngineConnection
 from megagrpo.weights.engine_fleet import EngineFleet, EngineRegistry
-from megagrpo.weights.expected_digests import ExpectedDigests
+from megagrpo.weights.expected_digests import ExpectedDigests, SliceKey
 from megagrpo.weights.moving import Traffic
-from megagrpo.weights.record import Copy, HfSlice
+from megagrpo.weights.record import Copy
 from megagrpo.weights.transport import TrainerWeights, Transport
 from megagrpo.weights.transport_broadcast import BroadcastTransport
 from megagrpo.weights.transport_disk import DiskTransport
@@ -59,8 +62,16 @@ class Exchange:
         )
         self._num_bytes = sum(prod(shape) for shape, _ in weights.hf_specs.values()) * self._dtype.itemsize
         self._digests = ExpectedDigests(trainers)
+        # By engine and rank: where among the expected digests those of its slices are.
+        self._places: weakref.WeakKeyDictionary[EngineConnection, list[np.ndarray]] = weakref.WeakKeyDictionary()
         self._transport = TRANSPORTS[config.weights.transport](trainers)
-        self._fleet = EngineFleet(config, registry, weights.hf_specs, drop=self._transport.drop)
+        self._fleet = EngineFleet(
+            config,
+            registry,
+            weights.hf_specs,
+            drop=self._transport.drop,
+            past_loader=self._transport.past_loader,
+        )
 
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
         """Collective. Updates all usable engines, or those in `only`, to the actor's present weights, called `version`.
@@ -106,10 +117,11 @@ class Exchange:
         """Collective. Updates these engines and returns the ids of those that died, came back and are still needed."""
         with timer("connect"):
             self._open(ids, deadline, writing=True)  # pause
-        with timer("transfer"):
+        with timer("transfer"), ThreadPoolExecutor(1) as pool:
+            digesting = pool.submit(self._digests.local)  # while the wire is busy
             traffic.add(self._transport.transfer(version, self._fleet, timer))  # begin -> transfer -> end
         with timer("digest"):
-            expected = self._digests.compute()
+            expected = self._digests.total(digesting.result())
         with timer("verify"):
             self._mesh.from_main(
                 lambda: self._fleet.each(lambda engine: self._admit(engine, version, expected)), "verify weights"
@@ -122,27 +134,30 @@ class Exchange:
     def _open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
         """Collective. Pauses the engines and learns what new ones copy, so that every rank knows what to digest."""
 
-        def open_and_list() -> list[HfSlice]:
+        def open_and_list() -> list[SliceKey]:
             self._fleet.open(ids, deadline, writing)
-            return self._digests.unknown(part.source for engine in self._fleet.alive for part in engine.all_slices)
+            new = [engine for engine in self._fleet.alive if engine not in self._places]
+            return self._digests.unknown(copy for engine in new for copy in engine.all_slices)
 
         self._digests.add(self._mesh.from_main(open_and_list, "connect to engines"))
+        for engine in self._fleet.alive:
+            if engine not in self._places:
+                self._places[engine] = [self._digests.places(copies) for copies in engine.slices]
 
-    def _admit(self, engine: EngineConnection, version: int, expected: dict[HfSlice, int]) -> None:
+    def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
         """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0 only."""
         engine.post("/flush_cache", timeout_s=engine.patience)  # keys and values of the old weights
         self._check(engine, expected)
         engine.resume(version)
         self._fleet.mark_ready(engine, version)
 
-    def _check(self, engine: EngineConnection, expected: dict[HfSlice, int]) -> None:
+    def _check(self, engine: EngineConnection, expected: np.ndarray) -> None:
         """Raises RuntimeError naming the engine, the parameters and the slices that differ from the actor's weights."""
         digests, problems = engine.digests(self._dtype)
-        for rank, (slices, found) in enumerate(zip(engine.slices, digests, strict=True)):
+        for rank, (copies, places, found) in enumerate(zip(engine.slices, self._places[engine], digests, strict=True)):
             problems += [
-                f"{engine} rank {rank}: parameter {part.parameter} does not hold HF tensor {part.source}"
-                for part, digest in zip(slices, found, strict=True)
-                if digest != expected[part.source]
+                f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF tensor {copies[k].source}"
+                for k in np.flatnonzero(found != expected[places])
             ]
         if problems:
             shown = "\n".join(problems[:_MISMATCHES_SHOWN])

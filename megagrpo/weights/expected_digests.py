@@ -1,45 +1,102 @@
 """What the engines' slices must contain, as digests of the trainers' live weights."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from megagrpo.weights.digest import slice_digest
+from megagrpo.weights.digest import batched_digest
+from megagrpo.weights.digest_batches import CopyBatches
 from megagrpo.weights.plan import share_out
-from megagrpo.weights.record import Copy, HfSlice
+from megagrpo.weights.record import Copy
 from megagrpo.weights.transport import TrainerWeights
+from megagrpo.weights.views import Box
+
+# An HF tensor's name, start and size of a box of it: a slice as a plain tuple, because there are up to millions.
+SliceKey = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class ExpectedDigests:
-    """Computes the digests of all slices that engines hold: every trainer rank digests its share, and shares add up."""
+    """Computes the digests of all slices that engines hold: every trainer rank digests its share, and shares add up.
+
+    A slice has a fixed place among the digests from the moment that it is added.
+    """
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
         rank = weights.mesh.rank
         shares = share_out(weights.copies, weights.specs, on_main=False)
         self._share = {name: [copy for owner, copy in parts if owner == rank] for name, parts in shares.items()}
-        # This rank's parts of a slice; the same keys and order on every rank.
-        self._parts: dict[HfSlice, list[Copy]] = {}
+        self._place: dict[SliceKey, int] = {}  # the same on every rank
+        self._copies: list[Copy] = []  # this rank's parts of all slices
+        self._slices = np.empty(0, dtype=np.int64)  # by part: the place of its slice
+        self._batches = CopyBatches(self._copies)
+        self._stream: torch.cuda.Stream | None = None
 
-    def unknown(self, slices: Iterable[HfSlice]) -> list[HfSlice]:
-        """Returns those that were never added, each once."""
-        return [part for part in dict.fromkeys(slices) if part not in self._parts]
+    def unknown(self, copies: Iterable[Copy]) -> list[SliceKey]:
+        """Returns the slices of HF tensors in `copies` that were never added, each once."""
+        return list(dict.fromkeys(key for copy in copies if (key := _key(copy)) not in self._place))
 
-    def add(self, slices: list[HfSlice]) -> None:
+    def add(self, slices: list[SliceKey]) -> None:
         """Adds slices to be digested from now on; the same list on every rank."""
-        for part in slices:
-            common = [(copy, copy.box.intersect(part.box)) for copy in self._share[part.tensor]]
-            self._parts[part] = [copy.restrict(box) for copy, box in common if box is not None]
+        parts: list[int] = []
+        for tensor, start, size in slices:
+            box, place = Box(start, size), len(self._place)
+            self._place[tensor, start, size] = place
+            for copy in self._share[tensor]:
+                common = copy.box.intersect(box)
+                if common is not None:
+                    self._copies.append(copy.restrict(common))
+                    parts.append(place)
+        if parts:
+            self._slices = np.concatenate([self._slices, np.array(parts, dtype=np.int64)])
+            self._batches = CopyBatches(self._copies)
 
-    def compute(self) -> dict[HfSlice, int]:
-        """Collective. Returns the digest of every slice, of the published dtype of this moment's weights."""
-        parameters, mesh = self._weights.parameters(), self._weights.mesh
-        totals = torch.zeros(len(self._parts), dtype=torch.int64, device=mesh.device)  # [number of slices]
-        for place, copies in enumerate(self._parts.values()):
-            for copy in copies:
-                values = copy.view(parameters).to(self._weights.dtype)
-                totals[place] += slice_digest(values, copy.box)
-        if mesh.world_size > 1:
-            dist.all_reduce(totals)
-        return dict(zip(self._parts, totals.tolist(), strict=True))
+    def places(self, copies: Sequence[Copy]) -> np.ndarray:
+        """Returns where among the digests those of these copies' slices are: int64 [copies]. All must be added."""
+        return np.fromiter((self._place[_key(copy)] for copy in copies), dtype=np.int64, count=len(copies))
+
+    def compute(self) -> np.ndarray:
+        """Collective. Returns the digest of every slice, of the published dtype of this moment's weights: int64
+        [slices]."""
+        return self.total(self.local())
+
+    def local(self) -> Tensor:
+        """Returns this rank's share in the digest of every slice, int64 [slices] on the mesh's device.
+
+        No collective, and only reads the parameters: a side thread may run it while they are being sent. On CUDA it
+        works in a stream of its own, after what the default stream was given before, and waits for that.
+        """
+        device = self._weights.mesh.device
+        if device.type != "cuda":
+            return self._digest_share()
+        with torch.cuda.device(device):  # a new thread begins on the first one
+            self._stream = self._stream or torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.default_stream())
+            with torch.cuda.stream(self._stream):
+                digests = self._digest_share()
+            self._stream.synchronize()
+        return digests
+
+    def total(self, local: Tensor) -> np.ndarray:
+        """Collective. Returns the digest of every slice from the ranks' shares in it (`local`): int64 [slices]."""
+        if self._weights.mesh.world_size > 1:
+            dist.all_reduce(local)
+        return local.cpu().numpy()
+
+    def _digest_share(self) -> Tensor:
+        parameters, dtype, device = self._weights.parameters(), self._weights.dtype, self._weights.mesh.device
+        totals = torch.zeros(len(self._place), dtype=torch.int64, device=device)
+        found, slices = [], []
+        for box, values, places in self._batches.views(parameters, dtype):
+            found.append(batched_digest(values.to(dtype), box))
+            slices.append(self._slices[places])
+        if found:
+            totals.index_add_(0, torch.from_numpy(np.concatenate(slices)).to(device), torch.cat(found))
+        return totals
+
+
+def _key(copy: Copy) -> SliceKey:
+    return copy.hf, copy.start, copy.size

@@ -88,11 +88,20 @@ class Fill:
 
 
 @dataclass
+class Computed:
+    """Says how a loader computes a parameter from HF tensors by more than copies, and from which."""
+
+    how: str
+    hf: set[str]
+
+
+@dataclass
 class Recording:
     """Collects what one run of a loader does to the parameters of one rank."""
 
     copies: list[Copy] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
+    computed: dict[str, Computed] = field(default_factory=dict)  # by parameter
 
 
 def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> list[Copy]:
@@ -109,13 +118,21 @@ def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor])
     return recording.copies
 
 
-def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> Recording:
-    """Records copies and constants, without the coverage check of record_copies."""
+def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_computed: bool = False) -> Recording:
+    """Records copies and constants, without the coverage check of record_copies.
+
+    allow_computed: notes parameters that are computed from HF tensors by more than copies, instead of raising.
+    """
     hf = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in hf_specs.items()}
-    mode = _Recorder(hf, parameters)
+    mode = _Recorder(hf, parameters, allow_computed)
     with torch.no_grad(), mode:
         load(hf)
-    return mode.recording
+    recording = mode.recording
+    for copy in recording.copies:  # a parameter is one or the other
+        if copy.parameter in recording.computed:
+            recording.computed[copy.parameter].hf.add(copy.hf)
+    recording.copies = [copy for copy in recording.copies if copy.parameter not in recording.computed]
+    return recording
 
 
 @dataclass(frozen=True)
@@ -160,14 +177,14 @@ class _Extent:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, hf: Mapping[str, Tensor], parameters: Mapping[str, Tensor]):
+    def __init__(self, hf: Mapping[str, Tensor], parameters: Mapping[str, Tensor], allow_computed: bool):
         super().__init__()
-        self.recording = Recording()
+        self.recording, self.allow_computed = Recording(), allow_computed
         self.hf = hf
         self.traced = {
             _storage(t): _Traced(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()
         }
-        self.lost: dict[int, str] = {}  # storages computed from HF tensors by something else than a copy, and how
+        self.lost: dict[int, Computed] = {}  # storages computed from HF tensors by something else than a copy
         self.parameters: dict[int, list[_Extent]] = {}  # by storage: many may share one flat buffer
         for name, tensor in parameters.items():
             start = int(tensor.storage_offset())
@@ -199,7 +216,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, Tensor) and not self._known(tensor):
-                self._lose(tensor, origin, str(func))
+                self._lose(tensor, sources, str(func))
         return out
 
     def _rewrite(self, source: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -213,9 +230,14 @@ class _Recorder(TorchDispatchMode):
             return target
         lost = self.lost.get(_storage(source))
         if self._is_parameter(target):
+            if lost and self.allow_computed:
+                known = self.recording.computed.setdefault(self._parameter(target)[0], Computed(lost.how, set()))
+                known.hf |= lost.hf
+                return target
             if lost or _storage(source) not in self.traced:
                 raise ValueError(
-                    f"parameter {self._parameter(target)[0]} is filled from {lost or 'a tensor that is no HF tensor'}"
+                    f"parameter {self._parameter(target)[0]} is filled from "
+                    f"{lost.how if lost else 'a tensor that is no HF tensor'}"
                 )
             self._record(target, source)
         elif lost or _storage(source) in self.traced:  # through a temporary
@@ -227,7 +249,7 @@ class _Recorder(TorchDispatchMode):
             if whole and not lost:
                 self._trace(target, source)
             else:
-                self._lose(target, source, "a piecewise copy into a temporary")
+                self._lose(target, [source, target], "a piecewise copy into a temporary")
         else:
             _aten.copy_.default(target, source)
         return target
@@ -279,9 +301,13 @@ class _Recorder(TorchDispatchMode):
             self.recording.fills.append(Fill(name, offset, tuple(target.shape), tuple(target.stride()), value))
         return target
 
-    def _lose(self, tensor: Tensor, origin: Tensor, how: str) -> None:
+    def _lose(self, tensor: Tensor, origins: list[Tensor], how: str) -> None:
+        """Notes that a tensor is no view of one HF tensor. how: what made it of the `origins`."""
         self.keep.append(tensor)
-        self.lost[_storage(tensor)] = self.lost.get(_storage(origin)) or f"{how} of HF tensor {self._name(origin)}"
+        earlier = [self.lost[_storage(t)] for t in origins if _storage(t) in self.lost]
+        names = [self.traced[_storage(t)].hf for t in origins if _storage(t) in self.traced]
+        text = earlier[0].how if earlier else f"{how} of HF tensor {names[0]}"
+        self.lost[_storage(tensor)] = Computed(text, set(names).union(*(part.hf for part in earlier)))
 
     def _name(self, tensor: Tensor) -> str:
         origin = self.traced.get(_storage(tensor))
@@ -317,7 +343,10 @@ def _storage(tensor: Tensor) -> int:
 
 
 def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Returns a line for each parameter of which an element is not written exactly once. Tied names count as one."""
+    """Returns a line for each parameter of which an element is not written exactly once. Tied names count as one.
+
+    What happens inside a parameter that is computed is not known.
+    """
     writes: dict[str, list[Copy | Fill]] = {}
     recorded: list[Copy | Fill] = [*recording.copies, *recording.fills]
     for write in recorded:
@@ -325,7 +354,7 @@ def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) ->
     problems, seen = [], set()
     for name, tensor in parameters.items():
         place = (_storage(tensor), tensor.storage_offset())
-        if place in seen or tensor.numel() == 0:
+        if place in seen or tensor.numel() == 0 or name in recording.computed:
             continue
         seen.add(place)
         done, total = sum(prod(write.size) for write in writes.get(name, [])), tensor.numel()

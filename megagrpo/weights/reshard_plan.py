@@ -21,7 +21,7 @@ from torch import Tensor
 from megagrpo.weights.record import Copy, Specs
 from megagrpo.weights.views import Box, row_major
 
-_ALONE_BYTES = 1 << 20  # from this size on a piece is a message of its own, which needs no packing
+ALONE_BYTES = 1 << 20  # from this size on a piece is a message of its own, which needs no packing
 _PIECES_A_BATCH = 8  # at least, of one rank
 
 
@@ -127,7 +127,7 @@ class TransferPlan:
             groups: list[tuple[int, list[int]]] = []
             for piece in batch.tolist():
                 peer = int(peers[piece])
-                if self.cover.num_bytes[piece] >= _ALONE_BYTES:
+                if self.cover.num_bytes[piece] >= ALONE_BYTES:
                     groups.append((peer, [piece]))
                 elif peer in small:
                     small[peer].append(piece)

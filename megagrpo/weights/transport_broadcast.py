@@ -32,6 +32,8 @@ _ALONE_BYTES = 1 << 20  # tensors of this size are sent as they lie; smaller one
 class BroadcastTransport:
     """Gathers whole HF tensors on rank 0, which broadcasts them to each engine's ranks."""
 
+    past_loader = False
+
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
         self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes // _HELD)

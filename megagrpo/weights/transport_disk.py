@@ -17,6 +17,8 @@ from megagrpo.weights.transport import TrainerWeights
 class DiskTransport:
     """Writes the gathered weights to `weights.folder`, which rank 0 and every engine must see under the same path."""
 
+    past_loader = False
+
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
         self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes)

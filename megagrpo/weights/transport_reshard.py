@@ -63,6 +63,8 @@ class _Round:
 class ReshardTransport:
     """Sends slices straight from the trainers that hold them to the engine ranks that need them."""
 
+    past_loader = True
+
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
         self._atoms = trainer_atoms(weights.copies, weights.specs)

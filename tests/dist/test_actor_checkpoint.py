@@ -1,8 +1,10 @@
 """Checkpoints of the actor: the same layout resumes bit for bit, another one with the same next step.
 
-Ranks save, another world loads, saves again, and the first world loads that: 2 ranks, 1 rank, 2 ranks.
+Ranks save, another world loads, saves again, and the first world loads that: 2 ranks, 1 rank, 2 ranks. Where the
+optimiser is distributed they save in the other form too, which the same ranks load and other layouts refuse.
 """
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -31,6 +33,7 @@ RUNS = [(name, 2) for name in CASES] + [(name, 0) for name in BEFORE_THE_FIRST_S
 PLAIN = ("DP2", "TP2 distributed optimizer", "PP2 tied", "EP2")  # near to others: by --full
 LATER = [run for run in RUNS if run[0] in PLAIN or run in (("TP2", 0), ("EP2 distributed optimizer", 0))]
 SETS = {"first": [run for run in RUNS if run not in LATER], "later": LATER}
+OWN_PARTS = [run for run in SETS["first"] if CASES[run[0]].get("distributed") and run[1]]
 EVERY_RUN = [
     pytest.param(part, *run, marks=[pytest.mark.slow] * (part == "later"))
     for part, runs in SETS.items()
@@ -51,18 +54,29 @@ def saved(hf_models: Path, tmp_path_factory) -> Callable[[str], Path]:
     def folder_of(part: str) -> Path:
         folder = tmp_path_factory.mktemp(part)
         launches: list[list[dict]] = [[], [], []]
+        refused: list[dict] = []
         for name, warm in SETS[part]:
             case = CASES[name]
             base = {**case, "model": str(hf_models / case["model"]), "do": "checkpoint"}
             alone = {option: value for option, value in base.items() if option != "parallel"}
             place = folder / key(name, warm)
             from_two, from_one = str(place / "two" / "step_000001"), str(place / "one" / "step_000001")
-            launches[0].append({**base, "warm": warm, "save": str(place / "two"), "then": f"{place}.straight.pt"})
+            straight = {**base, "warm": warm, "save": str(place / "two"), "then": f"{place}.straight.pt"}
+            if (name, warm) in OWN_PARTS:
+                own_parts = str(place / "own" / "step_000001")
+                straight["save_own_parts"] = str(place / "own")
+                launches[2].append({**base, "load": own_parts, "then": f"{place}.own.pt"})
+                refused.append({**alone, "do": "refusal", "load": own_parts})
+            launches[0].append(straight)
             launches[0].append({**base, "load": from_two, "then": f"{place}.same.pt"})
             launches[1].append({**alone, "load": from_two, "save": str(place / "one"), "then": f"{place}.other.pt"})
             launches[2].append({**base, "load": from_one, "then": f"{place}.back.pt"})
-        for number, (world, jobs) in enumerate(zip((2, 1, 2), launches, strict=True)):
+        launches[1] += refused
+        results = [
             run_ranks(world, folder / f"launch{number}", jobs)
+            for number, (world, jobs) in enumerate(zip((2, 1, 2), launches, strict=True))
+        ]
+        (folder / "refusals.json").write_text(json.dumps(results[1][len(launches[1]) - len(refused) :]))
         return folder
 
     return folder_of
@@ -70,7 +84,27 @@ def saved(hf_models: Path, tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize("part, name, warm", EVERY_RUN)
 def test_same_layout_is_bit_identical(saved: Callable[[str], Path], part: str, name: str, warm: int):
-    straight, resumed = (torch.load(saved(part) / f"{key(name, warm)}.{kind}.pt") for kind in ("straight", "same"))
+    assert_identical(saved(part) / key(name, warm), "same")
+
+
+@pytest.mark.parametrize("name, warm", OWN_PARTS)
+def test_own_parts_are_bit_identical_for_the_same_layout(saved: Callable[[str], Path], name: str, warm: int):
+    assert_identical(saved("first") / key(name, warm), "own")
+
+
+def test_own_parts_are_refused_by_another_layout(saved: Callable[[str], Path]):
+    refusals = json.loads((saved("first") / "refusals.json").read_text())
+    for (name, warm), refusal in zip(OWN_PARTS, refusals, strict=True):
+        folder = saved("first") / key(name, warm) / "own" / "step_000001"
+        (message,) = refusal["messages"]
+        sizes = ", ".join(f"{axis} {size}" for axis, size in {"ranks": 2, **CASES[name].get("parallel", {})}.items())
+        assert f"checkpoint {folder} can be loaded by its own layout alone ({sizes})" in message
+        assert "this run has another (ranks 1)" in message and "checkpoint.reshardable" in message
+        assert "\n" not in message and refusal["untouched"]
+
+
+def assert_identical(place: Path, kind: str) -> None:
+    straight, resumed = torch.load(f"{place}.straight.pt"), torch.load(f"{place}.{kind}.pt")
     for what, value in straight.items():
         if isinstance(value, dict):
             assert value and all(

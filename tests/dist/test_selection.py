@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megagrpo import checkpoint
+from megagrpo.checkpoint import Retention, RunIdentity
+from megagrpo.checkpoint_folder import latest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
@@ -52,11 +54,16 @@ def experiment(**options) -> ExperimentConfig:
     return ExperimentConfig.model_validate(data)
 
 
+ANY = RunIdentity({}, {})
+
+
 class NoActor:
     """The plan of a checkpoint that holds no weights."""
 
-    def write(self) -> list[Path]:
-        return []
+    reshardable = True
+
+    def write(self) -> dict[Path, tuple[int, int]]:
+        return {}
 
     def finish(self) -> None:
         pass
@@ -65,8 +72,8 @@ class NoActor:
 def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
     """Steps of the loop without training, continued from the folder's checkpoint; one more checkpoint after each."""
     state = TrainState()
-    if found := checkpoint.latest(folder):
-        state = checkpoint.load(found, {}, lambda _: None, mesh)
+    if found := latest(folder):
+        state = checkpoint.load(found, ANY, lambda _: None, mesh)
         state.surplus = deal_surplus(state.surplus, mesh)
     source, steps = Source(mesh), []
     while state.step < num_steps:
@@ -74,7 +81,7 @@ def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
         taken = next_groups(source, PROMPTS, state, experiment(), mesh, None, metrics)
         state = TrainState(step=state.step + 1, data_cursor=taken.data_cursor, surplus=taken.surplus)
         saved = replace(state, surplus=gather_surplus(state.surplus, mesh))
-        checkpoint.begin(folder, saved, {}, 9, lambda _: NoActor(), mesh).finish()
+        checkpoint.begin(folder, saved, ANY, Retention(9), lambda _: NoActor(), mesh).finish()
         parts = [group for part in mesh.gather_dp(taken.groups) for group in part]
         surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
         numbers = metrics.reduced(mesh.reduce)
@@ -129,9 +136,9 @@ def test_selection_does_not_depend_on_the_layout(tmp_path, world):
 
 def test_surplus_comes_back_from_a_checkpoint_as_it_was(tmp_path):
     steps = run_steps(tmp_path, alone(), 2)
-    state = checkpoint.load(checkpoint.latest(tmp_path), {}, lambda _: None, alone())
+    state = checkpoint.load(latest(tmp_path), ANY, lambda _: None, alone())
     assert state.surplus == steps[-1]["surplus"] and isinstance(state.surplus[0].samples[0], Sample)
-    assert json.loads((checkpoint.latest(tmp_path) / "state.json").read_text())["train"]["surplus"]
+    assert json.loads((latest(tmp_path) / "state.json").read_text())["train"]["surplus"]
 
 
 def test_too_few_groups_is_an_error_that_says_what_to_do():

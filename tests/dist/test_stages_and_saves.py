@@ -99,9 +99,10 @@ def test_waiting_and_bubble_are_measured(five_layers: Path, tmp_path: Path):
 
 def test_a_save_in_the_background_equals_one_at_once(five_layers: Path, tmp_path: Path):
     layouts = {
-        "uneven": {"parallel": UNEVEN["3 + 2"]},
-        "dp": {},
-        "distributed optimizer": {"distributed": True},
+        "uneven": {"parallel": UNEVEN["3 + 2"], "reshardable": True},
+        "dp": {"reshardable": True},
+        "distributed optimizer": {"distributed": True, "reshardable": True},
+        "own parts": {"distributed": True, "reshardable": False},
     }
     base = {"do": "background", "model": str(five_layers)}
     jobs = [{**base, "root": str(tmp_path / name.split()[0]), **options} for name, options in layouts.items()]

@@ -1,5 +1,7 @@
 """HF -> sharded ranks -> HF is bit-equal: tensor-parallel shards, replicas, fused and padded parameters, stages."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,9 +9,11 @@ import torch.distributed as dist
 from megagrpo.hf_files import HfFolder, write_hf_folder
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.weights.digest import slice_digest
+from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.moving import Traffic
 from megagrpo.weights.plan import gather_buckets, gather_to_main, gather_traffic, make_gather_plan, share_out
-from megagrpo.weights.record import record_copies
+from megagrpo.weights.record import Copy, record_copies
+from megagrpo.weights.transport import TrainerWeights
 from megagrpo.weights.views import Box
 from tests.dist.workers.launch import POOL
 
@@ -71,7 +75,23 @@ class ToyActor:
             groups[:, 2].copy_(shard(hf[f"{layer}.k"].view(2, 2, HIDDEN), 0))
 
 
-def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, set, int, list[int], list[int], Traffic]:
+def expected_by_name(expected: ExpectedDigests) -> dict[str, tuple[int, int]]:
+    """Digests of every whole tensor and of all but its first row, added later; local parts in a thread of their own."""
+    whole = {name: Copy(name, (0,) * len(shape), shape, "", 0, (0,) * len(shape)) for name, shape in SHAPES.items()}
+    rest = {
+        name: copy.restrict(Box((1, *copy.start[1:]), (copy.size[0] - 1, *copy.size[1:])))
+        for name, copy in whole.items()
+    }
+    for copies in (whole, whole, rest):
+        expected.add(expected.unknown(copies.values()))
+    with ThreadPoolExecutor(1) as pool:
+        digests = expected.total(pool.submit(expected.local).result())
+    assert (digests == expected.compute()).all()
+    both = (digests[expected.places(list(copies.values()))].tolist() for copies in (whole, rest))
+    return dict(zip(SHAPES, zip(*both, strict=True), strict=True))
+
+
+def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, set, int, list[int], dict, Traffic]:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     mesh = make_mesh(rank // (tp * pp), world // (tp * pp), torch.device("cpu"), deadline_s=30)
     actor = ToyActor(tp, rank % tp, pp, rank // tp % pp)
@@ -100,14 +120,10 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, set
         gather_to_main(half, actor.live, mesh, stop_at_the_second, "export")  # and nobody hangs
     shares = share_out(everyone, SPECS, on_main=False)
     load = [sum(copy.box.numel for parts in shares.values() for r, copy in parts if r == k) for k in range(world)]
-    digests = torch.zeros(len(SPECS), dtype=torch.int64)
-    for place, parts in enumerate(shares.values()):
-        for owner, copy in parts:
-            if owner == rank:
-                digests[place] += slice_digest(copy.view(actor.live), copy.box)
-    dist.all_reduce(digests)
+    weights = TrainerWeights(mesh, SPECS, everyone, lambda: actor.live, torch.float32, 700, 1, folder, folder)
+    digests = expected_by_name(ExpectedDigests(weights))
     dist.destroy_process_group()
-    return {name: t.clone() for name, t in full.items()}, uncopied, len(plan.buckets), load, digests.tolist(), traffic
+    return {name: t.clone() for name, t in full.items()}, uncopied, len(plan.buckets), load, digests, traffic
 
 
 @pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (3, 1, 3), (4, 2, 2), (4, 2, 1)])
@@ -131,8 +147,10 @@ def test_gathered_tensors_are_bit_equal(tmp_path, world, tp, pp):
     assert num_buckets > 5 and all(not results[rank][0] for rank in range(1, world))
     exported = HfFolder(tmp_path / "out")
     assert all(torch.equal(exported[n], t.to(torch.bfloat16)) for n, t in expected.items())
-    wanted = [slice_digest(t, Box((0,) * t.dim(), tuple(t.shape))) for t in expected.values()]
-    assert digests == [int(d) for d in wanted]
+    for name, tensor in expected.items():
+        start, size = (0,) * tensor.dim(), tuple(tensor.shape)
+        rest = slice_digest(tensor[1:], Box((1, *start[1:]), (size[0] - 1, *size[1:])))
+        assert digests[name] == (int(slice_digest(tensor, Box(start, size))), int(rest))
     assert sum(load) == sum(t.numel() for t in expected.values())
     if pp == 1:
         assert max(load) <= 1.4 * sum(load) / world, "replicas share the work"

@@ -55,7 +55,7 @@ def experiments(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def long_run(experiments) -> tuple[Path, Finished]:
-    """(run folder, what the user saw) of ten undisturbed steps, weights by `broadcast`, with evaluations in between."""
+    """(run folder, what the user saw) of ten undisturbed steps, weights by `reshard`, with evaluations in between."""
     folder = experiments / "long"
     held_out = {
         "data": {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8},

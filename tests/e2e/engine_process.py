@@ -1,4 +1,4 @@
-"""One SGLang engine as a child process, and a plain object that stands for the rollout service around it."""
+"""SGLang engines as child processes, and plain objects that stand for the rollout service around them."""
 
 import os
 import signal
@@ -20,9 +20,9 @@ from megagrpo.types import EngineInfo
 START_S = 240
 
 
-def engine_info(url: str, state: str, incarnation: int) -> EngineInfo:
+def engine_info(url: str, state: str, incarnation: int, id: str = "e0") -> EngineInfo:
     return EngineInfo(
-        id="e0",
+        id=id,
         url=url,
         state=state,
         weight_version=None,
@@ -34,54 +34,74 @@ def engine_info(url: str, state: str, incarnation: int) -> EngineInfo:
 
 
 class OneEngine:
-    """Starts, kills and restarts one engine; has the methods of the service's control that the exchange uses."""
+    """Starts, kills and restarts one engine; has the methods of the service's control that the exchange uses.
+
+    An engine over several nodes has a server process for each, all on this machine.
+    """
 
     api_key = "of one engine"
 
-    def __init__(self, config: ExperimentConfig, folder: Path, python_path: Sequence[str] = ()):
+    def __init__(self, config: ExperimentConfig, folder: Path, python_path: Sequence[str] = (), id: str = "e0"):
         self.config, self.folder, self.python_path = config, folder, python_path
-        self.info = engine_info("", "starting", 0)
+        self.info = engine_info("", "starting", 0, id)
         self.ready_calls: list[tuple] = []
         self.lost: list[str] = []
-        self.process: subprocess.Popen | None = None
+        self.processes: list[subprocess.Popen] = []  # by node
+
+    @property
+    def process(self) -> subprocess.Popen:
+        """The server that answers HTTP."""
+        return self.processes[0]
 
     def start(self) -> "OneEngine":
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        place = ServerPlace(0, "127.0.0.1", port, f"127.0.0.1:{port + 1}", cuda=False, num_cores=os.cpu_count())
-        variables = engine_environment(self.config, place) | {API_KEY: self.api_key}
-        env = child_environment(variables, engine_python_path(place) + list(self.python_path))
-        self.log = self.folder / f"engine-{self.info.incarnation}.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                engine_command(self.config, place),
-                env=env,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+        self.begin_start()
+        return self.finish_start()
+
+    def begin_start(self) -> None:
+        """Start the processes; several engines start at once when `finish_start` is called later."""
+        nodes = self.config.rollout.nodes_per_engine
+        *self.ports, meeting = free_ports(nodes + 1)
+        self.logs = [self.folder / f"{self.info.id}-{self.info.incarnation}.node-{rank}.log" for rank in range(nodes)]
+        self.processes = []
+        for rank, (port, log) in enumerate(zip(self.ports, self.logs, strict=True)):
+            place = ServerPlace(rank, "127.0.0.1", port, f"127.0.0.1:{meeting}", cuda=False, num_cores=os.cpu_count())
+            variables = engine_environment(self.config, place) | {API_KEY: self.api_key}
+            env = child_environment(variables, engine_python_path(place) + list(self.python_path))
+            with log.open("wb") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        engine_command(self.config, place),
+                        env=env,
+                        stdout=output,
+                        stderr=output,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,
+                    )
+                )
+
+    def finish_start(self) -> "OneEngine":
+        """Wait until it answers."""
+        url, end = f"http://127.0.0.1:{self.ports[0]}", time.monotonic() + START_S
         while True:
             try:
                 if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                     break
             except httpx.HTTPError:
                 pass
-            if self.process.poll() is not None or time.monotonic() > end:
+            if any(process.poll() is not None for process in self.processes) or time.monotonic() > end:
                 self.stop()
-                raise RuntimeError(f"the engine did not start:\n{self.log.read_text()[-3000:]}")
+                ends = "\n".join(log.read_text(errors="replace")[-3000:] for log in self.logs)
+                raise RuntimeError(f"the engine did not start:\n{ends}")
             time.sleep(0.3)
-        self.info = engine_info(url, "stale", self.info.incarnation + 1)
+        self.info = engine_info(url, "stale", self.info.incarnation + 1, self.info.id)
         return self
 
     def stop(self) -> None:
-        """Kill the whole process group, as a lost host would."""
-        if self.process is not None:
+        """Kill the whole process group of every node, as lost hosts would."""
+        for process in self.processes:
             with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     # What the exchange calls.
 
@@ -101,3 +121,34 @@ class OneEngine:
         self.info = replace(self.info, state="starting")
         self.stop()
         self.start()
+
+
+class ListedEngines:
+    """Engines that another process started, as the exchange asks for them; none may be lost."""
+
+    api_key = OneEngine.api_key
+
+    def __init__(self, infos: Sequence[EngineInfo]):
+        self.infos = {info.id: info for info in infos}
+
+    def engines(self) -> list[EngineInfo]:
+        return list(self.infos.values())
+
+    def begin_update(self, engine_id: str, incarnation: int) -> bool:
+        return True
+
+    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
+        self.infos[engine_id] = replace(self.infos[engine_id], state="ready", weight_version=weight_version)
+        return True
+
+    def report_lost(self, engine_id: str, incarnation: int) -> None:
+        raise AssertionError(f"engine {engine_id} was lost")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, all different."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports

@@ -101,7 +101,7 @@ def assert_engine_computes_with(url: str, model: Path, version: int) -> None:
         assert out["meta_info"]["weight_version"] == str(version)
 
 
-def plant_fault(url: str, tp: int, rank: int, parameter: str, index: int) -> None:
+def plant_fault(url: str, tp: int, rank: int, parameter: str, index: int | list[list[int]]) -> None:
     payloads = [[(parameter, torch.tensor(index))] if r == rank else [] for r in range(tp)]
     body = {
         "serialized_named_tensors": [base64.b64encode(pickle.dumps(p)).decode() for p in payloads],
@@ -160,17 +160,31 @@ def test_disk_keeps_the_last_version_only(moe_engine, moe_models, tmp_path):
     exchange.close()
 
 
-def test_one_changed_element_is_found_and_named(moe_engine, moe_models, tmp_path):
-    exchange = exchange_for(moe_engine, PlainSource(moe_models[2]).load(moe_models[2]), "reshard", tmp_path)
+UP, EXPERT = 64 * 64, 2 * 64 * 64  # elements of a projection, and of gate and up
+RUN = range(3 * EXPERT + UP + 6 * 64 + 5, 3 * EXPERT + UP + 6 * 64 + 25)  # in up_proj of expert 3
+
+
+@pytest.mark.parametrize(
+    ("transport", "index", "named"),
+    [
+        ("reshard", RUN[0], {"3.up"}),  # one element
+        ("reshard", [[*RUN], [i - 400 for i in RUN]], {"3.up"}),  # a run of others
+        ("broadcast", [[0, EXPERT], [EXPERT, 0]], {"0.gate", "1.gate"}),  # of two experts
+        ("disk", [[*range(EXPERT)], [*range(UP, EXPERT), *range(UP)]], {"0.gate", "0.up"}),  # in the wrong order
+    ],
+)
+def test_what_is_broken_is_found_and_named(transport, index, named, moe_engine, moe_models, tmp_path):
+    """tests/unit/test_weights_corruption.py has every kind under every transport."""
+    exchange = exchange_for(moe_engine, PlainSource(moe_models[2]).load(moe_models[2]), transport, tmp_path)
     exchange.publish(20)
     parameter = "model.layers.1.mlp.experts.w13_weight"  # [8, 2 * 64, 64]
-    plant_fault(moe_engine.info.url, 1, 0, parameter, 3 * 128 * 64 + 70 * 64 + 5)  # expert 3, up_proj row 6
+    plant_fault(moe_engine.info.url, 1, 0, parameter, index)
     with pytest.raises(LeaderError) as caught:
         exchange.verify()
     text = str(caught.value)
-    assert "differ from the trainers' in 1 places" in text
+    assert f"differ from the trainers' in {len(named)} places" in text
     assert f"engine e0 ({moe_engine.info.url}, incarnation 1) rank 0: parameter {parameter}" in text
-    assert "model.layers.1.mlp.experts.3.up_proj.weight [0:64, 0:64]" in text
+    assert all(f"model.layers.1.mlp.experts.{name}_proj.weight [0:64, 0:64]" in text for name in named)
     exchange.publish(21)  # heals
     exchange.verify()
     exchange.close()

@@ -20,7 +20,7 @@ from run_megagrpo import (
 )
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megagrpo.checkpoint import latest
+from megagrpo.checkpoint_folder import latest
 from megagrpo.hf_files import HfFolder
 
 NUM_STEPS, NUM_PROMPTS, GROUP_SIZE = 10, 8, 4

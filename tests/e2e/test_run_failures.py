@@ -13,7 +13,8 @@ import torch
 from run_megagrpo import Job, engine, megagrpo, metrics, rollouts, write_experiment
 from test_run import assert_same_run
 
-from megagrpo.checkpoint import check, latest
+from megagrpo.checkpoint import RunIdentity, check
+from megagrpo.checkpoint_folder import latest
 from megagrpo.mesh import make_mesh
 
 NUM_STEPS = 4
@@ -55,9 +56,10 @@ def during_rollout(log: str) -> bool:
 
 
 def during_update(log: str) -> bool:
-    """Some buckets have come, not all."""
-    since = log.rpartition("POST /begin_weight_update")[2]
-    return "POST /update_weights_from_distributed" in since and "POST /end_weight_update" not in since
+    """The session in which weights come is open; the next one proves them."""
+    since = log.rpartition("POST /pause_generation")[2]
+    is_open = since.rfind("POST /begin_weight_update") > since.rfind("POST /end_weight_update")
+    return is_open and "POST /flush_cache" not in since
 
 
 def kill_engine(job: Job, folder: Path, now: Callable[[str], bool]) -> dict:
@@ -135,7 +137,8 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(long_run):
         )
         assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 6, done.stderr
         assert [p.name for p in checkpoints.iterdir()] == ["step_000001"]
-        identity = json.loads((checkpoints / "step_000001" / "state.json").read_text())["identity"]
+        saved = json.loads((checkpoints / "step_000001" / "state.json").read_text())
+        identity = RunIdentity(saved["identity"], saved["layout"])
         check(checkpoints / "step_000001", identity, make_mesh(0, 1, torch.device("cpu"), 60.0))
     finally:
         subprocess.run(["umount", "-l", str(checkpoints)], check=True)

@@ -1,4 +1,4 @@
-"""Ten steps of bench/soak.py: a run under faults finishes with every sample, and leaves nothing behind."""
+"""Ten publishes of bench/soak.py: a run under faults finishes with every sample, and leaves nothing behind."""
 
 import sys
 from pathlib import Path
@@ -13,8 +13,8 @@ NUM_STEPS, EVERY = 10, 2
 
 
 @pytest.mark.timeout(900)
-def test_ten_steps_in_which_engines_and_a_trainer_are_killed(tmp_path):
-    prepare(tmp_path / "soak")
+def test_ten_steps_in_which_engines_and_a_trainer_are_killed(experiments, tmp_path):
+    prepare(tmp_path / "soak", made=experiments)
     faults = ["engine killed in prefill", "engine killed in a weight update", "trainer rank 1 killed in the optimiser"]
     result = soak(tmp_path / "soak" / "run", NUM_STEPS, EVERY, faults)
     assert result["samples_lost"] == 0 and len(result["memory"]) == NUM_STEPS

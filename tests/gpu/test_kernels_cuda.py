@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,12 @@ import pytest
 import torch
 
 from megagrpo.algo.statistics import alone, group_statistics
-from megagrpo.weights.digest import slice_digest
+from megagrpo.mesh import make_mesh
+from megagrpo.weights import digest
+from megagrpo.weights.digest import batched_digest
+from megagrpo.weights.expected_digests import ExpectedDigests
+from megagrpo.weights.record import Copy
+from megagrpo.weights.transport import TrainerWeights
 from megagrpo.weights.views import Box
 
 ROOT = Path(__file__).parents[2]
@@ -73,10 +79,40 @@ def test_chunked_head(dtype, bound, memory, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_digest_has_the_same_bits(dtype):
-    values = torch.randn(1500, 1000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    box = Box((3, 0), (1500, 1000))
-    assert int(slice_digest(values.to(CUDA), box)) == int(slice_digest(values, box))
+@pytest.mark.parametrize("fused", [True, False])
+def test_digest_has_the_same_bits(dtype, fused, monkeypatch):
+    """The fused kernel, and plain torch in its place: batches of vectors, matrices and transposed ones, and 3-D."""
+    if fused:
+        assert digest._has_triton(), "torch for CUDA brings Triton"
+    else:
+        monkeypatch.setattr(digest, "_has_triton", lambda: False)
+    draw = torch.Generator().manual_seed(0)
+    for size in [(1500, 1000), (768, 2048), (8192, 96), (4096,), (151_936,), (1,), (3, 50, 70), ()]:
+        values = torch.randn(5, *size, generator=draw).to(dtype)
+        box = Box((3,) * len(size), size)
+        expected = batched_digest(values, box)
+        layouts = [values.to(CUDA)]
+        if len(size) > 1:
+            layouts.append(layouts[0].mT.contiguous().mT)
+        for layout in layouts:
+            assert torch.equal(batched_digest(layout, box).cpu(), expected), (size, layout.stride())
+            assert torch.equal(batched_digest(layout[1::3], box).cpu(), expected[1::3]), (size, layout.stride())
+
+
+def test_digests_in_a_side_thread_have_the_same_bits(tmp_path):
+    """As ExpectedDigests runs them while the transfer goes on: in a thread and a stream of their own."""
+    values = torch.randn(6, 700, 300, generator=torch.Generator().manual_seed(0))
+    specs = {str(k): ((700, 300), torch.float32) for k in range(6)}
+    copies = [Copy(str(k), (0, 0), (700, 300), "experts", k * 210_000, (300, 1)) for k in range(6)]
+    mesh = make_mesh(0, 1, torch.device("cuda", 0), deadline_s=30)
+    live = {"experts": values.to(CUDA)}
+    expected = ExpectedDigests(
+        TrainerWeights(mesh, specs, [copies], lambda: live, torch.bfloat16, 1 << 20, 1, tmp_path, tmp_path)
+    )
+    expected.add(expected.unknown(copies))
+    with ThreadPoolExecutor(1) as pool:
+        found = expected.total(pool.submit(expected.local).result())
+    assert found.tolist() == batched_digest(values.to(torch.bfloat16), Box((0, 0), (700, 300))).tolist()
 
 
 def test_group_statistics_have_the_same_bits():

@@ -16,15 +16,15 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 
 # A part imports itself and parts on earlier lines; parts of one line do not know each other.
 LAYERS = (
     {"families"},
-    {"run_folder", "environment"},
+    {"run_folder", "checkpoint_folder", "environment"},
     {"types", "stop_request", "user_function", "processes"},
     {"config"},
     {"mesh", "hf_files", "algo", "layout"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
     {"actor", "rollout", "checkpoint", "dump", "selection", "doctor"},
-    {"preflight"},
+    {"preflight", "checkpoint_cost"},
     {"explain", "run"},
-    {"evaluation", "sft", "replay", "export"},
+    {"evaluation", "sft", "replay", "export", "planning"},
     {"train"},
     {"entrypoints", "cluster"},
     {"certify"},
@@ -35,8 +35,10 @@ LAYERS = (
 ONLY_IN = {
     "megatron": r"actor/",
     "ray": r"rollout/service/",
-    "sglang": r"weights/engine_loader\.py|rollout/service/engine_process\.py|rollout/cpu/",
+    # rollout/pretended.py builds the engine's model to see what it would load; it runs in a process of its own
+    "sglang": r"weights/engine_loader\.py|rollout/service/engine_process\.py|rollout/pretended\.py|rollout/cpu/",
     "sgl_kernel": r"rollout/cpu/",
+    "triton": r"weights/digest_triton\.py",
     "matplotlib": r"monitor/report\.py",
     "rich": r"monitor/console\.py|doctor\.py",
 }

@@ -2,32 +2,45 @@
 
 import json
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
-from megagrpo.checkpoint import Checkpointer, begin, latest
+from megagrpo import checkpoint
+from megagrpo.checkpoint import Checkpointer, Retention, RunIdentity, begin, load
+from megagrpo.checkpoint_folder import is_reshardable, latest
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.types import TrainState
 
 MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
+LAYOUT = {"ranks": 1, "tp": 1}
+ANY = RunIdentity({}, LAYOUT)
 
 
 class Plan:
     """Writes one file, when it may, or fails with a reason."""
 
-    def __init__(self, folder: Path, gate: threading.Event | None = None, fault: str = ""):
-        self.file, self.gate, self.fault = folder / "weights", gate, fault
+    def __init__(
+        self,
+        folder: Path,
+        reshardable: bool = True,
+        gate: threading.Event | None = None,
+        fault: str = "",
+        size: int = 7,
+    ):
+        self.file, self.reshardable, self.gate, self.fault = folder / "weights", reshardable, gate, fault
+        self.content = b"weights".ljust(size)
 
-    def write(self) -> list[Path]:
+    def write(self) -> dict[Path, tuple[int, int]]:
         if self.gate is not None:
             self.gate.wait()
         if self.fault == "write":
             raise OSError("disk full")
-        self.file.write_text("weights")
-        return [self.file]
+        self.file.write_bytes(self.content)
+        return {self.file: (len(self.content), zlib.crc32(self.content))}
 
     def finish(self) -> None:
         if self.fault == "finish":
@@ -47,7 +60,7 @@ class Plan:
 def test_the_newest_stays(tmp_path: Path, there, keep, left):
     for name in there:
         (tmp_path / (name if isinstance(name, str) else f"step_{name:06d}")).mkdir()
-    folder = begin(tmp_path, TrainState(step=17), {}, keep, Plan, MESH).finish()
+    folder = begin(tmp_path, TrainState(step=17), ANY, Retention(keep), Plan, MESH).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in left]
     assert (folder / "manifest.json").is_file() and latest(tmp_path, at_most=17) == folder
 
@@ -63,13 +76,24 @@ def test_a_failure_at_any_moment_leaves_nothing(tmp_path: Path, fault: str):
     with pytest.raises(
         LeaderError, match=r"step_000017: rank 0 could not write, \d+ MiB are free there: OSError: disk full"
     ):
-        begin(tmp_path, TrainState(step=17), {}, 1, plan, MESH).finish()
+        begin(tmp_path, TrainState(step=17), ANY, Retention(1), plan, MESH).finish()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000010"]
 
 
-def checkpointer(root: Path, plan=Plan, saved_step: int = 0, **options) -> Checkpointer:
-    config = CheckpointConfig(keep=9, **options)
-    return Checkpointer(config, root, {}, plan, lambda state: state, MESH, num_steps=5, saved_step=saved_step)
+def checkpointer(
+    root: Path, plan=Plan, saved_step: int = 0, background: bool = False, keep: int = 9, **options
+) -> Checkpointer:
+    return Checkpointer(
+        CheckpointConfig(keep=keep, **options),
+        root,
+        ANY,
+        plan,
+        lambda state: state,
+        MESH,
+        num_steps=5,
+        saved_step=saved_step,
+        background=background,
+    )
 
 
 def saved(root: Path) -> list[int]:
@@ -77,7 +101,7 @@ def saved(root: Path) -> list[int]:
 
 
 def test_the_schedule_asks_for_every_second_step_and_the_last(tmp_path: Path):
-    saver = checkpointer(tmp_path, every=2, asynchronous=False)
+    saver = checkpointer(tmp_path, every=2)
     for step in range(6):
         saver.on_schedule(TrainState(step=step))
         assert saved(tmp_path) == [n for n in (2, 4, 5) if n <= step]
@@ -86,7 +110,7 @@ def test_the_schedule_asks_for_every_second_step_and_the_last(tmp_path: Path):
 
 
 def test_what_is_saved_is_not_saved_again(tmp_path: Path):
-    saver = checkpointer(tmp_path, saved_step=2, every=2, asynchronous=False)
+    saver = checkpointer(tmp_path, saved_step=2, every=2)
     saver.on_schedule(TrainState(step=2))
     assert saved(tmp_path) == []
     saver.save_now(TrainState(step=3))
@@ -96,7 +120,7 @@ def test_what_is_saved_is_not_saved_again(tmp_path: Path):
 
 def test_training_goes_on_while_a_save_is_written_and_the_next_waits_for_it(tmp_path: Path):
     gate = threading.Event()
-    saver = checkpointer(tmp_path, lambda folder: Plan(folder, gate), every=2, asynchronous=True)
+    saver = checkpointer(tmp_path, lambda folder, _: Plan(folder, gate=gate), every=2, background=True)
     for step in (2, 3):
         saver.on_schedule(TrainState(step=step))
         assert saved(tmp_path) == []
@@ -105,3 +129,70 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_waits_for_it(tmp_
     assert saved(tmp_path) == [2]
     saver.on_schedule(TrainState(step=5))
     assert saved(tmp_path) == [2, 4, 5]
+
+
+def forms(root: Path) -> dict[int, bool]:
+    return {step: is_reshardable(root / f"step_{step:06d}") for step in saved(root)}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("last", {2: False, 4: False, 5: True}),
+        ("always", {2: True, 4: True, 5: True}),
+        ("never", dict.fromkeys((2, 4, 5), False)),
+    ],
+)
+def test_which_saves_another_layout_can_load(tmp_path: Path, choice: str, expected: dict[int, bool]):
+    saver = checkpointer(tmp_path, every=2, reshardable=choice)
+    for step in range(6):
+        saver.on_schedule(TrainState(step=step))
+    assert forms(tmp_path) == expected
+
+
+def test_a_stop_saves_the_step_for_any_layout_once(tmp_path: Path):
+    planned = []
+
+    def plan(folder: Path, reshardable: bool) -> Plan:
+        planned.append(reshardable)
+        return Plan(folder, reshardable)
+
+    saver = checkpointer(tmp_path, plan, every=2)
+    saver.on_schedule(TrainState(step=2))
+    assert forms(tmp_path) == {2: False}
+    for _ in range(2):
+        saver.save_now(TrainState(step=2))
+    assert forms(tmp_path) == {2: True} and planned == [False, True]
+    checkpointer(tmp_path, plan, saved_step=2).save_now(TrainState(step=2))  # a start that is asked to stop at once
+    assert planned == [False, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_another_layout_is_refused_with_what_to_do(tmp_path: Path):
+    for step, reshardable in ((1, True), (2, False)):
+        plan = lambda folder, form=reshardable: Plan(folder, form)  # noqa: E731  # two of them
+        folder = begin(tmp_path, TrainState(step=step), ANY, Retention(9), plan, MESH).finish()
+    other = RunIdentity({}, {"ranks": 4, "tp": 2})
+    layouts = r"by its own layout alone \(ranks 1\), this run has another \(ranks 4, tp 2\)"
+    what_to_do = r".*SIGUSR1 .*checkpoint.reshardable .*step_000001 beside it"
+    with pytest.raises(LeaderError, match="step_000002 can be loaded " + layouts + what_to_do):
+        load(folder, other, lambda _: None, MESH)
+    assert load(folder, ANY, lambda _: None, MESH).step == 2
+    assert load(tmp_path / "step_000001", other, lambda _: None, MESH).step == 1
+
+
+@pytest.mark.parametrize(("keep_gb", "left"), [(None, [2, 4, 5]), (3e-6, [4, 5]), (1e-9, [5])])
+def test_bytes_are_bounded_but_the_newest_stays(tmp_path: Path, keep_gb: float | None, left: list[int]):
+    """Three checkpoints of a little more than 1000 bytes each."""
+    saver = checkpointer(tmp_path, lambda folder, _: Plan(folder, size=1000), every=2, keep_gb=keep_gb)
+    for step in range(6):
+        saver.on_schedule(TrainState(step=step))
+    assert saved(tmp_path) == left
+
+
+def test_checksums_are_those_of_the_writer_and_its_files_are_not_read_again(tmp_path: Path, monkeypatch):
+    read = []
+    monkeypatch.setattr(checkpoint, "_crc", lambda path: read.append(path.name) or 0)
+    folder = begin(tmp_path, TrainState(step=1), ANY, Retention(1), Plan, MESH).finish()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["actor/weights"] == [7, zlib.crc32(b"weights")] and read == ["state.json"]

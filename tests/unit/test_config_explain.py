@@ -11,8 +11,9 @@ import pytest
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ParallelConfig, TinyModelConfig
-from megagrpo.explain import explain, rank_coordinates
+from megagrpo.explain import explain
 from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.layout import rank_coordinates
 from megagrpo.preflight import check_against_model, preflight
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import make_tiny_model
@@ -149,6 +150,21 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(tm
     Path("other/config.json").write_text("{")
     with pytest.raises(ValueError, match=r"other/config\.json: not a model description"):
         preflight(load_config(QUICKSTART, ["model.path=other"]))
+
+
+def test_preflight_finds_a_checkpoint_of_another_layout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(QUICKSTART)
+    folder = Path(config.output_dir) / "checkpoints" / "step_000003"
+    folder.mkdir(parents=True)
+    state = {"layout": config.actor.layout, "reshardable": False}
+    for change, problems in (({}, 0), ({"layout": {"ranks": 4, "tp": 2}}, 1), ({"reshardable": True}, 0)):
+        state |= change
+        (folder / "state.json").write_text(json.dumps(state))
+        found = preflight(config)
+        assert len(found) == problems and all(
+            "step_000003 can be loaded by its own layout alone (ranks 4, tp 2)" in text for text in found
+        )
 
 
 def test_explain_says_what_a_step_is(tmp_path, monkeypatch):

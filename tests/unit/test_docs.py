@@ -150,7 +150,7 @@ def test_the_table_of_files_to_open_counts_them():
 
 def test_measured_tables_are_shown():
     shown = {name for page in pages() for name in re.findall(r"<!-- (bench/results/\w+\.md) -->", page.read_text())}
-    names = "learning_quickstart learning_gsm8k_calc faults soak presets certificates layouts"
+    names = "learning_quickstart learning_gsm8k_calc faults soak presets certificates layouts plan_weights_235b"
     assert {f"bench/results/{name}.md" for name in names.split()} <= shown
 
 

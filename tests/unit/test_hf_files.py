@@ -7,7 +7,8 @@ import subprocess
 import pytest
 import torch
 
-from megagrpo.hf_files import INDEX, SINGLE, HfFolder, write_hf_folder
+from megagrpo import hf_files
+from megagrpo.hf_files import INDEX, SINGLE, HfFolder, ReadingProgress, write_hf_folder
 
 TENSORS = {"x": torch.randn(4, 3), "y": torch.randn(5), "z": torch.tensor(1.5)}
 
@@ -104,3 +105,24 @@ def test_damage_is_named(tmp_path, like):
     (out / INDEX).unlink()
     with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
         HfFolder(out)
+
+
+def test_reading_a_large_model_says_how_far_it_is(monkeypatch, capsys):
+    now = iter([0.0, 1.0, 7.0, 8.0, 20.0])
+    monkeypatch.setattr(hf_files.time, "monotonic", lambda: next(now))
+    wanted = dict.fromkeys("abcd", 500_000_000)
+    tensors = ReadingProgress(dict.fromkeys("abcd", torch.zeros(1)), wanted, shown=True)
+    for name in "abcd":
+        assert tensors[name] is tensors._tensors[name]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "reading the model [######------------------] 0.5 of 2.0 GB a rank, 7 s, 21 s left",
+        "reading the model [##################------] 1.5 of 2.0 GB a rank, 20 s, 7 s left",
+    ]
+    assert tensors.bytes_read == 2_000_000_000
+
+
+def test_reading_a_small_model_says_nothing(capsys):
+    tensors = ReadingProgress(TENSORS, {"x": 48}, shown=True)
+    assert [tensors[name] is value for name, value in TENSORS.items()] == [True] * 3 and len(tensors) == 3
+    assert tensors.bytes_read == 48 and capsys.readouterr().out == ""

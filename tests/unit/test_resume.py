@@ -30,7 +30,9 @@ def start(tmp_path, monkeypatch):
         sections = {"model": {"path": "m"}, "data": {"path": "d"}, "checkpoint": options}
         config = ExperimentConfig.model_validate({"name": "t", "output_dir": str(tmp_path)} | sections)
         actor = SimpleNamespace(mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5)
-        return run_module.resume(config, RunFolder(tmp_path), actor), actor, read
+        folder = RunFolder(tmp_path)
+        source = run_module.find_checkpoint(config, folder, actor.mesh)
+        return run_module.resume(config, folder, source, actor), actor, read
 
     return resume
 

@@ -1,12 +1,14 @@
 """The digest: additive, position-dependent, and blind to no single change."""
 
+from random import Random
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagrpo.weights import digest
-from megagrpo.weights.digest import slice_digest
+from megagrpo.weights.digest import batched_digest, slice_digest
 from megagrpo.weights.views import Box
 
 SHAPE = (10, 12)
@@ -96,24 +98,138 @@ def test_every_exchange_of_two_elements_changes_it(dtype, places, seed):
     assert whole(values) != before
 
 
-@given(dtype=dtypes, seed=st.integers(0, 10**6), kind=st.sampled_from(["rows", "columns", "roll", "transpose", "flip"]))
-def test_every_rearrangement_changes_it(dtype, seed, kind):
-    values = random_bits(dtype, (12, 12), seed).view(INTEGERS[dtype])
-    a, b = seed % 12, (seed + 1 + seed % 11) % 12
+def exchanged(values: torch.Tensor, a: tuple, b: tuple) -> torch.Tensor:
+    moved = values.clone()
+    moved[a], moved[b] = values[b], values[a]
+    return moved
+
+
+def changed(values: torch.Tensor, kind: str, dim: int, draw: Random) -> torch.Tensor:
+    """Integers [...] of which something is as a faulty transfer would leave it; every side has n >= 4 elements."""
+    n = values.shape[dim]
+    a, b = draw.sample(range(n), 2)
+    here = (slice(None),) * dim
     match kind:
-        case "rows":
+        case "element":
             moved = values.clone()
-            moved[[a, b]] = moved[[b, a]]
-        case "columns":
+            moved.view(-1)[draw.randrange(moved.numel())] ^= 1 << draw.randrange(15)
+        case "elements":  # any two
+            i, j = ((draw.randrange(n) for n in values.shape) for _ in range(2))
+            moved = exchanged(values, tuple(i), tuple(j))
+        case "slices":  # rows, columns, ...
+            moved = exchanged(values, (*here, a), (*here, b))
+        case "blocks":
+            moved = exchanged(values, (*here, slice(0, n // 2)), (*here, slice(n - n // 2, n)))
+        case "corners":  # blocks that share neither rows nor columns
+            half = [n // 2 for n in values.shape]
+            moved = exchanged(
+                values,
+                tuple(slice(0, h) for h in half),
+                tuple(slice(n - h, n) for n, h in zip(values.shape, half, strict=True)),
+            )
+        case "shift":
+            moved = values.roll(draw.randrange(1, n), dim)
+        case "flat shift":  # a copy that begins too late
+            moved = values.flatten().roll(draw.randrange(1, 9)).view(values.shape)
+        case "reversal":
+            moved = values.flip(dim)
+        case "transposition":  # of any two dimensions, read in the old shape
+            moved = values.transpose(dim, draw.randrange(values.dim())).contiguous().view(values.shape)
+        case "stale":  # a part from another time
             moved = values.clone()
-            moved[:, [a, b]] = moved[:, [b, a]]
-        case "roll":
-            moved = values.roll(1 + seed % 11, seed % 2)
-        case "transpose":
-            moved = values.t().contiguous()
-        case "flip":
-            moved = values.flip(seed % 2)
-    assert whole(moved.view(dtype)) != whole(values.view(dtype))
+            moved[(*here, slice(a, n))] += draw.randrange(1, 5)
+        case "skipped":
+            moved = values.clone()
+            moved[(*here, slice(a, n))] = 0
+        case "repeated":  # one slice in the place of another too
+            moved = values.clone()
+            moved[(*here, a)] = values[(*here, b)]
+        case "negated":
+            moved = values ^ torch.iinfo(values.dtype).min
+    return moved
+
+
+KINDS = "element elements slices blocks corners shift flat_shift reversal transposition stale skipped repeated negated"
+
+
+@settings(max_examples=600)
+@given(
+    dtype=dtypes,
+    shape=st.lists(st.integers(4, 9), min_size=1, max_size=3).flatmap(
+        lambda shape: st.sampled_from([tuple(shape), (shape[0],) * len(shape)])  # cubes, for transpositions
+    ),
+    kind=st.sampled_from(KINDS.split()),
+    few=st.booleans(),  # duplicates of a few values, or random bits
+    seed=st.integers(0, 10**6),
+)
+def test_every_change_is_noticed_and_nothing_else(dtype, shape, kind, few, seed):
+    draw = Random(seed)
+    values = random_bits(dtype, shape, seed).view(INTEGERS[dtype])
+    values = values % 3 if few else values
+    moved = changed(values, kind.replace("_", " "), draw.randrange(len(shape)), draw)
+    assert (whole(moved.view(dtype)) == whole(values.view(dtype))) == torch.equal(moved, values)
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize("content", ["dense", "exchanged"])
+def test_the_chance_to_miss_a_change_has_the_bound_that_is_stated(dimensions, content):
+    """Only 2^t, the power of two that divides a change, limits it: n = 64 - t bits are left, here 8 or 10."""
+    n, trials = 8 if dimensions < 3 else 10, 4000
+    shape, draw = (6,) * dimensions, torch.Generator().manual_seed(dimensions)
+    missed = 0
+    for _ in range(trials):
+        if content == "dense":
+            change = torch.randint(-2, 3, shape, generator=draw)
+            change.view(-1)[0] = 1
+        else:  # slices along every dimension: the worst
+            change = torch.ones((), dtype=torch.int64)
+            for _ in shape:
+                change = change.unsqueeze(-1) * torch.tensor([1, 0, -1, 0, 0, 0])
+        start = tuple(torch.randint(0, 10**6, (dimensions,), generator=draw).tolist())  # other odd numbers every time
+        missed += not slice_digest(change << (64 - n), Box(start, shape))
+    bound = n ** (dimensions - 1) * 2 ** (1 - n)
+    assert missed / trials <= 1.5 * bound
+    if content == "exchanged" and dimensions < 3:
+        assert missed / trials >= bound / 2  # it is no idle one
+
+
+def test_no_two_indices_share_a_multiplier():
+    """Along one dimension exchanged rows would go unnoticed, along two a transposition."""
+    odd_numbers = torch.cat([digest._odd(0, 1 << 20, k, torch.device("cpu"), 0) for k in range(3)])
+    assert len(odd_numbers.unique()) == 3 << 20 and bool((odd_numbers & 1).all())
+
+
+def test_exchanged_experts_are_noticed_slice_by_slice():
+    """They have the same multipliers: it is by its name that each is compared."""
+    experts = random_bits(torch.bfloat16, (5, *SHAPE), 0)
+    before = batched_digest(experts, Box((0, 0), SHAPE))
+    after = batched_digest(experts[[0, 3, 2, 1, 4]], Box((0, 0), SHAPE))
+    assert (before != after).tolist() == [False, True, False, True, False]
+    assert int(before.sum()) == int(after.sum())  # which a digest of the whole would have had to tell apart
+
+
+@given(
+    dtype=dtypes,
+    shape=st.lists(st.integers(1, 7), min_size=0, max_size=3),
+    count=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+)
+def test_a_batch_is_its_slices_and_adds_up(dtype, shape, count, seed):
+    draw = Random(seed)
+    start, shape = tuple(draw.randrange(50) for _ in shape), tuple(shape)
+    order = draw.sample(range(len(shape) + 1), len(shape) + 1)
+    back = [order.index(k) for k in range(len(order))]
+    values = random_bits(dtype, (count, *shape), seed).permute(order).contiguous().permute(back)  # any strides
+    batch = batched_digest(values, Box(start, shape))
+    assert batch.tolist() == [int(slice_digest(part.contiguous(), Box(start, shape))) for part in values]
+    for dim, n in enumerate(shape):
+        cut = draw.randrange(n + 1)
+        later = tuple(a + cut * (k == dim) for k, a in enumerate(start))
+        parts = [
+            batched_digest(part, Box(corner, tuple(part.shape[1:])))
+            for part, corner in zip(values.split([cut, n - cut], dim + 1), (start, later), strict=True)
+        ]
+        assert torch.equal(parts[0] + parts[1], batch)
 
 
 @given(dtype=dtypes, seed=st.integers(0, 10**6))

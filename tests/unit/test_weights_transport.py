@@ -11,9 +11,10 @@ from typing import get_args
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fake_engine import FakeEngine, running, write_checkpoint
+from fake_engine import FakeEngine, FusedModel, running, write_checkpoint
 
 from megagrpo.config.schema import ExperimentConfig, WeightsConfig
 from megagrpo.mesh import LeaderError, make_mesh
@@ -30,6 +31,8 @@ from megagrpo.weights.transport import TrainerWeights
 
 class ToyTransport:
     """Posts exactly the slices that an engine rank needs from the trainer rank that holds them: nothing is gathered."""
+
+    past_loader = True
 
     def __init__(self, weights: TrainerWeights):
         self.weights, self.events, self.skips, self.dies = weights, [], "", False
@@ -229,6 +232,59 @@ def test_an_engine_that_refuses_to_receive_stops_the_run_at_once(engine, tmp_pat
     with pytest.raises(LeaderError, match=r"EngineRefused: .* refuses /update_weights_from_tensor: 400 refused on pur"):
         trainer.exchange.publish(2)
     assert time.monotonic() - start < 15
+
+
+class ComputedModel(FusedModel):
+    """A loader that rounds `down` to int8, and a matrix that is computed from a parameter after loading."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+        self.doubled = torch.zeros(8, 4)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            if name == "down":
+                self.down.data.copy_((tensor * 16).round().to(torch.int8))
+            else:
+                super().load_weights([(name, tensor)])
+
+    def post_load_weights(self) -> None:
+        self.doubled = self.gate_up.data * 2
+
+
+def test_what_is_no_slice_is_loaded_by_the_models_own_code_and_what_is_derived_is_refreshed(engine, tmp_path, capsys):
+    engine.models = [ComputedModel()]
+    trainer = Trainer(tmp_path, engine, "reshard")
+    for version in (1, 2):
+        report = trainer.exchange.publish(version)
+        down, gate_up = trainer.live["up_down"][:, 4:], engine.model.gate_up
+        assert torch.equal(engine.model.down, (down * 16).round().to(torch.int8))
+        assert torch.equal(gate_up[4:], trainer.live["up_down"][:, :4])
+        assert torch.equal(engine.model.doubled, gate_up * 2)
+        assert report["wire_bytes"] == 48 * 4
+        for tensor in trainer.live.values():
+            tensor.neg_()
+    said = capsys.readouterr().out
+    assert "not copied but computed" in said and "of HF tensor down" in said
+    for tensor in trainer.live.values():
+        tensor.neg_()
+    trainer.exchange.verify()
+    engine.model.down[2, 1] += 1
+    with pytest.raises(LeaderError, match="parameter down: not what the loader has computed of the weights"):
+        trainer.exchange.verify()
+    trainer.live["up_down"][0, 4] += 1  # sent as it was before
+    with pytest.raises(LeaderError, match=r"parameter HF tensor down does not hold HF tensor down \[0:4, 0:4\]"):
+        trainer.exchange.verify()
+
+
+def test_what_cannot_be_brought_up_to_date_is_named(engine, tmp_path, monkeypatch):
+    engine.models = [ComputedModel()]
+    with pytest.raises(LeaderError, match="parameter down is filled from .* of HF tensor down"):
+        Trainer(tmp_path / "broadcast", engine, "broadcast").exchange.publish(1)
+    monkeypatch.delattr(ComputedModel, "post_load_weights")
+    with pytest.raises(LeaderError, match=r"holds, beside .*doubled \(8, 4\), .* use weights.transport: broadcast"):
+        Trainer(tmp_path / "reshard", engine, "reshard").exchange.publish(1)
 
 
 class ReceivingEnd:

@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
@@ -21,6 +21,7 @@ from megagrpo.actor import head, step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.checkpoint import Retention, RunIdentity
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.hf_files import HfFolder
@@ -165,6 +166,14 @@ def difference(found: dict, expected: dict) -> float:
     return max((float((found[name] - expected[name]).abs().max()) for name in found), default=0.0)
 
 
+def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -> Path:
+    """Writes a checkpoint at once."""
+    state = TrainState(step=job.get("step", 1), data_cursor=17)
+    return checkpoint.begin(
+        Path(root), state, identity(job), Retention(2), lambda f: save_actor(actor, f, reshardable), actor.mesh
+    ).finish()
+
+
 def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
     """[load] -> `warm` updates -> [save] -> two more, whose losses, gradients and weights are kept in job["then"]."""
     if "load" in job:
@@ -173,12 +182,11 @@ def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folde
     for number in range(job.get("warm", 0)):
         gradient(actor, batch_of(actor.mesh, shift=number), RICH)
         actor.optimizer_step()
-    saved = None
-    if "save" in job:
-        state = TrainState(step=job.get("step", 1), data_cursor=17)
-        root = Path(job["save"])
-        saved = checkpoint.begin(root, state, identity(job), 2, lambda f: save_actor(actor, f), actor.mesh).finish()
-    after = {"updates_done": actor.updates_done}
+    torch.rand(job.get("warm", 0))  # the saved RNG state is not that of a fresh start
+    saved = save(actor, job, job["save"]) if "save" in job else None
+    if "save_own_parts" in job:
+        save(actor, job, job["save_own_parts"], reshardable=False)
+    after = {"updates_done": actor.updates_done, "rng": {"torch": torch.get_rng_state()}}
     for number in (10, 11):
         after[f"loss{number}"] = gradient(actor, batch_of(actor.mesh, shift=number), RICH)
         if not job.get("distributed"):
@@ -196,9 +204,7 @@ def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     message = ""
     try:
         if "save" in job:
-            state = TrainState(step=job["step"])
-            root = Path(job["save"])
-            checkpoint.begin(root, state, identity(job), 2, lambda f: save_actor(actor, f), actor.mesh).finish()
+            save(actor, job, job["save"])
         else:
             checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
     except (ValueError, RuntimeError) as exc:
@@ -211,8 +217,23 @@ def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     }
 
 
-def identity(job: dict) -> dict:
-    return job.get("identity", {"model": Path(job["model"]).name})
+@contextmanager
+def weights_unreadable() -> Iterator[None]:
+    """Inside, asking an HF folder for a tensor is an error; its headers can be read."""
+
+    def refuse(folder: HfFolder, name: str):
+        raise AssertionError(f"{name} of {folder.path} was read")
+
+    read, HfFolder.__getitem__ = HfFolder.__getitem__, refuse
+    try:
+        yield
+    finally:
+        HfFolder.__getitem__ = read
+
+
+def identity(job: dict) -> RunIdentity:
+    layout = ActorConfig(world_size=int(os.environ["WORLD_SIZE"]), parallel=ParallelConfig(**job.get("parallel", {})))
+    return RunIdentity(job.get("identity", {"model": Path(job["model"]).name}), layout.layout)
 
 
 JOBS = {"forward": forward_job, "layout": layout_job, "checkpoint": checkpoint_job, "refusal": refusal_job}
@@ -240,7 +261,8 @@ def main(folder: Path) -> None:
             model_path=job["model"],
             device=DEVICE,
         ) as actor:
-            weights = load_initial_weights(actor, job["model"])
+            with weights_unreadable() if "load" in job else nullcontext():  # a resume does without them
+                weights = load_initial_weights(actor, job["model"], overwritten="load" in job)
             results.append(JOBS[job["do"]](actor, weights, job, folder))
             everyone: list = [None] * actor.mesh.world_size
             dist.all_gather_object(everyone, {k: v for k, v in results[-1].items() if isinstance(v, float)})

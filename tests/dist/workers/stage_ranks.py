@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
@@ -20,12 +21,14 @@ from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.checkpoint import Retention, RunIdentity
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.types import TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, gradient, recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, WIDTH
 
+ANY = RunIdentity({}, {})
 SMALL_FILE = 100_000  # bytes; a stage of the model has more
 
 
@@ -70,9 +73,8 @@ def background_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> di
     batch, root = batch_of(actor.mesh), Path(job["root"])
 
     def save(name: str, snapshot: bool) -> checkpoint.PendingSave:
-        return checkpoint.begin(
-            root / name, TrainState(step=1), {}, 2, lambda f: save_actor(actor, f, snapshot), actor.mesh
-        )
+        plan = partial(save_actor, actor, reshardable=job["reshardable"], snapshot=snapshot)
+        return checkpoint.begin(root / name, TrainState(step=1), ANY, Retention(2), plan, actor.mesh)
 
     gradient(actor, batch, RICH)
     actor.optimizer_step()
@@ -86,7 +88,7 @@ def background_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> di
         time.sleep(0.05)
     found = []
     for folder in (at_once, pending.finish()):
-        checkpoint.load(folder, {}, lambda f: load_actor(actor, f), actor.mesh)
+        checkpoint.load(folder, ANY, lambda f: load_actor(actor, f), actor.mesh)
         gradient(actor, batch, RICH)
         actor.optimizer_step()
         found.append({name: p.detach().clone() for name, p in actor.parameters().items()})
@@ -97,11 +99,13 @@ def background_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> di
 def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
     """A save that one rank cannot write: every rank hears of it, and nothing of it gets into the next one."""
     root, message = Path(job["root"]), ""
-    checkpoint.begin(root, TrainState(step=1), {}, 2, lambda f: save_actor(actor, f), actor.mesh).finish()
+    plan = partial(save_actor, actor, reshardable=True)
+    checkpoint.begin(root, TrainState(step=1), ANY, Retention(2), plan, actor.mesh).finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if actor.mesh.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, limits[1]))
-    pending = checkpoint.begin(root, TrainState(step=2), {}, 2, lambda f: save_actor(actor, f, True), actor.mesh)
+    in_background = partial(plan, snapshot=True)
+    pending = checkpoint.begin(root, TrainState(step=2), ANY, Retention(2), in_background, actor.mesh)
     try:
         pending.finish()
     except RuntimeError as exc:
@@ -112,7 +116,7 @@ def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
     gradient(actor, batch_of(actor.mesh), RICH)
     actor.optimizer_step()  # a checkpoint has more parts from now on
     saved = {name: parameter.detach().clone() for name, parameter in actor.parameters().items()}
-    again = checkpoint.begin(root, TrainState(step=3), {}, 2, lambda f: save_actor(actor, f), actor.mesh).finish()
+    again = checkpoint.begin(root, TrainState(step=3), ANY, Retention(2), plan, actor.mesh).finish()
     with torch.no_grad():
         for parameter in actor.parameters().values():
             parameter.zero_()

@@ -1,0 +1,207 @@
+"""What a save and a resume cost, measured, against what `megagrpo check` says: files, host memory, bytes read.
+
+    python bench/checkpoints.py [--layers 8]
+
+A random model of at least 500 MB in float32, with the distributed optimiser's state, is saved in the background in
+both forms and resumed by fresh processes, under DP2, TP2xPP2 and (mixture of experts) EP2. Host memory: the peak of
+every rank's resident memory over what it had before the save, summed. Bytes read: of all reads of all ranks, from the
+start of the resume to its end, the Hugging Face folder's headers included. Writes bench/results/checkpoints.{json,md}.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.common import provenance, write_results
+from megagrpo.checkpoint_cost import checkpoint_cost
+from megagrpo.config.schema import ActorConfig, TinyModelConfig
+from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.tiny.description import hf_config
+
+CASES: dict[str, tuple[str, int, dict[str, int]]] = {  # family, ranks, layout
+    "DP2": ("qwen3", 2, {}),
+    "TP2xPP2": ("qwen3", 4, {"tp": 2, "pp": 2}),
+    "EP2": ("qwen3_moe", 2, {"ep": 2}),
+}
+FORMS = {"own parts": False, "any layout": True}
+HEADER = (
+    "layout",
+    "weights",
+    "form",
+    "files, MB",
+    "said",
+    "host memory of a save, MB",
+    "said",
+    "read by a resume, MB",
+    "said",
+)
+BOUND = 0.15
+
+
+def model_of(family: str, layers: int, folder: Path) -> TinyModelConfig:
+    """A model of about 17 (dense) or 28 (mixture of experts) million parameters a layer."""
+    return TinyModelConfig(
+        path=str(folder / family),
+        family=family,
+        hidden_size=1024,
+        num_layers=layers if family == "qwen3" else layers * 5 // 8 // 2 * 2 + 1,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=64,
+        ffn_size=4096,
+        num_experts=8,
+        expert_ffn_size=1024,
+    )
+
+
+def actor_of(world: int, parallel: dict[str, int]) -> ActorConfig:
+    """The actor of one case; its optimiser is distributed."""
+    return ActorConfig.model_validate({"world_size": world, "parallel": parallel, "deadline_s": 600.0})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--as-rank", nargs=2, metavar=("CASE", "PHASE"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.as_rank:
+        as_rank(*args.as_rank, args.layers, Path(args.folder))
+        return
+    rows = []
+    for name in CASES:
+        with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+            print(f"{name} ...", flush=True)
+            rows += case(name, args.layers, Path(folder))
+    worst = max(max(abs(row[what] / row[f"{what} said"] - 1) for what in ("files", "host", "read")) for row in rows)
+    data = {**provenance(), "layers": args.layers, "largest difference": worst, "rows": rows}
+    write_results("checkpoints", data, HEADER, [line(row) for row in rows])
+    print(f"largest difference {worst:.1%}: {'within' if worst <= BOUND else 'NOT within'} {BOUND:.0%}")
+
+
+def case(name: str, layers: int, folder: Path) -> list[dict]:
+    """Saves in both forms, resumes from each; one row a form."""
+    family, world, parallel = CASES[name]
+    model, actor = model_of(family, layers, folder), actor_of(world, parallel)
+    make = "import sys; from bench.checkpoints import *; from megagrpo.tiny.model import make_tiny_model; "
+    make += f"make_tiny_model(model_of({family!r}, {layers}, Path({str(folder)!r})), 0)"
+    run([sys.executable, "-W", "ignore", "-c", make])
+    arch = architecture_of(hf_config(model))
+    cost = checkpoint_cost(arch, actor, ranks_per_node=world)
+    rows = []
+    for form, reshardable in FORMS.items():
+        figures = {phase: launch(name, f"{phase} {form}", layers, folder) for phase in ("save", "resume")}
+        rows.append(
+            {
+                "layout": name,
+                "form": form,
+                "weights": parameter_counts(arch).total * 4,
+                "files": sum(f.stat().st_size for f in (folder / form).rglob("*") if f.is_file()),
+                "files said": cost.file_bytes,
+                "host": sum(rank["host"] for rank in figures["save"]),
+                "host said": cost.save_host_bytes[reshardable],
+                "read": sum(rank["read"] for rank in figures["resume"]),
+                "read said": cost.read_bytes,
+                "save_s": max(rank["seconds"] for rank in figures["save"]),
+                "resume_s": max(rank["seconds"] for rank in figures["resume"]),
+            }
+        )
+    return rows
+
+
+def launch(name: str, phase: str, layers: int, folder: Path) -> list[dict]:
+    """Runs the ranks of one case through one phase; returns each rank's figures."""
+    ranks = CASES[name][1]
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    # as a module: this folder on the path would put its statistics.py before Python's own
+    me = ["-m", "bench.checkpoints", "--as-rank", name, phase, "--layers", str(layers), "--folder", str(folder)]
+    run([*torchrun, "--nproc-per-node", str(ranks), *me])
+    return [json.loads((folder / f"{phase}.{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def run(command: list[str]) -> None:
+    """Runs a child whose large blocks of memory go back when they are freed, so that peaks are those of live data."""
+    root = str(Path(__file__).resolve().parents[1])
+    memory = {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env={**os.environ, **memory, "PYTHONPATH": root}, text=True, capture_output=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+def as_rank(name: str, phase: str, layers: int, folder: Path) -> None:
+    """One rank: builds the actor, then saves after one update, or resumes; writes its figures as JSON."""
+    from megagrpo.actor.host import prepare_host
+
+    device = prepare_host()
+    from megagrpo import checkpoint
+    from megagrpo.actor.megatron_actor import MegatronActor
+    from megagrpo.actor.saving import load_actor, save_actor
+    from megagrpo.types import TrainState
+    from megagrpo.weights.actor_weights import load_initial_weights
+
+    family, world, parallel = CASES[name]
+    config, path = actor_of(world, parallel), str(folder / family)
+    actor = MegatronActor(
+        model_path=path, config=config, optimizer=config.optimizer, num_updates=10, seed=0, device=device
+    )
+    what, form = phase.split(" ", 1)
+    identity = checkpoint.RunIdentity({}, config.layout)
+    if what == "save":
+        load_initial_weights(actor, path)
+        for gradient in actor.gradients().values():
+            gradient.normal_()
+        actor.optimizer_step()
+        with measured() as figures:
+            checkpoint.begin(
+                folder / form,
+                TrainState(step=1),
+                identity,
+                checkpoint.Retention(1),
+                lambda part: save_actor(actor, part, FORMS[form], snapshot=True),
+                actor.mesh,
+            ).finish()
+    else:
+        with measured() as figures:
+            load_initial_weights(actor, path, overwritten=True)
+            checkpoint.load(folder / form / "step_000001", identity, lambda part: load_actor(actor, part), actor.mesh)
+    (folder / f"{phase}.{actor.mesh.rank}.json").write_text(json.dumps(vars(figures)))
+
+
+class measured:  # noqa: N801  # reads as a word in `with`
+    """Measures a block: peak of resident memory over that before it (bytes), bytes read, seconds."""
+
+    def __enter__(self) -> "measured":
+        self.host = -_status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        self.read, self.seconds = -_bytes_read(), -time.perf_counter()
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.host += _status("VmHWM")
+        self.read += _bytes_read()
+        self.seconds += time.perf_counter()
+
+
+def _status(name: str) -> int:
+    line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def _bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().splitlines()[0].split()[1])
+
+
+def line(row: dict) -> tuple[str, ...]:
+    """One line of the table."""
+    figures = [f"{row[what] / 1e6:,.0f}" for part in ("files", "host", "read") for what in (part, f"{part} said")]
+    return row["layout"], f"{row['weights'] / 1e6:,.0f} MB", row["form"], *figures
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The part of bench/exchange.py that runs under either state of the package, which PYTHONPATH says.
+
+python bench/exchange_ranks.py command FILE     prints how the engines of the job in FILE are started, as JSON
+python bench/exchange_ranks.py train FILE       one trainer rank, under the variables that torchrun would set
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+try:
+    from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+
+    IS_OLD = False
+except ModuleNotFoundError:  # before the parts of the package had folders of their own
+    from megagrpo.config import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+
+    IS_OLD = True
+HOST = "127.0.0.1"
+
+
+def experiment(job: dict) -> ExperimentConfig:
+    limit_s = job["limit_s"]
+    return ExperimentConfig.model_validate(
+        {
+            "name": "exchange",
+            "output_dir": job["folder"],
+            "model": {"path": job["model"]},
+            "data": {"path": "none.jsonl"},
+            "rollout": {"max_total_tokens": 1000, "max_running_requests": 8, "health_timeout_s": limit_s}
+            | job["rollout"],
+            "weights": {"transport": job["transport"], "bucket_mb": job["bucket_mb"], "timeout_s": limit_s},
+            "actor": {"deadline_s": limit_s + 60.0},
+        }
+    )
+
+
+def command(job: dict) -> dict:
+    """Words, variables and Python path of every engine's server process."""
+    if IS_OLD:
+        from megagrpo.rollout.engine import Place, engine_command, engine_environment, engine_python_path
+    else:
+        from megagrpo.rollout.service.engine_command import ServerPlace as Place
+        from megagrpo.rollout.service.engine_command import engine_command, engine_environment, engine_python_path
+    config = experiment(job)
+    places = [Place(0, HOST, port, f"{HOST}:{port}", cuda=False, num_cores=os.cpu_count()) for port in job["ports"]]
+    return {
+        "words": [engine_command(config, place) for place in places],
+        "environment": engine_environment(config, places[0]),
+        "python_path": [str(path) for path in engine_python_path(places[0])],
+    }
+
+
+class Registry:
+    """The service's record of engines that nobody will start again."""
+
+    def __init__(self, job: dict):
+        self.api_key = job["api_key"]
+        self._infos = [
+            SimpleNamespace(id=f"e{i}", url=url, state="stale", alive=True, incarnation=1, restarts=0)
+            for i, url in enumerate(job["urls"])
+        ]
+
+    def engines(self) -> list:
+        return self._infos
+
+    def begin_update(self, engine_id: str, incarnation: int) -> bool:
+        return True
+
+    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
+        return True
+
+    def report_lost(self, engine_id: str, incarnation: int) -> None:
+        raise AssertionError(f"engine {engine_id} was lost")
+
+
+def train(job: dict) -> None:
+    """Publishes, with other weights each time; rank 0 writes reports, begin and end of each to publishes.json."""
+    from megagrpo.actor.host import prepare_host
+
+    device = prepare_host()  # before Megatron is imported
+    from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
+    from megagrpo.weights.exchange import Exchange
+
+    if IS_OLD:
+        from megagrpo.actor_weights import load_initial_weights
+    else:
+        from megagrpo.weights.actor_weights import load_initial_weights
+    limit_s = job["limit_s"] + 60.0
+    world, parallel = int(os.environ["WORLD_SIZE"]), ParallelConfig(**job["parallel"])
+    settings = ActorConfig(world_size=world, parallel=parallel, deadline_s=limit_s)
+    named = {"actor" if IS_OLD else "config": settings, "optimizer": OptimizerConfig(), "device": device}
+    actor = MegatronActor(model_path=job["model"], num_updates=10, seed=0, **named)
+    weights = load_initial_weights(actor, job["model"])
+    exchange = Exchange(experiment(job), actor.mesh, weights, Registry(job), Path(job["folder"]))
+    publishes = []
+    for version in range(job["publishes"]):
+        for parameter in {id(p): p for p in actor.parameters().values()}.values():
+            parameter.detach().neg_()
+        begin = time.monotonic()
+        report = exchange.publish(version)
+        publishes.append({"begin": begin, "end": time.monotonic(), "report": report})
+    if actor.mesh.is_main:
+        Path(job["folder"], "publishes.json").write_text(json.dumps(publishes))
+    exchange.close()
+    leave_distributed(actor)
+
+
+if __name__ == "__main__":
+    asked = json.loads(Path(sys.argv[2]).read_text())
+    if sys.argv[1] == "command":
+        print(json.dumps(command(asked)))
+    else:
+        train(asked)

@@ -1,0 +1,61 @@
+"""Reads what lies in a folder of checkpoints, without loading any: which are finished, their form and bytes.
+
+step_000010/   finished: state.json says what it is, manifest.json what its files have
+step_000020.partial/   being written, or interrupted
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+PARTIAL = ".partial"
+Layout = Mapping[str, int | None]  # ActorConfig.layout
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    """The checkpoint of the state after `step` steps."""
+    return root / f"step_{step:06d}"
+
+
+def latest(root: Path, at_most: int | None = None) -> Path | None:
+    """Returns the finished checkpoint of the highest step (up to `at_most`), or None; an interrupted save is none."""
+    found = finished_checkpoints(root)
+    if at_most is not None:
+        found = [p for p in found if p <= checkpoint_folder(root, at_most)]
+    return found[-1] if found else None
+
+
+def finished_checkpoints(root: Path) -> list[Path]:
+    """Returns the finished checkpoints, the oldest step first."""
+    return sorted(p for p in root.glob("step_*") if p.is_dir() and not p.name.endswith(PARTIAL))
+
+
+def is_reshardable(folder: Path) -> bool:
+    """Whether any layout can load a finished checkpoint. Those before this was recorded all were reshardable."""
+    return bool(json.loads((folder / "state.json").read_text()).get("reshardable", True))
+
+
+def layout_problem(folder: Path, own: Layout) -> str:
+    """Returns why a run of the layout `own` cannot load a finished checkpoint, and what to do; "" where it can."""
+    saved = json.loads((folder / "state.json").read_text()).get("layout", own)
+    if is_reshardable(folder) or saved == own:
+        return ""
+    whole = [p for p in finished_checkpoints(folder.parent) if p < folder and (p / "manifest.json").is_file()]
+    older = [p.name for p in whole if is_reshardable(p)]
+    there = f"; or move it away: {older[-1]} beside it can be loaded by any layout" if older else ""
+    return (
+        f"checkpoint {folder} can be loaded by its own layout alone ({_in_words(saved)}), this run has another "
+        f"({_in_words(own)}). Start it once more under its own layout and ask it to stop (SIGUSR1 to the launcher), "
+        f"with checkpoint.reshardable last or always: it then saves in the form that any layout loads{there}"
+    )
+
+
+def _in_words(layout: Layout) -> str:
+    """Names a layout: the ranks, and each size that is not 1."""
+    return ", ".join(f"{name} {size}" for name, size in layout.items() if name == "ranks" or size not in (None, 1))
+
+
+def manifest_bytes(folder: Path) -> int:
+    """Returns what a checkpoint's files have together; 0 where no manifest says so."""
+    manifest = folder / "manifest.json"
+    return sum(size for size, _ in json.loads(manifest.read_text()).values()) if manifest.is_file() else 0

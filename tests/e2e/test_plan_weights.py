@@ -1,0 +1,27 @@
+"""`megagrpo plan-weights` against a real engine: what it would copy is what it copies."""
+
+import json
+from pathlib import Path
+
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.planning.recordings import record_both_sides
+from megagrpo.weights.clock import Deadline
+from megagrpo.weights.engine_client import EngineConnection
+from megagrpo.weights.mailbox import Mailbox, address_towards
+
+
+def test_an_engine_copies_what_was_planned_from_its_config_alone(service, tmp_path):
+    """Expert parallelism and several ranks are compared by bench/transports.py, which has such engines."""
+    folder = tmp_path / "description"
+    folder.mkdir()
+    (folder / "config.json").write_text((Path(service.config.model.path) / "config.json").read_text())
+    values = {"model": {"path": str(folder)}, "actor": {"world_size": 2, "parallel": {"tp": 2, "ep": 2}}}
+    config = ExperimentConfig.model_validate(json.loads(service.config.model_dump_json()) | values)
+    recorded = record_both_sides(config)
+    assert recorded.distinct == len(recorded.trainers) == 2
+    info = service.wait_alive()
+    engine = EngineConnection(info, 1, Mailbox(address_towards(info.url), 60.0), service.control.api_key, 60.0)
+    engine.deadline = Deadline(60.0)
+    engine.record(recorded.specs)
+    engine.close()
+    assert engine.slices == recorded.engine

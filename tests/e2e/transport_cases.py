@@ -1,0 +1,246 @@
+"""Publishes by every family, trainer layout and engine layout: the engines' parameters against those `disk` gives.
+
+The trainers are Megatron actors on the pool of ranks (tests/dist/workers/pool.py), the engines real ones. The test
+runs pairs of these cases, bench/transports.py all of them.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import torch
+import torch.distributed as dist
+from engine_process import ListedEngines, OneEngine
+
+from megagrpo.config.preparation import TinyModelConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.families.table import architecture_of
+from megagrpo.hf_files import HfFolder, write_hf_folder
+from megagrpo.rollout.control import bearer
+from megagrpo.tiny.description import hf_config
+from megagrpo.tiny.model import character_tokenizer, random_tensors
+from megagrpo.types import EngineInfo
+from megagrpo.weights.exchange import Exchange
+from tests.dist.workers.pool import RankPool
+
+FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
+MOE, TIED = ("qwen3_moe",), ("llama",)
+TRAINERS: dict[str, tuple[int, dict[str, int]]] = {  # ranks, layout
+    "1": (1, {}),
+    "TP2+SP": (2, {"tp": 2}),
+    "PP2": (2, {"pp": 2}),
+    "DP2": (2, {}),
+    "EP2": (2, {"ep": 2}),
+    "TP2xPP2": (4, {"tp": 2, "pp": 2}),
+    "TP2xEP2": (4, {"tp": 2, "ep": 2}),  # two replicas of everything but experts, which have two holders each
+}
+ENGINES: dict[str, dict[str, int]] = {  # section `rollout`
+    "TP1": {},
+    "TP2": {"tp": 2},
+    "TP2xEP2": {"tp": 2, "ep": 2},
+    "two engines": {"num_engines": 2, "min_healthy_engines": 2},
+    "two nodes": {"tp": 2, "nodes_per_engine": 2},
+}
+_VOCAB = 131  # not divisible: padded vocabularies on both sides
+_BUCKET_MB = 0.05  # of some 0.5 MiB: several buckets
+_PUBLISH_S = 120.0
+
+
+@dataclass(frozen=True)
+class TransportCase:
+    """Who publishes to whom."""
+
+    family: str
+    trainers: str
+    engines: str
+
+    @property
+    def possible(self) -> bool:
+        """Only models with experts have expert-parallel layouts."""
+        return self.family in MOE or "EP2" not in self.trainers + self.engines
+
+
+def make_model(folder: Path, family: str) -> Path:
+    """A random model of two layers in which no parameter is zero or one throughout: that would hide a mistake."""
+    sizes = TinyModelConfig(
+        path=str(folder),
+        family=family,
+        hidden_size=64,
+        num_layers=2,
+        head_dim=16,
+        ffn_size=96,
+        expert_ffn_size=48,
+        tie_embeddings=family in TIED,
+    )
+    hf = hf_config(sizes) | {"vocab_size": _VOCAB}
+    generator = torch.Generator().manual_seed(0)
+    tensors = random_tensors(architecture_of(hf), generator)
+    for tensor in tensors.values():
+        if tensor.dim() == 1:  # norms are ones and biases zeros
+            tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
+    with tempfile.TemporaryDirectory() as description:
+        character_tokenizer(sizes.alphabet).save_pretrained(description)
+        (Path(description) / "config.json").write_text(json.dumps(hf))
+        write_hf_folder(folder, iter([tensors]), like=description, dtype=torch.float32)
+    return folder
+
+
+def experiment(model: Path, engines: str, transport: str) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {
+            "name": "transports",
+            "output_dir": str(model.parent),
+            "model": {"path": str(model)},
+            "data": {"path": "none.jsonl"},
+            "rollout": {"max_total_tokens": 2000, **ENGINES[engines]},
+            "weights": {"transport": transport, "bucket_mb": _BUCKET_MB, "timeout_s": _PUBLISH_S},
+            "actor": {"deadline_s": _PUBLISH_S + 60.0},
+        }
+    )
+
+
+@contextmanager
+def running_engines(model: Path, engines: str, folder: Path) -> Iterator[list[EngineInfo]]:
+    """All engines of a layout, which start together."""
+    config = experiment(model, engines, "disk")
+    started = [OneEngine(config, folder, id=f"e{number}") for number in range(config.rollout.num_engines)]
+    try:
+        for engine in started:
+            engine.begin_start()
+        yield [engine.finish_start().info for engine in started]
+    finally:
+        for engine in started:
+            engine.stop()
+
+
+def run_case(
+    pool: RankPool, case: TransportCase, model: Path, infos: Sequence[EngineInfo], transports: Sequence[str]
+) -> list[dict]:
+    """Run one case on engines that run already; returns a row for each transport, see `publish_and_compare`."""
+    world, _ = TRAINERS[case.trainers]
+    with tempfile.TemporaryDirectory() as folder:
+        return pool.run(world, publish_and_compare, case, model, list(infos), tuple(transports), Path(folder))[0]
+
+
+def run_engine_cases(
+    pool: RankPool, cases: Sequence[TransportCase], folder: Path, transports: Sequence[str]
+) -> Iterator[dict]:
+    """Run cases of one family and one engine layout, whose engines start once; yields their rows."""
+    (family,), (engines,) = {case.family for case in cases}, {case.engines for case in cases}
+    if possible := [case for case in cases if case.possible]:
+        model = folder / family if (folder / family).exists() else make_model(folder / family, family)
+        with running_engines(model, engines, folder) as infos:
+            for case in possible:
+                yield from run_case(pool, case, model, infos, transports)
+
+
+def problems_of(row: dict) -> list[str]:
+    """What of a row is not as it must be."""
+    name = f"{row['family']}, trainers {row['trainers']}, engines {row['engines']}, {row['transport']}"
+    problems = []
+    if row["wrong"]:
+        problems.append(f"{name}: not what disk gives: {', '.join(row['wrong'])}")
+    if row["changed"] != row["parameters"]:
+        problems.append(f"{name}: {row['parameters'] - row['changed']} parameters were not changed by other weights")
+    if row["transport"] == "reshard" and row["report"]["wire_bytes"] != row["lower_bound"]:
+        problems.append(f"{name}: {row['report']['wire_bytes']:.0f} bytes on the wire, not {row['lower_bound']}")
+    if row["transport"] == "reshard" and row["report"]["staging_bytes"] > _BUCKET_MB * 2**20:
+        problems.append(f"{name}: {row['report']['staging_bytes']:.0f} bytes staged, more than weights.bucket_mb")
+    return problems
+
+
+def publish_and_compare(
+    rank: int, case: TransportCase, model: Path, infos: list[EngineInfo], transports: tuple[str, ...], folder: Path
+) -> list[dict]:
+    """Collective. The weights by disk, then by every transport: others first, whose parameters must all differ.
+
+    A row says for how many parameters of all engine ranks the checksums are those after disk, and of how many; bytes
+    counted and their lower bound; messages; staging bytes; seconds. Rank 0 alone returns rows.
+    """
+    from megagrpo.certify.measure import joined  # imports Megatron: in the pool's processes only
+    from megagrpo.weights.actor_weights import load_initial_weights
+
+    world, parallel = TRAINERS[case.trainers]
+    actor_config = ActorConfig(world_size=world, parallel=ParallelConfig(**parallel), deadline_s=_PUBLISH_S + 60.0)
+    settings = {"optimizer": OptimizerConfig(distributed=False), "device": torch.device("cpu")}
+    rows = []
+    with joined(folder / "store", config=actor_config, model_path=str(model), **settings) as actor:
+        weights = load_initial_weights(actor, str(model))
+        wanted, others = HfFolder(model), _Negated(HfFolder(model))
+
+        def publish(exchange: Exchange, version: int, hf: Mapping) -> tuple[dict, dict]:
+            actor.load_hf(hf)
+            report = exchange.publish(version)
+            found = {key: value for info in infos for key, value in checksums(info).items()} if rank == 0 else {}
+            if world > 1:
+                dist.barrier()
+            return report, found
+
+        def exchange_by(transport: str) -> Exchange:
+            config, control = experiment(model, case.engines, transport), ListedEngines(infos)
+            return Exchange(config, actor.mesh, weights, control, folder)
+
+        exchange = exchange_by("disk")
+        _, reference = publish(exchange, 1, wanted)
+        exchange.close()
+        for transport in transports:
+            exchange = exchange_by(transport)
+            _, before = publish(exchange, 2, others)
+            report, after = publish(exchange, 3, wanted)
+            needed = lower_bound(exchange) if rank == 0 else 0
+            exchange.close()
+            if rank == 0:
+                assert reference and reference.keys() == before.keys() == after.keys()
+                rows.append(
+                    {
+                        "family": case.family,
+                        "trainers": case.trainers,
+                        "engines": case.engines,
+                        "transport": transport,
+                        "parameters": len(reference),
+                        "changed": sum(before[key] != reference[key] for key in reference),
+                        "equal": sum(after[key] == reference[key] for key in reference),
+                        "wrong": [key for key in reference if after[key] != reference[key]],
+                        "lower_bound": needed,
+                        "report": report,
+                    }
+                )
+    return rows
+
+
+class _Negated(Mapping):
+    """The tensors of an HF folder with the other sign."""
+
+    def __init__(self, folder: HfFolder):
+        self._folder = folder
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return -self._folder[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._folder)
+
+    def __len__(self) -> int:
+        return len(self._folder)
+
+
+def checksums(info: EngineInfo) -> dict[str, str]:
+    """SGLang's own checksum of every live parameter, by "engine, rank: parameter"."""
+    headers = bearer(ListedEngines.api_key)
+    answer = httpx.post(f"{info.url}/weights_checker", json={"action": "checksum"}, headers=headers, timeout=60)
+    return {
+        f"{info.id}, rank {rank['parallelism_info'][0]['tp_rank']}: {name}": checksum
+        for rank in answer.raise_for_status().json()["ranks"]
+        for name, checksum in rank["checksums"].items()
+    }
+
+
+def lower_bound(exchange: Exchange) -> int:
+    """Bytes of all elements that the engine ranks' parameters take from HF tensors, each once."""
+    engines = exchange._fleet.alive  # what the engines themselves recorded
+    elements = sum(part.box.numel for engine in engines for part in engine.all_slices)
+    return elements * exchange._dtype.itemsize

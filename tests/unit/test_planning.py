@@ -1,0 +1,180 @@
+"""What `megagrpo plan-weights` adds up: the transports' own plans, over the links of a pretended cluster."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, TinyModelConfig
+from megagrpo.planning.links import (
+    HARDWARE,
+    Rates,
+    broadcast_forecast,
+    place_ranks,
+    rates_of,
+    reshard_forecast,
+)
+from megagrpo.planning.recordings import Recordings, record_both_sides, representative_ranks
+from megagrpo.planning.weights_report import plan_weights
+from megagrpo.tiny.description import hf_config
+from megagrpo.weights.plan import make_gather_plan
+from megagrpo.weights.reshard_plan import Batches, Cover, make_cover, plan_transfer, trainer_atoms
+from tests.unit.test_weights_reshard_plan import SPECS, engine, trainers
+
+PLAIN = Rates(between_gb_s=1, inside_gb_s=10, efficiency=0.5, message_us=0, call_ms=0)
+
+
+def cover_of(tp: int, ep: int, replicas: int, engine_tp: int, engine_ep: int, piece_bytes: int = 100) -> Cover:
+    atoms = trainer_atoms(trainers(tp, ep, replicas), SPECS)
+    return make_cover(atoms, engine(engine_tp, engine_ep), torch.float32, piece_bytes)
+
+
+def staged(batches: Batches, cast: bool) -> int:
+    """Bytes that send_batches and receive_batches hold at most: what they pack of two batches in a row."""
+    sizes = [
+        sum(
+            sum(place.numel for place in message.places) * 4
+            for message in batch
+            if cast or len(message.places) > 1 or not message.places[0].contiguous
+        )
+        for batch in batches
+    ]
+    return max((a + b for a, b in zip([0, *sizes], [*sizes, 0], strict=True)), default=0)
+
+
+@pytest.mark.parametrize("alone", [1 << 20, 40])  # bytes from which on a piece is a message of its own
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize(("engines", "sizes"), [(1, (1, 1, 1, 1, 1)), (2, (2, 2, 2, 2, 2)), (3, (1, 2, 2, 4, 2))])
+def test_reshard_is_what_the_ranks_would_send(monkeypatch, engines, sizes, cast, alone):
+    monkeypatch.setattr("megagrpo.weights.reshard_plan.ALONE_BYTES", alone)
+    monkeypatch.setattr("megagrpo.planning.links.ALONE_BYTES", alone)
+    cover, tp, bucket = cover_of(*sizes), sizes[3], 400
+    world = sizes[0] * sizes[1] * sizes[2]
+    forecast = reshard_forecast(cover, place_ranks(world, engines, tp, 1, 8), bucket, PLAIN, same_dtype=not cast)
+    plans = [plan_transfer(cover, slot, engines, bucket) for slot in range(engines)]
+    sent = [[plan.sent_by(rank) for plan in plans] for rank in range(world)]
+    messages = [m for ends in sent for batches in ends for batch in batches for m in batch]
+    assert forecast.messages == len(messages)
+    assert forecast.wire_bytes == sum(place.numel for m in messages for place in m.places) * 4
+    assert forecast.wire_bytes == forecast.needed_bytes == int(forecast.node_bytes.sum())
+    assert forecast.trainer_staging_bytes == max(sum(staged(batches, cast) for batches in ends) for ends in sent)
+    received = [plan.received_by(rank) for plan in plans for rank in range(tp)]
+    assert forecast.engine_staging_bytes == max(staged(batches, False) for batches in received)
+    loads = [sum(p.numel * 4 for b in ends for batch in b for m in batch for p in m.places) for ends in sent]
+    assert forecast.busiest_sender == (f"trainer {np.argmax(loads)}", max(loads))
+
+
+def test_the_fullest_link_takes_the_time():
+    cover = cover_of(1, 1, 1, 2, 1)
+    one_node = reshard_forecast(cover, place_ranks(1, 1, 2, 1, 8), 400, PLAIN)
+    two_nodes = reshard_forecast(cover, place_ranks(1, 1, 2, 1, 2), 400, PLAIN)
+    assert one_node.between_bytes == 0 and two_nodes.between_bytes == two_nodes.wire_bytes
+    assert one_node.limit == two_nodes.limit == "sending from trainer 0"
+    assert one_node.seconds == pytest.approx(cover.total_bytes / 5e9)  # half of 10 GB/s
+    assert two_nodes.seconds == pytest.approx(cover.total_bytes / 0.5e9)
+    slow_calls = Rates(between_gb_s=1, inside_gb_s=10, efficiency=0.5, message_us=2e6, call_ms=3e3)
+    seconds = reshard_forecast(cover, place_ranks(1, 1, 2, 1, 8), 400, slow_calls).seconds
+    assert seconds == pytest.approx(3 + 2 * one_node.messages, rel=1e-6)
+
+
+def test_replicas_share_the_work():
+    forecasts = [
+        reshard_forecast(cover_of(1, 1, replicas, 2, 2, piece_bytes=64), place_ranks(replicas, 4, 2, 1, 2), 400, PLAIN)
+        for replicas in (1, 2, 4)
+    ]
+    most = [forecast.busiest_sender[1] for forecast in forecasts]
+    assert most[0] == forecasts[0].wire_bytes and most[1] < 0.6 * most[0] and most[2] < 0.6 * most[1]
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_broadcast_sends_everything_to_every_rank(engines):
+    everyone, tp = trainers(2, 2, 1), 2
+    plan = make_gather_plan(everyone, SPECS, torch.float32, 300)
+    model = sum(int(np.prod(shape)) for shape, _ in SPECS.values()) * 4
+    foreign = sum(c.box.numel * 4 for b in plan.buckets for r, copies in b.parts.items() if r for c in copies)
+    forecast = broadcast_forecast(plan, place_ranks(4, engines, tp, 1, 2), 1, PLAIN)
+    assert forecast.wire_bytes == foreign + engines * tp * model
+    assert forecast.busiest_sender == ("trainer 0", engines * model)
+    # nodes 0 and 1 have two trainers each, every other one an engine, of which one rank gets the model from outside
+    from_outside = sum(
+        c.box.numel * 4 for b in plan.buckets for r, copies in b.parts.items() if r in (2, 3) for c in copies
+    )
+    assert forecast.between_bytes == from_outside + engines * model
+    assert forecast.limit == "sending from trainer 0" and forecast.seconds > engines * model / 0.5e9
+
+
+def test_ranks_fill_nodes():
+    together = place_ranks(2, 2, 2, 1, 8)
+    assert together.num_nodes == 1
+    apart = place_ranks(12, 3, 4, 1, 8)
+    assert apart.trainers.tolist() == [0] * 8 + [1] * 4
+    assert apart.engines.tolist() == [[2] * 4, [2] * 4, [3] * 4]
+    assert place_ranks(8, 2, 16, 2, 8).engines.tolist() == [[1] * 8 + [2] * 8, [3] * 8 + [4] * 8]
+    with pytest.raises(ValueError, match=r"nodes_per_engine = 16 ranks on a node, but --gpus-per-node is 8"):
+        place_ranks(8, 1, 16, 1, 8)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        place_ranks(8, 0, 8, 1, 8)
+
+
+def test_rates_are_the_tables_unless_told():
+    assert rates_of("H100", {"efficiency": None, "call_ms": None}) == HARDWARE["H100"]
+    assert rates_of("B200", {"between_gb_s": 100.0}).between_gb_s == 100
+    with pytest.raises(ValueError, match="--hardware A1 is not in the bandwidth table, which has H100"):
+        rates_of("A1", {})
+    with pytest.raises(ValueError, match="--inside-gb-s 0 must be positive"):
+        rates_of("H100", {"inside_gb_s": 0.0})
+
+
+def experiment(**rollout) -> ExperimentConfig:
+    values = {
+        "name": "t",
+        "output_dir": "unused",
+        "model": {"path": "unused"},
+        "data": {"path": "unused.jsonl"},
+        "actor": {"world_size": 4, "parallel": {"tp": 2, "ep": 2}},
+        "rollout": {"tp": 2, **rollout},
+        "weights": {"bucket_mb": 0.001},
+    }
+    return ExperimentConfig.model_validate(values)
+
+
+def test_the_plan_as_text_and_as_json(monkeypatch, tmp_path):
+    recorded = Recordings(trainers(2, 2, 1), distinct=4, engine=engine(2, 2), specs=SPECS)
+    monkeypatch.setattr("megagrpo.planning.weights_report.record_both_sides", lambda config: recorded)
+    text = plan_weights(experiment(), [1, 2], PLAIN, gpus_per_node=4, output=tmp_path / "plan.json")
+    found = json.loads((tmp_path / "plan.json").read_text())["forecasts"]
+    assert [(f["engines"], f["transport"]) for f in found] == [
+        (1, "reshard"),
+        (1, "broadcast"),
+        (2, "reshard"),
+        (2, "broadcast"),
+    ]
+    for forecast in found:
+        assert sum(map(sum, forecast["node_bytes"])) == forecast["wire_bytes"] >= forecast["needed_bytes"]
+    assert found[2]["wire_bytes"] == found[2]["needed_bytes"] == 2 * found[0]["wire_bytes"]
+    lines = text.splitlines()
+    assert lines[1].startswith("trainers   4 ranks on 1 nodes (tp 2 pp 1 vpp 1 cp 1 ep 2 etp 1); 4 hold different")
+    assert "1 GB/s a rank between nodes, 10 inside one, of which 50% are reached" in text
+    assert "reshard to 2 engines, from node to node: 1 of 1 pairs" in text
+
+
+def test_a_model_without_a_description_and_one_that_does_not_fit(tmp_path):
+    config = experiment().model_copy(update={"model": ModelConfig(path=str(tmp_path))})
+    with pytest.raises(ValueError, match=r"holds no config.json; no other file of the model is needed"):
+        record_both_sides(config)
+    description = hf_config(TinyModelConfig(path=str(tmp_path), family="qwen3_moe"))
+    (tmp_path / "config.json").write_text(json.dumps(description | {"num_experts": 3}))
+    with pytest.raises(ValueError, match=r"actor.parallel.ep = 2 does not divide the model's num_experts = 3"):
+        record_both_sides(config)
+
+
+def test_one_rank_stands_for_its_replicas():
+    def representatives(world: int, **parallel) -> list[int]:
+        return representative_ranks(ActorConfig.model_validate({"world_size": world, "parallel": parallel}))
+
+    assert representatives(4) == [0, 0, 0, 0]
+    assert representatives(4, tp=2, cp=2) == [0, 1, 0, 1]
+    assert representatives(8, tp=2, pp=2) == [0, 1, 0, 1, 4, 5, 4, 5]
+    assert representatives(8, tp=2, ep=4) == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert representatives(8, tp=2, ep=2, etp=2) == [0, 1, 2, 3, 0, 1, 2, 3]

@@ -1,0 +1,191 @@
+"""Copies in batches: every copy once, wherever it lies, with the digest that it has alone."""
+
+import base64
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagrpo.weights import digest_batches, engine_loader
+from megagrpo.weights.digest import batched_digest, slice_digest
+from megagrpo.weights.digest_batches import CopyBatches, constant_steps
+from megagrpo.weights.mailbox import encode
+from megagrpo.weights.record import Copy, record_copies
+from megagrpo.weights.views import Box
+
+EXPERTS, INNER, HIDDEN = 6, 4, 5
+
+
+def test_long_runs_of_constant_steps():
+    assert constant_steps([]) == []
+    assert constant_steps([7]) == [range(1)]
+    assert constant_steps([0, 2, 4, 6]) == [range(4)]
+    assert constant_steps([3, 3, 9, 9, 15, 15]) == [range(0, 6, 2), range(1, 6, 2)]  # tied: the same place twice
+    assert constant_steps([0, 1, 10, 11, 20, 21]) == [range(0, 6, 2), range(1, 6, 2)]
+    assert constant_steps([0, 1, 2, 50, 51, 52]) == [range(3), range(3, 6)]
+    assert constant_steps([0, 5, 7, 9]) == [range(2), range(2, 4)]
+
+
+@given(st.lists(st.integers(0, 30), max_size=30).map(sorted))
+def test_runs_are_constant_and_hold_every_number_once(ascending):
+    runs = constant_steps(ascending)
+    assert sorted(k for run in runs for k in run) == list(range(len(ascending)))
+    for run in runs:
+        assert len({ascending[b] - ascending[a] for a, b in pairwise(run)}) <= 1
+
+
+def hf_tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = {f"{e}.{name}": (INNER, HIDDEN) for e in range(EXPERTS) for name in ("gate", "up")}
+    shapes |= {f"{e}.down": (HIDDEN, INNER) for e in range(EXPERTS)} | {"norm": (HIDDEN,)}
+    return {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
+
+
+def recorded(hf: dict[str, torch.Tensor], live: dict[str, torch.Tensor], place) -> list[Copy]:
+    """`place(live, name)`: the view of a parameter into which an HF tensor belongs. Copies are made, too."""
+
+    def load(tensors) -> None:
+        for name, tensor in tensors.items():
+            place(live, name).copy_(tensor)
+
+    load(hf)
+    return record_copies(load, {name: (tuple(t.shape), t.dtype) for name, t in hf.items()}, live)
+
+
+def grouped(live: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """As an engine keeps experts: w13 [experts, 2 * inner, hidden] and w2 [experts, hidden, inner]."""
+    if name == "norm":
+        return live["norm"]
+    expert, kind = name.split(".")
+    return live["w2"][int(expert)] if kind == "down" else live["w13"][int(expert)].chunk(2)[kind == "up"]
+
+
+def sequential(live: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """As a trainer keeps them: two parameters an expert."""
+    if name == "norm":
+        return live["norm"]
+    expert, kind = name.split(".")
+    return live[f"{expert}.fc2"] if kind == "down" else live[f"{expert}.fc1"].chunk(2)[kind == "up"]
+
+
+def engine_parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    shapes = {"w13": (EXPERTS, 2 * INNER, HIDDEN), "w2": (EXPERTS, HIDDEN, INNER), "norm": (HIDDEN,)}
+    return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def trainer_parameters(dtype: torch.dtype, one_storage: bool) -> dict[str, torch.Tensor]:
+    """Each on its own, or one after the other in a flat buffer."""
+    shapes = {"norm": (HIDDEN,)}
+    for e in range(EXPERTS):
+        shapes |= {f"{e}.fc1": (2 * INNER, HIDDEN), f"{e}.fc2": (HIDDEN, INNER)}
+    if not one_storage:
+        return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    flat = torch.zeros(1000, dtype=dtype)
+    live, first = {}, 3
+    for name, shape in shapes.items():
+        size = torch.Size(shape).numel()
+        live[name], first = flat[first : first + size].view(shape), first + size
+    return live
+
+
+def digests(batches: CopyBatches, live: dict[str, torch.Tensor], count: int, dtype: torch.dtype) -> tuple[list, int]:
+    """By copy, and how many batches it took."""
+    found, calls = [None] * count, 0
+    for box, values, places in batches.views(live, dtype):
+        calls += 1
+        for place, digest in zip(places, batched_digest(values.to(dtype), box).tolist(), strict=True):
+            assert found[place] is None
+            found[place] = digest
+    return found, calls
+
+
+@pytest.mark.parametrize(
+    ("live", "place", "calls"),
+    [
+        (engine_parameters(torch.float32), grouped, 3),
+        (trainer_parameters(torch.float32, one_storage=True), sequential, 4),
+        (trainer_parameters(torch.float32, one_storage=False), sequential, 2 * EXPERTS + 1),
+    ],
+    ids=["grouped experts", "flat buffer", "separate parameters"],
+)
+def test_batches_have_the_digests_of_their_copies(live, place, calls):
+    hf = hf_tensors(torch.float32)
+    copies = recorded(hf, live, place)
+    batches = CopyBatches(copies)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = [int(slice_digest(hf[copy.hf].to(dtype), copy.box)) for copy in copies]
+        assert digests(batches, live, len(copies), dtype) == (expected, calls)
+
+
+def test_casts_come_in_parts(monkeypatch):
+    hf, live = hf_tensors(torch.float32), engine_parameters(torch.float32)
+    copies = recorded(hf, live, grouped)
+    whole, calls = digests(CopyBatches(copies), live, len(copies), torch.bfloat16)
+    monkeypatch.setattr(digest_batches, "_CAST_ELEMENTS", 2 * INNER * HIDDEN)
+    assert digests(CopyBatches(copies), live, len(copies), torch.bfloat16) == (whole, EXPERTS + EXPERTS // 2 + 1)
+    assert digests(CopyBatches(copies), live, len(copies), torch.float32)[1] == calls
+
+
+def test_batches_follow_parameters_to_other_storages():
+    hf, live = hf_tensors(torch.float32), trainer_parameters(torch.float32, one_storage=True)
+    copies = recorded(hf, live, sequential)
+    batches = CopyBatches(copies)
+    before, few = digests(batches, live, len(copies), torch.float32)
+    apart = {name: tensor.clone() for name, tensor in live.items()}
+    after, many = digests(batches, apart, len(copies), torch.float32)
+    assert after == before and many > few
+    live["0.fc1"].neg_()  # and look at live values, not at those of the last call
+    changed, calls = digests(batches, live, len(copies), torch.float32)
+    assert calls == few
+    assert {copies[k].hf for k in range(len(copies)) if changed[k] != before[k]} == {"0.gate", "0.up"}
+
+
+class Engine(torch.nn.Module):
+    """Experts in bfloat16 and what engines keep in float32: routers' biases; a padded row that the loader clears."""
+
+    def __init__(self):
+        super().__init__()
+        for name, tensor in engine_parameters(torch.bfloat16).items():
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+        for layer in range(3):
+            bias = torch.zeros(EXPERTS + 1)
+            self.register_parameter(f"bias{layer}", torch.nn.Parameter(bias, requires_grad=False))
+
+    def load_weights(self, weights) -> None:
+        live = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name.startswith("bias"):
+                live[name].data[:EXPERTS].copy_(tensor)
+                live[name].data[EXPERTS:].zero_()
+            else:
+                grouped({key: value.data for key, value in live.items()}, name).copy_(tensor)
+
+
+def test_an_engine_answers_in_the_order_of_its_copies_and_names_what_no_digest_can_see():
+    hf = hf_tensors(torch.bfloat16) | {f"bias{k}": torch.arange(EXPERTS).bfloat16() for k in range(3)}
+    engine = Engine()
+    specs = {name: (tuple(tensor.shape), "bfloat16") for name, tensor in hf.items()}
+    record = engine_loader._record(engine, {"specs": ""}, SimpleNamespace(get=lambda key: encode(specs)))
+    engine.load_weights(hf.items())
+
+    def answer() -> tuple[list[int], list[str]]:
+        found = engine_loader._digest(engine, {"dtype": "bfloat16"}, None)
+        return np.frombuffer(base64.b64decode(found["digests"]), "<i8").tolist(), found["problems"]
+
+    boxes = [(name, Box(start, size)) for name, start, size, *_ in record["copies"]]
+    expected = [int(slice_digest(hf[name], box)) for name, box in boxes]
+    assert not record["problems"] and answer() == (expected, [])
+    engine.w13[3, 1, 2] += 1
+    engine.bias1[2] += 1e-3  # rounds back to the published value
+    engine.bias2[EXPERTS] = 1
+    digests, problems = answer()
+    wrong = [copy[0] for copy, a, b in zip(record["copies"], digests, expected, strict=True) if a != b]
+    assert wrong == ["3.gate"]
+    assert problems == [
+        f"parameter bias1, HF tensor bias1 [0:{EXPERTS}]: holds values that torch.bfloat16 cannot represent",
+        "parameter bias2: elements that the loader sets to 0.0 hold something else",
+    ]
