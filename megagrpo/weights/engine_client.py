@@ -3,6 +3,7 @@
 import base64
 import pickle
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -39,15 +40,20 @@ class EngineConnection:
         self.tp = tp
         self.deadline = Deadline(0)
         self.slices: list[list[Copy]] = []  # by rank, filled by `record`: what its parameters hold of which HF tensor
-        self.asked = ""  # the call that it has not answered yet
+        self._asked: list[str] = []  # the calls that it has not answered yet; several threads call
         self.address = mailbox.address  # of this host, as the engine reaches it
         self.mailbox, self._patience_s = mailbox, patience_s
-        self._socket: socket.socket | None = None  # of the one HTTP connection
-        self._closed = False
+        self._sockets: list[socket.socket] = []  # of the HTTP connections, one for each call at a time
+        self._closed, self._lock = False, threading.Lock()
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers={"Authorization": f"Bearer {api_key}"})
 
     def __str__(self) -> str:
         return f"engine {self.id} ({self.url}, incarnation {self.incarnation})"
+
+    @property
+    def asked(self) -> str:
+        """Returns the call that it has not answered for longest, "" for none."""
+        return next(iter(self._asked), "")
 
     @property
     def patience(self) -> float:
@@ -69,13 +75,13 @@ class EngineConnection:
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
         if self._closed:
             raise EngineDown(f"{self} was given up before {path}")
-        self.asked = path
+        self._asked.append(path)
         try:
             response = self._http.post(path, json=body or {}, timeout=timeout, extensions={"trace": self._trace})
         except httpx.HTTPError as exc:
             raise EngineDown(f"{self} does not answer {path} ({type(exc).__name__}: {exc})") from exc
         finally:
-            self.asked = ""
+            self._asked.remove(path)
         if response.status_code != 200:
             raise EngineRefused(f"{self} refuses {path}: {response.status_code} {response.text[:1000]}")
 
@@ -145,20 +151,23 @@ class EngineConnection:
         return [np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers], problems
 
     def close(self) -> None:
-        """Cuts the HTTP connection, whatever state the engine is in; what waits for an answer raises EngineDown."""
+        """Cuts the HTTP connections, whatever state the engine is in; what waits for an answer raises EngineDown."""
         self._closed = True
-        if self.asked and self._socket is not None:
-            # Only closed, it would not wake the thread that reads from it, which might then read from the next socket
+        if self.asked and self._sockets:
+            # Only closed, one would not wake the thread that reads from it, which might then read from the next socket
             # that gets its number. That thread closes it.
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+            for connection in self._sockets:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
         else:
             self._http.close()
 
     def _trace(self, event: str, info: dict) -> None:
-        """Notes the socket of the connection; httpx tells nobody else which it is."""
+        """Notes the socket of a new connection; httpx tells nobody else which it is."""
         if event == "connection.connect_tcp.complete":
-            self._socket = info["return_value"].get_extra_info("socket")
+            with self._lock:
+                still_open = [connection for connection in self._sockets if connection.fileno() >= 0]
+                self._sockets = [*still_open, info["return_value"].get_extra_info("socket")]
 
     def ask(self, operation: str, requests: list[dict]) -> list[dict]:
         """Runs an operation of engine_loader on every rank, inside a weight-update session of its own.

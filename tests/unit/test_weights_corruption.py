@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, running, write_checkpoint
-from test_weights_transport import ReceivingEnd
+from test_weights_broadcast import ReceivingEnd
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, make_mesh
