@@ -29,7 +29,7 @@ from megagrpo.run_folder import RunFolder
 from megagrpo.selection import deal_surplus, gather_surplus, next_groups, rollout_metrics
 from megagrpo.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState
-from megagrpo.weights.actor_weights import load_initial_weights
+from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.exchange import Exchange
 
 
@@ -195,10 +195,7 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
     actor = make_actor(config, num_updates, device)
     mesh = actor.mesh
     source = find_checkpoint(config, folder, mesh)
-    reference = config.algorithm.uses_reference
-    weights = load_initial_weights(actor, config.model.path, overwritten=source is not None and not reference)
-    if reference:
-        actor.keep_reference()  # the initial weights, also when the run resumes
+    weights = initial_weights(config, source, actor)
     state = resume(config, folder, source, actor)
     with ExitStack() as stack:
         console = stack.enter_context(_console(config, state, prompts, eval_prompts)) if mesh.is_main else None
@@ -267,6 +264,18 @@ def _console(
         for note in filter(None, notes):
             console.note(note)
         yield console
+
+
+def initial_weights(config: ExperimentConfig, source: Path | None, actor: MegatronActor) -> ActorWeights:
+    """Loads the model of the configuration, as reference too where one is used.
+
+    Where the checkpoint `source` comes next and no reference is kept, only names and shapes are read.
+    """
+    reference = config.algorithm.uses_reference
+    weights = load_initial_weights(actor, config.model.path, overwritten=source is not None and not reference)
+    if reference:
+        actor.keep_reference()  # the initial weights, also when the run resumes
+    return weights
 
 
 def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> Path | None:

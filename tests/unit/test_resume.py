@@ -64,3 +64,16 @@ def test_resume_never_is_about_an_earlier_start(start, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv(name, "1")
             assert start(resume="never")[0] == SAVED
+
+
+@pytest.mark.parametrize("source", [None, Path("step_000005")])
+@pytest.mark.parametrize("reference", [False, True])
+def test_the_model_is_read_unless_a_checkpoint_overwrites_it(monkeypatch, source: Path | None, reference: bool):
+    done = []
+    monkeypatch.setattr(run_module, "load_initial_weights", lambda actor, path, overwritten: done.append(overwritten))
+    actor = SimpleNamespace(keep_reference=lambda: done.append("reference"))
+    sections = {"model": {"path": "m"}, "data": {"path": "d"}}
+    sections |= {"algorithm": {"kl": {"loss_coef": 0.1}}} if reference else {}
+    config = ExperimentConfig.model_validate({"name": "t", "output_dir": "t"} | sections)
+    run_module.initial_weights(config, source, actor)
+    assert done == ([False, "reference"] if reference else [source is not None])
