@@ -126,6 +126,7 @@ class ReshardTransport:
             if engine.slices not in known:
                 new.append(engine.slices)
                 known.append(engine.slices)
+            engine.slices = known[known.index(engine.slices)]  # one list for all: there may be a million
             self._slots.setdefault(engine.id, len(self._slots))
             link = Link(
                 name=self._names.setdefault(engine.id, f"weights-{uuid.uuid4().hex}"),
