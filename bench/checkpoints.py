@@ -1,11 +1,12 @@
 """What a save and a resume cost, measured, against what `megagrpo check` says: files, host memory, bytes read.
 
-    python bench/checkpoints.py [--layers 8]
+    python bench/checkpoints.py [--layers 8 | --compare-again]
 
 A random model of at least 500 MB in float32, with the distributed optimiser's state, is saved in the background in
 both forms and resumed by fresh processes, under DP2, TP2xPP2 and (mixture of experts) EP2. Host memory: the peak of
 every rank's resident memory over what it had before the save, summed. Bytes read: of all reads of all ranks, from the
-start of the resume to its end, the Hugging Face folder's headers included. Writes bench/results/checkpoints.{json,md}.
+start of the resume to its end, the Hugging Face folder's headers included. Writes bench/results/checkpoints.{json,md};
+with --compare-again it keeps what was measured there and computes anew what is said.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.common import provenance, write_results
+from bench.common import RESULTS, provenance, write_results
 from megagrpo.checkpoint_cost import checkpoint_cost
 from megagrpo.config.schema import ActorConfig, TinyModelConfig
 from megagrpo.families.table import architecture_of, parameter_counts
@@ -68,51 +69,62 @@ def actor_of(world: int, parallel: dict[str, int]) -> ActorConfig:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--compare-again", action="store_true", help="measure nothing, compute what is said anew")
     parser.add_argument("--as-rank", nargs=2, metavar=("CASE", "PHASE"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.as_rank:
         as_rank(*args.as_rank, args.layers, Path(args.folder))
         return
-    rows = []
-    for name in CASES:
-        with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-            print(f"{name} ...", flush=True)
-            rows += case(name, args.layers, Path(folder))
+    if args.compare_again:
+        data = json.loads((RESULTS / "checkpoints.json").read_text())
+    else:
+        data = {**provenance(), "layers": args.layers, "rows": []}
+        for name in CASES:
+            with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+                print(f"{name} ...", flush=True)
+                data["rows"] += case(name, args.layers, Path(folder))
+    rows = [row | said(row["layout"], row["form"], data["layers"]) for row in data["rows"]]
     worst = max(max(abs(row[what] / row[f"{what} said"] - 1) for what in ("files", "host", "read")) for row in rows)
-    data = {**provenance(), "layers": args.layers, "largest difference": worst, "rows": rows}
+    data |= {"largest difference": worst, "rows": rows}
     write_results("checkpoints", data, HEADER, [line(row) for row in rows])
     print(f"largest difference {worst:.1%}: {'within' if worst <= BOUND else 'NOT within'} {BOUND:.0%}")
 
 
 def case(name: str, layers: int, folder: Path) -> list[dict]:
     """Saves in both forms, resumes from each; one row a form."""
-    family, world, parallel = CASES[name]
-    model, actor = model_of(family, layers, folder), actor_of(world, parallel)
+    family = CASES[name][0]
     make = "import sys; from bench.checkpoints import *; from megagrpo.tiny.model import make_tiny_model; "
     make += f"make_tiny_model(model_of({family!r}, {layers}, Path({str(folder)!r})), 0)"
     run([sys.executable, "-W", "ignore", "-c", make])
-    arch = architecture_of(hf_config(model))
-    cost = checkpoint_cost(arch, actor, ranks_per_node=world)
     rows = []
-    for form, reshardable in FORMS.items():
+    for form in FORMS:
         figures = {phase: launch(name, f"{phase} {form}", layers, folder) for phase in ("save", "resume")}
         rows.append(
             {
                 "layout": name,
                 "form": form,
-                "weights": parameter_counts(arch).total * 4,
                 "files": sum(f.stat().st_size for f in (folder / form).rglob("*") if f.is_file()),
-                "files said": cost.file_bytes,
                 "host": sum(rank["host"] for rank in figures["save"]),
-                "host said": cost.save_host_bytes[reshardable],
                 "read": sum(rank["read"] for rank in figures["resume"]),
-                "read said": cost.read_bytes,
                 "save_s": max(rank["seconds"] for rank in figures["save"]),
                 "resume_s": max(rank["seconds"] for rank in figures["resume"]),
             }
         )
     return rows
+
+
+def said(name: str, form: str, layers: int) -> dict:
+    """What `megagrpo check` computes for one row."""
+    family, world, parallel = CASES[name]
+    arch = architecture_of(hf_config(model_of(family, layers, Path())))
+    cost = checkpoint_cost(arch, actor_of(world, parallel), ranks_per_node=world)
+    return {
+        "weights": parameter_counts(arch).total * 4,
+        "files said": cost.file_bytes,
+        "host said": cost.save_host_bytes[FORMS[form]],
+        "read said": cost.read_bytes,
+    }
 
 
 def launch(name: str, phase: str, layers: int, folder: Path) -> list[dict]:

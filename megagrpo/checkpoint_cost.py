@@ -13,8 +13,9 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import model_tensors
 from megagrpo.layout import rank_coordinates
 
-# The gathered state is built whole, then copied parameter by parameter for the files: both exist at the end.
-_COPIES_IN_A_GATHER = 2
+# Megatron gathers moment by moment: with the whole state, of 3 float32 a parameter, these many more exist at the peak
+# (what was received, its pieces joined, and those of the moment before).
+_GATHER_BYTES = 3 * 4
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,19 @@ def _host_of_a_rank(
     p = actor.parallel
     place = rank_coordinates(rank, actor.world_size, p)
     stage, stage_size = stages[place["pp"]], actor.world_size // p.pp
-    own = gathered = restored = 0.0
+    own = restored = weights = whole = 0.0
+    peak = 0.0  # of a save for any layout: while it gathers one part after the other, or when all is copied for files
     for held, copies, gathers in (
         (stage.dense / p.tp, stage_size // p.tp, place["dp"] == place["cp"] == 0),
         (stage.expert / (p.etp * p.ep), stage_size // (p.etp * p.ep), place["edp"] == 0),
     ):
         own += held / copies * (width + state)
-        # a rank that gathers nothing still lays its own part out for the one that does
-        gathered += held / copies * width + held * state * (_COPIES_IN_A_GATHER if gathers else 1 / copies)
         restored += held * state
-    return own, gathered, restored
+        weights += held / copies * width
+        laid_out = held / copies * state  # by every rank, for the one that gathers
+        peak = max(peak, whole + laid_out + (held * (state + _GATHER_BYTES) if gathers else 0.0))
+        whole += held * state if gathers else 0.0
+    return own, max(peak, 2 * whole + weights), restored
 
 
 def _stages(arch: Architecture, actor: ActorConfig) -> list[_Held]:

@@ -51,8 +51,17 @@ def test_one_rank_of_a_data_parallel_group_gathers():
     arch = arch_of("qwen3")
     parameters = parameter_counts(arch).total
     cost = checkpoint_cost(arch, actor(2), ranks_per_node=1)
-    assert cost.save_host_bytes == {False: parameters * 14 / 2, True: parameters * (2 / 2 + 24)}
+    laid_out, whole, in_transit = parameters * 12 / 2, parameters * 12, parameters * 12
+    assert cost.save_host_bytes == {False: parameters * 14 / 2, True: laid_out + whole + in_transit}
     assert cost.resume_host_bytes == {False: 0, True: parameters * 12}
+
+
+def test_experts_are_gathered_after_the_dense_part():
+    arch = arch_of("qwen3_moe")
+    counts = parameter_counts(arch)
+    cost = checkpoint_cost(arch, actor(2, ep=2), ranks_per_node=1)
+    dense, expert = counts.dense, counts.expert / 2  # of rank 0, which gathers the one and is alone with the other
+    assert cost.save_host_bytes[True] == dense * 12 + expert * (12 + 12 + 12)
 
 
 def test_tied_stages_both_hold_the_embedding():
