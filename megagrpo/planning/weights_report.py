@@ -89,8 +89,7 @@ def _head(config: ExperimentConfig, recorded: Recordings, cluster: Cluster, rate
     nodes = len(set(cluster.trainers.tolist()))
     layout = " ".join(f"{key} {getattr(p, key)}" for key in ("tp", "pp", "vpp", "cp", "ep", "etp"))
     return [
-        f"{config.name}: {numbers:,} parameters in {len(recorded.specs):,} tensors, "
-        f"{_bytes(size)} in {rollout.dtype}",
+        f"{config.name}: {numbers:,} parameters in {len(recorded.specs):,} tensors, {_bytes(size)} in {rollout.dtype}",
         f"trainers   {config.actor.world_size} ranks on {nodes} nodes ({layout}); "
         f"{recorded.distinct} hold different slices, {sum(map(len, recorded.trainers)):,} copies in all",
         f"engine     tp {rollout.tp}, ep {rollout.ep}, {rollout.nodes_per_engine} node(s); "
