@@ -72,6 +72,9 @@ class FakeEngine:
             self.updating = False
         elif path == "/update_weights_from_tensor":
             assert self.updating and body["load_format"] == WEIGHT_LOADER
+            if body["flush_cache"]:
+                self.calls.append("flush")
+                self.more.get("flush", lambda body: None)(body)
             requests = [pickle.loads(base64.b64decode(payload)) for payload in body["serialized_named_tensors"]]
             ranks = ThreadPoolExecutor(len(self.models))
             answers = [ranks.submit(engine_loader.run, *one) for one in zip(self.models, requests, strict=True)]

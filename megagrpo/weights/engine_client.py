@@ -144,9 +144,12 @@ class EngineConnection:
                 )
             print(f"{self}: no digest covers what it holds beside parameters and buffers: {names}", flush=True)
 
-    def digests(self, dtype: torch.dtype) -> tuple[list[np.ndarray], list[str]]:
-        """Returns digests of the live parameters, by rank int64 in the order of `slices`, and problems on the way."""
-        answers = self.ask("digest", [{"dtype": str(dtype).removeprefix("torch.")}] * self.tp)
+    def digests(self, dtype: torch.dtype, flush: bool) -> tuple[list[np.ndarray], list[str]]:
+        """Returns digests of the live parameters, by rank int64 in the order of `slices`, and problems on the way.
+
+        flush: with that, the engine forgets the keys and values that other weights have computed.
+        """
+        answers = self.ask("digest", [{"dtype": str(dtype).removeprefix("torch.")}] * self.tp, flush)
         problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         return [np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers], problems
 
@@ -169,10 +172,10 @@ class EngineConnection:
                 still_open = [connection for connection in self._sockets if connection.fileno() >= 0]
                 self._sockets = [*still_open, info["return_value"].get_extra_info("socket")]
 
-    def ask(self, operation: str, requests: list[dict]) -> list[dict]:
+    def ask(self, operation: str, requests: list[dict], flush: bool = False) -> list[dict]:
         """Runs an operation of engine_loader on every rank, inside a weight-update session of its own.
 
-        requests: one for each rank. Returns the answers by rank. Raises EngineDown when one does not come, RuntimeError
+        requests: one for each rank. flush: empties the KV cache too. Returns the answers by rank. Raises EngineDown when one does not come, RuntimeError
         with the traceback of a rank in which the operation failed.
         """
         keys = [self.mailbox.new_key(f"{operation}/{self.id}") for _ in range(self.tp)]
@@ -181,7 +184,12 @@ class EngineConnection:
         self.begin()
         self.post(
             "/update_weights_from_tensor",
-            {"serialized_named_tensors": payloads, "load_format": WEIGHT_LOADER, "flush_cache": False},
+            {
+                "serialized_named_tensors": payloads,
+                "load_format": WEIGHT_LOADER,
+                "flush_cache": flush,
+                "torch_empty_cache": False,  # what SGLang does for it on a CPU takes longer than the proof
+            },
         )
         answers = []
         for rank, key in enumerate(keys):

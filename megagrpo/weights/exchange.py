@@ -98,7 +98,7 @@ class Exchange:
         expected = self._digests.compute()
 
         def check_all() -> None:
-            self._fleet.each(lambda engine: self._check(engine, expected))
+            self._fleet.each(lambda engine: self._check(engine, expected, flush=False))
             self._fleet.each(lambda engine: engine.post("/continue_generation"))
 
         self._mesh.from_main(check_all, "verify weights")
@@ -146,14 +146,13 @@ class Exchange:
 
     def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
         """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0 only."""
-        engine.post("/flush_cache", timeout_s=engine.patience)  # keys and values of the old weights
-        self._check(engine, expected)
+        self._check(engine, expected, flush=True)
         engine.resume(version)
         self._fleet.mark_ready(engine, version)
 
-    def _check(self, engine: EngineConnection, expected: np.ndarray) -> None:
+    def _check(self, engine: EngineConnection, expected: np.ndarray, flush: bool) -> None:
         """Raises RuntimeError naming the engine, the parameters and the slices that differ from the actor's weights."""
-        digests, problems = engine.digests(self._dtype)
+        digests, problems = engine.digests(self._dtype, flush)
         for rank, (copies, places, found) in enumerate(zip(engine.slices, self._places[engine], digests, strict=True)):
             problems += [
                 f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF tensor {copies[k].source}"

@@ -58,8 +58,7 @@ def during_rollout(log: str) -> bool:
 def during_update(log: str) -> bool:
     """The session in which weights come is open; the next one proves them."""
     since = log.rpartition("POST /pause_generation")[2]
-    is_open = since.rfind("POST /begin_weight_update") > since.rfind("POST /end_weight_update")
-    return is_open and "POST /flush_cache" not in since
+    return since.count("POST /begin_weight_update") == 1 and "POST /end_weight_update" not in since
 
 
 def kill_engine(job: Job, folder: Path, now: Callable[[str], bool]) -> dict:

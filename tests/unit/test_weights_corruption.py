@@ -144,10 +144,10 @@ def test_it_is_found_and_named_before_anybody_samples(trainer, kind):
     engine, version = trainer.engine, trainer.version
     old = {name: tensor.clone() for name, tensor in engine.model.named_parameters()}
     samples = engine.calls.count("/continue_generation")
-    engine.more["/flush_cache"] = lambda body: KINDS[kind].plant(engine.model, old)  # comes before the proof
+    engine.more["flush"] = lambda body: KINDS[kind].plant(engine.model, old)  # comes before the proof
     with pytest.raises(LeaderError) as caught:
         trainer.publish()
-    del engine.more["/flush_cache"]
+    del engine.more["flush"]
     found = re.findall(r"rank 0: parameter (\S+) does not hold HF tensor (\S+) \[", str(caught.value))
     assert sorted(found) == sorted(KINDS[kind].named), str(caught.value)
     assert engine.calls.count("/continue_generation") == samples and engine.info.weight_version == version

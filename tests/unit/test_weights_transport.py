@@ -130,7 +130,7 @@ def test_a_toy_transport_publishes_without_gathering(engine, toy):
     toy.assert_in(engine)
     assert engine.info.state == "ready" and engine.info.weight_version == 1
     assert report["gather"] == 0 and report["transfer"] > 0 and report["bytes"] == 48 * 4
-    order = ["/pause_generation", "/begin_weight_update", "/toy", "/end_weight_update", "/flush_cache"]
+    order = ["/pause_generation", "/begin_weight_update", "/toy", "/end_weight_update", "flush"]
     order += ["/update_weight_version", "/continue_generation"]
     after_toy = engine.calls.index("/toy")
     places = [engine.calls.index(path, after_toy if number > 2 else 0) for number, path in enumerate(order)]
