@@ -175,7 +175,7 @@ class EngineConnection:
     def ask(self, operation: str, requests: list[dict], flush: bool = False) -> list[dict]:
         """Runs an operation of engine_loader on every rank, inside a weight-update session of its own.
 
-        requests: one for each rank. flush: empties the KV cache too. Returns the answers by rank. Raises EngineDown when
+        requests: one for each rank. flush: empties the KV cache too. Returns answers by rank. Raises EngineDown when
         one does not come, RuntimeError with the traceback of a rank in which the operation failed.
         """
         keys = [self.mailbox.new_key(f"{operation}/{self.id}") for _ in range(self.tp)]
