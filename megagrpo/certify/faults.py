@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from megagrpo.actor import head, megatron_actor, step
+from megagrpo.actor import head, model, step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.model import build_chunk
 from megagrpo.algo.loss import objective
@@ -53,7 +53,7 @@ def _experts_not_reduced_over_tp() -> Iterator[Plant]:
                 parameter.allreduce = True
         return chunk
 
-    with _replaced(megatron_actor, build_chunk=build_as_released):
+    with _replaced(model, build_chunk=build_as_released):
         yield lambda actor: None
 
 
