@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from transport_cases import ENGINES, MOE, TRAINERS, TransportCase, experiment, make_model
+from transport_cases import ENGINES, TRAINERS, TransportCase, experiment, make_model
 
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.planning.links import HARDWARE, Forecast, place_ranks
@@ -26,13 +26,14 @@ def plan_cases(cases: Sequence[TransportCase], folder: Path) -> list[Forecast]:
 def planning_problems(row: dict, planned: Forecast) -> list[str]:
     """What was counted in a row of bench/transports.py and planned otherwise.
 
-    Bytes in every case; messages and staging not where SGLang, on a CPU only, divides an MLP of 96 over two ranks as 64
-    and 32 (its alignment): the same elements travel, cut elsewhere.
+    Bytes in every case; messages and staging not where SGLang, on a CPU only, divides an MLP or an expert unevenly over
+    two ranks (its alignment: 96 as 64 and 32): the same elements travel, cut elsewhere.
     """
     name = f"{row['family']}, trainers {row['trainers']}, engines {row['engines']}"
     counted = {"bytes on the wire": row["report"]["wire_bytes"], "messages": row["report"]["messages"]}
     said = {"bytes on the wire": planned.wire_bytes, "messages": planned.messages}
-    if row["family"] not in MOE and ENGINES[row["engines"]].get("tp", 1) > 1:
+    engine = ENGINES[row["engines"]]
+    if engine.get("tp", 1) > engine.get("ep", 1):
         del said["messages"]
     problems = [f"{name}: {said[what]} {what} planned, {counted[what]:.0f} counted" for what in said]
     problems = [text for text, what in zip(problems, said, strict=True) if said[what] != counted[what]]
