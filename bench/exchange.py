@@ -34,6 +34,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import psutil
+import torch
 from common import provenance, write_results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,10 +44,9 @@ from engine_process import START_S, free_ports  # noqa: E402
 
 from megagrpo.config.preparation import TinyModelConfig  # noqa: E402
 from megagrpo.families.table import architecture_of  # noqa: E402
-from megagrpo.hf_files import write_hf_folder  # noqa: E402
 from megagrpo.processes import spawn, stop_tree  # noqa: E402
 from megagrpo.tiny.description import hf_config  # noqa: E402
-from megagrpo.tiny.model import character_tokenizer, random_tensors  # noqa: E402
+from megagrpo.tiny.model import random_tensors, write_model  # noqa: E402
 
 OLD = "51f2e56"
 TRANSPORTS = ("reshard", "broadcast", "disk", OLD)
@@ -94,13 +94,8 @@ def random_model(folder: Path) -> Path:
         tie_embeddings=True,
     )
     hf = hf_config(sizes) | {"vocab_size": 49152}
-    with tempfile.TemporaryDirectory() as description:
-        character_tokenizer(sizes.alphabet).save_pretrained(description)
-        (Path(description) / "config.json").write_text(json.dumps(hf))
-        import torch
-
-        tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
-        write_hf_folder(folder, iter([tensors]), like=description, dtype=torch.float32)
+    tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(0))
+    write_model(folder, hf, tensors, sizes.alphabet)
     return folder
 
 

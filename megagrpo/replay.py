@@ -8,9 +8,8 @@ from megagrpo.actor.step import update, with_logprobs
 from megagrpo.checkpoint_folder import latest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.dump import Dump, read_dump
-from megagrpo.run import load_checkpoint, make_actor
+from megagrpo.run import initial_weights, load_checkpoint, make_actor
 from megagrpo.run_folder import RunFolder
-from megagrpo.weights.actor_weights import load_initial_weights
 
 
 def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) -> None:
@@ -22,10 +21,7 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     num_updates, temperature = config.train.num_updates_per_step, config.sampling.temperature
     actor = make_actor(config, config.train.num_steps * num_updates, device)
     version, source = 0, latest(RunFolder(Path(config.output_dir)).checkpoints, dump.weight_version)
-    reference = dump.algorithm.uses_reference
-    load_initial_weights(actor, config.model.path, overwritten=source is not None and not reference)
-    if reference:
-        actor.keep_reference()
+    initial_weights(config, dump.algorithm, source, actor)
     if source is not None:
         version = load_checkpoint(config, source, actor).step
     batch = dump.batch(actor.mesh)

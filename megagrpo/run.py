@@ -195,7 +195,7 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
     actor = make_actor(config, num_updates, device)
     mesh = actor.mesh
     source = find_checkpoint(config, folder, mesh)
-    weights = initial_weights(config, source, actor)
+    weights = initial_weights(config, config.algorithm, source, actor)
     state = resume(config, folder, source, actor)
     with ExitStack() as stack:
         console = stack.enter_context(_console(config, state, prompts, eval_prompts)) if mesh.is_main else None
@@ -266,12 +266,14 @@ def _console(
         yield console
 
 
-def initial_weights(config: ExperimentConfig, source: Path | None, actor: MegatronActor) -> ActorWeights:
-    """Loads the model of the configuration, as reference too where one is used.
+def initial_weights(
+    config: ExperimentConfig, algorithm: AlgorithmConfig, source: Path | None, actor: MegatronActor
+) -> ActorWeights:
+    """Loads the model of the configuration, as reference too where the algorithm uses one.
 
     Where the checkpoint `source` comes next and no reference is kept, only names and shapes are read.
     """
-    reference = config.algorithm.uses_reference
+    reference = algorithm.uses_reference
     weights = load_initial_weights(actor, config.model.path, overwritten=source is not None and not reference)
     if reference:
         actor.keep_reference()  # the initial weights, also when the run resumes

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from megagrpo.weights.plan import Bucket, GatherPlan
-from megagrpo.weights.reshard_plan import ALONE_BYTES, Cover, Place, TransferPlan, plan_transfer
+from megagrpo.weights.reshard_plan import Cover, plan_transfer
 from megagrpo.weights.transport_broadcast import sent_unpacked
 
 
@@ -114,7 +114,7 @@ def reshard_forecast(
         plan = plan_transfer(cover, slot, engines, bucket_bytes)
         pair = plan.sources * tp + cover.targets
         sent[:, slot] = np.bincount(pair, cover.num_bytes, world * tp).astype(np.int64).reshape(world, tp)
-        message = message_numbers(plan)
+        message = plan.messages
         count = int(message.max(initial=-1)) + 1
         first = np.zeros(count, dtype=np.int64)
         first[message[::-1]] = np.arange(len(message))[::-1]  # of each message its first piece
@@ -206,9 +206,7 @@ def _bucket_bytes(bucket: Bucket, plan: GatherPlan, same_dtype: bool) -> _Bucket
     as_they_lie = sum(
         prod(copy.size) * item
         for copy in own
-        if same_dtype
-        and copy.size == plan.shapes[copy.hf]
-        and Place(copy.parameter, copy.offset, copy.size, copy.strides).contiguous
+        if same_dtype and copy.size == plan.shapes[copy.hf] and copy.place.contiguous
     )
     coming = {rank: sum(prod(c.size) for c in copies) * item for rank, copies in bucket.parts.items() if rank}
     unpacked = sent_unpacked(sizes)
@@ -219,15 +217,6 @@ def _bucket_bytes(bucket: Bucket, plan: GatherPlan, same_dtype: bool) -> _Bucket
         packed=0 if unpacked else sum(sizes),
         messages=len(sizes) if unpacked else 1,
     )
-
-
-def message_numbers(plan: TransferPlan) -> np.ndarray:
-    """Returns the message of every piece, int64 [pieces]: large ones travel alone, others with those of their batch."""
-    pieces = len(plan.sources)
-    pair = plan.sources * (int(plan.cover.targets.max(initial=0)) + 1) + plan.cover.targets
-    together = (pair * (int(plan.batches.max(initial=0)) + 1) + plan.batches) * (pieces + 1)
-    alone = plan.cover.num_bytes >= ALONE_BYTES
-    return np.unique(together + np.where(alone, np.arange(pieces) + 1, 0), return_inverse=True)[1].reshape(-1)
 
 
 def _two_batches(ranks: np.ndarray, batches: np.ndarray, num_bytes: np.ndarray, count: int) -> np.ndarray:

@@ -44,15 +44,20 @@ def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
     """
     hf = hf_config(config)
     tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(seed))
+    write_model(config.path, hf, tensors, config.alphabet)
+    return sum(t.numel() for t in tensors.values())
+
+
+def write_model(path: str | Path, hf: dict, tensors: dict[str, Tensor], alphabet: str) -> None:
+    """Writes a model folder in float32, whole or not at all. hf: its config.json, which describes the tensors."""
     with tempfile.TemporaryDirectory() as description:
-        character_tokenizer(config.alphabet).save_pretrained(description)
+        character_tokenizer(alphabet).save_pretrained(description)
         _write_json(Path(description) / "config.json", hf)
         _write_json(
             Path(description) / "generation_config.json",
             {k: hf[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")},
         )
-        write_hf_folder(config.path, iter([tensors]), like=description, dtype=torch.float32)
-    return sum(t.numel() for t in tensors.values())
+        write_hf_folder(path, iter([tensors]), like=description, dtype=torch.float32)
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:

@@ -20,6 +20,10 @@ class Deadline:
         """Returns the remaining seconds, at least a few ms, so that what is ready at the last moment is still taken."""
         return max(self._end - time.monotonic(), 0.01)
 
+    def part(self, seconds: float) -> "Deadline":
+        """Returns the deadline of a part of the work: `seconds` from now, but no later than this one."""
+        return Deadline(min(seconds, self.left))
+
     @property
     def over(self) -> bool:
         """Returns whether it has passed."""

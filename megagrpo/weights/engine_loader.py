@@ -29,8 +29,8 @@ from megagrpo.weights.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.mailbox import address_towards, decode, encode
 from megagrpo.weights.moving import receive_batches
 from megagrpo.weights.record import Copy, Recording, Specs, coverage_problems, record
-from megagrpo.weights.reshard_plan import Batches, Message, Place
-from megagrpo.weights.views import Box, row_major
+from megagrpo.weights.reshard_plan import Batches, Message
+from megagrpo.weights.views import Box, Place, row_major
 
 _CONNECT_S = 30.0
 _PATCHING = Lock()
@@ -78,6 +78,11 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
         traceback.print_exc(file=sys.stderr)
 
 
+def _live(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns the live parameters and buffers by name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
 def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool) -> tuple[Recording, list[Copy]]:
     """Records what a model of SGLang copies from these HF tensors into its parameters and buffers. See `record`.
 
@@ -88,7 +93,7 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
         recording = record(
             lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
             specs,
-            dict(model.named_parameters()) | dict(model.named_buffers()),
+            _live(model),
             allow_computed,
         )
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
@@ -102,7 +107,6 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
         for name, (shape, dtype) in decode(store.get(request["specs"])).items()
     }
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    buffers = dict(model.named_buffers())
     recording, whole = record_engine_model(model, specs, request["allow_computed"])
     _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
     _whole[model] = _WholeTensors(whole)
@@ -113,7 +117,7 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
         "copies": [astuple(copy) for copy in [*recording.copies, *_whole[model].copies]],
         "problems": problems,
         "computed": {name: computed.how for name, computed in recording.computed.items()},
-        "derived": _derived_tensors(model, [*parameters.values(), *buffers.values()]),
+        "derived": _derived_tensors(model),
         "post_load": hasattr(model, "post_load_weights"),
     }
 
@@ -130,7 +134,7 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     Problems: copies whose live values the published dtype cannot represent, and constants that have changed.
     """
     recording, batches, dtype = _recordings[model], _batches[model], getattr(torch, request["dtype"])
-    live = dict(model.named_parameters()) | dict(model.named_buffers())
+    live = _live(model)
     found, order, inexact = [], [], []
     with torch.no_grad():
         for box, values, places in batches.views(live, dtype):
@@ -165,14 +169,14 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 
 def _digests_of_computed(model: torch.nn.Module) -> dict[str, int]:
-    live = dict(model.named_parameters()) | dict(model.named_buffers())
+    live = _live(model)
     found = {name: live[name].detach() for name in _recordings[model].computed}
     return {name: int(slice_digest(t, Box((0,) * t.dim(), tuple(t.shape)))) for name, t in found.items()}
 
 
 def _receive(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     """Fills the live parameters from the trainers. Returns bytes staged at most, and why the trainers were lost."""
-    live = dict(model.named_parameters()) | dict(model.named_buffers())
+    live = _live(model)
     lost = ""
     try:
         staging_bytes = _take(model, request, store, live)
@@ -194,18 +198,14 @@ def _take(model: torch.nn.Module, request: dict, store: TCPStore, live: dict[str
     end = _ends.get(model)
     if end is None or end.group.name != request["group"]:
         end = _join(model, request, store)
-
-    def patience() -> Deadline:
-        return Deadline(min(request["patience_s"], deadline.left))
-
     whole, device = _whole[model], next(model.parameters()).device
     sent = {copy.parameter: torch.empty(copy.size, dtype=dtype, device=device) for copy in whole.copies}
-    staging_bytes = receive_batches(end.group, end.batches, live | sent, dtype, patience).staging_bytes
+    traffic = receive_batches(end.group, end.batches, live | sent, dtype, deadline, request["patience_s"])
     if sent:  # the stock way, for these alone
         whole.digests = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in whole.copies]
         model.load_weights([(copy.hf, sent[copy.parameter]) for copy in whole.copies])  # type: ignore[operator]
         whole.results = _digests_of_computed(model)
-    return staging_bytes + sum(tensor.nbytes for tensor in sent.values())
+    return traffic.staging_bytes + sum(tensor.nbytes for tensor in sent.values())
 
 
 def _join(model: torch.nn.Module, request: dict, store: TCPStore) -> _EngineEnd:
@@ -261,9 +261,9 @@ def _random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
     ]
 
 
-def _derived_tensors(model: torch.nn.Module, known: list[Tensor]) -> list[str]:
+def _derived_tensors(model: torch.nn.Module) -> list[str]:
     """Returns the names of matrices beside parameters and buffers: perhaps computed from weights, seen by no digest."""
-    storages = {t.untyped_storage()._cdata for t in known}
+    storages = {t.untyped_storage()._cdata for t in _live(model).values()}
     found = []
     for path, module in model.named_modules():
         for name, value in vars(module).items():

@@ -34,11 +34,15 @@ def send_batches(
     batches: Batches,
     parameters: Mapping[str, Tensor],
     dtype: torch.dtype,
-    patience: Callable[[], Deadline],
+    deadline: Deadline,
+    patience_s: float,
 ) -> Traffic:
-    """Sends this rank's batches, cast to dtype. Raises PeerLost when one is not taken by the deadline it is given."""
+    """Sends this rank's batches, cast to dtype.
+
+    Raises PeerLost when one is not taken within patience_s, or by the deadline of all.
+    """
     traffic = Traffic()
-    flying = _Flying(group, patience)
+    flying = _Flying(group, deadline, patience_s)
     for batch in batches:
         sends = []
         for message in batch:
@@ -58,10 +62,11 @@ def receive_batches(
     batches: Batches,
     parameters: Mapping[str, Tensor],
     dtype: torch.dtype,
-    patience: Callable[[], Deadline],
+    deadline: Deadline,
+    patience_s: float,
 ) -> Traffic:
     """Writes this rank's batches, which travel in dtype, into the parameters. Raises PeerLost as send_batches does."""
-    flying = _Flying(group, patience)
+    flying = _Flying(group, deadline, patience_s)
     device = next(iter(parameters.values())).device
     for batch in batches:
         receives, unpacks = [], []
@@ -85,8 +90,8 @@ def receive_batches(
 class _Flying:
     """Batches on the wire, at most _IN_FLIGHT of them, and what is staged for them."""
 
-    def __init__(self, group: EngineGroup, patience: Callable[[], Deadline]):
-        self._group, self._patience = group, patience
+    def __init__(self, group: EngineGroup, deadline: Deadline, patience_s: float):
+        self._group, self._deadline, self._patience_s = group, deadline, patience_s
         self._batches: deque[tuple[list, list, Callable[[], None], int]] = deque()
         self._next_bytes = self._bytes = 0
         self.most_bytes = 0
@@ -110,7 +115,7 @@ class _Flying:
 
     def _finish_one(self) -> None:
         works, _, then, num_bytes = self._batches.popleft()  # the messages hold the staged tensors until here
-        self._group.wait(works, self._patience())
+        self._group.wait(works, self._deadline.part(self._patience_s))
         then()
         self._bytes -= num_bytes
 

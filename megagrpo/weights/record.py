@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megagrpo.weights.views import Box, Untraceable, factor, row_major, split_into_boxes
+from megagrpo.weights.views import Box, Place, Untraceable, factor, row_major, split_into_boxes
 
 Load = Callable[[Mapping[str, Tensor]], object]
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # HF tensors: name -> shape and dtype
@@ -65,26 +65,21 @@ class Copy:
         shift = sum((a - b) * s for a, b, s in zip(box.start, self.start, self.strides, strict=True))
         return Copy(self.hf, box.start, box.size, self.parameter, self.offset + shift, self.strides)
 
+    @property
+    def place(self) -> Place:
+        """Returns where it goes, without what is copied."""
+        return Place(self.parameter, self.offset, self.size, self.strides)
+
     def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Returns the parameter's elements as a view, shaped like the box."""
-        parameter = parameters[self.parameter]
-        return parameter.detach().as_strided(self.size, self.strides, parameter.storage_offset() + self.offset)
+        return self.place.view(parameters)
 
 
 @dataclass(frozen=True)
-class Fill:
-    """Describes a strided slice of a parameter that the loader sets to a constant, such as padding of a vocabulary."""
+class Fill(Place):
+    """Elements of a parameter that the loader sets to a constant, such as padding of a vocabulary."""
 
-    parameter: str
-    offset: int
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
     value: float
-
-    def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Returns the parameter's elements as a view [*size]."""
-        parameter = parameters[self.parameter]
-        return parameter.detach().as_strided(self.size, self.strides, parameter.storage_offset() + self.offset)
 
 
 @dataclass

@@ -9,19 +9,19 @@ Both sides have recorded what they hold of every HF tensor, so a transfer is the
 All of it is computed alike on every rank, from the same lists; nothing here looks at a weight.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import ceil, prod
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megagrpo.weights.record import Copy, Specs
-from megagrpo.weights.views import Box, row_major
+from megagrpo.weights.views import Box, Place
 
-ALONE_BYTES = 1 << 20  # from this size on a piece is a message of its own, which needs no packing
+_ALONE_BYTES = 1 << 20  # from this size on a piece is a message of its own, which needs no packing
 _PIECES_A_BATCH = 8  # at least, of one rank
 
 
@@ -31,32 +31,6 @@ class Atom:
 
     copy: Copy
     ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Elements of a parameter. `offset`, from its first element, and `strides` count elements."""
-
-    parameter: str
-    offset: int
-    size: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Returns the number of elements."""
-        return prod(self.size)
-
-    @property
-    def contiguous(self) -> bool:
-        """Returns whether the elements lie one after the other in memory."""
-        dense = row_major(self.size)
-        return all(n == 1 or a == b for n, a, b in zip(self.size, self.strides, dense, strict=True))
-
-    def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Returns the elements as a view of the live parameter [*size]."""
-        parameter = parameters[self.parameter]
-        return parameter.detach().as_strided(self.size, self.strides, parameter.storage_offset() + self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +76,7 @@ class TransferPlan:
     cover: Cover
     sources: np.ndarray  # int64 [pieces], trainer ranks
     batches: np.ndarray  # int64 [pieces]
+    messages: np.ndarray  # int64 [pieces], numbered alike on all ranks
 
     @property
     def trainers(self) -> list[int]:
@@ -117,28 +92,18 @@ class TransferPlan:
         return self._messages(self.cover.targets == rank, self.sources, self.cover.received)
 
     def _messages(self, mine: np.ndarray, peers: np.ndarray, places: list[Place]) -> Batches:
-        batches: Batches = []
-        tags: dict[int, int] = {}  # by peer, the next one
+        tags: Counter[int] = Counter()  # by peer, the next one
+        batch_of, message_of = self.batches.tolist(), self.messages.tolist()
         pieces = np.flatnonzero(mine)
-        pieces = pieces[np.argsort(self.batches[pieces], kind="stable")]
-        cuts = np.flatnonzero(np.diff(self.batches[pieces])) + 1
-        for batch in np.split(pieces, cuts) if len(pieces) else ():
-            small: dict[int, list[int]] = {}
-            groups: list[tuple[int, list[int]]] = []
-            for piece in batch.tolist():
-                peer = int(peers[piece])
-                if self.cover.num_bytes[piece] >= ALONE_BYTES:
-                    groups.append((peer, [piece]))
-                elif peer in small:
-                    small[peer].append(piece)
-                else:
-                    small[peer] = [piece]
-                    groups.append((peer, small[peer]))
-            messages = []
-            for peer, together in groups:
-                messages.append(Message(peer, tags.get(peer, 0), tuple(places[piece] for piece in together)))
-                tags[peer] = messages[-1].tag + 1
-            batches.append(messages)
+        pieces = pieces[np.lexsort((self.messages[pieces], self.batches[pieces]))]
+        batches: Batches = []
+        for _, batch in groupby(pieces.tolist(), key=batch_of.__getitem__):
+            batches.append([])
+            for _, together in groupby(batch, key=message_of.__getitem__):
+                message = list(together)
+                peer = int(peers[message[0]])
+                batches[-1].append(Message(peer, tags[peer], tuple(places[piece] for piece in message)))
+                tags[peer] += 1
         return batches
 
 
@@ -193,7 +158,7 @@ def make_cover(
                 for box in _split(common, limit) if common is not None else ():
                     found += box.numel
                     holder = numbers.setdefault(atom.ranks, len(numbers))
-                    ours, theirs = _place(atom.copy.restrict(box)), _place(copy.restrict(box))
+                    ours, theirs = atom.copy.restrict(box).place, copy.restrict(box).place
                     if len(sent) > first and holders[-1] == holder:
                         joined = _joined(sent[-1], ours, limit), _joined(received[-1], theirs, limit)
                         if joined[0] is not None and joined[1] is not None:
@@ -229,7 +194,8 @@ def plan_transfer(cover: Cover, slot: int, slots: int, bucket_bytes: int) -> Tra
         along = (np.cumsum(size) - size / 2) / size.sum()  # of each piece's middle, within (0, 1)
         sources[pieces] = np.array(ranks)[((slot % slots + along) / slots * len(ranks)).astype(np.int64)]
     engines_a_rank = ceil(slots / min(map(len, cover.ranks))) if cover.ranks else 1
-    return TransferPlan(cover, sources, _batches(cover, sources, bucket_bytes // (2 * engines_a_rank)))
+    batches = _batches(cover, sources, bucket_bytes // (2 * engines_a_rank))
+    return TransferPlan(cover, sources, batches, _number_messages(cover, sources, batches))
 
 
 def _batches(cover: Cover, sources: np.ndarray, limit: int) -> np.ndarray:
@@ -258,13 +224,18 @@ def _batches(cover: Cover, sources: np.ndarray, limit: int) -> np.ndarray:
     return batches
 
 
+def _number_messages(cover: Cover, sources: np.ndarray, batches: np.ndarray) -> np.ndarray:
+    """Returns the message of every piece, int64 [pieces]: large ones travel alone, others with those of their batch."""
+    num_pieces = len(sources)
+    pairs = sources * (int(cover.targets.max(initial=0)) + 1) + cover.targets
+    together = (pairs * (int(batches.max(initial=0)) + 1) + batches) * (num_pieces + 1)
+    alone = np.where(cover.num_bytes >= _ALONE_BYTES, np.arange(num_pieces) + 1, 0)
+    return np.unique(together + alone, return_inverse=True)[1].reshape(-1)
+
+
 def piece_limit(bucket_bytes: int) -> int:
     """Returns the bytes of the largest piece: several fit into a batch of every rank."""
     return max(bucket_bytes // (2 * _PIECES_A_BATCH), 1)
-
-
-def _place(copy: Copy) -> Place:
-    return Place(copy.parameter, copy.offset, copy.size, copy.strides)
 
 
 def _joined(first: Place, second: Place, limit: int) -> Place | None:

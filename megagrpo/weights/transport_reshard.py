@@ -253,11 +253,7 @@ class _TrainerEnd:
         if self._group is None:
             self._group = self._join(device, link.join_s)
             self._group.set_timeout(link.left_s)
-
-        def patience() -> Deadline:
-            return Deadline(min(link.patience_s, deadline.left))
-
-        return send_batches(self._group, self._batches, weights.parameters(), weights.dtype, patience)
+        return send_batches(self._group, self._batches, weights.parameters(), weights.dtype, deadline, link.patience_s)
 
     def abort(self) -> None:
         """Ends the group, whatever state the others are in."""

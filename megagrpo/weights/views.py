@@ -4,8 +4,11 @@ A *box* is a start and a size along each dimension. Copies of weights are kept a
 intersect, subtract and split without looking at elements; `factor` turns any view a loader makes into boxes.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+
+from torch import Tensor
 
 
 class Untraceable(ValueError):
@@ -69,6 +72,32 @@ class BoxPair:
     box: Box
     offset: int
     strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements of a parameter. `offset`, from its first element, and `strides` count elements."""
+
+    parameter: str
+    offset: int
+    size: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Returns the number of elements."""
+        return prod(self.size)
+
+    @property
+    def contiguous(self) -> bool:
+        """Returns whether the elements lie one after the other in memory."""
+        dense = row_major(self.size)
+        return all(n == 1 or a == b for n, a, b in zip(self.size, self.strides, dense, strict=True))
+
+    def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        """Returns the live elements as a view [*size]."""
+        parameter = parameters[self.parameter]
+        return parameter.detach().as_strided(self.size, self.strides, parameter.storage_offset() + self.offset)
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

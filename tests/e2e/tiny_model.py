@@ -17,6 +17,17 @@ from transformers import (
 )
 
 PAD, BOS, EOS = 0, 1, 2
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "initializer_range": 0.15,  # peaked enough that samples differ from noise
+}
 
 
 def make_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
@@ -27,13 +38,8 @@ def make_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.floa
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     config = Qwen3MoeConfig(
+        **SIZES,
         vocab_size=320,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=128,
         moe_intermediate_size=64,
         num_experts=8,
         num_experts_per_tok=2,
@@ -41,9 +47,6 @@ def make_tiny_model(folder: Path, seed: int = 0, dtype: torch.dtype = torch.floa
         norm_topk_prob=True,
         max_position_embeddings=2048,
         pad_token_id=PAD,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-        initializer_range=0.15,  # peaked enough that samples differ from noise
         tie_word_embeddings=False,
     )
     torch.manual_seed(seed)
@@ -58,16 +61,8 @@ def make_tied_model(folder: Path, seed: int) -> Path:
     """A dense Qwen3 with tied embeddings, whose 300 words an engine pads to 320."""
     make_tiny_model(folder, seed)  # tokenizer files
     config = Qwen3Config(
+        **SIZES,
         vocab_size=300,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=128,
-        initializer_range=0.15,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
         tie_word_embeddings=True,
     )
     torch.manual_seed(seed)

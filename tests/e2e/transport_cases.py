@@ -4,7 +4,6 @@ The trainers are Megatron actors on the pool of ranks (tests/dist/workers/pool.p
 runs pairs of these cases, bench/transports.py all of them.
 """
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,10 +18,10 @@ from engine_process import ListedEngines, OneEngine
 from megagrpo.config.preparation import TinyModelConfig
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.hf_files import HfFolder, write_hf_folder
+from megagrpo.hf_files import HfFolder
 from megagrpo.rollout.control import bearer
 from megagrpo.tiny.description import hf_config
-from megagrpo.tiny.model import character_tokenizer, random_tensors
+from megagrpo.tiny.model import random_tensors, write_model
 from megagrpo.types import EngineInfo
 from megagrpo.weights.exchange import Exchange
 from tests.dist.workers.pool import RankPool
@@ -82,10 +81,7 @@ def make_model(folder: Path, family: str) -> Path:
     for tensor in tensors.values():
         if tensor.dim() == 1:  # norms are ones and biases zeros
             tensor += 0.2 * torch.randn(tensor.shape, generator=generator)
-    with tempfile.TemporaryDirectory() as description:
-        character_tokenizer(sizes.alphabet).save_pretrained(description)
-        (Path(description) / "config.json").write_text(json.dumps(hf))
-        write_hf_folder(folder, iter([tensors]), like=description, dtype=torch.float32)
+    write_model(folder, hf, tensors, sizes.alphabet)
     return folder
 
 

@@ -47,8 +47,7 @@ def staged(batches: Batches, cast: bool) -> int:
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize(("engines", "sizes"), [(1, (1, 1, 1, 1, 1)), (2, (2, 2, 2, 2, 2)), (3, (1, 2, 2, 4, 2))])
 def test_reshard_is_what_the_ranks_would_send(monkeypatch, engines, sizes, cast, alone):
-    monkeypatch.setattr("megagrpo.weights.reshard_plan.ALONE_BYTES", alone)
-    monkeypatch.setattr("megagrpo.planning.links.ALONE_BYTES", alone)
+    monkeypatch.setattr("megagrpo.weights.reshard_plan._ALONE_BYTES", alone)
     cover, tp, bucket = cover_of(*sizes), sizes[3], 400
     world = sizes[0] * sizes[1] * sizes[2]
     forecast = reshard_forecast(cover, place_ranks(world, engines, tp, 1, 8), bucket, PLAIN, same_dtype=not cast)

@@ -75,5 +75,5 @@ def test_the_model_is_read_unless_a_checkpoint_overwrites_it(monkeypatch, source
     sections = {"model": {"path": "m"}, "data": {"path": "d"}}
     sections |= {"algorithm": {"kl": {"loss_coef": 0.1}}} if reference else {}
     config = ExperimentConfig.model_validate({"name": "t", "output_dir": "t"} | sections)
-    run_module.initial_weights(config, source, actor)
+    run_module.initial_weights(config, config.algorithm, source, actor)
     assert done == ([False, "reference"] if reference else [source is not None])
