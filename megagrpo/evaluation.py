@@ -14,7 +14,7 @@ def evaluate(run: Run) -> dict[str, float]:
     An evaluation is due before the first step, every `eval.every` steps, and after the last.
     """
     config, step = run.config.eval, run.state.step
-    if config is None or (step % config.every and step != run.config.train.num_steps):
+    if config is None or (step % config.every and step != run.num_steps):
         return {}
     metrics = Metrics()
     evaluation_metrics(metrics, run.evaluation_groups(), config.num_samples)

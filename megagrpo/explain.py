@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megagrpo.checkpoint_cost import checkpoint_cost
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, model_problems, parameter_counts
 from megagrpo.layout import layout_problems, rank_coordinates
@@ -19,11 +20,12 @@ def explain(config: ExperimentConfig) -> str:
     hf = model_description(config)
     arch = None if hf is None or model_problems(hf) else architecture_of(hf)
     counts = None if arch is None else parameter_counts(arch)
-    title = f"{config.name}: {config.train.num_steps} steps into {config.output_dir}, seed {config.seed}"
+    steps = _num_steps(config)
+    title = f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, seed {config.seed}"
     parts = [
         _model(config, None if hf is None else hf.get("model_type"), counts),
         _layout(config),
-        _step(config),
+        _step(config, steps),
         _rollout(config),
         _memory(config, counts),
         _events(config),
@@ -44,7 +46,7 @@ def _model(config: ExperimentConfig, family: str | None, counts: ParameterCounts
     )
     active = f", {_count(counts.active)} active" if counts.expert else ""
     algorithm = config.algorithm
-    off_policy = algorithm.loss.name == "gpg" and config.train.num_updates_per_step > 1
+    off_policy = algorithm.loss.name == "gpg" and config.train.updates_of_step > 1
     reference = "a reference model is kept" if algorithm.uses_reference else "no reference model"
     return [
         f"model      {config.model.path}: {family}, {_count(counts.total)} parameters{active}{there}",
@@ -81,7 +83,20 @@ def _layout(config: ExperimentConfig) -> list[str]:
     return lines
 
 
-def _step(config: ExperimentConfig) -> list[str]:
+def _num_steps(config: ExperimentConfig) -> int | None:
+    """Returns the steps of the run; None where that depends on prompts that are not there yet.
+
+    With train.num_epochs more than it will be where prompts are dropped as too long: nothing is tokenised here.
+    """
+    if config.train.num_epochs is None:
+        return config.train.steps(0)
+    try:
+        return config.train.steps(len(read_rows(config.data)))
+    except ValueError:  # missing or broken: among the problems
+        return None
+
+
+def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
     train, actor = config.train, config.actor
     samples, updates, dp = train.num_prompts_per_step * train.group_size, train.num_updates_per_step, actor.dp
     longest = longest_samples(config)["data"]
@@ -105,7 +120,15 @@ def _step(config: ExperimentConfig) -> list[str]:
             f"  note: a sample longer than micro_batch_tokens ({actor.micro_batch_tokens}) "
             "gets a micro-batch of its own"
         )
-    lines.append(f"the run    {train.num_steps * updates} optimiser updates, {train.num_steps * samples:,} samples")
+    if train.num_epochs_per_step > 1:
+        lines.append(f"  passes     {train.num_epochs_per_step} over these samples, so {train.updates_of_step} updates")
+    if train.num_epochs is not None:
+        lines.append(f"  epochs     {train.num_epochs} passes over the prompts; fewer steps where prompts are too long")
+    if num_steps is None:
+        lines.append("the run    its length is known when the prompts are there")
+    else:
+        total = num_steps * train.updates_of_step
+        lines.append(f"the run    {total} optimiser updates, {num_steps * samples:,} samples")
     return lines
 
 
@@ -167,7 +190,7 @@ def _events(config: ExperimentConfig) -> list[str]:
     else:
         how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
         lines = [
-            f"evaluation {e.data.path}, {e.num_samples} samples a prompt, {how}: first, every {e.every} steps, last"
+            f"evaluation {e.data.name}, {e.num_samples} samples a prompt, {how}: first, every {e.every} steps, last"
         ]
     return lines
 

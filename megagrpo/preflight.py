@@ -108,18 +108,19 @@ def _length_problems(config: ExperimentConfig, arch: Architecture) -> list[str]:
 
 
 def _missing_files(config: ExperimentConfig) -> list[str]:
-    wanted = {"model.path": config.model.path, "data.path": config.data.path}
+    wanted = [("model.path", config.model.path), *(("data.path", path) for path in config.data.paths)]
     if config.model.tokenizer is not None:
-        wanted["model.tokenizer"] = config.model.tokenizer
+        wanted.append(("model.tokenizer", config.model.tokenizer))
     if config.eval is not None:
-        wanted["eval.data.path"] = config.eval.data.path
+        wanted += [("eval.data.path", path) for path in config.eval.data.paths]
     if config.sft is not None:
-        wanted |= {"sft.model": config.sft.model, "sft.data.path": config.sft.data.path}
+        wanted.append(("sft.model", config.sft.model))
+        wanted += [("sft.data.path", path) for path in config.sft.data.paths]
     if config.checkpoint.load is not None and not any(RunFolder(Path(config.output_dir)).checkpoints.glob("step_*")):
-        wanted["checkpoint.load"] = config.checkpoint.load
+        wanted.append(("checkpoint.load", config.checkpoint.load))
     problems = [
         f"{key}: {path} does not exist"
-        for key, path in wanted.items()
+        for key, path in wanted
         if not Path(path).exists() and not _is_made(config, path)
     ]
     if Path(config.model.path).is_dir() and not (Path(config.model.path) / "config.json").is_file():
@@ -143,15 +144,15 @@ def _source_problems(config: ExperimentConfig) -> list[str]:
 def _broken_lines(config: ExperimentConfig) -> list[str]:
     problems = []
     for data in _data_sections(config):
-        if Path(data.path).exists():
+        if all(Path(path).exists() for path in data.paths):
             found = _complaint(_read_lines, data, config.reward)
-            problems += [f"{data.path}: {text}" if data.path not in text else text for text in found]
+            problems += [text if any(p in text for p in data.paths) else f"{data.name}: {text}" for text in found]
     return problems
 
 
 def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
     rows = read_rows(data)
-    for grader in sorted({str(row[data.grader_key]) for _, row in rows} if data.grader_key else ()):
+    for grader in sorted({str(row.values[data.grader_key]) for row in rows} if data.grader_key else ()):
         load_grader(grader, reward.args if grader == reward.grader else {})
 
 

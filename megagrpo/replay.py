@@ -7,6 +7,7 @@ import torch
 from megagrpo.actor.step import update, with_logprobs
 from megagrpo.checkpoint_folder import latest
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.dump import Dump, read_dump
 from megagrpo.run import initial_weights, load_checkpoint, make_actor
 from megagrpo.run_folder import RunFolder
@@ -18,18 +19,23 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     ValueError when the folder is no finished dump, or of another data-parallel size.
     """
     dump = read_dump(dump_folder)
-    num_updates, temperature = config.train.num_updates_per_step, config.sampling.temperature
-    actor = make_actor(config, config.train.num_steps * num_updates, device)
+    actor = make_actor(config, config.train.steps(_num_prompts(config)), device)
     version, source = 0, latest(RunFolder(Path(config.output_dir)).checkpoints, dump.weight_version)
     initial_weights(config, dump.algorithm, source, actor)
     if source is not None:
         version = load_checkpoint(config, source, actor).step
     batch = dump.batch(actor.mesh)
     if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":  # the reference's states are not dumped
-        batch = with_logprobs(actor, batch, temperature, False, "full")
-    values = update(actor, batch, dump.algorithm, temperature, config.sampling.max_response_tokens, num_updates)
+        batch = with_logprobs(actor, batch, config.sampling.temperature, False, "full")
+    sampling = config.sampling
+    values = update(actor, batch, dump.algorithm, sampling.temperature, sampling.max_response_tokens)
     if actor.mesh.is_main:
         print(compare(dump, values, version, source or config.model.path), flush=True)
+
+
+def _num_prompts(config: ExperimentConfig) -> int:
+    """Returns how many prompts the run has, where its length depends on that; else 0."""
+    return len(load_prompts(config.data, load_tokenizer(config.model))) if config.train.num_epochs is not None else 0
 
 
 def compare(dump: Dump, values: dict[str, float], version: int, source: str | Path) -> str:

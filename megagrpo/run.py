@@ -45,6 +45,7 @@ class Run:
     rollouts: RolloutSource
     exchange: Exchange
     state: TrainState
+    num_steps: int  # after which it ends
     checkpointer: Checkpointer
     stop_request: StopRequest | None  # None where no launcher of ours started the ranks: nobody can ask them
     watchdog: Watchdog
@@ -166,13 +167,13 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
     return RunIdentity(model, config.actor.layout)
 
 
-def make_actor(config: ExperimentConfig, num_updates: int, device: torch.device) -> MegatronActor:
-    """Collective. Makes the experiment's actor, without weights. num_updates: after which its schedule ends."""
+def make_actor(config: ExperimentConfig, num_steps: int, device: torch.device) -> MegatronActor:
+    """Collective. Makes the experiment's actor, without weights. num_steps: after which its schedule ends."""
     return MegatronActor(
         model_path=config.model.path,
         config=config.actor,
         optimizer=config.actor.optimizer,
-        num_updates=num_updates,
+        num_updates=num_steps * config.train.updates_of_step,
         seed=config.seed,
         device=device,
     )
@@ -187,18 +188,20 @@ def load_checkpoint(config: ExperimentConfig, source: Path, actor: MegatronActor
 def start_run(config: ExperimentConfig, service_url: str | None, device: torch.device) -> Iterator[Run]:
     """Collective. Builds everything; what needs no other process comes first, so that user errors end the run early."""
     folder = RunFolder(Path(config.output_dir))
-    num_updates = config.train.num_steps * config.train.num_updates_per_step
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.data, tokenizer)
     eval_prompts = load_prompts(config.eval.data, tokenizer) if config.eval else None
     tool = make_tool(config.sampling.tool, tokenizer) if config.sampling.tool else None
-    actor = make_actor(config, num_updates, device)
+    num_steps = config.train.steps(len(prompts))
+    actor = make_actor(config, num_steps, device)
     mesh = actor.mesh
     source = find_checkpoint(config, folder, mesh)
     weights = initial_weights(config, config.algorithm, source, actor)
     state = resume(config, folder, source, actor)
     with ExitStack() as stack:
-        console = stack.enter_context(_console(config, state, prompts, eval_prompts)) if mesh.is_main else None
+        console = (
+            stack.enter_context(_console(config, state, num_steps, prompts, eval_prompts)) if mesh.is_main else None
+        )
         control = find_service(folder.path, service_url, config.rollout.start_timeout_s)
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step))
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
@@ -220,7 +223,8 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
             rollouts=rollouts,
             exchange=exchange,
             state=state,
-            checkpointer=_checkpointer(config, folder, actor, state.step),
+            num_steps=num_steps,
+            checkpointer=_checkpointer(config, folder, actor, state.step, num_steps),
             stop_request=StopRequest(Path(stop_file)) if stop_file is not None else None,
             watchdog=watchdog,
         )
@@ -231,7 +235,9 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
         yield run
 
 
-def _checkpointer(config: ExperimentConfig, folder: RunFolder, actor: MegatronActor, saved_step: int) -> Checkpointer:
+def _checkpointer(
+    config: ExperimentConfig, folder: RunFolder, actor: MegatronActor, saved_step: int, num_steps: int
+) -> Checkpointer:
     wish, several_nodes = config.checkpoint.asynchronous, environment.num_trainer_nodes() > 1
     background = several_nodes if wish == "auto" else wish
     return Checkpointer(
@@ -241,7 +247,7 @@ def _checkpointer(config: ExperimentConfig, folder: RunFolder, actor: MegatronAc
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
         lambda state: replace(state, surplus=gather_surplus(state.surplus, actor.mesh)),
         actor.mesh,
-        num_steps=config.train.num_steps,
+        num_steps=num_steps,
         saved_step=saved_step,
         background=background,
     )
@@ -249,10 +255,10 @@ def _checkpointer(config: ExperimentConfig, folder: RunFolder, actor: MegatronAc
 
 @contextmanager
 def _console(
-    config: ExperimentConfig, state: TrainState, prompts: PromptSet, eval_prompts: PromptSet | None
+    config: ExperimentConfig, state: TrainState, num_steps: int, prompts: PromptSet, eval_prompts: PromptSet | None
 ) -> Iterator[StepConsole]:
     """Makes the console and shows at once what is known before anything is sampled."""
-    with StepConsole(config.name, config.train.num_steps, state.step, config.log.console) as console:
+    with StepConsole(config.name, num_steps, state.step, config.log.console) as console:
         notes = [describe_dropped(config.data, prompts)]
         if config.eval is not None and eval_prompts is not None:
             notes.append(describe_dropped(config.eval.data, eval_prompts))

@@ -8,8 +8,9 @@ import torch
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.step import likelihood_step
 from megagrpo.batching.batch import build_batch
+from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer, where
+from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.record import StepLog
 from megagrpo.run_folder import RunFolder
@@ -35,7 +36,7 @@ def sft(config: ExperimentConfig, device: torch.device) -> None:
     weights = load_initial_weights(actor, options.model)
     tokenizer = load_tokenizer(config.model.model_copy(update={"path": options.model}))
     prompts = load_prompts(options.data, tokenizer)
-    _check_answers(prompts.prompts, tokenizer, Path(options.data.path))
+    _check_answers(prompts.prompts, tokenizer)
     log = StepLog(RunFolder(Path(config.output_dir)).sft, config.log) if mesh.is_main else None
     running: float | None = None
     with StepConsole(f"{config.name} sft", options.num_steps, enabled=config.log.console and mesh.is_main) as console:
@@ -59,15 +60,14 @@ def sft(config: ExperimentConfig, device: torch.device) -> None:
     export_hf(config.model.path, weights, mesh, like=options.model, dtype=config.actor.dtype)
 
 
-def _check_answers(prompts: Sequence[Prompt], tokenizer, path: Path) -> None:
+def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:
     """Raises ValueError where what is to be learned cannot be said in tokens."""
     if tokenizer.eos_token_id is None:
         raise ValueError("sft: the tokenizer has no end-of-sequence token, with which every answer should end")
     token_ids = tokenizer([prompt.answer for prompt in prompts], add_special_tokens=False)["input_ids"]
     for prompt, ids in zip(prompts, token_ids, strict=True):
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-            place = where(path, prompt.id)
-            raise ValueError(f"{place}: the tokenizer does not know every character of {prompt.answer!r:.80}")
+            raise ValueError(f"{prompt.place}: the tokenizer does not know every character of {prompt.answer!r:.80}")
 
 
 def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:
@@ -77,4 +77,4 @@ def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:
         answer = (*tokenizer.encode(prompts[index].answer, add_special_tokens=False), tokenizer.eos_token_id)
         sample = Sample(0, answer, (0.0,) * len(answer), "stop", 0, prompts[index].answer)
         groups.append(RolloutGroup(index, prompts[index], (sample,), (Outcome("score"),)))
-    return build_batch(groups, len(prompts), 1, mesh)
+    return build_batch(groups, one_pass(len(prompts)), mesh)

@@ -4,6 +4,7 @@ from megagrpo.actor.step import update, with_logprobs
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.kl import with_current_kl_coef
 from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.updates import plan_updates
 from megagrpo.evaluation import evaluate
 from megagrpo.monitor.metrics import Metrics, StepTimer
 from megagrpo.run import Run
@@ -12,11 +13,10 @@ from megagrpo.run import Run
 def train(run: Run) -> None:
     """GRPO from `run.state` to the last step. The published weights have version `state.step`; every rank runs this."""
     config, actor, mesh, state = run.config, run.actor, run.mesh, run.state
-    num_updates = config.train.num_updates_per_step
     temperature, max_tokens = config.sampling.temperature, config.sampling.max_response_tokens
     run.publish()  # returns only when every engine has proved that it holds these very weights
     run.log(evaluate(run))
-    for step in range(state.step, config.train.num_steps):
+    for step in range(state.step, run.num_steps):
         timer, metrics = StepTimer(on_phase=run.watchdog.enter), Metrics()
         with timer.phase("checkpoint"):
             run.checkpoint()  # after a step whose samples and metrics are on disk: a resumed run has them all
@@ -24,20 +24,20 @@ def train(run: Run) -> None:
             break
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored
-        # samples balanced over ranks by cost
-        batch = build_batch(groups, config.train.num_prompts_per_step, num_updates, mesh, actor.arch.attention_length)
+        updates = plan_updates(config.train, config.seed, step)  # which groups each of them takes, in all passes
+        batch = build_batch(groups, updates, mesh, actor.arch.attention_length)  # samples balanced over ranks by cost
         if config.reward.shuffle:  # the control experiment: rewards that say nothing
             batch = shuffle_rewards(batch, config.seed, step, mesh)
         algorithm = with_current_kl_coef(config.algorithm, state.algo_state)
         with timer.phase("logprobs"):
-            old = num_updates > 1 or algorithm.needs_old_logprobs
+            old = batch.num_updates > 1 or algorithm.needs_old_logprobs
             batch = with_logprobs(
                 actor, batch, temperature, old, algorithm.kl.estimator if algorithm.uses_reference else None
             )
         # the all-reduce of group statistics
         batch, state.algo_state, values = with_advantages(batch, algorithm, mesh.reduce, state.algo_state, max_tokens)
         with timer.phase("update"):
-            values |= update(actor, batch, algorithm, temperature, max_tokens, num_updates)
+            values |= update(actor, batch, algorithm, temperature, max_tokens)
         run.inspect_update(batch, algorithm, values)  # an update that was not finite: dumped; halt or go on
         state.step += 1
         with timer.phase("publish"):

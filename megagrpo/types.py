@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # this file loads without torch
     import torch
     from torch import Tensor
 
+Updates = tuple[tuple[tuple[int, ...], ...], ...]  # [passes over a step's groups][updates]: ids of the groups
 Refresh = Callable[[Sequence[str]], None]  # engine ids -> publishes the present weights to them and marks them ready
 
 
@@ -20,11 +21,12 @@ Refresh = Callable[[Sequence[str]], None]  # engine ids -> publishes the present
 class Prompt:
     """Holds one problem of a data file, and what its grader needs."""
 
-    id: int  # line in the data file, from 0
+    id: int  # line in the data file, from 0; with several files counted over all of them
     text: str  # as tokenised, chat template included
     token_ids: tuple[int, ...]
     answer: str  # the reference answer, handed to the grader
     grader: str | None = None  # replaces the experiment's grader for this prompt
+    place: str = ""  # file:line, for messages
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,12 @@ class Batch:
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
     policy_weights: "Tensor | None" = None  # [N, S] float32, correction of the trainer/rollout mismatch
     denominator_mask: "Tensor | None" = None  # [N, S] bool, what N_tok and N_seq count; None: loss_mask
+    updates: Updates = ()  # over all ranks; (): made for no update
+
+    @property
+    def num_updates(self) -> int:
+        """Number of optimiser updates of the step, in all its passes over the groups."""
+        return sum(map(len, self.updates))
 
     def to(self, device: "torch.device | str") -> "Batch":
         """Returns the batch with its tensors on `device`."""

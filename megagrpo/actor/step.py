@@ -4,7 +4,7 @@ A loss closure returns a loss that is already divided by its global denominator,
 micro-batches and ranks, whatever the layout.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +19,6 @@ from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tok
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.model import HiddenStatesModel
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
-from megagrpo.batching.balance import update_of_group
 from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
@@ -97,53 +96,69 @@ def _finite(actor: MegatronActor, logprobs: Tensor, whose: str) -> Tensor:
 
 
 def update(
-    actor: MegatronActor,
-    batch: Batch,
-    algorithm: AlgorithmConfig,
-    temperature: float,
-    max_response_tokens: int,
-    num_updates: int,
+    actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, temperature: float, max_response_tokens: int
 ) -> dict[str, float]:
-    """Collective. Trains on the batch in `num_updates` optimiser updates; returns metrics, equal on all ranks.
+    """Collective. Makes the optimiser updates of `batch.updates`; returns metrics, equal on all ranks.
 
-    An update whose loss or gradient is not finite touches no weight; optim/non_finite_updates counts it.
+    With several passes every metric is also given of each alone, NAME_pass_1 and so on. An update whose loss or
+    gradient is not finite touches no weight; optim/non_finite_updates counts it.
     """
-    totals: dict[str, float] = {}
-    taken, skipped, non_finite = 0, 0, 0
+    passes: list[_Measured] = []
+    skipped, non_finite = 0, 0
     optim: dict[str, float] = {}
     actor.expert_load.enabled = True
     actor.clock.clear()
-    for index in range(num_updates):
-        rows = [
-            r
-            for r, g in enumerate(batch.group_ids.tolist())
-            if update_of_group(g, batch.num_groups, num_updates) == index
-        ]
-        denominators = denominators_of(actor, batch, rows, algorithm, max_response_tokens)
-        if denominators.num_tokens == 0:
-            skipped += 1
-            continue
-        sums = backward(actor, batch, rows, algorithm, temperature, denominators)
-        try:
-            optim = actor.optimizer_step(sums["loss/total"])
-        except NonFiniteUpdate as exc:
-            print(exc, flush=True)
-            non_finite += 1
-            continue
-        taken += 1
-        for name, value in sums.items():
-            totals[name] = totals.get(name, 0.0) + value
+    group_ids = batch.group_ids.tolist()
+    for updates in batch.updates:
+        passes.append(_Measured())
+        for groups in map(frozenset, updates):
+            rows = [row for row, group in enumerate(group_ids) if group in groups]
+            denominators = denominators_of(actor, batch, rows, algorithm, max_response_tokens)
+            if denominators.num_tokens == 0:
+                skipped += 1
+                continue
+            sums = backward(actor, batch, rows, algorithm, temperature, denominators)
+            try:
+                optim = actor.optimizer_step(sums["loss/total"])
+            except NonFiniteUpdate as exc:
+                print(exc, flush=True)
+                non_finite += 1
+                continue
+            passes[-1].add(sums)
     actor.expert_load.enabled = False
-    padded, real, tokens = totals.pop("padded", 1.0), totals.pop("real", 1.0), totals.pop("tokens", 1.0)
-    # losses are of an update and divided already, everything else is of a token that was trained on
-    metrics = {name: value / max(taken if name.startswith("loss/") else tokens, 1.0) for name, value in totals.items()}
-    metrics = (
-        {"loss/total": 0.0}
-        | metrics
-        | {"batch/padding_waste": 1 - real / padded, "optim/skipped_updates": float(skipped), **optim}
-    )
-    metrics["optim/non_finite_updates"] = float(non_finite)
+    whole = _Measured()
+    for measured in passes:
+        whole.add(measured.sums, measured.num_updates)
+    padded, real = whole.sums.get("padded", 1.0), whole.sums.get("real", 1.0)
+    metrics = {"loss/total": 0.0, **whole.means(), "batch/padding_waste": 1 - real / padded, **optim}
+    if len(passes) > 1:
+        means = [measured.means() for measured in passes]
+        metrics |= {f"{name}_pass_{n}": value for n, of in enumerate(means, 1) for name, value in of.items()}
+    metrics |= {"optim/skipped_updates": float(skipped), "optim/non_finite_updates": float(non_finite)}
     return metrics | actor.clock.take() | _expert_metrics(actor)
+
+
+class _Measured:
+    """Adds up what updates measured, sums over all ranks."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.num_updates = 0
+
+    def add(self, sums: Mapping[str, float], num_updates: int = 1) -> None:
+        self.num_updates += num_updates
+        for name, value in sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def means(self) -> dict[str, float]:
+        """Returns losses of an update, which are divided already, and everything else of a token trained on."""
+        counts = ("padded", "real", "tokens")
+        tokens = self.sums.get("tokens", 1.0)
+        return {
+            name: value / max(self.num_updates if name.startswith("loss/") else tokens, 1.0)
+            for name, value in self.sums.items()
+            if name not in counts
+        }
 
 
 def denominators_of(

@@ -201,8 +201,3 @@ def _with_count(bins: list[list[int]], count: int) -> list[list[int]]:
         bins[widest], extra = members[::2], members[1::2]
         bins.append(extra)
     return bins
-
-
-def update_of_group(group_id: int, num_groups: int, num_updates: int) -> int:
-    """Returns the optimiser update of the step that a group belongs to, from 0: contiguous, equal parts."""
-    return group_id * num_updates // num_groups

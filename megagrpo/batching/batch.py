@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megagrpo.batching.balance import balanced_parts, sample_cost, update_of_group
+from megagrpo.batching.balance import balanced_parts, sample_cost
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, RolloutGroup
+from megagrpo.types import Batch, RolloutGroup, Updates
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class _Row:
 
 
 def build_batch(
-    groups: Sequence[RolloutGroup], num_groups: int, num_updates: int, mesh: Mesh, attention_length: int | None = None
+    groups: Sequence[RolloutGroup], updates: Updates, mesh: Mesh, attention_length: int | None = None
 ) -> Batch:
     """Collective over data-parallel ranks. Takes the groups that a rank sampled; returns its share of all samples.
 
-    num_groups: of the step, over all ranks. num_updates: optimiser updates of the step; the samples of each are
-    balanced by themselves, by `sample_cost`, so that every update is balanced. attention_length: see there. Rows are
-    ordered by sample id.
+    updates: of the step (`plan_updates`). The samples of each update of the first pass are balanced by themselves, by
+    `sample_cost`, so that every one is balanced; later passes, which mix them, find them where they are.
+    attention_length: see there. Rows are ordered by sample id.
     """
     group_size = max((len(g.samples) for g in groups), default=0)
     group_size = max(mesh.gather_dp(group_size))
@@ -42,8 +42,8 @@ def build_batch(
         pair for part in mesh.gather_dp([(r.sample_id, r.group_id, len(r.tokens)) for r in mine]) for pair in part
     )
     owner: dict[int, int] = {}
-    for update in range(num_updates):
-        members = [s for s in sizes if update_of_group(s[1], num_groups, num_updates) == update]
+    for group_ids in map(frozenset, updates[0]):
+        members = [s for s in sizes if s[1] in group_ids]
         costs = [sample_cost(length, attention_length) for _, _, length in members]
         for rank, part in enumerate(balanced_parts(costs, mesh.dp_size)):
             owner.update((members[i][0], rank) for i in part)
@@ -51,7 +51,7 @@ def build_batch(
     received = [row for part in mesh.exchange_dp(outgoing) for row in part]
     has_greedy = any(g.greedy_outcome is not None for g in groups)
     has_greedy = any(mesh.gather_dp(has_greedy))
-    return _to_tensors(sorted(received, key=lambda r: r.sample_id), num_groups, has_greedy).to(mesh.device)
+    return _to_tensors(sorted(received, key=lambda r: r.sample_id), updates, has_greedy).to(mesh.device)
 
 
 def _rows(group: RolloutGroup, group_size: int) -> list[_Row]:
@@ -74,7 +74,7 @@ def _rows(group: RolloutGroup, group_size: int) -> list[_Row]:
     ]
 
 
-def _to_tensors(rows: Sequence[_Row], num_groups: int, has_greedy: bool) -> Batch:
+def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool) -> Batch:
     n, width = len(rows), max((len(r.tokens) for r in rows), default=1)
     tokens = torch.zeros(n, width, dtype=torch.int64)
     mask, logprobs = torch.zeros(n, width), torch.zeros(n, width)
@@ -86,7 +86,7 @@ def _to_tensors(rows: Sequence[_Row], num_groups: int, has_greedy: bool) -> Batc
     return Batch(
         sample_ids=torch.tensor([r.sample_id for r in rows], dtype=torch.int64),
         group_ids=torch.tensor([r.group_id for r in rows], dtype=torch.int64),
-        num_groups=num_groups,
+        num_groups=sum(map(len, updates[0])),
         tokens=tokens,
         lengths=torch.tensor([len(r.tokens) for r in rows], dtype=torch.int64),
         prompt_lengths=torch.tensor([r.prompt_length for r in rows], dtype=torch.int64),
@@ -96,6 +96,7 @@ def _to_tensors(rows: Sequence[_Row], num_groups: int, has_greedy: bool) -> Batc
         valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
         truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
         greedy_rewards=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64) if has_greedy else None,
+        updates=updates,
     )
 
 

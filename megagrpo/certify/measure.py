@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megagrpo import environment
 from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
-from megagrpo.actor.step import backward, denominators_of, token_logprobs, with_logprobs
+from megagrpo.actor.step import backward, denominators_of, token_logprobs, update, with_logprobs
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
+from megagrpo.batching.updates import plan_updates
 from megagrpo.certify.cases import REFERENCE, Case
 from megagrpo.certify.faults import planted
 from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, NUM_GROUPS, longest, make_groups, near
@@ -134,18 +135,20 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
         return _compare(config, actor, weights, groups, reference, readable_gradients=not case.distributed)
 
 
-def _placed(actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
-    return build_batch(groups[actor.mesh.dp_rank :: actor.mesh.dp_size], NUM_GROUPS, 1, actor.mesh)
+def _placed(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
+    train = config.train.model_copy(update={"num_prompts_per_step": NUM_GROUPS})
+    updates = plan_updates(train, config.seed, step=0)
+    return build_batch(groups[actor.mesh.dp_rank :: actor.mesh.dp_size], updates, actor.mesh)
 
 
-def _backward(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup], base: Tensor) -> float:
-    """Collective. Computes the gradients of the experiment's loss; returns the loss.
+def _prepared(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup], base: Tensor) -> Batch:
+    """Collective. Returns this rank's share with all that the experiment's loss needs.
 
     base: [samples, S] log-probabilities of the one-rank model. Those of the rollout and of the old policy are noise
     around it, far enough for clips to act; the reference's are computed.
     """
     algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
-    batch = _placed(actor, groups)
+    batch = _placed(config, actor, groups)
     everyone = [old := near(base, 0.15, seed=7), near(old, 0.02, seed=8)]
     old, rollout = (
         t[batch.sample_ids.cpu(), : batch.tokens.shape[1]].to(mesh.device) * batch.loss_mask for t in everyone
@@ -154,21 +157,36 @@ def _backward(config: ExperimentConfig, actor: MegatronActor, groups: list[Rollo
     batch = with_logprobs(
         actor, batch, temperature, old=False, reference=algorithm.kl.estimator if algorithm.uses_reference else None
     )
-    batch = with_advantages(batch, algorithm, mesh.reduce, AlgoState(), longest(config))[0]
-    rows = range(len(batch.tokens))
+    return with_advantages(batch, algorithm, mesh.reduce, AlgoState(), longest(config))[0]
+
+
+def _backward(config: ExperimentConfig, actor: MegatronActor, batch: Batch) -> float:
+    """Collective. Computes the gradients of the experiment's loss over all samples; returns the loss."""
+    rows, algorithm = range(len(batch.tokens)), config.algorithm
     denominators = denominators_of(actor, batch, rows, algorithm, longest(config))
-    return backward(actor, batch, rows, algorithm, temperature, denominators)["loss/total"]
+    return backward(actor, batch, rows, algorithm, config.sampling.temperature, denominators)["loss/total"]
+
+
+def _take_passes(config: ExperimentConfig, actor: MegatronActor, batch: Batch) -> None:
+    """Collective. Makes the step's own updates where it passes over its samples several times.
+
+    With one pass they are updates like the one that was measured.
+    """
+    if config.train.num_epochs_per_step > 1:
+        update(actor, batch, config.algorithm, config.sampling.temperature, longest(config))
 
 
 def _reference(
     config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], file: Path
 ) -> dict:
-    batch = _placed(actor, groups)
+    batch = _placed(config, actor, groups)
     base = torch.zeros(len(batch.tokens), MAX_PROMPT + MAX_RESPONSE)
     base[:, : batch.tokens.shape[1]] = token_logprobs(actor, batch, config.sampling.temperature).cpu()
-    loss = _backward(config, actor, groups, base)
+    batch = _prepared(config, actor, groups, base)
+    loss = _backward(config, actor, batch)
     gradients = whole(weights, actor.gradients(), actor.mesh)
     norm = actor.optimizer_step()["optim/grad_norm"]
+    _take_passes(config, actor, batch)
     moved = whole(weights, actor.parameters(), actor.mesh)
     torch.save({"base": base, "loss": loss, "norm": norm, "gradients": gradients, "weights": moved}, file)
     none = dict.fromkeys(gradients, 0.0)
@@ -187,9 +205,11 @@ def _compare(
 
     The distributed optimizer leaves each rank its shard of the summed gradient: then updated weights speak for them.
     """
-    loss = _backward(config, actor, groups, reference["base"])
+    batch = _prepared(config, actor, groups, reference["base"])
+    loss = _backward(config, actor, batch)
     gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh) if readable_gradients else {}
     norm = actor.optimizer_step()["optim/grad_norm"]
+    _take_passes(config, actor, batch)
     tokens = (
         MAX_RESPONSE if config.algorithm.aggregation == "seq-mean-token-sum" else 1
     )  # a sum of as many terms rounds more

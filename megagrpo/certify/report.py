@@ -43,7 +43,7 @@ def write_certificate(
         "Same batch, same weights, float32, against one rank (padded, one micro-batch). "
         f"Bounds: loss {LOSS_BOUND:g}, per parameter",
         f"max|g - g1| / max|g1| {GRADIENT_BOUND:g}, gradient norm {NORM_BOUND:g} of it, "
-        f"weights after one update {WEIGHT_BOUND:g}",
+        f"weights after the updates {WEIGHT_BOUND:g}",
         "of the largest.",
         "",
         "| layout | variant | loss | loss error | gradient norm | worst gradient | weights | |",

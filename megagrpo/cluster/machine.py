@@ -132,4 +132,4 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
 
 
 def _inputs(config: ExperimentConfig) -> list[str]:
-    return [config.model.path, config.data.path, *([config.eval.data.path] if config.eval else [])]
+    return [config.model.path, *config.data.paths, *(config.eval.data.paths if config.eval else [])]

@@ -17,9 +17,11 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """A file of prompts and answers, one object a row."""
+    """Prompts and answers, one object a row of one file or several."""
 
-    path: str = Field(description="File that ends in .jsonl or .parquet.")
+    path: str | list[str] = Field(
+        description="File that ends in .jsonl or .parquet, or a list of such files, which are read as one."
+    )
     prompt_key: str = Field(
         default="prompt", description="Column with the prompt: a text, or chat messages with `chat_template`."
     )
@@ -46,7 +48,26 @@ class DataConfig(Section):
     shuffle: bool = Field(
         default=True, description="Draw the prompts in a new random order each epoch instead of file order."
     )
-    limit: PositiveInt | None = Field(default=None, description="Use only the first rows, this many; default: all.")
+    limit: PositiveInt | None = Field(
+        default=None, description="Use only the first rows, this many over all files; default: all."
+    )
+
+    @property
+    def paths(self) -> list[str]:
+        """The files, in order."""
+        return [self.path] if isinstance(self.path, str) else self.path
+
+    @property
+    def name(self) -> str:
+        """The files, as messages name them together."""
+        return ", ".join(self.paths)
+
+    @model_validator(mode="after")
+    def _some_files(self) -> Self:
+        twice = sorted({path for path in self.paths if self.paths.count(path) > 1})
+        if not self.paths or twice:
+            raise ValueError(f"path names {twice[0]!r} twice" if twice else "path names no file")
+        return self
 
     @model_validator(mode="after")
     def _one_source_of_special_tokens(self) -> Self:

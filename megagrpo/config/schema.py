@@ -39,14 +39,31 @@ __all__ = [
 ]
 
 
+DEFAULT_STEPS = 100
+
+
 class TrainConfig(Section):
     """How many steps there are, and how large one is."""
 
-    num_steps: PositiveInt = Field(default=100, description="Steps of the run: sample, update, publish.")
+    num_steps: PositiveInt | None = Field(
+        default=None,
+        description=f"Steps of the run: sample, update, publish; default: {DEFAULT_STEPS}, or what `num_epochs` makes.",
+    )
+    num_epochs: PositiveInt | None = Field(
+        default=None,
+        description="Passes over the prompts, instead of `num_steps`: as many steps as take them that often, the last "
+        "one whole.",
+    )
     num_prompts_per_step: PositiveInt = Field(default=64, description="Prompts (groups) of a step.")
     group_size: PositiveInt = Field(default=8, description="Responses to each prompt.")
     num_updates_per_step: PositiveInt = Field(
-        default=1, description="Optimizer updates of a step; its groups are split between them."
+        default=1,
+        description="Optimizer updates of each pass over a step's samples; its groups are split between them.",
+    )
+    num_epochs_per_step: PositiveInt = Field(
+        default=1,
+        description="Passes over a step's samples; each later one splits the groups between its updates anew, at "
+        "random.",
     )
     non_finite: Literal["halt", "skip"] = Field(
         default="halt",
@@ -55,6 +72,26 @@ class TrainConfig(Section):
     max_bad_fraction: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.5, description="Fraction of reward errors and timeouts in a step above which the run stops."
     )
+
+    @property
+    def updates_of_step(self) -> int:
+        """Optimizer updates of a step, in all its passes."""
+        return self.num_epochs_per_step * self.num_updates_per_step
+
+    def steps(self, num_prompts: int) -> int:
+        """Returns the number of steps of a run over a file of `num_prompts` prompts."""
+        if self.num_epochs is not None:
+            return -(-self.num_epochs * num_prompts // self.num_prompts_per_step)
+        return self.num_steps or DEFAULT_STEPS
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.num_epochs is not None and self.num_steps is not None:
+            raise ValueError(
+                f"num_steps {self.num_steps} and num_epochs {self.num_epochs} both say how long the run is; set one to"
+                " null"
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -134,11 +171,16 @@ class ExperimentConfig(Section):
             )
         kl, parallel = self.algorithm.kl, self.actor.parallel
         full = kl.estimator == "full" and self.algorithm.uses_reference
-        if full and parallel.cp > 1 and train.num_updates_per_step > 1 and not self.actor.packing:
+        if full and parallel.cp > 1 and train.updates_of_step > 1 and not self.actor.packing:
             raise ValueError(
-                f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {train.num_updates_per_step} updates"
+                f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {train.updates_of_step} updates"
                 " a step need actor.packing: true; padded, the reference's positions would lie on other ranks than the"
                 " actor's"
+            )
+        if train.num_epochs is not None and self.algorithm.dynamic_sampling is not None:
+            raise ValueError(
+                "train.num_epochs with algorithm.dynamic_sampling: a step then takes as many prompts as it must, so "
+                "that passes over them do not say how many steps there are; give train.num_steps"
             )
         self.algorithm.check_group_size(train.group_size)
         self.algorithm.check_responses(train.num_prompts_per_step * train.group_size)

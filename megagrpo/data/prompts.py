@@ -76,48 +76,59 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
 
 
 def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptSet:
-    """Reads, renders and tokenises data.path; Prompt.id is the line's number in the file, from 0.
+    """Reads, renders and tokenises the rows of data.path; Prompt.id is the row's.
 
     Raises ValueError, with file and line, for a missing file, a broken line, a missing key, a value of the wrong type
     and an empty prompt, and when no prompt is short enough.
     """
-    path, rows = Path(data.path), read_rows(data)
-    texts = [_render(data, tokenizer, row[data.prompt_key], where(path, i)) for i, row in rows]
+    rows = read_rows(data)
+    texts = [_render(data, tokenizer, row.values[data.prompt_key], row.place) for row in rows]
     token_ids = _tokenize(data, tokenizer, texts)
     prompts = []
-    for (row_id, row), text, ids in zip(rows, texts, token_ids, strict=True):
+    for row, text, ids in zip(rows, texts, token_ids, strict=True):
         if not ids:
-            raise ValueError(f"{where(path, row_id)}: the prompt {text!r} has no tokens")
+            raise ValueError(f"{row.place}: the prompt {text!r} has no tokens")
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-            raise ValueError(f"{where(path, row_id)}: the tokenizer does not know every character of {text!r:.80}")
-        grader = None if data.grader_key is None else str(row[data.grader_key])
-        answer = str(row[data.answer_key])
-        prompts.append(Prompt(id=row_id, text=text, token_ids=tuple(ids), answer=answer, grader=grader))
+            raise ValueError(f"{row.place}: the tokenizer does not know every character of {text!r:.80}")
+        grader = None if data.grader_key is None else str(row.values[data.grader_key])
+        answer = str(row.values[data.answer_key])
+        prompts.append(Prompt(row.id, text, tuple(ids), answer, grader, row.place))
     kept = tuple(p for p in prompts if len(p.token_ids) <= data.max_prompt_tokens)
     if not kept:
         shortest = f"; the shortest has {min(len(p.token_ids) for p in prompts)} tokens" if prompts else " in the file"
         raise ValueError(
-            f"{path}: no prompt of at most {data.max_prompt_tokens} tokens (data.max_prompt_tokens){shortest}"
+            f"{data.name}: no prompt of at most {data.max_prompt_tokens} tokens (data.max_prompt_tokens){shortest}"
         )
     return PromptSet(kept, len(prompts) - len(kept), data.shuffle)
 
 
-def read_rows(data: DataConfig) -> list[tuple[int, dict[str, Any]]]:
-    """Returns (number from 0, object) of each line in use.
+@dataclass(frozen=True)
+class Row:
+    """Holds one row of data.path as its file has it."""
+
+    id: int  # lines before it, those of earlier files included
+    place: str  # file:line; lines count from 1, as in editors
+    values: dict[str, Any]
+
+
+def read_rows(data: DataConfig) -> list[Row]:
+    """Returns the rows in use.
 
     Raises ValueError for all that `load_prompts` can refuse without a tokenizer.
     """
-    path = Path(data.path)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file (data.path)")
-    rows: list[tuple[int, dict[str, Any]]] = []
-    for i, row in _rows(path):
-        if data.limit is not None and len(rows) == data.limit:
-            break
-        _field(row, data.prompt_key, where(path, i))
-        for key in (data.answer_key, *([data.grader_key] if data.grader_key else [])):
-            _text(_field(row, key, where(path, i)), key, where(path, i))
-        rows.append((i, row))
+    rows: list[Row] = []
+    for path in map(Path, data.paths):
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file (data.path)")
+        first = rows[-1].id + 1 if rows else 0
+        for i, values in _rows(path):
+            if data.limit is not None and len(rows) == data.limit:
+                return rows
+            place = _where(path, i)
+            _field(values, data.prompt_key, place)
+            for key in (data.answer_key, *([data.grader_key] if data.grader_key else [])):
+                _text(_field(values, key, place), key, place)
+            rows.append(Row(first + i, place, values))
     return rows
 
 
@@ -127,11 +138,10 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
         return ""
     total = prompts.num_too_long + len(prompts)
     limit = f"{data.max_prompt_tokens} tokens (max_prompt_tokens)"
-    return f"{data.path}: {prompts.num_too_long} of {total} prompts dropped, longer than {limit}"
+    return f"{data.name}: {prompts.num_too_long} of {total} prompts dropped, longer than {limit}"
 
 
-def where(path: Path, row: int) -> str:
-    """Names a row of a data file in messages: lines count from 1, as in editors."""
+def _where(path: Path, row: int) -> str:
     return f"{path}:{row + 1}"
 
 
@@ -152,13 +162,13 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 row = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError as exc:
-                raise ValueError(f"{where(path, i)}: not UTF-8: {exc}") from exc
+                raise ValueError(f"{_where(path, i)}: not UTF-8: {exc}") from exc
             except json.JSONDecodeError as exc:
                 raise ValueError(
-                    f"{where(path, i)}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}"
+                    f"{_where(path, i)}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}"
                 ) from exc
             if not isinstance(row, dict):
-                raise ValueError(f'{where(path, i)}: should be an object like {{"prompt": ...}}, is {line[:60]!r}')
+                raise ValueError(f'{_where(path, i)}: should be an object like {{"prompt": ...}}, is {line[:60]!r}')
             yield i, row
 
 

@@ -5,9 +5,9 @@ import random
 import torch
 import torch.distributed as dist
 
-from megagrpo.batching.balance import update_of_group
 from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.batching.microbatch import plan_micro_batches
+from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
@@ -49,7 +49,7 @@ def run_rank(rank: int, folder) -> list[dict]:
             places = [chance.randrange(WORLD) for _ in groups]
             mine = [group for group, place in zip(groups, places, strict=True) if place == rank]
             chance.shuffle(groups)
-            batch = build_batch(mine, len(groups), num_updates, mesh)
+            batch = build_batch(mine, one_pass(len(groups), num_updates), mesh)
             shuffled = shuffle_rewards(batch, 1, number, mesh)
             kept.append((batch, shuffled.rewards.tolist()))
         (batch, rewards), (again, rewards_again) = kept
@@ -60,12 +60,8 @@ def run_rank(rank: int, folder) -> list[dict]:
         )
         packed, layout = chance.random() < 0.5, ParallelConfig(pp=chance.choice([1, 2]))
         shapes = []
-        for update in range(num_updates):
-            rows = [
-                r
-                for r, g in enumerate(batch.group_ids.tolist())
-                if update_of_group(g, batch.num_groups, num_updates) == update
-            ]
+        for update in batch.updates[0]:
+            rows = [r for r, g in enumerate(batch.group_ids.tolist()) if g in update]
             micros = plan_micro_batches(batch, rows, chance.randint(20, 80), packed, layout, mesh)
             assert sorted(r for m in micros for r in m.members.tolist()) == rows
             shapes.append([tuple(m.tokens.shape) for m in micros])

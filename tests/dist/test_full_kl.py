@@ -12,6 +12,7 @@ import torch
 
 from megagrpo.actor.step import backward, denominators_of, hidden_states, update, with_logprobs
 from megagrpo.batching.batch import build_batch
+from megagrpo.batching.updates import one_pass
 from megagrpo.certify.measure import joined
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, TinyModelConfig
@@ -69,7 +70,7 @@ def batch_of(actor):
         masks = [None, (1, 1, 1, 0, 0, 0, 1, 1, 1)]
         samples = [Sample(i, ids, (-1.0,) * len(ids), "stop", 0, "", masks[i]) for i, ids in enumerate(responses)]
         groups.append(RolloutGroup(g, Prompt(g, "", (1, 5, 6), ""), tuple(samples), (Outcome("score"),) * 2))
-    batch = build_batch(groups, 3, 1, actor.mesh)
+    batch = build_batch(groups, one_pass(3, num_updates=3), actor.mesh)
     return type(batch)(**{**vars(batch), "advantages": torch.zeros_like(batch.loss_mask)})
 
 
@@ -119,5 +120,5 @@ def test_updates_pull_the_model_back_to_the_reference(actor):
     found = []
     for _ in range(8):
         batch = with_logprobs(actor, batch_of(actor), TEMPERATURE, old=True, reference="full")
-        found.append(update(actor, batch, FULL, TEMPERATURE, 9, num_updates=3)["policy/kl_reference"])
+        found.append(update(actor, batch, FULL, TEMPERATURE, 9)["policy/kl_reference"])
     assert found[-1] < 0.7 * found[0]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.updates import one_pass
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 from tests.dist.workers.launch import POOL
@@ -31,7 +32,7 @@ def groups() -> list[RolloutGroup]:
 def shuffled(mesh: Mesh, seed: int = 1, step: int = 3) -> dict[int, tuple[float, bool]]:
     """(reward, valid) by sample id after the shuffle, of this rank."""
     mine = groups()[mesh.dp_rank :: mesh.dp_size]
-    batch = shuffle_rewards(build_batch(mine, NUM_GROUPS, 1, mesh), seed, step, mesh)
+    batch = shuffle_rewards(build_batch(mine, one_pass(NUM_GROUPS), mesh), seed, step, mesh)
     return dict(
         zip(batch.sample_ids.tolist(), zip(batch.rewards.tolist(), batch.valid.tolist(), strict=True), strict=True)
     )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.batching.microbatch import plan_micro_batches, targets
+from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
@@ -46,13 +47,13 @@ def groups_of(shapes: list[tuple[int, list[int]]], masks: bool = False) -> list[
 
 
 def batch_of(shapes: list[tuple[int, list[int]]], **options) -> Batch:
-    return build_batch(groups_of(shapes, **options), len(shapes), 1, ALONE)
+    return build_batch(groups_of(shapes, **options), one_pass(len(shapes)), ALONE)
 
 
 @given(SHAPES, st.booleans(), st.randoms(use_true_random=False))
 def test_a_batch_holds_what_was_sampled_in_any_order_of_arrival(shapes, masks: bool, chance: random.Random):
     groups = groups_of(shapes, masks)
-    batch = build_batch(groups, len(groups), 1, ALONE)
+    batch = build_batch(groups, one_pass(len(groups)), ALONE)
     group_size = max(len(g.samples) for g in groups)
     row = 0
     for group in groups:
@@ -77,7 +78,7 @@ def test_a_batch_holds_what_was_sampled_in_any_order_of_arrival(shapes, masks: b
     assert row == len(batch.tokens)
     shuffled = list(groups)
     chance.shuffle(shuffled)
-    assert same(build_batch(shuffled, len(groups), 1, ALONE), batch)
+    assert same(build_batch(shuffled, one_pass(len(groups)), ALONE), batch)
 
 
 def same(a: Batch, b: Batch) -> bool:
@@ -89,7 +90,7 @@ def test_greedy_rewards_are_kept_where_there_are_any():
     groups = groups_of([(2, [3, 3]), (2, [3, 3])])
     groups[0] = replace(groups[0], greedy=Sample(0, (1,), (0.0,), "stop", 0, ""), greedy_outcome=Outcome("score", 0.25))
     groups[1] = replace(groups[1], greedy=Sample(0, (1,), (0.0,), "stop", 0, ""), greedy_outcome=Outcome("error"))
-    batch = build_batch(groups, 2, 1, ALONE)
+    batch = build_batch(groups, one_pass(2), ALONE)
     assert batch.greedy_rewards[:2].tolist() == [0.25, 0.25]
     assert not batch.valid[2:].any(), "without the greedy response there is no advantage"
 

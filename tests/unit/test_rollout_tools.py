@@ -9,6 +9,7 @@ from fake_service import FakeService, running
 
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
+from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig, ToolConfig
 from megagrpo.mesh import LeaderError, make_mesh
@@ -171,7 +172,7 @@ def test_masked_tokens_reach_neither_the_statistics_nor_the_loss_and_credit_pass
                 mask = tuple(m for part, m in parts for _ in part)
                 samples.append(Sample(i, tokens, tuple(-0.5 * m for m in mask), "stop", 0, "", mask))
             outcomes = (Outcome("score", 1.0), Outcome("score", 1.0), Outcome("score", 0.0))
-            batch = build_batch([RolloutGroup(0, PROMPT, tuple(samples), outcomes)], 1, 1, MESH)
+            batch = build_batch([RolloutGroup(0, PROMPT, tuple(samples), outcomes)], one_pass(1), MESH)
             batch = with_advantages(batch, algorithm, MESH.reduce, AlgoState(), 32)[0]
             places = batch.loss_mask > 0
             assert (

@@ -15,7 +15,7 @@ import torch
 
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
-from megagrpo.batching.balance import update_of_group
+from megagrpo.batching.updates import one_pass
 from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.dump import read_dump
@@ -25,6 +25,7 @@ from megagrpo.run_folder import RunFolder
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of
+from tests.dist.workers.samples import NUM_SAMPLES
 
 NUM_UPDATES, BAD_SAMPLE, WEIGHT_VERSION = 2, 1, 4
 
@@ -56,8 +57,8 @@ def job_of(job: dict, folder: Path, number: int) -> dict:
     ) as actor:
         load_initial_weights(actor, job["model"])
         initial = weights(actor)
-        batch = batch_of(actor.mesh)
-        values = step.update(actor, with_infinity(batch), RICH, 1.0, 32, NUM_UPDATES)
+        batch = replace(batch_of(actor.mesh), updates=one_pass(NUM_SAMPLES, NUM_UPDATES))
+        values = step.update(actor, with_infinity(batch), RICH, 1.0, 32)
         with_bad = weights(actor)
         skipped = inspect(actor, job, "skip", with_infinity(batch), values)
         halted = inspect(actor, job, "halt", with_infinity(batch), values)
@@ -65,11 +66,11 @@ def job_of(job: dict, folder: Path, number: int) -> dict:
 
         reload(actor, initial)
         dump = read_dump(Path(job["run"]) / "dumps" / f"step_{WEIGHT_VERSION + 1:06d}")
-        again = step.update(actor, dump.batch(actor.mesh), dump.algorithm, 1.0, 32, NUM_UPDATES)
+        again = step.update(actor, dump.batch(actor.mesh), dump.algorithm, 1.0, 32)
         replayed = weights(actor)
 
         reload(actor, initial)
-        good = step.update(actor, without_first_update(batch), RICH, 1.0, 32, NUM_UPDATES)
+        good = step.update(actor, without_first_update(batch), RICH, 1.0, 32)
         without_bad = weights(actor)
         result = {
             "non_finite": values["optim/non_finite_updates"],
@@ -93,8 +94,8 @@ def with_infinity(batch: Batch) -> Batch:
 
 
 def without_first_update(batch: Batch) -> Batch:
-    first = torch.tensor([update_of_group(g, batch.num_groups, NUM_UPDATES) == 0 for g in batch.group_ids.tolist()])
-    assert update_of_group(BAD_SAMPLE, batch.num_groups, NUM_UPDATES) == 0
+    first = torch.tensor([group in batch.updates[0][0] for group in batch.group_ids.tolist()])
+    assert BAD_SAMPLE in batch.updates[0][0]
     return replace(batch, loss_mask=batch.loss_mask * ~first[:, None])
 
 
@@ -103,7 +104,7 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
     sections = {"name": "t", "output_dir": job["run"], "model": {"path": job["model"]}, "data": {"path": "d"}}
     config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
     state = TrainState(step=WEIGHT_VERSION)
-    rest = dict.fromkeys(
+    rest = {"num_steps": 9} | dict.fromkeys(
         ("prompts", "eval_prompts", "rollouts", "exchange", "checkpointer", "stop_request", "watchdog")
     )
     run = Run(config=config, folder=RunFolder(Path(job["run"])), actor=actor, **rest, state=state)
