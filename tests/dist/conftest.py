@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.figures import LayoutFigures
-from tests.dist.workers.launch import POOL, run_hf_reference
+from tests.dist.workers.launch import POOL, run_transformers
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,7 +19,7 @@ def ranks() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def hf_models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf_models")
-    run_hf_reference(folder)
+    run_transformers(folder)
     return folder
 
 

@@ -40,6 +40,8 @@ ALGORITHMS = {
     "remax, cispo": {"advantage": {"name": "remax"}, "loss": {"name": "cispo"}, "aggregation": "seq-mean-token-sum"},
 }
 FIRST = next(iter(ALGORITHMS))
+# two passes of two updates each, after the update whose gradients are compared
+SETTINGS = {"gspo, token TIS, rejection": ["train.num_epochs_per_step=2", "train.num_updates_per_step=2"]}
 # fault -> a layout that it spoils
 SPOILED = {
     "experts-not-reduced-over-tp": "TP2+SP",
@@ -64,18 +66,18 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     make_models(places[FIRST], config, ParallelConfig(), 0)
     for place in list(places.values())[1:]:
         shutil.copytree(places[FIRST], place)
-    base = {"config": str(CONFIG), "case": asdict(REFERENCE)}
     run_ranks(
         1,
         root / "one",
-        [{**base, "folder": str(places[n]), "algorithm": a} for n, a in ALGORITHMS.items()],
+        [job(places, name, asdict(REFERENCE)) for name in ALGORITHMS],
         "certify_ranks.py",
     )
     return places
 
 
 def job(folders: dict[str, Path], name: str, what: dict) -> dict:
-    return {"config": str(CONFIG), "folder": str(folders[name]), "algorithm": ALGORITHMS[name], "case": what}
+    more = {"algorithm": ALGORITHMS[name], "settings": SETTINGS.get(name, [])}
+    return {"config": str(CONFIG), "folder": str(folders[name]), "case": what, **more}
 
 
 def test_every_fault_is_found_and_nothing_else(folders: dict[str, Path]):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megagrpo.batching.batch import build_batch, shuffle_rewards
 from megagrpo.batching.microbatch import plan_micro_batches, targets
-from megagrpo.batching.updates import one_pass
-from megagrpo.config.schema import ParallelConfig
+from megagrpo.batching.updates import one_pass, plan_updates
+from megagrpo.config.schema import ParallelConfig, TrainConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, MicroBatch, Outcome, Prompt, RolloutGroup, Sample
 
@@ -84,6 +84,17 @@ def test_a_batch_holds_what_was_sampled_in_any_order_of_arrival(shapes, masks: b
 def same(a: Batch, b: Batch) -> bool:
     pairs = [(value, getattr(b, name)) for name, value in vars(a).items()]
     return all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in pairs)
+
+
+def test_every_pass_takes_every_group_once_and_the_first_takes_them_in_order():
+    train = TrainConfig(num_prompts_per_step=12, num_updates_per_step=3, num_epochs_per_step=4)
+    updates = plan_updates(train, 0, 7)
+    assert updates[0] == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)) == one_pass(12, 3)[0]
+    assert all(sorted(g for part in parts for g in part) == list(range(12)) for parts in updates)
+    assert all(len(part) == 4 for parts in updates for part in parts)
+    others = [plan_updates(train, seed, step)[1:] for seed, step in ((0, 7), (1, 7), (0, 8))]
+    drawn = {parts for passes in others for parts in passes}
+    assert len(drawn) == 9 and plan_updates(train, 0, 7) == updates, "each of its own, and always the same"
 
 
 def test_greedy_rewards_are_kept_where_there_are_any():

@@ -183,6 +183,21 @@ def test_explain_says_what_a_step_is(tmp_path, monkeypatch):
     assert sum(line.split()[:1] == [str(rank)] for rank in range(8) for line in text.splitlines()) == 8
 
 
+def test_explain_counts_the_steps_of_epochs_and_the_updates_of_passes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("a.jsonl", 20), ("b.jsonl", 13)):
+        Path(name).write_text('{"prompt": "1+1=", "answer": 2}\n' * count)
+    train = "train={num_epochs: 2, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
+    settings = [train, "train.num_epochs_per_step=3", "data.path=[a.jsonl, b.jsonl]"]
+    text = explain(load_config(QUICKSTART, settings))
+    assert "quickstart: 6 steps into" in text, "66 prompts, 12 a step"
+    assert "passes     3 over these samples, so 6 updates" in text
+    assert "the run    36 optimiser updates, 288 samples" in text and "no problems found" in text
+    Path("b.jsonl").unlink()
+    text = explain(load_config(QUICKSTART, settings))
+    assert "data.path: b.jsonl does not exist" in text and "its length is known when the prompts are there" in text
+
+
 def test_check_starts_nothing_and_loads_no_torch(tmp_path):
     code = f"""
 import json, sys

@@ -203,6 +203,14 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
             "train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n",
             "9 is not a multiple of train.num_updates_per_step 2",
         ),
+        (
+            "train: {num_steps: 9, num_epochs: 2}\n",
+            "e.yaml:5: train: num_steps 9 and num_epochs 2 both say how long the run is; set one to null",
+        ),
+        (
+            "train: {num_epochs: 2}\nalgorithm: {dynamic_sampling: {metric: reward}}\n",
+            "train.num_epochs with algorithm.dynamic_sampling: a step then takes as many prompts as it must",
+        ),
     ],
 )
 def test_one_bad_line(tmp_path, more, said):

@@ -25,7 +25,7 @@ def main(folder: Path) -> None:
             "model": ModelConfig(path=str(place / "model")),
             "algorithm": AlgorithmConfig.model_validate(job["algorithm"]),
         }
-        config = load_config(job["config"], []).model_copy(update=changes)
+        config = load_config(job["config"], job.get("settings", [])).model_copy(update=changes)
         print("job", number, job, flush=True)
         store = folder / f"store{number}"
         results.append(measure(config, Case(**job["case"]), folder=place, store=store, device=DEVICE))

@@ -42,9 +42,10 @@ def _launch(world: int, folder: Path, script: str, device: str) -> None:
     _run([WORKERS / script, folder], folder / "ranks.log", [], device, ranks)
 
 
-def run_hf_reference(folder: Path) -> None:
+def run_transformers(folder: Path, script: str = "hf_reference.py") -> None:
+    """Run a script on transformers' models, which the trainer's shims keep out of this process."""
     folder.mkdir(parents=True, exist_ok=True)
-    _run([WORKERS / "hf_reference.py", folder], folder / "hf.log", [str(SHIMS)], "cpu", [{}])
+    _run([WORKERS / script, folder], folder / "hf.log", [str(SHIMS)], "cpu", [{}])
 
 
 def _run(words: list[Path], log: Path, python_path: list[str], device: str, ranks: list[dict[str, str]]) -> None:

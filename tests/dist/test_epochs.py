@@ -1,0 +1,110 @@
+"""Several passes over a step's samples, against a loop written by hand on transformers' model with torch's AdamW.
+
+Layouts: tests/dist/test_certify.py has an experiment of two passes.
+"""
+
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megagrpo.actor import step
+from megagrpo.actor.step import token_logprobs, update
+from megagrpo.batching.batch import build_batch
+from megagrpo.batching.updates import plan_updates
+from megagrpo.certify.measure import joined, whole
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, TinyModelConfig, TrainConfig
+from megagrpo.tiny.model import make_tiny_model
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.weights.actor_weights import load_initial_weights
+from tests.dist.workers.launch import run_transformers
+
+TRAIN = TrainConfig(num_prompts_per_step=6, group_size=2, num_updates_per_step=2, num_epochs_per_step=2)
+CLIP = 0.02  # narrow: from the second update on it acts
+ALGORITHM = AlgorithmConfig.model_validate(
+    {"loss": {"name": "ppo_clip", "clip_ratio_low": CLIP, "clip_ratio_high": CLIP}}
+)
+LR, EPS, TEMPERATURE, MAX_RESPONSE = 2e-3, 1e-3, 0.8, 9
+SEED, STEP = 5, 3
+SMALL = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "ffn_size": 48}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What `update` did, by the actor: metrics, gradients of each update, weights after the last."""
+    root = tmp_path_factory.mktemp("epochs")
+    model = str(root / "model")
+    make_tiny_model(TinyModelConfig(path=model, family="qwen3", **SMALL), 0)
+    config = ActorConfig(logprob_chunk_tokens=7, micro_batch_tokens=24)
+    optimizer = OptimizerConfig(lr=LR, adam_eps=EPS, clip_grad=0.0, distributed=False)
+    with joined(root / "store", config=config, optimizer=optimizer, model_path=model, device=DEVICE) as actor:
+        weights = load_initial_weights(actor, model)
+        batch = batch_of(actor)
+        gradients, one = [], step.backward
+
+        def noting(actor, *args):
+            sums = one(actor, *args)
+            gradients.append(whole(weights, actor.gradients(), actor.mesh))
+            return sums
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step, "backward", noting)
+            values = update(actor, batch, ALGORITHM, TEMPERATURE, MAX_RESPONSE)
+        weights_after = whole(weights, actor.parameters(), actor.mesh)
+    return model, batch, values, gradients, weights_after
+
+
+def batch_of(actor):
+    generator = torch.Generator().manual_seed(3)
+    groups = []
+    for g in range(TRAIN.num_prompts_per_step):
+        answers = [tuple(torch.randint(3, 20, (3 + (g + i) % 6,), generator=generator).tolist()) for i in range(2)]
+        samples = [Sample(i, ids, (-1.0,) * len(ids), "stop", 0, "") for i, ids in enumerate(answers)]
+        groups.append(RolloutGroup(g, Prompt(g, "", (1, 5, 6), ""), tuple(samples), (Outcome("score"),) * 2))
+    batch = build_batch(groups, plan_updates(TRAIN, SEED, STEP), actor.mesh)
+    advantages = torch.randn(len(batch.tokens), 1, generator=generator) * batch.loss_mask
+    return replace(batch, advantages=advantages, old_logprobs=token_logprobs(actor, batch, TEMPERATURE))
+
+
+def test_two_passes_of_two_updates_equal_a_loop_written_by_hand(made, tmp_path):
+    model, batch, values, gradients, weights = made
+    given = {"model": model, "clip": CLIP, "temperature": TEMPERATURE, "lr": LR, "eps": EPS, "batch": vars(batch)}
+    torch.save(given, tmp_path / "batch.pt")
+    run_transformers(tmp_path, "epochs_by_hand.py")
+    expected = torch.load(tmp_path / "by_hand.pt")
+    assert len(gradients) == 4 == len(expected["gradients"])
+    for number, right in enumerate(expected["gradients"]):
+        for name, gradient in right.items():
+            error = float((gradients[number][name] - gradient).abs().max() / gradient.abs().max())
+            assert error < 2e-5, (number, name, error)
+    for name, parameter in expected["weights"].items():
+        torch.testing.assert_close(weights[name], parameter, rtol=0, atol=1e-6)
+    losses, fractions = expected["losses"], expected["fractions"]
+    assert fractions[0] == 0 < min(fractions[1:])
+    assert values["loss/total"] == pytest.approx(sum(losses) / 4, rel=1e-4)
+    for number in (1, 2):
+        of_pass = losses[2 * number - 2 : 2 * number]
+        assert values[f"loss/total_pass_{number}"] == pytest.approx(sum(of_pass) / 2, rel=1e-4)
+    assert 0 < clip_fraction(values, 1) < clip_fraction(values, 2)
+
+
+def clip_fraction(values: dict[str, float], number: int) -> float:
+    return sum(values[f"policy/clip_fraction_{end}_pass_{number}"] for end in ("low", "high"))
+
+
+def test_nothing_is_clipped_in_the_very_first_update(made):
+    """With one update a pass, the first pass is that update."""
+    model, batch, *_ = made
+    optimizer = OptimizerConfig(lr=LR, adam_eps=EPS, clip_grad=0.0, distributed=False)
+    train = TRAIN.model_copy(update={"num_updates_per_step": 1})
+    store = f"{model}_store"
+    with joined(store, config=ActorConfig(), optimizer=optimizer, model_path=model, device=DEVICE) as actor:
+        load_initial_weights(actor, model)
+        batch = replace(batch_of(actor), updates=plan_updates(train, SEED, STEP))
+        values = update(actor, batch, ALGORITHM, TEMPERATURE, MAX_RESPONSE)
+    assert clip_fraction(values, 1) == 0 < clip_fraction(values, 2)
