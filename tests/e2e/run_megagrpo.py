@@ -27,7 +27,12 @@ REPEATED = (
     "mismatch/logprob_abs_mean",
 )
 # What write_experiment is told for the session's undisturbed run and for those that are compared with it.
-LONG_RUN = {"train": {"num_steps": 10}, "rollout": {"deterministic": True}, "checkpoint": {"every": 1, "keep": 20}}
+# two passes of two updates a step: what resumes is the order of groups in the second, too
+LONG_RUN = {
+    "train": {"num_steps": 10, "num_updates_per_step": 2, "num_epochs_per_step": 2},
+    "rollout": {"deterministic": True},
+    "checkpoint": {"every": 1, "keep": 20},
+}
 _TORCHVISION_HOOK = str(Path(__file__).parents[2] / "megagrpo" / "rollout" / "cpu")  # see its sitecustomize
 
 GRADERS = '''
