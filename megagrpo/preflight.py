@@ -135,7 +135,7 @@ def _wandb_problems(config: ExperimentConfig) -> list[str]:
     spec = find_spec("wandb")  # without an origin it is a folder of that name where Python was started
     if wandb is None or wandb.mode == "disabled" or (spec is not None and spec.origin is not None):
         return []
-    return ["log.wandb: the package wandb is not installed; `pip install 'megagrpo[wandb]'`, or remove log.wandb"]
+    return ["log.wandb: the package wandb is not installed; `pip install wandb`, or remove log.wandb"]
 
 
 def _source_problems(config: ExperimentConfig) -> list[str]:

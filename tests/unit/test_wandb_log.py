@@ -142,4 +142,4 @@ def test_check_wants_the_package_where_it_is_used(monkeypatch, tmp_path):
     assert preflight(load_config(QUICKSTART)) == []
     assert preflight(load_config(QUICKSTART, [OFFLINE.replace("offline", "disabled")])) == []
     (problem,) = preflight(load_config(QUICKSTART, [OFFLINE]))
-    assert problem.startswith("log.wandb: the package wandb is not installed; `pip install 'megagrpo[wandb]'`")
+    assert problem.startswith("log.wandb: the package wandb is not installed; `pip install wandb`")
