@@ -21,6 +21,10 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! { command -v slurmct
 fi
 
 export OMP_NUM_THREADS=1 # several ranks share few cores
+# An engine is three processes that import half of torch and SGLang each: 15 s of compiling and importing, 8 s where the
+# bytecode is at hand. launch/install.sh makes none, and some environments forbid to write it: it goes into .venv here.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="$(realpath "${MEGAGRPO_VENV:-.venv}")/bytecode"
 python="${MEGAGRPO_VENV:-.venv}/bin/python"
 for argument in "$@"; do
     [ ! -e "${argument%%::*}" ] || exec "$python" -m pytest --durations=25 "${selection[@]}" "$@"

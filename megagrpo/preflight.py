@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megagrpo.tiny.description import hf_config as tiny_hf_config
 def preflight(config: ExperimentConfig) -> list[str]:
     """Returns every problem: missing files, broken lines, unknown functions, a model that the layout cannot cut."""
     problems = [*_missing_files(config), *_broken_lines(config), *_function_problems(config), *_source_problems(config)]
+    problems += _wandb_problems(config)
     hf = model_description(config)
     if hf is not None:
         problems += check_against_model(
@@ -126,6 +128,15 @@ def _missing_files(config: ExperimentConfig) -> list[str]:
     if Path(config.model.path).is_dir() and not (Path(config.model.path) / "config.json").is_file():
         problems.append(f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model folder")
     return problems
+
+
+def _wandb_problems(config: ExperimentConfig) -> list[str]:
+    """Returns why log.wandb cannot be done here."""
+    wandb = config.log.wandb
+    spec = find_spec("wandb")  # without an origin it is a folder of that name where Python was started
+    if wandb is None or wandb.mode == "disabled" or (spec is not None and spec.origin is not None):
+        return []
+    return ["log.wandb: the package wandb is not installed; `pip install wandb`, or remove log.wandb"]
 
 
 def _source_problems(config: ExperimentConfig) -> list[str]:

@@ -20,6 +20,7 @@ from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.record import StepLog
+from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.control import find_service
@@ -143,6 +144,7 @@ class Run:
         parts = self.mesh.gather_dp_to_main(groups) if groups is not None and self.config.log.rollouts else []
         if self.record is not None:
             self.record.step_log.write(self.state.step, values)
+            self.record.wandb_log.write(self.state.step, values)
             if parts:
                 in_order = sorted((group for part in parts for group in part), key=lambda group: group.group_id)
                 self.record.step_log.write_rollouts(self.state.step, in_order)
@@ -154,6 +156,7 @@ class MainRecord:
     """Where the main rank writes what all ranks measured."""
 
     step_log: StepLog
+    wandb_log: WandbLog
     console: StepConsole
 
 
@@ -231,7 +234,8 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
         if console is not None:
             step_log = StepLog(folder, config.log, state.step)
             stack.callback(step_log.close)
-            run.record = MainRecord(step_log, console)
+            wandb_log = stack.enter_context(WandbLog(config, folder, state.step, console.note))
+            run.record = MainRecord(step_log, wandb_log, console)
         yield run
 
 

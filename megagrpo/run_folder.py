@@ -4,6 +4,7 @@ config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  ro
 checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...: batches for `megagrpo replay`
 weights/        what transport `disk` publishes  sft/           metrics of the supervised warm-up
 service.json    where the rollout service is     service.key    its key: readable by its owner, gone when it ends
+wandb/          what `wandb sync` sends          wandb_id       of the W&B run that this one is (log.wandb)
 certify/        what `megagrpo certify` writes   logs/          of every process
 logs/trainer.log, service.log, engine-0.node-0.log ...
 logs/trainer.stop_request                        asks the ranks of one node to stop, see stop_request.py
@@ -71,6 +72,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """The metrics as TensorBoard reads them."""
         return self.path / "tensorboard"
+
+    @property
+    def wandb_id(self) -> Path:
+        """The id of the W&B run that this run is, over all its starts."""
+        return self.path / "wandb_id"
 
     @property
     def rollouts(self) -> Path:

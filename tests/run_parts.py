@@ -19,8 +19,12 @@ SIDE_BY_SIDE = 2
 SAY_EVERY_S = 60.0
 NO_TESTS = 5  # pytest's exit status when a selection leaves none
 COUNT = re.compile(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|warning|error)")
-# Tests of e2e that share one rollout service or make engines of their own; the others share one `megagrpo run`.
-ENGINES = ("test_engines", "test_exchange", "test_service", "test_service_failures", "test_tools", "test_transports")
+# Tests of e2e by what they start; those that are not named share one undisturbed `megagrpo run`.
+E2E = {
+    "e2e-engines": ("engines", "service", "service_failures", "tools", "plan_weights"),  # one service, and two engines
+    "e2e-faults": ("clone_names", "restart", "run_failures", "soak"),  # runs of their own
+    "e2e-weights": ("exchange", "transports"),  # engines without a service
+}
 UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)
 
 
@@ -31,11 +35,14 @@ def parts_alone() -> dict[str, list[str]]:
 
 def parts_together() -> dict[str, list[str]]:
     """What pytest is given for each of the others, the longest first."""
-    e2e = sorted((TESTS / "e2e").glob("test_*.py"))
+    e2e = {part: [str(TESTS / "e2e" / f"test_{name}.py") for name in names] for part, names in E2E.items()}
+    named = {path for paths in e2e.values() for path in paths}
     return {
-        "e2e-runs": [str(path) for path in e2e if path.stem not in ENGINES],
+        "e2e-engines": e2e["e2e-engines"],
+        "e2e-runs": [path for path in map(str, sorted((TESTS / "e2e").glob("test_*.py"))) if path not in named],
         "dist": [str(TESTS / "dist")],
-        "e2e-engines": [str(path) for path in e2e if path.stem in ENGINES],
+        "e2e-faults": e2e["e2e-faults"],
+        "e2e-weights": e2e["e2e-weights"],
         "cluster": [str(TESTS / "cluster")],
         "gpu": [str(TESTS / "gpu")],
     }

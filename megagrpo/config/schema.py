@@ -35,6 +35,7 @@ __all__ = [
     "TinyModelConfig",
     "ToolConfig",
     "TrainConfig",
+    "WandbConfig",
     "WeightsConfig",
 ]
 
@@ -126,10 +127,26 @@ class CheckpointConfig(Section):
     )
 
 
+class WandbConfig(Section):
+    """The run on Weights & Biases; the API key is wandb's own affair (`wandb login`, or WANDB_API_KEY)."""
+
+    project: str = Field(description="Project that the run belongs to.")
+    entity: str | None = Field(default=None, description="User or team; default: that of the API key.")
+    group: str | None = Field(default=None, description="Group of runs, such as the seeds of one experiment.")
+    name: str | None = Field(default=None, description="Name of the run; default: the experiment's.")
+    mode: Literal["online", "offline", "disabled"] = Field(
+        default="online", description="offline: kept in the run folder for `wandb sync`; disabled: nothing."
+    )
+    tags: list[str] = Field(default=[], description="Tags of the run.")
+
+
 class LogConfig(Section):
     """What is written beside metrics.jsonl."""
 
     tensorboard: bool = Field(default=True, description="Write TensorBoard files.")
+    wandb: WandbConfig | None = Field(
+        default=None, description="Send the same metrics to Weights & Biases (extra `wandb`); default: none."
+    )
     console: bool = Field(default=True, description="Print a line for every step.")
     dump_steps: list[PositiveInt] = Field(default=[], description="Steps whose batch is kept for `megagrpo replay`.")
     rollouts: bool = Field(default=True, description="Write every prompt, response and reward as JSON lines.")
