@@ -1,6 +1,6 @@
 """The `actor` section: how the learner is cut over ranks, what it computes in, and its optimizer."""
 
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -84,6 +84,40 @@ class OptimizerConfig(Section):
         return self
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: y = W x + alpha / rank * B (A x). W is frozen, A and B of every target are trained."""
+
+    rank: PositiveInt = Field(default=16, description="Rows of A and columns of B.")
+    alpha: PositiveFloat = Field(default=32.0, description="What the adapters add is multiplied by alpha / rank.")
+    dropout: NonNegativeFloat = Field(
+        default=0.0, description="Must be 0: the mask's noise would be in every ratio of new to old probabilities."
+    )
+    targets: list[Projection] = Field(
+        default=list(get_args(Projection)),
+        min_length=1,
+        description="Projections with adapters, by their Hugging Face names; of a model with experts, its experts'.",
+    )
+
+    @model_validator(mode="after")
+    def _no_dropout(self) -> Self:
+        if self.dropout:
+            raise ValueError(
+                f"dropout {self.dropout:g} is not supported: policy-gradient ratios compare log-probabilities of one "
+                "model, and a mask would differ between passes and layouts; set 0"
+            )
+        if twice := sorted({name for name in self.targets if self.targets.count(name) > 1}):
+            raise ValueError(f"targets name {twice[0]} twice")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """What B (A x) is multiplied by."""
+        return self.alpha / self.rank
+
+
 class ActorConfig(Section):
     """The Megatron-Core learner."""
 
@@ -95,6 +129,9 @@ class ActorConfig(Section):
         default=ParallelConfig(), description="How model and samples are cut over the ranks."
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Adam and its learning rate.")
+    lora: LoraConfig | None = Field(
+        default=None, description="Train low-rank adapters instead of all weights; default: all weights."
+    )
     micro_batch_tokens: PositiveInt = Field(
         default=4096, description="Most tokens in one forward pass, padding included."
     )
@@ -133,4 +170,12 @@ class ActorConfig(Section):
             if self.world_size % size:
                 up = -(-self.world_size // size) * size
                 raise ValueError(f"world_size {self.world_size} is not a multiple of {what} = {size}; {up} would be")
+        return self
+
+    @model_validator(mode="after")
+    def _lora_layers(self) -> Self:
+        if self.lora is not None and self.transformer_engine:
+            raise ValueError(
+                "lora adds to Megatron's own linear layers, not to Transformer Engine's: set transformer_engine: false"
+            )
         return self

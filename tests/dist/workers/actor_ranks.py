@@ -18,10 +18,13 @@ from megatron.core import parallel_state as mpu
 
 from megagrpo import checkpoint
 from megagrpo.actor import head, step
+from megagrpo.actor.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.certify.subject import near
 from megagrpo.checkpoint import Retention, RunIdentity
+from megagrpo.config.actor import LoraConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.hf_files import HfFolder
@@ -134,11 +137,12 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
     The reference job writes the file.
     """
     calls = count_attention_calls(actor)
+    weights = actor.trained_weights(weights)
     loss = gradient(actor, batch_of(actor.mesh, keep=job.get("keep", NUM_SAMPLES)), RICH)
     values = None if job.get("distributed") else actor.gradients()
     if job.get("write"):
         state = {"loss": loss, "gradients": whole(weights, values, actor.mesh), **actor.optimizer_step()}
-        torch.save({**state, "weights": whole(weights, actor.parameters(), actor.mesh)}, job["reference"])
+        torch.save({**state, "weights": whole(weights, actor.trained(), actor.mesh)}, job["reference"])
         return {}
     reference = torch.load(job["reference"])
     gradients = ratios(weights, values, reference["gradients"], actor.mesh) if values is not None else {}
@@ -147,7 +151,7 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
         "loss": abs(loss - reference["loss"]),
         "gradients": gradients,
         "norm": abs(norm / reference["optim/grad_norm"] - 1),
-        "weights": difference(whole(weights, actor.parameters(), actor.mesh), reference["weights"]),
+        "weights": difference(whole(weights, actor.trained(), actor.mesh), reference["weights"]),
         "attention_calls": len(calls),
     }
 
@@ -176,6 +180,7 @@ def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -
 
 def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
     """[load] -> `warm` updates -> [save] -> two more, whose losses, gradients and weights are kept in job["then"]."""
+    weights = actor.trained_weights(weights)
     if "load" in job:
         state = checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
         assert state.data_cursor == 17
@@ -192,7 +197,7 @@ def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folde
         if not job.get("distributed"):
             after[f"gradients{number}"] = whole(weights, actor.gradients(), actor.mesh)
         after[f"norm{number}"] = actor.optimizer_step()["optim/grad_norm"]
-        after[f"weights{number}"] = whole(weights, actor.parameters(), actor.mesh)
+        after[f"weights{number}"] = whole(weights, actor.trained(), actor.mesh)
     if actor.mesh.is_main:
         torch.save(after, job["then"])
     return {"saved": str(saved)}
@@ -231,6 +236,12 @@ def weights_unreadable() -> Iterator[None]:
         HfFolder.__getitem__ = read
 
 
+def near_initial(actor: MegatronActor) -> dict[str, torch.Tensor]:
+    """The adapters of a fresh start with noise: B is no longer 0, so that A has a gradient."""
+    initial = InitialAdapters(actor.adapter_specs(), seed=0)
+    return {name: near(tensor, 0.05, number) for number, (name, tensor) in enumerate(initial.items())}
+
+
 def identity(job: dict) -> RunIdentity:
     layout = ActorConfig(world_size=int(os.environ["WORLD_SIZE"]), parallel=ParallelConfig(**job.get("parallel", {})))
     return RunIdentity(job.get("identity", {"model": Path(job["model"]).name}), layout.layout)
@@ -251,6 +262,7 @@ def main(folder: Path) -> None:
             recompute=job.get("recompute", "none"),
             logprob_chunk_tokens=32,
             deadline_s=120.0,
+            lora=LoraConfig(**job["lora"]) if "lora" in job else None,
         )
         optimizer = OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False))
         print("job", number, job, flush=True)
@@ -261,8 +273,12 @@ def main(folder: Path) -> None:
             model_path=job["model"],
             device=DEVICE,
         ) as actor:
-            with weights_unreadable() if "load" in job else nullcontext():  # a resume does without them
-                weights = load_initial_weights(actor, job["model"], overwritten="load" in job)
+            overwritten = "load" in job and "lora" not in job
+            with weights_unreadable() if overwritten else nullcontext():  # a resume does without them
+                weights = load_initial_weights(actor, job["model"], overwritten=overwritten)
+            if "lora" in job and "load" not in job:
+                actor.load_adapters(near_initial(actor))
+                actor.weights_loaded()
             results.append(JOBS[job["do"]](actor, weights, job, folder))
             everyone: list = [None] * actor.mesh.world_size
             dist.all_gather_object(everyone, {k: v for k, v in results[-1].items() if isinstance(v, float)})
