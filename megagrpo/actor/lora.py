@@ -101,11 +101,9 @@ class Adapters(Module):
                 else gather_from_sequence_parallel_region(low)
             )
         parts = low.split(low.shape[-1] // len(self.b), -1)
-        added = torch.cat(
-            [torch.nn.functional.linear(part, b) for part, b in zip(parts, self.b.values(), strict=True)], -1
-        )
-        added = added * self.scale
-        return output + added if self.rows is None else output.index_add(-1, self.rows, added)
+        added = [torch.nn.functional.linear(part, b) for part, b in zip(parts, self.b.values(), strict=True)]
+        product = torch.cat(added, -1) * self.scale
+        return output + product if self.rows is None else output.index_add(-1, self.rows, product)
 
     def merge_into(self, weight: Tensor) -> None:
         """Adds alpha / rank * B A to this rank's weight [outputs, inputs], in float32, rounded once."""

@@ -1,11 +1,12 @@
-"""Adapters in every layout: gradients and an update against one rank."""
+"""Adapters: one rank against a formula by hand and against PEFT, every layout against one rank, resume."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.dist.cases import LAYOUTS
-from tests.dist.workers.launch import run_ranks
+from tests.dist.workers.launch import run_peft_reference, run_ranks
 
 LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-6
 pytestmark = pytest.mark.timeout(900)  # one launch runs many checks
@@ -26,6 +27,8 @@ CASES = [  # model, layout, lora, options
     ("qwen3_moe", "TP2xETP2", LORA, {}),
     ("qwen3_moe", "PP2", LORA, {}),
 ]
+ONE_RANK = {"qwen3": ("qwen3", LORA), "qwen3 partly": ("qwen3", PARTLY), "qwen3_moe": ("qwen3_moe", LORA)}
+NUM_TENSORS = {"qwen3": 4 * 7 * 2, "qwen3 partly": 4 * 4 * 2, "qwen3_moe": 4 * (4 + 8 * 3) * 2}
 
 
 def test_two_ranks(hf_models: Path, tmp_path: Path):
@@ -56,3 +59,41 @@ def test_two_ranks(hf_models: Path, tmp_path: Path):
         off = {name: value for name, value in result["gradients"].items() if not value <= GRADIENT_BOUND}
         problems += [f"{place}: gradient of {name} off by {value:.2g}" for name, value in list(off.items())[:4]]
     assert not problems, "\n".join(problems)
+
+
+@pytest.fixture(scope="module")
+def adapted(hf_models: Path, tmp_path_factory) -> dict[str, dict]:
+    """By case: what the actor says of its adapters, and in "errors" what transformers and PEFT say of it."""
+    folder = tmp_path_factory.mktemp("adapted")
+    jobs = {}
+    for name, (model, lora) in ONE_RANK.items():
+        jobs[name] = {"do": "adapters", "model": str(hf_models / model), "lora": lora, "out": str(folder / name)}
+        (folder / name).mkdir()
+        (folder / name / "job.json").write_text(json.dumps(jobs[name]))
+    results = run_ranks(1, folder / "ranks", list(jobs.values()))
+    run_peft_reference(folder)
+    return {
+        name: result | {"errors": json.loads((folder / name / "errors.json").read_text())}
+        for name, result in zip(jobs, results, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_gradients_are_those_of_the_dense_effective_weight(adapted: dict[str, dict], name: str):
+    errors = adapted[name]["errors"]
+    assert errors["loss"] <= LOSS_BOUND and errors["gradients"] <= GRADIENT_BOUND
+    assert errors["compared"] == NUM_TENSORS[name]
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_merged_export_and_peft_have_the_logits_of_the_actor(adapted: dict[str, dict], name: str):
+    errors = adapted[name]["errors"]
+    assert errors["merged"] <= 1e-5 and errors["peft"] <= 1e-5
+    assert errors["off"] > 1e-2, "without adapters it is another model"
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_merging_changes_the_targets_and_leaves_no_trace(adapted: dict[str, dict], name: str):
+    result = adapted[name]
+    assert result["merged"] <= 1e-5 < 1e-2 < result["moved"]
+    assert result["restored"] and result["changed"] > 0

@@ -30,6 +30,7 @@ from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.hf_files import HfFolder
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
+from megagrpo.weights.peft_folder import PeftFolder, export_peft
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
@@ -156,6 +157,43 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
     }
 
 
+def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """What peft_reference.py compares: logits with adapters, their gradients, and both exports; merging leaves no
+    trace.
+    """
+    batch, out = batch_of(actor.mesh), Path(job["out"])
+    with recorded_logits() as seen, torch.no_grad():
+        on = step.token_logprobs(actor, batch, 1.0)
+    before = {name: p.detach().clone() for name, p in actor.parameters().items()}
+    with actor.merged(), torch.no_grad():
+        merged = step.token_logprobs(actor, batch, 1.0)
+        changed = sum(not torch.equal(p, before[name]) for name, p in actor.parameters().items())
+    actor.keep_reference()
+    off = step.with_logprobs(actor, batch, 1.0, old=False, reference="k3").ref_logprobs
+    loss = gradient(actor, batch, PLAIN)
+    adapters = actor.trained_weights(weights)
+    gradients = whole(adapters, actor.gradients(), actor.mesh)
+    export_hf(out / "merged", weights, actor.mesh, like=job["model"], dtype="float32")
+    lora = actor.config.lora
+    export_peft(PeftFolder(out / "peft", lora, job["model"]), adapters, actor.mesh, "float32")
+    state = {"logits": list(seen), "loss": loss, "gradients": gradients}
+    torch.save(state | {"adapters": whole(adapters, actor.trained(), actor.mesh)}, out / "actor.pt")
+    optimised = sum(p.numel() for group in actor.optimizer.param_groups for p in group["params"])
+    return {
+        "merged": float((on - merged).abs().max()),
+        "moved": float((on - off).abs().max()),
+        "changed": changed,
+        "restored": all(torch.equal(p, before[name]) for name, p in actor.parameters().items()),
+        "gradient_bytes": sum(buffer.grad_data.nbytes for buffer in gradient_buffers(actor)),
+        "trained_elements": sum(p.numel() for p in actor.trained().values()),
+        "optimised_elements": optimised,
+    }
+
+
+def gradient_buffers(actor: MegatronActor) -> list:
+    return [buffer for wrapper in actor.model for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers)]
+
+
 def count_attention_calls(actor: MegatronActor) -> list:
     """Grows by one whenever a core attention computes, in the forward or again in the backward."""
     calls: list = []
@@ -247,7 +285,13 @@ def identity(job: dict) -> RunIdentity:
     return RunIdentity(job.get("identity", {"model": Path(job["model"]).name}), layout.layout)
 
 
-JOBS = {"forward": forward_job, "layout": layout_job, "checkpoint": checkpoint_job, "refusal": refusal_job}
+JOBS = {
+    "forward": forward_job,
+    "layout": layout_job,
+    "checkpoint": checkpoint_job,
+    "refusal": refusal_job,
+    "adapters": adapters_job,
+}
 
 
 def main(folder: Path) -> None:
