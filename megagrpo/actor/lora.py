@@ -261,10 +261,10 @@ def sum_expert_replicas(chunks: list[GPTModel]) -> None:
     """
     if mpu.get_expert_tensor_parallel_world_size() == 1:
         return
-    every = [adapters for adapters in all_adapters(chunks) if adapters.is_expert]
-    gradients = [p.main_grad for adapters in every for p in adapters.replicated]  # type: ignore[attr-defined]  # by Megatron
-    if not gradients:
+    replicas = [p for adapters in all_adapters(chunks) if adapters.is_expert for p in adapters.replicated]
+    if not replicas:
         return
+    gradients = [replica.main_grad for replica in replicas]  # type: ignore[attr-defined]  # by Megatron
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=mpu.get_expert_tensor_parallel_group())
     for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megagrpo.config.section import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -101,16 +101,22 @@ class LoraConfig(Section):
         description="Projections with adapters, by their Hugging Face names; of a model with experts, its experts'.",
     )
 
-    @model_validator(mode="after")
-    def _no_dropout(self) -> Self:
-        if self.dropout:
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, dropout: float) -> float:
+        if dropout:
             raise ValueError(
-                f"dropout {self.dropout:g} is not supported: policy-gradient ratios compare log-probabilities of one "
-                "model, and a mask would differ between passes and layouts; set 0"
+                f"{dropout:g} is not supported: ratios compare log-probabilities of one model in several passes and "
+                "layouts, which would each have a mask of their own; set 0"
             )
-        if twice := sorted({name for name in self.targets if self.targets.count(name) > 1}):
-            raise ValueError(f"targets name {twice[0]} twice")
-        return self
+        return dropout
+
+    @field_validator("targets")
+    @classmethod
+    def _each_once(cls, targets: list[Projection]) -> list[Projection]:
+        if twice := sorted({name for name in targets if targets.count(name) > 1}):
+            raise ValueError(f"names {', '.join(twice)} twice")
+        return targets
 
     @property
     def scale(self) -> float:

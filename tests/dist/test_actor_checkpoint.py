@@ -15,6 +15,7 @@ import torch
 from tests.dist.workers.launch import run_ranks
 
 LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-6
+LORA = {"rank": 4, "alpha": 8.0}
 CASES = {
     "DP2": {"model": "qwen3"},
     "DP2 distributed optimizer": {"model": "qwen3", "distributed": True},
@@ -26,6 +27,13 @@ CASES = {
     "EP2": {"model": "qwen3_moe", "parallel": {"ep": 2}},
     "EP2 distributed optimizer": {"model": "qwen3_moe", "parallel": {"ep": 2}, "distributed": True},
     "TP2xEP2": {"model": "qwen3_moe", "parallel": {"tp": 2, "ep": 2}},
+    "TP2 LoRA": {"model": "qwen3", "parallel": {"tp": 2}, "lora": LORA},
+    "EP2 LoRA distributed optimizer": {
+        "model": "qwen3_moe",
+        "parallel": {"ep": 2},
+        "lora": LORA,
+        "distributed": True,
+    },
 }
 # the optimiser has no state yet
 BEFORE_THE_FIRST_STEP = ("DP2 distributed optimizer", "TP2", "EP2 distributed optimizer")
