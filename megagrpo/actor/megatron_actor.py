@@ -143,6 +143,9 @@ class MegatronActor:
             for i, chunk in enumerate(self.chunks)
         ]
         self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, config), self.model)
+        if config.lora is not None:  # where experts alone have adapters, the dense optimiser is a stub without a state
+            parts = self.optimizer.chained_optimizers
+            self.optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
         self.updates_done = 0
         self.reference: HostReference | AdaptersOff | None = None
         self.expert_load = _ExpertLoad(self.chunks, self.arch, device)

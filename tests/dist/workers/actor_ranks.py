@@ -154,13 +154,13 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
         "norm": abs(norm / reference["optim/grad_norm"] - 1),
         "weights": difference(whole(weights, actor.trained(), actor.mesh), reference["weights"]),
         "attention_calls": len(calls),
+        "gradient_bytes": sum(buffer.grad_data.nbytes for buffer in gradient_buffers(actor)),
+        "state_bytes": sum(values.nbytes for values in optimiser_state(actor)),
     }
 
 
 def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """What peft_reference.py compares: logits with adapters, their gradients, and both exports; merging leaves no
-    trace.
-    """
+    """What peft_reference.py compares: logits with adapters, their gradients, both exports; merging leaves no trace."""
     batch, out = batch_of(actor.mesh), Path(job["out"])
     with recorded_logits() as seen, torch.no_grad():
         on = step.token_logprobs(actor, batch, 1.0)
@@ -178,20 +178,23 @@ def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder:
     export_peft(PeftFolder(out / "peft", lora, job["model"]), adapters, actor.mesh, "float32")
     state = {"logits": list(seen), "loss": loss, "gradients": gradients}
     torch.save(state | {"adapters": whole(adapters, actor.trained(), actor.mesh)}, out / "actor.pt")
-    optimised = sum(p.numel() for group in actor.optimizer.param_groups for p in group["params"])
     return {
         "merged": float((on - merged).abs().max()),
         "moved": float((on - off).abs().max()),
         "changed": changed,
         "restored": all(torch.equal(p, before[name]) for name, p in actor.parameters().items()),
-        "gradient_bytes": sum(buffer.grad_data.nbytes for buffer in gradient_buffers(actor)),
-        "trained_elements": sum(p.numel() for p in actor.trained().values()),
-        "optimised_elements": optimised,
     }
 
 
 def gradient_buffers(actor: MegatronActor) -> list:
     return [buffer for wrapper in actor.model for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers)]
+
+
+def optimiser_state(actor: MegatronActor) -> list[torch.Tensor]:
+    """Adam's moments, without its counts of steps."""
+    parts = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+    values = [value for part in parts for state in part.optimizer.state.values() for value in state.values()]
+    return [value for value in values if torch.is_tensor(value) and value.numel() > 1]
 
 
 def count_attention_calls(actor: MegatronActor) -> list:
