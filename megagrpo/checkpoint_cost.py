@@ -1,16 +1,18 @@
 """Computes what saving and resuming cost: bytes, host memory, seconds. For `megagrpo check`; loads no torch.
 
 For each parameter that is trained, a checkpoint holds the weight in the model's dtype and Adam's state in float32: two
-moments, and the weight itself where the optimiser is distributed or the weights are narrower. bench/checkpoints.py
-compares these figures with measured ones.
+moments, and the weight itself where the optimiser is distributed or the weights are narrower. Of a model with adapters
+it holds these alone; host bytes take them as cut like the weights. bench/checkpoints.py compares the figures of whole
+models with measured ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import model_tensors
+from megagrpo.families.tensors import TensorSpec, adapter_tensors
 from megagrpo.layout import rank_coordinates
 
 # Megatron gathers moment by moment: with the whole state, of 3 float32 a parameter, these many more exist at the peak
@@ -45,7 +47,8 @@ def checkpoint_cost(arch: Architecture, actor: ActorConfig, ranks_per_node: int)
     divided = actor.optimizer.distributed
     state = 12 if divided or width == 2 else 8  # bytes a parameter
     stages = _stages(arch, actor)
-    shared = arch.vocab_size * arch.hidden_size if arch.tied and actor.parallel.pp > 1 else 0
+    tied = arch.tied and actor.parallel.pp > 1 and actor.lora is None
+    shared = arch.vocab_size * arch.hidden_size if tied else 0
     parameters = sum(stage.dense + stage.expert for stage in stages)
     # the weights of a tied embedding are written once, its distributed state with both stages that hold it
     files = (parameters - shared) * width + (parameters if divided else parameters - shared) * state
@@ -93,16 +96,19 @@ def _stages(arch: Architecture, actor: ActorConfig) -> list[_Held]:
             stage for _ in range(p.vpp) for stage, number in enumerate(layers) for _ in range(number // p.vpp)
         ]
     dense, expert = [0] * p.pp, [0] * p.pp
-    for stage, size, is_expert in _sizes(arch, stage_of_layer):
+    tensors = model_tensors(arch)
+    if actor.lora is not None:
+        tensors = adapter_tensors(tensors, actor.lora.targets, actor.lora.rank)
+    for stage, size, is_expert in _sizes(tensors, stage_of_layer):
         (expert if is_expert else dense)[stage] += size
-    if arch.tied and p.pp > 1:
+    if arch.tied and p.pp > 1 and actor.lora is None:
         dense[-1] += arch.vocab_size * arch.hidden_size
     return [_Held(*counts) for counts in zip(dense, expert, strict=True)]
 
 
-def _sizes(arch: Architecture, stage_of_layer: list[int]) -> Iterator[tuple[int, int, bool]]:
+def _sizes(tensors: Iterable[TensorSpec], stage_of_layer: list[int]) -> Iterator[tuple[int, int, bool]]:
     """Yields stage, elements, and whether it is an expert's, of every tensor."""
-    for spec in model_tensors(arch):
+    for spec in tensors:
         words = spec.name.split(".")
         if words[:2] == ["model", "layers"]:
             stage = stage_of_layer[int(words[2])]

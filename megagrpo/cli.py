@@ -141,6 +141,7 @@ def _add_planning(commands: _Commands) -> None:
 def _add_checkpoints(commands: _Commands) -> None:
     export = commands.add_with_config("export", _export, "write a checkpoint as a Hugging Face model folder")
     export.add_argument("output", help="folder to create")
+    export.add_argument("--lora", action="store_true", help="the adapters alone, in PEFT's format")
     export.add_argument("--checkpoint", help="checkpoint folder; default: the latest of the run")
     replay = commands.add_with_config(
         "replay", _replay, "update once more on a dumped batch: of a step that was not finite, or of log.dump_steps"
@@ -291,10 +292,11 @@ def _export(args: argparse.Namespace) -> int:
     if under_torchrun():
         from megagrpo.entrypoints import export_main
 
-        return export_main(config, args.checkpoint, args.output)
+        return export_main(config, args.checkpoint, args.output, args.lora)
     from megagrpo.cluster.machine import train_ranks
 
-    return train_ranks(config, ["export", args.output, *(["--checkpoint", args.checkpoint] if args.checkpoint else [])])
+    options = [*(["--checkpoint", args.checkpoint] if args.checkpoint else []), *(["--lora"] if args.lora else [])]
+    return train_ranks(config, ["export", args.output, *options])
 
 
 def _replay(args: argparse.Namespace) -> int:

@@ -48,13 +48,13 @@ def sft_main(config: ExperimentConfig) -> int:
     return guarded(config, "sft", body)
 
 
-def export_main(config: ExperimentConfig, source: str | None, output: str) -> int:
+def export_main(config: ExperimentConfig, source: str | None, output: str, adapters_alone: bool) -> int:
     """Runs one rank of `megagrpo export`."""
 
     def body(device: torch.device) -> None:
         from megagrpo.export import export
 
-        export(config, Path(source) if source else None, output, device)
+        export(config, Path(source) if source else None, output, device, adapters_alone)
 
     return guarded(config, "export", body)
 

@@ -10,6 +10,7 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, model_problems, parameter_counts
 from megagrpo.layout import layout_problems, rank_coordinates
 from megagrpo.preflight import longest_samples, model_description, preflight
+from megagrpo.trainer_memory import TrainerMemory, trainer_memory
 
 _MAX_RANK_ROWS = 32
 _RANKS_PER_NODE = 8
@@ -27,7 +28,7 @@ def explain(config: ExperimentConfig) -> str:
         _layout(config),
         _step(config, steps),
         _rollout(config),
-        _memory(config, counts),
+        _memory(config, arch, counts),
         _events(config),
         _checkpoints(config, arch),
     ]
@@ -48,6 +49,8 @@ def _model(config: ExperimentConfig, family: str | None, counts: ParameterCounts
     algorithm = config.algorithm
     off_policy = algorithm.loss.name == "gpg" and config.train.updates_of_step > 1
     reference = "a reference model is kept" if algorithm.uses_reference else "no reference model"
+    if algorithm.uses_reference and config.actor.lora is not None:
+        reference = "the reference is the model without adapters, no copy"
     return [
         f"model      {config.model.path}: {family}, {_count(counts.total)} parameters{active}{there}",
         f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, "
@@ -162,24 +165,34 @@ def _rollout(config: ExperimentConfig) -> list[str]:
     return lines
 
 
-def _memory(config: ExperimentConfig, counts: ParameterCounts | None) -> list[str]:
+def _memory(config: ExperimentConfig, arch: Architecture | None, counts: ParameterCounts | None) -> list[str]:
     """Counts weights, gradients and optimiser state alone: activations depend on the kernels."""
-    if counts is None:
+    if arch is None or counts is None:
         return ["memory     unknown without the model's config.json"]
-    actor, p = config.actor, config.actor.parallel
-    width = 2 if actor.dtype == "bfloat16" else 4
-    states = 12 if actor.dtype == "bfloat16" else 8  # two moments, and a float32 copy of narrower weights
-    bytes_per_rank, state_bytes = 0.0, 0.0
-    for count, ways in ((counts.dense, p.tp * p.pp), (counts.expert, p.etp * p.ep * p.pp)):
-        copies = actor.world_size // ways  # data parallel, and context parallel for the dense part
-        bytes_per_rank += count / ways * (width + 4)
-        state_bytes += count / ways * states / (copies if actor.optimizer.distributed else 1)
+    held = trainer_memory(arch, config.actor)
     r = config.rollout
     engine = counts.total / r.tp * (2 if r.dtype == "bfloat16" else 4)
     return [
-        f"memory     a trainer rank holds about {_bytes(bytes_per_rank)} of weights and gradients"
-        f" + {_bytes(state_bytes)} of optimiser state, before activations",
+        f"memory     a trainer rank holds about {_bytes(held.weights + held.gradients)} of weights and gradients"
+        f" + {_bytes(held.optimiser)} of optimiser state, before activations",
+        *_lora(config, arch, held),
         f"  an engine rank holds about {_bytes(engine)} of weights, before its cache",
+    ]
+
+
+def _lora(config: ExperimentConfig, arch: Architecture, held: TrainerMemory) -> list[str]:
+    """Says what adapters save of gradients and optimiser state."""
+    lora = config.actor.lora
+    if lora is None:
+        return []
+    whole = trainer_memory(arch, config.actor.model_copy(update={"lora": None}))
+    with_lora, without = held.gradients + held.optimiser, whole.gradients + whole.optimiser
+    return [
+        f"  lora       rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(lora.targets)}: "
+        f"{_count(held.trained)} of {_count(whole.trained)} parameters are trained",
+        f"  saved      of a trainer rank: gradients {_bytes(held.gradients)} + optimiser {_bytes(held.optimiser)} "
+        f"instead of {_bytes(whole.gradients)} + {_bytes(whole.optimiser)}: {_bytes(without - with_lora)} less",
+        "  publish    merges the adapters into the weights and keeps a copy of the targeted ones meanwhile",
     ]
 
 

@@ -1,5 +1,6 @@
 """HF checkpoint folders, read lazily and written atomically: one file or shards with an index, always safetensors."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -84,6 +85,16 @@ class HfFolder(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._handles[name].get_tensor(name)
+
+    def fingerprint(self) -> str:
+        """Returns what tells these weights from others: a digest of names, shapes, dtypes, and of every tensor's
+        beginning.
+        """
+        digest = hashlib.sha256()
+        for name, (shape, dtype) in sorted(self.specs.items()):
+            part = self._handles[name].get_slice(name)[: 1 if len(shape) > 1 else None]  # a matrix's first row
+            digest.update(f"{name} {shape} {dtype}".encode() + part.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)

@@ -27,6 +27,12 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
         if number % by
     ]
     problems += _stage_problems(arch, config)
+    experts_adapted = config.lora is not None and {"gate_proj", "up_proj", "down_proj"} & set(config.lora.targets)
+    if arch.is_moe and experts_adapted and p.tp % p.etp:
+        problems.append(
+            f"actor.lora has targets in experts, which needs an actor.parallel.etp that divides tp = {p.tp}; "
+            f"{p.etp} does not: the gradient norm would count their adapters twice"
+        )
     if not arch.is_moe:
         problems += [
             f"actor.parallel.{key} = {size}, but a {arch.family} model has no experts; {key} must be 1"

@@ -16,6 +16,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
 from megagrpo.dump import write_dump
+from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.metrics import Metrics
@@ -161,12 +162,15 @@ class MainRecord:
 
 
 def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
-    """Returns what a checkpoint must share with the run that loads it."""
-    model = {
+    """Collective. Returns what a checkpoint must share with the run that loads it."""
+    model: dict = {
         "model": asdict(actor.arch),
         "dtype": config.actor.dtype,
         "distributed_optimizer": config.actor.optimizer.distributed,
     }
+    if config.actor.lora is not None:  # the checkpoint holds adapters alone
+        model["lora"] = config.actor.lora.model_dump()
+        model["base"] = actor.mesh.from_main(HfFolder(config.model.path).fingerprint, "read the model's weights")
     return RunIdentity(model, config.actor.layout)
 
 
@@ -281,10 +285,11 @@ def initial_weights(
 ) -> ActorWeights:
     """Loads the model of the configuration, as reference too where the algorithm uses one.
 
-    Where the checkpoint `source` comes next and no reference is kept, only names and shapes are read.
+    Where the checkpoint `source` comes next with all weights and no reference is kept, only names and shapes are read.
     """
     reference = algorithm.uses_reference
-    weights = load_initial_weights(actor, config.model.path, overwritten=source is not None and not reference)
+    overwritten = source is not None and not reference and config.actor.lora is None
+    weights = load_initial_weights(actor, config.model.path, overwritten)
     if reference:
         actor.keep_reference()  # the initial weights, also when the run resumes
     return weights

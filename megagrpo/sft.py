@@ -26,7 +26,7 @@ def sft(config: ExperimentConfig, device: torch.device) -> None:
     assert options is not None, "the command refuses a configuration without an sft section"
     actor = MegatronActor(
         model_path=options.model,
-        config=config.actor,
+        config=config.actor.model_copy(update={"lora": None}),  # it makes the model that adapters are for
         optimizer=options.optimizer,
         num_updates=options.num_steps,
         seed=config.seed,

@@ -3,6 +3,7 @@
 import gc
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,14 +17,17 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
 from megagrpo import environment
+from megagrpo.actor import lora
 from megagrpo.actor.megatron_config import check_layout, check_transformer_engine, transformer_config
-from megagrpo.actor.model import HiddenStatesModel, build_chunks, chunk_parameters, load_hf
-from megagrpo.actor.reference import HostReference
+from megagrpo.actor.model import HiddenStatesModel, adapter_parameters, build_chunks, chunk_parameters, load_hf
+from megagrpo.actor.reference import AdaptersOff, HostReference
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import read_architecture
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
+from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.record import Specs, record_copies
 
 
 class NonFiniteUpdate(RunStopped):
@@ -127,6 +131,8 @@ class MegatronActor:
         self.optimizer_config, self.num_updates = optimizer, num_updates
         self.transformer = transformer_config(self.arch, config)
         self.chunks = build_chunks(self.arch, config, self.transformer, device)
+        if config.lora is not None:
+            self.load_adapters(lora.InitialAdapters(self.adapter_specs(), seed))
         # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be
         # copied
         self.clock = ScheduleClock(device)
@@ -137,8 +143,11 @@ class MegatronActor:
             for i, chunk in enumerate(self.chunks)
         ]
         self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, config), self.model)
+        if config.lora is not None:  # where experts alone have adapters, the dense optimiser is a stub without a state
+            parts = self.optimizer.chained_optimizers
+            self.optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
         self.updates_done = 0
-        self.reference: HostReference | None = None
+        self.reference: HostReference | AdaptersOff | None = None
         self.expert_load = _ExpertLoad(self.chunks, self.arch, device)
 
     def _reduce_gradients(self, model: list, num_tokens: Tensor | None = None, **groups) -> None:
@@ -147,6 +156,7 @@ class MegatronActor:
         The loss is divided by its global denominator already.
         """
         self.clock.gradients_done()
+        lora.sum_expert_replicas(self.chunks)
         finalize_model_grads(model, None, **groups)
 
     def load_hf(self, hf: Mapping[str, Tensor]) -> None:
@@ -158,12 +168,37 @@ class MegatronActor:
         self.optimizer.reload_model_params()
 
     def keep_reference(self) -> None:
-        """Makes the present weights the reference."""
-        self.reference = HostReference(self.parameters())
+        """Makes the present weights the reference; with adapters it is the model without them."""
+        self.reference = HostReference(self.parameters()) if self.config.lora is None else AdaptersOff(self.chunks)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Returns this rank's live parameters by a name that is unique on this rank."""
+        """Returns this rank's live parameters of the HF model by a name that is unique on this rank."""
         return chunk_parameters(self.chunks)
+
+    def trained(self) -> dict[str, Tensor]:
+        """Returns those of this rank's live parameters that have gradients: adapters alone where there are any."""
+        return self.parameters() if self.config.lora is None else adapter_parameters(self.chunks)
+
+    def merged(self) -> AbstractContextManager[None]:
+        """Lets `parameters` be what is published inside: with adapters, their product is added to the weights."""
+        return nullcontext() if self.config.lora is None else lora.merged(self.chunks)
+
+    def adapter_specs(self) -> Specs:
+        """Returns names and shapes of the whole model's adapters, {} where all weights are trained."""
+        if self.config.lora is None:
+            return {}
+        return lora.adapter_specs(self.arch, self.config.lora, self.transformer.params_dtype)
+
+    def load_adapters(self, whole: Mapping[str, Tensor]) -> None:
+        """Copies this rank's slices of whole adapters (adapter_specs' names) into its own (recordable)."""
+        lora.load_adapters(self.chunks, whole)
+
+    def trained_weights(self, weights: ActorWeights) -> ActorWeights:
+        """Returns where the tensors with gradients lie: `weights` of the HF model, or the adapters of any slices."""
+        if self.config.lora is None:
+            return weights
+        specs = self.adapter_specs()
+        return ActorWeights(record_copies(self.load_adapters, specs, self.trained()), specs, self.trained)
 
     def zero_grad(self) -> None:
         """Clears gradients before a backward."""
@@ -173,7 +208,7 @@ class MegatronActor:
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns this rank's accumulated float32 gradients by parameter name; the certificate compares them."""
-        return {name: p.main_grad for name, p in self.parameters().items()}  # type: ignore[attr-defined]  # by Megatron
+        return {name: p.main_grad for name, p in self.trained().items()}  # type: ignore[attr-defined]  # by Megatron
 
     def optimizer_step(self, loss: float = 0.0) -> dict[str, float]:
         """Collective. Clips by the global norm, and steps when that and `loss`, the update's, are finite.

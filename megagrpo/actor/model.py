@@ -4,7 +4,7 @@
 and the digests; there is no second description of where weights lie.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from megagrpo.actor.attention import CausalAttention
+from megagrpo.actor.lora import add_adapters, is_adapter
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.loading import RankPlace, Shard, load_vocabulary
@@ -135,12 +136,25 @@ def build_chunks(
     """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype, uninitialised."""
     stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
     chunks = [build_chunk(arch, transformer, stage, config.transformer_engine).to(device) for stage in stages]
+    if config.lora is not None:
+        for chunk in chunks:
+            add_adapters(chunk, arch, config.lora, _place(), transformer.params_dtype)
+            chunk.to(device)
     return [chunk.bfloat16() for chunk in chunks] if transformer.bf16 else chunks
 
 
 def chunk_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:
-    """Returns a rank's live parameters by a name that is unique on it."""
-    return {f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    """Returns a rank's live parameters of the HF model, adapters left out, by a name that is unique on it."""
+    return {name: p for name, p in _named_parameters(chunks) if not is_adapter(name)}
+
+
+def adapter_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:
+    """Returns a rank's live parameters of adapters, named as chunk_parameters names the others."""
+    return {name: p for name, p in _named_parameters(chunks) if is_adapter(name)}
+
+
+def _named_parameters(chunks: list[HiddenStatesModel]) -> Iterator[tuple[str, Tensor]]:
+    return ((f"{i}.{name}", p) for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters())
 
 
 def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str, Tensor]) -> None:

@@ -1,10 +1,13 @@
-"""Keeps the reference model: this rank's initial weights in host memory, swapped in for a forward."""
+"""Keeps the reference model: this rank's initial weights in host memory, swapped in for a forward, or adapters off."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
+
+from megagrpo.actor.lora import adapters_off
 
 
 class HostReference:
@@ -34,3 +37,14 @@ class HostReference:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
+
+
+class AdaptersOff:
+    """Is the model without its adapters: no copy of any weight."""
+
+    def __init__(self, chunks: list[GPTModel]):
+        self._chunks = chunks
+
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Lets the model compute without adapters inside."""
+        return adapters_off(self._chunks)

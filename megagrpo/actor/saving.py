@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
+from megagrpo.actor.lora import sharded_adapters
 from megagrpo.actor.megatron_actor import MegatronActor
 
 _FORM = "distrib_optim_sharding_type"
@@ -205,7 +206,7 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
             f"checkpoint {folder} does not fit this model and layout: {type(exc).__name__}: {exc}"
         ) from exc
     for index, chunk in enumerate(actor.chunks):
-        chunk.load_state_dict(state[f"model{index}"])
+        chunk.load_state_dict(state[f"model{index}"], strict=actor.config.lora is None)
     if updates_done:
         _load_optimizer_state(actor, state["optimizer"], metadata[_FORM])
     else:
@@ -262,7 +263,8 @@ def _first_failure(exc: CheckpointException) -> str:
 
 
 def _sharded_state(actor: MegatronActor, updates_done: int, metadata: dict, is_loading: bool) -> dict:
-    model = {f"model{i}": chunk.sharded_state_dict(prefix="") for i, chunk in enumerate(actor.chunks)}
+    part = (lambda chunk: chunk.sharded_state_dict(prefix="")) if actor.config.lora is None else sharded_adapters
+    model = {f"model{i}": part(chunk) for i, chunk in enumerate(actor.chunks)}
     # one flat view for the optimiser, which looks parameters up across chunks
     merged = {f"{part}.{name}": value for part, tensors in model.items() for name, value in tensors.items()}
     state = {**model, "updates_done": updates_done, "layout": actor.config.layout, "rng": _rng_state(actor)}

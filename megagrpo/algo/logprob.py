@@ -80,7 +80,8 @@ class _LogProbs(torch.autograd.Function):
         scale_entropy = (grad_entropy / temperature).masked_fill(ignored, 0.0)
         with_entropy = bool((scale_entropy != 0).any())
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # frozen under adapters: then its gradient, as large as the largest weight, is not computed
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
             logits -= log_z[rows, None]  # log p
             # d logprob = onehot - p, d entropy = -p (log p + H), both over temperature
@@ -92,8 +93,9 @@ class _LogProbs(torch.autograd.Function):
             inside, index = _targets_in(local_targets[rows], cols)
             grad.scatter_add_(1, index, (scale_logprob[rows] * inside)[:, None])
             _accumulate(grad_hidden[rows], grad, weight[cols])
-            _accumulate(grad_weight[cols], grad.t(), hidden[rows])
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 6
+            if grad_weight is not None:
+                _accumulate(grad_weight[cols], grad.t(), hidden[rows])
+        return grad_hidden.to(hidden.dtype), None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 
 def chunked_full_kl(
@@ -156,7 +158,8 @@ class _FullKl(torch.autograd.Function):
     def backward(ctx, grad_kl):
         hidden, weight, ref_hidden, ref_weight, log_z, ref_log_z, kl = ctx.saved_tensors
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # frozen under adapters: then its gradient, as large as the largest weight, is not computed
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         scale = grad_kl / ctx.options[0]
         pairs = zip(_tiles(hidden, weight, *ctx.options), _tiles(ref_hidden, ref_weight, *ctx.options), strict=True)
         for (rows, cols, logits), (_, _, ref_logits) in pairs:
@@ -165,8 +168,9 @@ class _FullKl(torch.autograd.Function):
             factor = (logits - ref_logits).sub_(kl[rows, None]).mul_(scale[rows, None])  # d KL = p (log p - log q - KL)
             grad = logits.exp_().mul_(factor)
             _accumulate(grad_hidden[rows], grad, weight[cols])
-            _accumulate(grad_weight[cols], grad.t(), hidden[rows])
-        return grad_hidden.to(hidden.dtype), grad_weight.to(weight.dtype), *[None] * 6
+            if grad_weight is not None:
+                _accumulate(grad_weight[cols], grad.t(), hidden[rows])
+        return grad_hidden.to(hidden.dtype), None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 
 def _tiles(

@@ -68,7 +68,7 @@ def _run_world(config: ExperimentConfig, folder: Path, world: int, cases: list[C
     changes = {
         "output_dir": str(mine),
         "model": ModelConfig(path=str(folder / "model")),
-        "actor": ActorConfig(world_size=world, deadline_s=config.actor.deadline_s),
+        "actor": ActorConfig(world_size=world, deadline_s=config.actor.deadline_s, lora=config.actor.lora),
     }
     status = train_ranks(config.model_copy(update=changes), ["certify"])
     return json.loads((mine / "results.json").read_text()) if status == 0 else None

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo import environment
+from megagrpo.actor.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
 from megagrpo.actor.step import backward, denominators_of, token_logprobs, update, with_logprobs
 from megagrpo.algo.advantage import with_advantages
@@ -117,6 +118,7 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
         recompute=case.recompute,
         logprob_chunk_tokens=_CHUNK_TOKENS,
         deadline_s=config.actor.deadline_s,
+        lora=config.actor.lora,
     )
     optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed})
     groups = make_groups(config, config.seed)
@@ -128,11 +130,21 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
             actor.load_hf(HfFolder(folder / "reference"))
             actor.keep_reference()
         weights = load_initial_weights(actor, config.model.path)
+        if config.actor.lora is not None:
+            weights = actor.trained_weights(weights)
+            actor.load_adapters(_trained_a_little(actor))
+            actor.weights_loaded()
         plant(actor)
         if case == REFERENCE:
             return _reference(config, actor, weights, groups, folder / "reference.pt")
         reference = torch.load(folder / "reference.pt")
         return _compare(config, actor, weights, groups, reference, readable_gradients=not case.distributed)
+
+
+def _trained_a_little(actor: MegatronActor) -> dict[str, Tensor]:
+    """Returns whole adapters of a model that has learned: with B still 0, A would have no gradient."""
+    initial = InitialAdapters(actor.adapter_specs(), seed=0)
+    return {name: near(values, 0.02, number) for number, (name, values) in enumerate(initial.items())}
 
 
 def _placed(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
@@ -187,7 +199,7 @@ def _reference(
     gradients = whole(weights, actor.gradients(), actor.mesh)
     norm = actor.optimizer_step()["optim/grad_norm"]
     _take_passes(config, actor, batch)
-    moved = whole(weights, actor.parameters(), actor.mesh)
+    moved = whole(weights, actor.trained(), actor.mesh)
     torch.save({"base": base, "loss": loss, "norm": norm, "gradients": gradients, "weights": moved}, file)
     none = dict.fromkeys(gradients, 0.0)
     return {"loss": loss, "loss_error": 0.0, "grad_norm": norm, "norm_error": 0.0, "gradients": none, "weights": 0.0}
@@ -213,7 +225,7 @@ def _compare(
     tokens = (
         MAX_RESPONSE if config.algorithm.aggregation == "seq-mean-token-sum" else 1
     )  # a sum of as many terms rounds more
-    moved = ratios(weights, actor.parameters(), reference["weights"], actor.mesh)
+    moved = ratios(weights, actor.trained(), reference["weights"], actor.mesh)
     return {
         "loss": loss,
         "loss_error": abs(loss - reference["loss"]) / tokens,

@@ -1,8 +1,8 @@
 """The `actor` section: how the learner is cut over ranks, what it computes in, and its optimizer."""
 
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megagrpo.config.section import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -84,6 +84,46 @@ class OptimizerConfig(Section):
         return self
 
 
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: y = W x + alpha / rank * B (A x). W is frozen, A and B of every target are trained."""
+
+    rank: PositiveInt = Field(default=16, description="Rows of A and columns of B.")
+    alpha: PositiveFloat = Field(default=32.0, description="What the adapters add is multiplied by alpha / rank.")
+    dropout: NonNegativeFloat = Field(
+        default=0.0, description="Must be 0: the mask's noise would be in every ratio of new to old probabilities."
+    )
+    targets: list[Projection] = Field(
+        default=list(get_args(Projection)),
+        min_length=1,
+        description="Projections with adapters, by their Hugging Face names; of a model with experts, its experts'.",
+    )
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, dropout: float) -> float:
+        if dropout:
+            raise ValueError(
+                f"{dropout:g} is not supported: ratios compare log-probabilities of one model in several passes and "
+                "layouts, which would each have a mask of their own; set 0"
+            )
+        return dropout
+
+    @field_validator("targets")
+    @classmethod
+    def _each_once(cls, targets: list[Projection]) -> list[Projection]:
+        if twice := sorted({name for name in targets if targets.count(name) > 1}):
+            raise ValueError(f"names {', '.join(twice)} twice")
+        return targets
+
+    @property
+    def scale(self) -> float:
+        """What B (A x) is multiplied by."""
+        return self.alpha / self.rank
+
+
 class ActorConfig(Section):
     """The Megatron-Core learner."""
 
@@ -95,6 +135,9 @@ class ActorConfig(Section):
         default=ParallelConfig(), description="How model and samples are cut over the ranks."
     )
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Adam and its learning rate.")
+    lora: LoraConfig | None = Field(
+        default=None, description="Train low-rank adapters instead of all weights; default: all weights."
+    )
     micro_batch_tokens: PositiveInt = Field(
         default=4096, description="Most tokens in one forward pass, padding included."
     )
@@ -133,4 +176,12 @@ class ActorConfig(Section):
             if self.world_size % size:
                 up = -(-self.world_size // size) * size
                 raise ValueError(f"world_size {self.world_size} is not a multiple of {what} = {size}; {up} would be")
+        return self
+
+    @model_validator(mode="after")
+    def _lora_layers(self) -> Self:
+        if self.lora is not None and self.transformer_engine:
+            raise ValueError(
+                "lora adds to Megatron's own linear layers, not to Transformer Engine's: set transformer_engine: false"
+            )
         return self

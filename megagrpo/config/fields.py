@@ -27,6 +27,9 @@ def annotations_at(root: type[BaseModel], path: KeyPath) -> list[Any]:
     """Returns what the value at `path` may be; nothing where the schema has no such key."""
     found: list[Any] = [root]
     for key in path:
+        if isinstance(key, int):  # a place in a list
+            found = [m for member in found if get_origin(member) is list for m in members(get_args(member)[0])]
+            continue
         fields = [section.model_fields[key] for section in sections(found) if key in section.model_fields]
         found = [member for field in fields for member in members(field.annotation)]
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +28,21 @@ class TensorSpec:
 def layer_prefix(index: int) -> str:
     """Returns what the names of a layer's tensors begin with; layers count from 0."""
     return f"model.layers.{index}."
+
+
+def adapter_tensors(tensors: Iterable[TensorSpec], targets: Iterable[str], rank: int) -> Iterator[TensorSpec]:
+    """Yields lora_A [rank, inputs] and lora_B [outputs, rank] of every projection among `tensors` that is a target.
+
+    targets: names without layer, such as q_proj. An adapter is named after its projection, as PEFT does.
+    """
+    wanted = set(targets)
+    for spec in tensors:
+        *prefix, name, kind = spec.name.split(".")
+        if kind == "weight" and name in wanted:
+            outputs, inputs = spec.shape
+            for letter, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                adapter = ".".join([*prefix, name, f"lora_{letter}", "weight"])
+                yield TensorSpec(adapter, shape, "matrix", spec.expert)
 
 
 def dense_layer_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:

@@ -27,8 +27,9 @@ def _trainers(folder: Path) -> list:
     prepare_host()
     from megagrpo.actor.pretended import record_trainer_rank
 
-    # Transformer Engine needs CUDA; its layers take the same slices.
-    actor = load_config(folder / "config.yaml").actor.model_copy(update={"transformer_engine": False})
+    # Transformer Engine needs CUDA; its layers take the same slices. Adapters are merged before they travel.
+    changes = {"transformer_engine": False, "lora": None}
+    actor = load_config(folder / "config.yaml").actor.model_copy(update=changes)
     arch = read_architecture(folder / "model")
     specs = hf_specs(folder / "model", getattr(torch, actor.dtype))
     ranks = json.loads((folder / "ranks.json").read_text())

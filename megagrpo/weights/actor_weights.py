@@ -1,6 +1,7 @@
 """The actor's weights as the rest of the program sees them: HF folder in, recorded copies, HF folder out."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,6 +31,9 @@ class LoadableActor(Protocol):
     def parameters(self) -> Mapping[str, Tensor]:
         """Returns this rank's live parameters by name."""
 
+    def merged(self) -> AbstractContextManager[None]:
+        """Lets `parameters` be what is published inside: what adapters add is part of them."""
+
 
 @dataclass(frozen=True)
 class ActorWeights:
@@ -38,6 +42,7 @@ class ActorWeights:
     copies: list[Copy]  # this rank's, recorded from its load_hf
     hf_specs: Specs  # of the whole model: name -> shape and dtype in the checkpoint
     parameters: Callable[[], Mapping[str, Tensor]]  # live, under the names in `copies`
+    merged: Callable[[], AbstractContextManager[None]] = nullcontext  # around any use of them as the model's weights
 
 
 def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = False) -> ActorWeights:
@@ -55,7 +60,7 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     else:
         actor.load_hf(ReadingProgress(hf, _bytes_by_tensor(copies, hf.specs), shown=_is_main_rank()))
         actor.weights_loaded()
-    return ActorWeights(copies, hf.specs, actor.parameters)
+    return ActorWeights(copies, hf.specs, actor.parameters, actor.merged)
 
 
 def _bytes_by_tensor(copies: list[Copy], specs: Specs) -> dict[str, int]:
@@ -71,13 +76,17 @@ def _is_main_rank() -> bool:
 
 
 def export_hf(target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, dtype: str) -> None:
-    """Collective. Writes the live weights as an HF folder, whole or not at all. Raises LeaderError on every rank."""
+    """Collective. Writes the live weights, adapters merged, as an HF folder, whole or not at all.
+
+    Raises LeaderError on every rank.
+    """
     published: torch.dtype = getattr(torch, dtype)
     plan = make_gather_plan(mesh.gather_world(weights.copies), weights.hf_specs, published, _SHARD_BYTES)
-    gather_to_main(
-        plan,
-        weights.parameters(),
-        mesh,
-        lambda buckets: write_hf_folder(target, buckets, like, published),
-        f"export to {target}",
-    )
+    with weights.merged():
+        gather_to_main(
+            plan,
+            weights.parameters(),
+            mesh,
+            lambda buckets: write_hf_folder(target, buckets, like, published),
+            f"export to {target}",
+        )

@@ -47,7 +47,7 @@ class Exchange:
     def __init__(
         self, config: ExperimentConfig, mesh: Mesh, weights: ActorWeights, registry: EngineRegistry, run_dir: Path
     ):
-        self._config, self._mesh = config, mesh
+        self._config, self._mesh, self._merged = config, mesh, weights.merged
         self._dtype: torch.dtype = getattr(torch, config.rollout.dtype)
         trainers = TrainerWeights(
             mesh=mesh,
@@ -82,8 +82,9 @@ class Exchange:
         """
         timer, deadline, traffic = PhaseTimer(), Deadline(self._config.weights.timeout_s), Traffic()
         todo = self._mesh.from_main(lambda: self._fleet.choose(only, deadline), "find engines")
-        while todo:
-            todo = self._update(todo, version, deadline, timer, traffic)
+        with self._merged():
+            while todo:
+                todo = self._update(todo, version, deadline, timer, traffic)
         seconds = self._mesh.from_main(lambda: timer.seconds(*_PHASES), "report timings")
         total = Traffic()
         for part in self._mesh.gather_world(traffic):
@@ -95,7 +96,8 @@ class Exchange:
         deadline = Deadline(self._config.weights.timeout_s)
         ids = self._mesh.from_main(lambda: self._fleet.choose(only, deadline), "find engines")
         self._open(ids, deadline, writing=False)
-        expected = self._digests.compute()
+        with self._merged():
+            expected = self._digests.compute()
 
         def check_all() -> None:
             self._fleet.each(lambda engine: self._check(engine, expected, flush=False))

@@ -15,6 +15,7 @@ import torch
 from tests.dist.workers.launch import run_ranks
 
 LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-6
+LORA = {"rank": 4, "alpha": 8.0}
 CASES = {
     "DP2": {"model": "qwen3"},
     "DP2 distributed optimizer": {"model": "qwen3", "distributed": True},
@@ -26,14 +27,24 @@ CASES = {
     "EP2": {"model": "qwen3_moe", "parallel": {"ep": 2}},
     "EP2 distributed optimizer": {"model": "qwen3_moe", "parallel": {"ep": 2}, "distributed": True},
     "TP2xEP2": {"model": "qwen3_moe", "parallel": {"tp": 2, "ep": 2}},
+    "TP2 LoRA": {"model": "qwen3", "parallel": {"tp": 2}, "lora": LORA},
+    "EP2 LoRA distributed optimizer": {
+        "model": "qwen3_moe",
+        "parallel": {"ep": 2},
+        "lora": LORA,
+        "distributed": True,
+    },
 }
 # the optimiser has no state yet
 BEFORE_THE_FIRST_STEP = ("DP2 distributed optimizer", "TP2", "EP2 distributed optimizer")
 RUNS = [(name, 2) for name in CASES] + [(name, 0) for name in BEFORE_THE_FIRST_STEP]  # and updates before the save
 PLAIN = ("DP2", "TP2 distributed optimizer", "PP2 tied", "EP2")  # near to others: by --full
 LATER = [run for run in RUNS if run[0] in PLAIN or run in (("TP2", 0), ("EP2 distributed optimizer", 0))]
-SETS = {"first": [run for run in RUNS if run not in LATER], "later": LATER}
-OWN_PARTS = [run for run in SETS["first"] if CASES[run[0]].get("distributed") and run[1]]
+ADAPTERS = [run for run in RUNS if "lora" in CASES[run[0]]]
+SETS = {"first": [run for run in RUNS if run not in LATER + ADAPTERS], "adapters": ADAPTERS, "later": LATER}
+OWN_PARTS = [
+    (part, *run) for part in ("first", "adapters") for run in SETS[part] if CASES[run[0]].get("distributed") and run[1]
+]
 EVERY_RUN = [
     pytest.param(part, *run, marks=[pytest.mark.slow] * (part == "later"))
     for part, runs in SETS.items()
@@ -62,7 +73,7 @@ def saved(hf_models: Path, tmp_path_factory) -> Callable[[str], Path]:
             place = folder / key(name, warm)
             from_two, from_one = str(place / "two" / "step_000001"), str(place / "one" / "step_000001")
             straight = {**base, "warm": warm, "save": str(place / "two"), "then": f"{place}.straight.pt"}
-            if (name, warm) in OWN_PARTS:
+            if (part, name, warm) in OWN_PARTS:
                 own_parts = str(place / "own" / "step_000001")
                 straight["save_own_parts"] = str(place / "own")
                 launches[2].append({**base, "load": own_parts, "then": f"{place}.own.pt"})
@@ -87,15 +98,17 @@ def test_same_layout_is_bit_identical(saved: Callable[[str], Path], part: str, n
     assert_identical(saved(part) / key(name, warm), "same")
 
 
-@pytest.mark.parametrize("name, warm", OWN_PARTS)
-def test_own_parts_are_bit_identical_for_the_same_layout(saved: Callable[[str], Path], name: str, warm: int):
-    assert_identical(saved("first") / key(name, warm), "own")
+@pytest.mark.parametrize("part, name, warm", OWN_PARTS)
+def test_own_parts_are_bit_identical_for_the_same_layout(saved: Callable[[str], Path], part: str, name: str, warm: int):
+    assert_identical(saved(part) / key(name, warm), "own")
 
 
-def test_own_parts_are_refused_by_another_layout(saved: Callable[[str], Path]):
-    refusals = json.loads((saved("first") / "refusals.json").read_text())
-    for (name, warm), refusal in zip(OWN_PARTS, refusals, strict=True):
-        folder = saved("first") / key(name, warm) / "own" / "step_000001"
+@pytest.mark.parametrize("part", ["first", "adapters"])
+def test_own_parts_are_refused_by_another_layout(saved: Callable[[str], Path], part: str):
+    refusals = json.loads((saved(part) / "refusals.json").read_text())
+    of_part = [run for run in OWN_PARTS if run[0] == part]
+    for (_, name, warm), refusal in zip(of_part, refusals, strict=True):
+        folder = saved(part) / key(name, warm) / "own" / "step_000001"
         (message,) = refusal["messages"]
         sizes = ", ".join(f"{axis} {size}" for axis, size in {"ranks": 2, **CASES[name].get("parallel", {})}.items())
         assert f"checkpoint {folder} can be loaded by its own layout alone ({sizes})" in message

@@ -111,6 +111,20 @@ def test_other_algorithms_are_certified_too(folders: dict[str, Path]):
         assert result["grad_norm"] > 1e-3 and len(result["gradients"]) > 20, "there was something to compare"
 
 
+def test_adapters_are_certified(folders: dict[str, Path]):
+    """Their gradients and updates, with the model without them as reference."""
+    place = folders[FIRST].parent / "lora"
+    shutil.copytree(folders[FIRST], place)
+    (place / "reference.pt").unlink()
+    base = {"config": str(CONFIG.with_stem("quickstart_lora")), "folder": str(place), "algorithm": ALGORITHMS[FIRST]}
+    run_ranks(1, place / "one", [{**base, "case": asdict(REFERENCE)}], "certify_ranks.py")
+    cases = [case("DP2", distributed=True), case("TP2+SP", recompute="full"), case("CP2"), case("EP2")]
+    results = run_ranks(2, place / "two", [{**base, "case": one} for one in cases], "certify_ranks.py")
+    assert [failures(result) for result in results] == [[]] * len(cases)
+    for result in results[1:]:
+        assert result["gradients"] and all(".lora_" in name for name in result["gradients"])
+
+
 def certify(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "megagrpo.cli", "certify", str(CONFIG), *arguments]
     return subprocess.run(command, cwd=CONFIG.parents[1], capture_output=True, text=True)

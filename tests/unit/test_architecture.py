@@ -22,7 +22,7 @@ LAYERS = (
     {"mesh", "hf_files", "algo", "layout"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
     {"actor", "rollout", "checkpoint", "dump", "selection", "doctor"},
-    {"preflight", "checkpoint_cost"},
+    {"preflight", "checkpoint_cost", "trainer_memory"},
     {"explain", "run"},
     {"evaluation", "sft", "replay", "export", "planning"},
     {"train"},

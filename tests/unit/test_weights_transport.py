@@ -3,7 +3,9 @@
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -78,11 +80,12 @@ class Trainer:
 
     def __init__(self, folder: Path, engine: FakeEngine, transport: str):
         torch.manual_seed(0)
+        self.added = 0.0
         self.hf = {name: torch.randn(4, 4) for name in ("gate", "up", "down")}
         self.live = {"up_down": torch.zeros(4, 8), "gate.0": torch.zeros(3, 4), "gate.1": torch.zeros(1, 4)}
         specs = {name: (tuple(tensor.shape), torch.float32) for name, tensor in self.hf.items()}
         self.load(self.hf)
-        weights = ActorWeights(record_copies(self.load, specs, self.live), specs, lambda: self.live)
+        weights = ActorWeights(record_copies(self.load, specs, self.live), specs, lambda: self.live, self.merged)
         config = ExperimentConfig.model_validate(
             {
                 "name": "t",
@@ -101,6 +104,16 @@ class Trainer:
         self.live["up_down"][:, 4:].copy_(hf["down"])
         self.live["gate.0"].copy_(hf["gate"][:3])
         self.live["gate.1"].copy_(hf["gate"][3:])
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Adapters that add `added` to all weights."""
+        kept = {name: values.clone() for name, values in self.live.items()}
+        for values in self.live.values():
+            values += self.added
+        yield
+        for name, values in kept.items():
+            self.live[name].copy_(values)
 
     def assert_in(self, engine: FakeEngine) -> None:
         assert torch.equal(engine.model.gate_up[:4], torch.cat([self.live["gate.0"], self.live["gate.1"]]))
@@ -176,6 +189,17 @@ def test_what_a_dummy_start_leaves_random_for_ever_is_named(engine, tmp_path):
     with pytest.raises(LeaderError, match=r"rank 0: buffer scale \(3,\): random .* set rollout.load_format: model$"):
         trainer.exchange.publish(1)
     assert engine.info.state == "stale"
+
+
+@pytest.mark.parametrize("transport", ["disk", "reshard"])
+def test_what_adapters_add_is_published_and_verified(engine, tmp_path, transport):
+    trainer = Trainer(tmp_path, engine, transport)
+    trainer.added = 1.0
+    trainer.exchange.publish(1)
+    trainer.exchange.verify()
+    assert torch.equal(engine.model.down, trainer.hf["down"] + 1)
+    assert torch.equal(trainer.live["up_down"][:, 4:], trainer.hf["down"]), "the frozen weights are as they were"
+    trainer.exchange.close()
 
 
 def test_disk_gives_the_same_parameters(engine, tmp_path):

@@ -18,15 +18,19 @@ from megatron.core import parallel_state as mpu
 
 from megagrpo import checkpoint
 from megagrpo.actor import head, step
+from megagrpo.actor.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.certify.subject import near
 from megagrpo.checkpoint import Retention, RunIdentity
+from megagrpo.config.actor import LoraConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.hf_files import HfFolder
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
+from megagrpo.weights.peft_folder import PeftFolder, export_peft
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
@@ -134,11 +138,12 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
     The reference job writes the file.
     """
     calls = count_attention_calls(actor)
+    weights = actor.trained_weights(weights)
     loss = gradient(actor, batch_of(actor.mesh, keep=job.get("keep", NUM_SAMPLES)), RICH)
     values = None if job.get("distributed") else actor.gradients()
     if job.get("write"):
         state = {"loss": loss, "gradients": whole(weights, values, actor.mesh), **actor.optimizer_step()}
-        torch.save({**state, "weights": whole(weights, actor.parameters(), actor.mesh)}, job["reference"])
+        torch.save({**state, "weights": whole(weights, actor.trained(), actor.mesh)}, job["reference"])
         return {}
     reference = torch.load(job["reference"])
     gradients = ratios(weights, values, reference["gradients"], actor.mesh) if values is not None else {}
@@ -147,9 +152,49 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
         "loss": abs(loss - reference["loss"]),
         "gradients": gradients,
         "norm": abs(norm / reference["optim/grad_norm"] - 1),
-        "weights": difference(whole(weights, actor.parameters(), actor.mesh), reference["weights"]),
+        "weights": difference(whole(weights, actor.trained(), actor.mesh), reference["weights"]),
         "attention_calls": len(calls),
+        "gradient_bytes": sum(buffer.grad_data.nbytes for buffer in gradient_buffers(actor)),
+        "state_bytes": sum(values.nbytes for values in optimiser_state(actor)),
     }
+
+
+def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """What peft_reference.py compares: logits with adapters, their gradients, both exports; merging leaves no trace."""
+    batch, out = batch_of(actor.mesh), Path(job["out"])
+    with recorded_logits() as seen, torch.no_grad():
+        on = step.token_logprobs(actor, batch, 1.0)
+    before = {name: p.detach().clone() for name, p in actor.parameters().items()}
+    with actor.merged(), torch.no_grad():
+        merged = step.token_logprobs(actor, batch, 1.0)
+        changed = sum(not torch.equal(p, before[name]) for name, p in actor.parameters().items())
+    actor.keep_reference()
+    off = step.with_logprobs(actor, batch, 1.0, old=False, reference="k3").ref_logprobs
+    loss = gradient(actor, batch, PLAIN)
+    adapters = actor.trained_weights(weights)
+    gradients = whole(adapters, actor.gradients(), actor.mesh)
+    export_hf(out / "merged", weights, actor.mesh, like=job["model"], dtype="float32")
+    lora = actor.config.lora
+    export_peft(PeftFolder(out / "peft", lora, job["model"]), adapters, actor.mesh, "float32")
+    state = {"logits": list(seen), "loss": loss, "gradients": gradients}
+    torch.save(state | {"adapters": whole(adapters, actor.trained(), actor.mesh)}, out / "actor.pt")
+    return {
+        "merged": float((on - merged).abs().max()),
+        "moved": float((on - off).abs().max()),
+        "changed": changed,
+        "restored": all(torch.equal(p, before[name]) for name, p in actor.parameters().items()),
+    }
+
+
+def gradient_buffers(actor: MegatronActor) -> list:
+    return [buffer for wrapper in actor.model for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers)]
+
+
+def optimiser_state(actor: MegatronActor) -> list[torch.Tensor]:
+    """Adam's moments, without its counts of steps."""
+    parts = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
+    values = [value for part in parts for state in part.optimizer.state.values() for value in state.values()]
+    return [value for value in values if torch.is_tensor(value) and value.numel() > 1]
 
 
 def count_attention_calls(actor: MegatronActor) -> list:
@@ -176,6 +221,7 @@ def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -
 
 def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
     """[load] -> `warm` updates -> [save] -> two more, whose losses, gradients and weights are kept in job["then"]."""
+    weights = actor.trained_weights(weights)
     if "load" in job:
         state = checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
         assert state.data_cursor == 17
@@ -192,7 +238,7 @@ def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folde
         if not job.get("distributed"):
             after[f"gradients{number}"] = whole(weights, actor.gradients(), actor.mesh)
         after[f"norm{number}"] = actor.optimizer_step()["optim/grad_norm"]
-        after[f"weights{number}"] = whole(weights, actor.parameters(), actor.mesh)
+        after[f"weights{number}"] = whole(weights, actor.trained(), actor.mesh)
     if actor.mesh.is_main:
         torch.save(after, job["then"])
     return {"saved": str(saved)}
@@ -231,12 +277,24 @@ def weights_unreadable() -> Iterator[None]:
         HfFolder.__getitem__ = read
 
 
+def near_initial(actor: MegatronActor) -> dict[str, torch.Tensor]:
+    """The adapters of a fresh start with noise: B is no longer 0, so that A has a gradient."""
+    initial = InitialAdapters(actor.adapter_specs(), seed=0)
+    return {name: near(tensor, 0.05, number) for number, (name, tensor) in enumerate(initial.items())}
+
+
 def identity(job: dict) -> RunIdentity:
     layout = ActorConfig(world_size=int(os.environ["WORLD_SIZE"]), parallel=ParallelConfig(**job.get("parallel", {})))
     return RunIdentity(job.get("identity", {"model": Path(job["model"]).name}), layout.layout)
 
 
-JOBS = {"forward": forward_job, "layout": layout_job, "checkpoint": checkpoint_job, "refusal": refusal_job}
+JOBS = {
+    "forward": forward_job,
+    "layout": layout_job,
+    "checkpoint": checkpoint_job,
+    "refusal": refusal_job,
+    "adapters": adapters_job,
+}
 
 
 def main(folder: Path) -> None:
@@ -251,6 +309,7 @@ def main(folder: Path) -> None:
             recompute=job.get("recompute", "none"),
             logprob_chunk_tokens=32,
             deadline_s=120.0,
+            lora=LoraConfig(**job["lora"]) if "lora" in job else None,
         )
         optimizer = OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False))
         print("job", number, job, flush=True)
@@ -261,8 +320,12 @@ def main(folder: Path) -> None:
             model_path=job["model"],
             device=DEVICE,
         ) as actor:
-            with weights_unreadable() if "load" in job else nullcontext():  # a resume does without them
-                weights = load_initial_weights(actor, job["model"], overwritten="load" in job)
+            overwritten = "load" in job and "lora" not in job
+            with weights_unreadable() if overwritten else nullcontext():  # a resume does without them
+                weights = load_initial_weights(actor, job["model"], overwritten=overwritten)
+            if "lora" in job and "load" not in job:
+                actor.load_adapters(near_initial(actor))
+                actor.weights_loaded()
             results.append(JOBS[job["do"]](actor, weights, job, folder))
             everyone: list = [None] * actor.mesh.world_size
             dist.all_gather_object(everyone, {k: v for k, v in results[-1].items() if isinstance(v, float)})

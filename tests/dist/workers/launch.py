@@ -48,6 +48,11 @@ def run_transformers(folder: Path, script: str = "hf_reference.py") -> None:
     _run([WORKERS / script, folder], folder / "hf.log", [str(SHIMS)], "cpu", [{}])
 
 
+def run_peft_reference(folder: Path) -> None:
+    """For every `*/job.json` below the folder, what adapters_job left there against transformers and PEFT."""
+    _run([WORKERS / "peft_reference.py", folder], folder / "peft.log", [str(SHIMS)], "cpu", [{}])
+
+
 def _run(words: list[Path], log: Path, python_path: list[str], device: str, ranks: list[dict[str, str]]) -> None:
     """One process for each of `ranks`, its environment; the first to fail ends them all."""
     command = [sys.executable, "-W", "ignore", *map(str, words)]

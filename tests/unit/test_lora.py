@@ -1,0 +1,102 @@
+"""Adapters without Megatron: what a configuration may say, what they weigh, and whose weights a checkpoint is for."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megagrpo.checkpoint_cost import checkpoint_cost
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import ActorConfig, TinyModelConfig
+from megagrpo.explain import explain
+from megagrpo.families.table import architecture_of, model_tensors
+from megagrpo.families.tensors import adapter_tensors
+from megagrpo.hf_files import HfFolder, write_hf_folder
+from megagrpo.layout import layout_problems
+from megagrpo.tiny.description import hf_config
+from megagrpo.trainer_memory import trainer_memory
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+DENSE, MOE = (architecture_of(hf_config(TinyModelConfig(path="x", family=family))) for family in ("qwen3", "qwen3_moe"))
+TARGETS = ("q_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    "lora, said",
+    [
+        ("{targets: [q_prj]}", "actor.lora.targets.0 = 'q_prj': not a choice; did you mean 'q_proj'?"),
+        ("{targets: [q_proj, q_proj]}", "actor.lora.targets: names q_proj twice"),
+        ("{targets: []}", "actor.lora.targets = []"),
+        ("{rank: 0}", "actor.lora.rank = 0: should be greater than or equal to 1"),
+        ("{alpha: 0}", "actor.lora.alpha = 0"),
+        ("{dropout: 0.1}", "actor.lora.dropout: 0.1 is not supported"),
+        ("{ranks: 3}", "actor.lora.ranks = 3: unknown key; did you mean 'rank'?"),
+    ],
+)
+def test_a_wrong_section_is_named(lora: str, said: str):
+    with pytest.raises(ValueError) as error:
+        load_config(QUICKSTART, [f"actor.lora={lora}"])
+    assert said in str(error.value) and "1 problem" in str(error.value)
+
+
+def test_transformer_engine_is_refused():
+    with pytest.raises(ValueError, match="lora adds to Megatron's own linear layers"):
+        load_config(QUICKSTART, ["actor.lora.rank=4", "actor.transformer_engine=true"])
+
+
+def test_experts_cut_more_finely_than_the_rest_are_refused():
+    def problems(targets: list[str]) -> list[str]:
+        parallel = {"tp": 1, "etp": 2}
+        return layout_problems(
+            MOE, ActorConfig.model_validate({"world_size": 2, "parallel": parallel, "lora": {"targets": targets}})
+        )
+
+    assert problems(["q_proj"]) == []
+    [problem] = problems(["up_proj"])
+    assert "actor.lora has targets in experts" in problem and "divides tp = 1; 2 does not" in problem
+
+
+def test_adapters_have_peft_names_and_shapes():
+    tensors = {spec.name: spec.shape for spec in adapter_tensors(model_tensors(MOE), TARGETS, rank=4)}
+    assert len(tensors) == 2 * MOE.num_layers * (1 + MOE.num_experts)
+    hidden, heads = MOE.hidden_size, MOE.num_heads * MOE.head_dim
+    assert tensors["model.layers.0.self_attn.q_proj.lora_A.weight"] == (4, hidden)
+    assert tensors["model.layers.0.self_attn.q_proj.lora_B.weight"] == (heads, 4)
+    last = f"model.layers.{MOE.num_layers - 1}.mlp.experts.{MOE.num_experts - 1}.down_proj"
+    assert tensors[f"{last}.lora_A.weight"] == (4, MOE.expert_ffn_size)
+    assert tensors[f"{last}.lora_B.weight"] == (hidden, 4)
+
+
+def test_a_rank_holds_the_half_that_is_cut_and_the_whole_other_half():
+    lora = {"rank": 4, "targets": list(TARGETS)}
+    options = {"world_size": 4, "parallel": {"tp": 2}, "lora": lora, "dtype": "bfloat16"}
+    held = trainer_memory(DENSE, ActorConfig.model_validate(options))
+    hidden, heads, width = DENSE.hidden_size, DENSE.num_heads * DENSE.head_dim, DENSE.ffn_size
+    elements = DENSE.num_layers * 4 * (hidden + heads / 2 + width / 2 + hidden)
+    assert held.gradients == elements * 4
+    assert held.optimiser == elements * 12 / 2  # divided over two data-parallel ranks
+    whole = trainer_memory(DENSE, ActorConfig.model_validate(options | {"lora": None}))
+    assert held.weights == whole.weights + elements * 2
+    assert whole.trained == sum(math.prod(spec.shape) for spec in model_tensors(DENSE))
+
+
+def test_check_says_what_is_saved_and_a_checkpoint_holds_adapters_alone():
+    config = load_config(QUICKSTART, ["actor.lora={rank: 4}", "algorithm.kl.loss_coef=0.1"])
+    text = explain(config)
+    assert "the reference is the model without adapters, no copy" in text
+    assert "rank 4, alpha 32, q_proj" in text and "instead of" in text
+    arch = architecture_of(hf_config(config.prepare.model))
+    trained = sum(spec.size for spec in adapter_tensors(model_tensors(arch), config.actor.lora.targets, 4))
+    assert checkpoint_cost(arch, config.actor, 2).file_bytes == trained * 16
+    assert "lora" not in explain(load_config(QUICKSTART, []))
+
+
+def test_weights_of_the_same_shapes_are_told_apart(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{}")
+    weights = {"a.weight": torch.randn(5, 3), "norm.weight": torch.ones(7)}
+    other = weights | {"norm.weight": torch.ones(7) + torch.eye(7)[6]}
+    for name, values in {"one": weights, "same": weights, "other": other}.items():
+        write_hf_folder(tmp_path / name, iter([values]), like=tmp_path, dtype=torch.bfloat16)
+    prints = [HfFolder(tmp_path / name).fingerprint() for name in ("one", "same", "other")]
+    assert prints[0] == prints[1] != prints[2]
