@@ -5,7 +5,9 @@ const SHOWN_FIRST = ["reward/mean", "eval/accuracy", "policy/entropy", "policy/k
   "mismatch/logprob_abs_mean", "response/length_mean", "policy/clip_fraction_high", "optim/grad_norm", "loss/total",
   "group/degenerate_fraction", "perf/tokens_per_s"];
 const TIME = "time per phase";
-const CONFIG = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+// These buttons alone: others of Plotly's would send the chart to a server.
+const CONFIG = { displaylogo: false, responsive: true, displayModeBar: "hover",
+  modeBarButtons: [["toImage", "zoom2d", "pan2d", "autoScale2d"]] };
 
 let chosenMetrics = null; // names, once there is data
 
@@ -24,9 +26,16 @@ function layoutOf(title, more = {}) {
     title: { text: plain(title), font: { size: 13 }, x: 0.02, xanchor: "left", y: 0.96 },
     margin: { l: 52, r: 14, t: 34, b: 34 }, hovermode: "x unified", showlegend: DATA.runs.length > 1,
     legend: { orientation: "h", y: -0.16, font: { size: 11 } }, font: { family: "system-ui, sans-serif", size: 11 },
-    xaxis: { gridcolor: "#f0f2f4", zeroline: false }, yaxis: { gridcolor: "#e4e7eb", zeroline: false, ...more.yaxis },
+    xaxis: { gridcolor: "#f0f2f4", zeroline: false, ...more.xaxis },
+    yaxis: { gridcolor: "#e4e7eb", zeroline: false, exponentformat: "e", ...more.yaxis },
     ...more.layout,
   };
+}
+
+/** Steps are whole numbers, also where there are few. */
+function stepAxis() {
+  const steps = DATA.runs.flatMap((run) => run.steps);
+  return Math.max(...steps) - Math.min(...steps) < 8 ? { dtick: 1 } : {};
 }
 
 /** The metric's measured points: [{step, value, std}]; std is what the run itself recorded over a step's samples. */
@@ -78,7 +87,7 @@ function drawMetric(element, name) {
   const traces = DATA.runs.flatMap((run, at) => tracesOf(run, name, COLOURS[at % COLOURS.length], width));
   const positive = traces.every((trace) => (trace.y || []).every((y) => y > 0));
   const type = byId("logarithmic").checked && positive ? "log" : "linear";
-  Plotly.react(element, traces, layoutOf(name, { yaxis: { type, autorange: true } }), CONFIG);
+  Plotly.react(element, traces, layoutOf(name, { xaxis: stepAxis(), yaxis: { type, autorange: true } }), CONFIG);
 }
 
 function phasesOf(run) {
@@ -96,7 +105,7 @@ function drawTimes(element, run) {
       line: { width: 0.5, color: phaseColour(phase) }, hovertemplate: "%{y:.3g} s" };
   });
   const title = DATA.runs.length > 1 ? `seconds per phase: ${run.name}` : "seconds per phase";
-  Plotly.react(element, traces, layoutOf(title, { layout: { showlegend: true } }), CONFIG);
+  Plotly.react(element, traces, layoutOf(title, { xaxis: stepAxis(), layout: { showlegend: true } }), CONFIG);
 }
 
 function allMetrics() {

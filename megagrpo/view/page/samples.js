@@ -14,8 +14,8 @@ const COLUMNS = [ // title, value of a row, how it is shown
   ["version", (row) => row.sample.version, (value) => number(value, 9)],
   ["max |\u0394|", (row) => largest(row.sample), (value) => number(value, 2)],
 ];
-const BINS = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1]; // nats; a token's colour is the first that is not below |difference|
-const SHADES = ["#ffffff", "#fff4d6", "#ffe29a", "#ffc267", "#f98e52", "#e2574c", "#b3202c"];
+const BINS = [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1]; // nats: the limits of |difference| between the shades
+const SHADES = ["#ffffff", "#fffbe6", "#fff1c2", "#ffe08a", "#ffc267", "#f98e52", "#e2574c", "#b3202c"];
 
 let rows = []; // those that pass the filters, in order
 let numShown = 0;
@@ -23,7 +23,9 @@ let sortedBy = null; // [column, descending]
 let chosenRow = null;
 
 function number(value, digits) {
-  return value === null || value === undefined ? "-" : String(Number(value.toPrecision(digits)));
+  if (value === null || value === undefined) return "-";
+  const short = Number(value.toPrecision(digits));
+  return short !== 0 && Math.abs(short) < 1e-3 ? short.toExponential() : String(short);
 }
 
 function largest(sample) {
