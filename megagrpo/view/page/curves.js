@@ -48,12 +48,14 @@ function pointsOf(run, name) {
   return points;
 }
 
-/** Means over `width` points around each, and the band: recorded deviation, else that of the values in the window. */
+/** Means over the `width` steps around each, and the band: recorded deviation, else that of the values in the window. */
 function smoothed(points, width) {
   const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-  return points.map((point, at) => {
-    const from = Math.max(0, at - Math.floor((width - 1) / 2));
-    const near = points.slice(from, at + Math.ceil((width - 1) / 2) + 1);
+  let from = 0, to = 0;
+  return points.map((point) => {
+    while (points[from].step < point.step - (width - 1) / 2) from += 1;
+    while (to < points.length && points[to].step <= point.step + (width - 1) / 2) to += 1;
+    const near = points.slice(from, to);
     const middle = mean(near.map((p) => p.value));
     const stds = near.map((p) => p.std).filter((std) => std !== null);
     const spread = stds.length ? mean(stds) : Math.sqrt(mean(near.map((p) => (p.value - middle) ** 2)));
@@ -68,6 +70,7 @@ function tracesOf(run, name, colour, width) {
   const label = plain(run.name);
   const few = points.length < 30;
   const traces = [];
+  if (width > 1 && line.every((p, at) => p.middle === points[at].value)) width = 1; // measured too rarely to smooth
   if (line.some((p) => p.banded)) {
     const edge = { x, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false, legendgroup: label };
     traces.push({ ...edge, y: line.map((p) => p.low) });
