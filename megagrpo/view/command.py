@@ -32,7 +32,7 @@ def write_view(folders: list[RunFolder], limits: ViewLimits, output: Path, trace
 def serve_view(folders: list[RunFolder], limits: ViewLimits, port: int) -> None:
     """Serves the page until it is interrupted; an open page shows new steps within seconds."""
     title = _title(view_data(folders, limits))  # what is no run is said before anything is served
-    with page_server(lambda: view_data(folders, limits), title, port) as server:
+    with page_server(lambda: view_data(folders, limits), lambda: stamp_of(folders), title, port) as server:
         print(f"http://127.0.0.1:{server.server_address[1]}/  (Ctrl-C ends)", flush=True)
         server.serve_forever()
 

@@ -17,12 +17,12 @@ def stamp_of(folders: list[RunFolder]) -> str:
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Answers / with the page, and /data?known=STAMP with the data, or nothing new."""
+    """Answers / with the page, and /data?known=STAMP with the data, unless nothing has changed since that stamp."""
 
     protocol_version = "HTTP/1.1"
 
-    def __init__(self, read: Callable[[], dict], title: str, *args):
-        self._read, self._title = read, title
+    def __init__(self, read: Callable[[], dict], stamp: Callable[[], str], title: str, *args):
+        self._read, self._stamp, self._title = read, stamp, title
         super().__init__(*args)
 
     def do_GET(self) -> None:
@@ -31,17 +31,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(403, "text/plain", "this server answers to its own name only")  # another site's name for it
         elif url.path == "/":
             self._answer(200, "text/html", build_page(self._read(), self._title, live=True))
+        elif url.path == "/data" and parse_qs(url.query).get("known") == [self._stamp()]:
+            self._answer(204, "application/json", "")
         elif url.path == "/data":
-            self._data(parse_qs(url.query).get("known", [""])[0])
+            self._answer(200, "application/json", data_text(self._read()))
         else:
             self._answer(404, "text/plain", "nothing here")
-
-    def _data(self, known: str) -> None:
-        data = self._read()
-        if data["stamp"] == known:
-            self._answer(204, "application/json", "")
-        else:
-            self._answer(200, "application/json", data_text(data))
 
     def _own_names(self) -> set[str]:
         port = self.connection.getsockname()[1]
@@ -60,12 +55,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Says nothing: a page that asks every few seconds would fill the terminal."""
 
 
-def page_server(read: Callable[[], dict], title: str, port: int) -> http.server.ThreadingHTTPServer:
+def page_server(
+    read: Callable[[], dict], stamp: Callable[[], str], title: str, port: int
+) -> http.server.ThreadingHTTPServer:
     """Returns a server on 127.0.0.1 of what `read` returns at each moment; port 0: any. The caller runs and closes it.
 
-    Raises ValueError when the port is taken.
+    stamp: returns the "stamp" that `read` would, without reading. Raises ValueError when the port is taken.
     """
     try:
-        return http.server.ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, read, title))
+        return http.server.ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, read, stamp, title))
     except OSError as error:
         raise ValueError(f"--port {port}: {error.strerror}; 0 takes any that is free") from error

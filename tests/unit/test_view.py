@@ -19,7 +19,7 @@ from megagrpo.run_folder import RunFolder
 from megagrpo.view.command import view_data, write_view
 from megagrpo.view.run_data import ViewLimits, curves, read_run
 from megagrpo.view.samples import read_samples
-from megagrpo.view.serve import page_server
+from megagrpo.view.serve import page_server, stamp_of
 from megagrpo.view.steps import spread, timeline_steps
 from megagrpo.view.trace import trace_events
 
@@ -222,7 +222,7 @@ def test_a_trace_of_its_own_name(tmp_path, capsys):
 
 @contextmanager
 def serving(folder: RunFolder):
-    with page_server(lambda: view_data([folder], ViewLimits()), "run", 0) as server:
+    with page_server(lambda: view_data([folder], ViewLimits()), lambda: stamp_of([folder]), "run", 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -263,7 +263,7 @@ def test_only_this_machine_is_answered(tmp_path):
         assert get(url, f"localhost:{port}")[0] == 200
         assert get(url, f"evil.example:{port}")[0] == 403, "a name that another site lets point here"
         with pytest.raises(ValueError, match=f"--port {port}: .*in use"):
-            page_server(dict, "run", int(port))
+            page_server(dict, str, "run", int(port))
 
 
 def test_a_page_of_a_run_that_is_being_written(tmp_path):

@@ -9,7 +9,7 @@ from made_run import HOSTILE, make_run
 
 from megagrpo.view.command import view_data, write_view
 from megagrpo.view.run_data import ViewLimits
-from megagrpo.view.serve import page_server
+from megagrpo.view.serve import page_server, stamp_of
 
 ROWS = "document.querySelectorAll('#sample-table tbody tr').length"
 
@@ -128,7 +128,7 @@ def test_tokens_are_coloured(page):
 
 def test_a_served_page_follows_the_run(browser, tmp_path):
     folder = make_run(tmp_path / "run", num_steps=2)
-    with page_server(lambda: view_data([folder], ViewLimits()), "run", 0) as server:
+    with page_server(lambda: view_data([folder], ViewLimits()), lambda: stamp_of([folder]), "run", 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
