@@ -152,6 +152,20 @@ def _add_checkpoints(commands: _Commands) -> None:
 def _add_inspection(commands: _Commands) -> None:
     report = commands.add("report", _report, "summary table and learning curve of a run folder")
     report.add_argument("run_dir")
+    view = commands.add("view", _view, "one HTML file of one or more runs: curves, timeline, samples; and a trace")
+    view.add_argument("run_dirs", metavar="RUN", nargs="+", help="run folder; several are compared")
+    view.add_argument(
+        "--output", type=Path, metavar="FILE", help="the page; default: view.html in the first run folder"
+    )
+    view.add_argument(
+        "--trace", type=Path, metavar="FILE", help="the first run's trace; default: trace.json.gz in its folder"
+    )
+    view.add_argument("--sample-mb", type=float, default=20.0, help="MB of samples of each run (default 20)")
+    view.add_argument("--timeline-steps", type=int, default=20, help="last steps in timeline and trace (default 20)")
+    view.add_argument(
+        "--serve", action="store_true", help="serve the page on 127.0.0.1 instead, with new steps as they come"
+    )
+    view.add_argument("--port", type=int, default=0, help="with --serve (default: any that is free)")
     status = commands.add("status", _status, "state of the rollout service of a run")
     status.add_argument("run_dir")
     status.add_argument("--json", action="store_true", help="for programs")
@@ -314,6 +328,20 @@ def _report(args: argparse.Namespace) -> int:
     from megagrpo.monitor.report import write_report
 
     print(write_report(Path(args.run_dir)))
+    return 0
+
+
+def _view(args: argparse.Namespace) -> int:
+    from megagrpo.run_folder import RunFolder
+    from megagrpo.view.command import serve_view, write_view
+    from megagrpo.view.run_data import ViewLimits
+
+    folders = [RunFolder(Path(name)) for name in args.run_dirs]
+    limits = ViewLimits(args.sample_mb, args.timeline_steps)
+    if args.serve:
+        serve_view(folders, limits, args.port)
+    else:
+        print(write_view(folders, limits, args.output or folders[0].view, args.trace))
     return 0
 
 

@@ -9,6 +9,8 @@ from typing import overload
 import megagrpo
 
 API_KEY = "MEGAGRPO_API_KEY"  # between trainers, router and engines; without it `serve` makes one
+ENGINE = "MEGAGRPO_ENGINE"  # in an engine's process: its id
+ENGINE_HEADER = "X-Megagrpo-Engine"  # of its answers: who sampled cannot be told from the router's URL
 WEIGHT_LOADER = "megagrpo.weights.engine_loader.run"  # engines are started with it; trainers call it by this name
 
 

@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megagrpo import checkpoint, environment
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import load_actor, save_actor
+from megagrpo.actor.step import holds_token_values
 from megagrpo.checkpoint import Checkpointer, RunIdentity
 from megagrpo.checkpoint_folder import latest
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -21,6 +23,8 @@ from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.record import StepLog
+from megagrpo.monitor.timeline import Timeline
+from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.rewards.pool import RewardPool
@@ -51,6 +55,8 @@ class Run:
     checkpointer: Checkpointer
     stop_request: StopRequest | None  # None where no launcher of ours started the ranks: nobody can ask them
     watchdog: Watchdog
+    timeline: Timeline
+    trained: TrainedLog | None = None  # of the one rank in a replica that records what the update saw
     record: "MainRecord | None" = None  # the main rank's
 
     @property
@@ -108,9 +114,12 @@ class Run:
     def inspect_update(self, batch: Batch, algorithm: AlgorithmConfig, values: dict[str, float]) -> None:
         """Collective. Keeps the step's batch when log.dump_steps asks for it or an update was not finite.
 
-        Raises NonFiniteUpdate on every rank unless train.non_finite is skip.
+        Records what the update saw of its samples. Raises NonFiniteUpdate on every rank unless train.non_finite is
+        skip.
         """
         step, bad = self.state.step + 1, values["optim/non_finite_updates"]
+        if self.trained is not None:
+            self.trained.write(step, batch)
         if not bad and step not in self.config.log.dump_steps:
             return
         folder = self.folder.dump(step)
@@ -150,6 +159,7 @@ class Run:
                 in_order = sorted((group for part in parts for group in part), key=lambda group: group.group_id)
                 self.record.step_log.write_rollouts(self.state.step, in_order)
             self.record.console.update(self.state.step, values)
+        self.timeline.end_step(self.state.step)
 
 
 @dataclass(frozen=True)
@@ -210,14 +220,18 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
             stack.enter_context(_console(config, state, num_steps, prompts, eval_prompts)) if mesh.is_main else None
         )
         control = find_service(folder.path, service_url, config.rollout.start_timeout_s)
-        watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step))
+        timeline = Timeline(folder, mesh.rank, mesh.world_size, state.step, config.log.timeline)
+        stack.callback(timeline.close)
+        watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, timeline.mark))
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
 
         def decode(token_ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-        rollouts = RolloutSource(config, mesh, control, rewards, decode, tool=tool, alive=watchdog.alive)
-        exchange = Exchange(config, mesh, weights, control, folder.path)
+        rollouts = RolloutSource(
+            config, mesh, control, rewards, decode, tool=tool, alive=watchdog.alive, on_request=timeline.request
+        )
+        exchange = Exchange(config, mesh, weights, control, folder.path, timeline.call)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
         watchdog.waits += [rollouts.waiting, exchange.waiting]
         stop_file = environment.get(STOP_FILE)
@@ -234,13 +248,29 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
             checkpointer=_checkpointer(config, folder, actor, state.step, num_steps),
             stop_request=StopRequest(Path(stop_file)) if stop_file is not None else None,
             watchdog=watchdog,
+            timeline=timeline,
+            trained=_trained_log(config, folder, mesh, tokenizer, state.step),
         )
+        if run.trained is not None:
+            stack.callback(run.trained.close)
         if console is not None:
             step_log = StepLog(folder, config.log, state.step)
             stack.callback(step_log.close)
             wandb_log = stack.enter_context(WandbLog(config, folder, state.step, console.note))
             run.record = MainRecord(step_log, wandb_log, console)
         yield run
+
+
+def _trained_log(
+    config: ExperimentConfig, folder: RunFolder, mesh: Mesh, tokenizer: Any, start_step: int
+) -> TrainedLog | None:
+    if not config.log.rollouts or not holds_token_values():
+        return None
+
+    def pieces(token_ids: Sequence[int]) -> list[str]:
+        return [str(tokenizer.decode([token])) for token in token_ids]
+
+    return TrainedLog(folder, mesh.dp_rank, mesh.dp_size, config.log.tokens, pieces, start_step)
 
 
 def _checkpointer(

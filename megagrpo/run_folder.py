@@ -3,6 +3,8 @@
 config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md  curve.png
 checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...: batches for `megagrpo replay`
 weights/        what transport `disk` publishes  sft/           metrics of the supervised warm-up
+timeline/       who did what when, of every rank trained/       samples as the update saw them, of every replica
+view.html  trace.json.gz                         what `megagrpo view` writes
 service.json    where the rollout service is     service.key    its key: readable by its owner, gone when it ends
 wandb/          what `wandb sync` sends          wandb_id       of the W&B run that this one is (log.wandb)
 certify/        what `megagrpo certify` writes   logs/          of every process
@@ -84,6 +86,16 @@ class RunFolder:
         return self.path / "rollouts"
 
     @property
+    def view(self) -> Path:
+        """The page of `megagrpo view`."""
+        return self.path / "view.html"
+
+    @property
+    def trace(self) -> Path:
+        """The timeline as Perfetto and chrome://tracing read it."""
+        return self.path / "trace.json.gz"
+
+    @property
     def summary(self) -> Path:
         """The report's tables."""
         return self.path / "summary.md"
@@ -120,6 +132,22 @@ class RunFolder:
     def rollout_file(self, step: int) -> Path:
         """The samples of finished step `step`."""
         return self.rollouts / f"step_{step:06d}.jsonl"
+
+    def timeline_file(self, rank: int) -> Path:
+        """What rank `rank` did in every step, and what it asked of the engines."""
+        return self.path / "timeline" / f"rank_{rank}.jsonl"
+
+    def timeline_files(self) -> dict[int, Path]:
+        """The timelines there are, by rank."""
+        return _numbered(self.path / "timeline", "rank_")
+
+    def trained_file(self, replica: int) -> Path:
+        """Advantages and tokens of the samples that data-parallel rank `replica` trained on."""
+        return self.path / "trained" / f"replica_{replica}.jsonl"
+
+    def trained_files(self) -> dict[int, Path]:
+        """The files of all data-parallel ranks, by rank."""
+        return _numbered(self.path / "trained", "replica_")
 
     # ---- logs --------------------------------------------------------------------------------------------------------
 
@@ -172,3 +200,8 @@ class RunFolder:
     def stacks_request(self, start: str) -> Path:
         """Asks all ranks of the start at `start` for their stacks."""
         return self.ranks / f"asked_{start}"
+
+
+def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
+    found = {int(path.stem.removeprefix(prefix)): path for path in folder.glob(f"{prefix}*.jsonl")}
+    return dict(sorted(found.items()))

@@ -117,6 +117,8 @@ class Batch:
     greedy_rewards: "Tensor | None" = None  # [N] float64, of the group's greedy response; advantage "remax" alone
     advantages: "Tensor | None" = None  # [N, S] float32, 0 off the loss mask
     old_logprobs: "Tensor | None" = None  # [N, S] float32, by the actor before the first update of the step
+    seen_logprobs: "Tensor | None" = None  # [N, S] float32, where there are no old_logprobs: filled in by the update's
+    # own forward, on last pipeline stages; NaN for samples that no update took. For the record alone
     ref_logprobs: "Tensor | None" = None  # [N, S] float32, by the reference model
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
     policy_weights: "Tensor | None" = None  # [N, S] float32, correction of the trainer/rollout mismatch

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from megagrpo.environment import ENGINE_HEADER
+
 NO_WORKERS = {
     "error": {"type": "Service Unavailable", "code": "no_available_workers", "message": "No available workers"}
 }
@@ -60,7 +62,8 @@ class FakeService:
         tokens = [int(digit) for digit in str(body["sampling_params"]["sampling_seed"])[-4:]]
         meta = {"finish_reason": {"type": "stop"}, "weight_version": str(self.version), "weight_versions": []}
         meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
-        return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta | step})
+        answer = {"text": "", "output_ids": tokens, "meta_info": meta | step}
+        return web.json_response(answer, headers={ENGINE_HEADER: "engine-0"})
 
 
 @contextmanager

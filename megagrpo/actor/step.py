@@ -78,6 +78,8 @@ def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: b
     """
     if old:
         batch = replace(batch, old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"))
+    else:
+        batch = replace(batch, seen_logprobs=torch.full_like(batch.rollout_logprobs, torch.nan))
     if reference is not None:
         assert actor.reference is not None, "keep_reference() was not called"
         with actor.reference.swapped_in():
@@ -182,6 +184,8 @@ def backward(
     """Collective. Sums one update's gradients into the main gradients; returns metric sums over all ranks."""
 
     def token_loss(members: Tensor, values: TokenValues) -> Loss:
+        if batch.seen_logprobs is not None:
+            batch.seen_logprobs[members] = values.logprobs.detach()
         loss, sums = objective(_loss_inputs(batch, members, values), algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
@@ -264,6 +268,12 @@ def _run(
         forward_only=forward_only,
     )
     return [*collected, counts] if mpu.is_pipeline_last_stage(ignore_virtual=True) else []
+
+
+def holds_token_values() -> bool:
+    """Tells whether this rank is the one of its replica that records what the update computed of every token."""
+    first = mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
+    return first and mpu.is_pipeline_last_stage(ignore_virtual=True)
 
 
 def _from_last_stage(tensor: Tensor) -> Tensor:

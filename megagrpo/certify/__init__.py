@@ -1,1 +1,1 @@
-"""Gives evidence that the layout does not change the mathematics of one experiment: `megagrpo certify`."""
+"""Gives evidence that no layout changes the mathematics of an experiment: `megagrpo certify`."""

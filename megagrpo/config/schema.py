@@ -150,6 +150,14 @@ class LogConfig(Section):
     console: bool = Field(default=True, description="Print a line for every step.")
     dump_steps: list[PositiveInt] = Field(default=[], description="Steps whose batch is kept for `megagrpo replay`.")
     rollouts: bool = Field(default=True, description="Write every prompt, response and reward as JSON lines.")
+    timeline: bool = Field(
+        default=True, description="Record when every rank entered which phase, and the requests to every engine."
+    )
+    tokens: NonNegativeInt = Field(
+        default=4,
+        description="Groups of a step whose tokens are recorded with the difference between trainer's and engine's "
+        "log-probability; 0: none.",
+    )
 
 
 class ExperimentConfig(Section):

@@ -1,1 +1,1 @@
-"""What a run measures and shows: metrics and their record, the console, the report, the page about a hang."""
+"""What a run measures and shows: metrics, timeline and samples on record, the console, the report, a hang."""

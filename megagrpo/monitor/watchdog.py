@@ -39,12 +39,19 @@ class Watchdog:
     """Reports this rank's progress to the others, and all ranks' when one is stuck. A context manager.
 
     Construction is collective over the world. `step` returns the number of finished steps. Each of `waits` returns
-    what a part of this rank waits for outside the trainers, or "".
+    what a part of this rank waits for outside the trainers, or "". `on_enter` is told of every phase.
     """
 
-    def __init__(self, config: ExperimentConfig, mesh: Mesh, folder: RunFolder, step: Callable[[], int]):
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        mesh: Mesh,
+        folder: RunFolder,
+        step: Callable[[], int],
+        on_enter: Callable[[str], None] = lambda phase: None,
+    ):
         started = mesh.gather_world(time.strftime("%Y%m%d-%H%M%S"))[0]
-        self._mesh, self._folder, self._step = mesh, folder, step
+        self._mesh, self._folder, self._step, self._on_enter = mesh, folder, step, on_enter
         self.waits: list[Callable[[], str]] = []
         self._request = folder.stacks_request(started)  # made by the rank that writes a page; another start has another
         self._deadline_s = config.actor.deadline_s
@@ -76,6 +83,7 @@ class Watchdog:
         """Notes that the main thread begins another part of the step."""
         self._name, self._since = phase, time.time()
         self._moved, self._entered = self._since, self._entered + 1
+        self._on_enter(phase)
 
     def alive(self) -> None:
         """Notes that the main thread, and with it every other rank's, has moved inside its phase."""

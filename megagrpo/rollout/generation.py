@@ -4,13 +4,19 @@ import asyncio
 import hashlib
 import json
 import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 
 from megagrpo.config.schema import ExperimentConfig, SamplingConfig
+from megagrpo.environment import ENGINE_HEADER
 from megagrpo.rollout.control import bearer
+
+# engine id ("": unknown), start and end in seconds since the epoch, tokens (0: no sample)
+OnRequest = Callable[[str, float, float, int], None]
 
 
 class GenerationFailed(RuntimeError):
@@ -97,11 +103,19 @@ class GenerationClient:
     """Asks the router for samples, one request each. Belongs to one event loop; use as an async context manager.
 
     max_in_flight: requests beyond that number wait here and not in an engine's queue, where they would use up their
-    time limit.
+    time limit. on_request: is told of every attempt when it ends.
     """
 
-    def __init__(self, router_url: str, api_key: str, retry: RetryPolicy, max_in_flight: int):
+    def __init__(
+        self,
+        router_url: str,
+        api_key: str,
+        retry: RetryPolicy,
+        max_in_flight: int,
+        on_request: OnRequest = lambda engine, start, end, num_tokens: None,
+    ):
         self._url, self._headers, self._retry = f"{router_url}/generate", bearer(api_key), retry
+        self._on_request = on_request
         self._slots = asyncio.Semaphore(max_in_flight)
         self._attempts: set[asyncio.Task] = set()
         self.num_retries = 0
@@ -170,15 +184,21 @@ class GenerationClient:
         self, prompt: tuple[int, ...], params: SamplingParams, seed: int, weight_version: int
     ) -> Response:
         body = {"input_ids": list(prompt), "sampling_params": _sampling_body(params, seed), "return_logprob": True}
-        async with self._http.post(self._url, json=body) as answer:
-            if answer.status == 400:  # the request itself is wrong: trying again would say the same
-                raise GenerationFailed(f"{self._url} refused a request: {(await answer.text())[:1000]}")
-            if answer.status != 200:
-                text = (await answer.text())[:500]
-                raise _Refused(
-                    f"status {answer.status}: {text}", waiting=answer.status == 503 and "no_available_workers" in text
-                )
-            return _read_response(await answer.json(), weight_version)
+        engine, start, num_tokens = "", time.time(), 0
+        try:
+            async with self._http.post(self._url, json=body) as answer:
+                engine = answer.headers.get(ENGINE_HEADER, "")
+                if answer.status == 400:  # the request itself is wrong: trying again would say the same
+                    raise GenerationFailed(f"{self._url} refused a request: {(await answer.text())[:1000]}")
+                if answer.status != 200:
+                    text = (await answer.text())[:500]
+                    no_engine = answer.status == 503 and "no_available_workers" in text
+                    raise _Refused(f"status {answer.status}: {text}", waiting=no_engine)
+                response = _read_response(await answer.json(), weight_version)
+                num_tokens = len(response.token_ids)
+                return response
+        finally:
+            self._on_request(engine, start, time.time(), num_tokens)
 
 
 def _sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnrea
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
+    OnRequest,
     Response,
     RetryPolicy,
     SamplingParams,
@@ -49,7 +50,7 @@ class RolloutSource:
     """Samples on-policy groups from the service at `control`. `next` and `evaluate` are collective over the world.
 
     grader: grades responses; used on leaders only. decode: token ids of a response -> the text that is graded, without
-    special tokens. alive: called whenever all ranks have met while they wait.
+    special tokens. alive: called whenever all ranks have met while they wait. on_request: see GenerationClient.
     """
 
     def __init__(
@@ -62,10 +63,11 @@ class RolloutSource:
         *,
         tool: Tool | None = None,
         alive: Callable[[], None] = lambda: None,
+        on_request: OnRequest = lambda engine, start, end, num_tokens: None,
     ):
         assert grader is not None or not mesh.is_leader, "a leader grades"
         self._config, self._mesh, self._control, self._grader, self._decode = config, mesh, control, grader, decode
-        self._tool, self._alive = tool, alive
+        self._tool, self._alive, self._on_request = tool, alive, on_request
         self._pending: dict[tuple[int, int, int], str] = {}  # (group, prompt, sample) -> who has it
         self._retry = RetryPolicy.of(config)
         self._last_answer = time.monotonic()
@@ -192,7 +194,9 @@ class RolloutSource:
         rollout = self._config.rollout
         status = self._control.status()
         in_flight = max(1, len(status.engines) * rollout.max_running_requests // self._mesh.dp_size)
-        async with GenerationClient(status.router, self._control.api_key, self._retry, in_flight) as client:
+        async with GenerationClient(
+            status.router, self._control.api_key, self._retry, in_flight, self._on_request
+        ) as client:
             self._client = client
             tasks = [asyncio.create_task(self._sample_group(client, job, slot)) for slot in share]
             try:

@@ -4,7 +4,8 @@ import base64
 import pickle
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import httpx
@@ -19,6 +20,8 @@ from megagrpo.weights.record import Copy, Specs
 
 _CONNECT_S = 10.0
 _ANSWER_S = 30.0  # an answer is in the mailbox before the HTTP call returns
+# engine id, name of the call, start and end in seconds since the epoch; in any thread
+OnCall = Callable[[str, str, float, float], None]
 
 
 class EngineDown(RuntimeError):
@@ -33,9 +36,18 @@ class EngineConnection:
     """A connection to one incarnation of an engine with `tp` ranks. `deadline` is set anew by every publish.
 
     `patience_s`: seconds that a healthy engine may take for what is no work, or no more than one forward pass.
+    `on_call` is told of every call when it ends.
     """
 
-    def __init__(self, info: EngineInfo, tp: int, mailbox: Mailbox, api_key: str, patience_s: float):
+    def __init__(
+        self,
+        info: EngineInfo,
+        tp: int,
+        mailbox: Mailbox,
+        api_key: str,
+        patience_s: float,
+        on_call: OnCall = lambda engine, name, start, end: None,
+    ):
         self.id, self.url, self.incarnation = info.id, info.url, info.incarnation
         self.tp = tp
         self.deadline = Deadline(0)
@@ -44,7 +56,7 @@ class EngineConnection:
         self.address = mailbox.address  # of this host, as the engine reaches it
         self.mailbox, self._patience_s = mailbox, patience_s
         self._sockets: list[socket.socket] = []  # of the HTTP connections, one for each call at a time
-        self._closed, self._lock = False, threading.Lock()
+        self._closed, self._lock, self._on_call = False, threading.Lock(), on_call
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers={"Authorization": f"Bearer {api_key}"})
 
     def __str__(self) -> str:
@@ -65,23 +77,26 @@ class EngineConnection:
         """Yields the slices of one rank after the other."""
         return (part for slices in self.slices for part in slices)
 
-    def post(self, path: str, body: dict | None = None, timeout_s: float | None = None) -> None:
+    def post(self, path: str, body: dict | None = None, timeout_s: float | None = None, name: str = "") -> None:
         """Posts and requires success. Raises EngineDown when no answer comes in time, EngineRefused for a bad one.
 
-        `timeout_s` is by default all that is left of the deadline. What the engine says is not used: some paths
-        answer in prose, and none carries what a custom weight loader returns.
+        `timeout_s` is by default all that is left of the deadline. `name`: what it does, for the record; by default
+        the path. What the engine says is not used: some paths answer in prose, and none carries what a custom weight
+        loader returns.
         """
         timeout_s = timeout_s or self.deadline.left
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
         if self._closed:
             raise EngineDown(f"{self} was given up before {path}")
         self._asked.append(path)
+        start = time.time()
         try:
             response = self._http.post(path, json=body or {}, timeout=timeout, extensions={"trace": self._trace})
         except httpx.HTTPError as exc:
             raise EngineDown(f"{self} does not answer {path} ({type(exc).__name__}: {exc})") from exc
         finally:
             self._asked.remove(path)
+            self._on_call(self.id, name or path.strip("/"), start, time.time())
         if response.status_code != 200:
             raise EngineRefused(f"{self} refuses {path}: {response.status_code} {response.text[:1000]}")
 
@@ -190,6 +205,7 @@ class EngineConnection:
                 "flush_cache": flush,
                 "torch_empty_cache": False,  # what SGLang does for it on a CPU takes longer than the proof
             },
+            name=operation,
         )
         answers = []
         for rank, key in enumerate(keys):

@@ -9,7 +9,7 @@ from typing import Protocol
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.types import EngineInfo
 from megagrpo.weights.clock import Deadline
-from megagrpo.weights.engine_client import EngineConnection, EngineDown, EngineRefused
+from megagrpo.weights.engine_client import EngineConnection, EngineDown, EngineRefused, OnCall
 from megagrpo.weights.mailbox import Mailbox, address_towards
 from megagrpo.weights.record import Specs
 
@@ -40,7 +40,7 @@ class EngineFleet:
 
     A round is the engines that are opened, updated and verified together. Everything but `each`, `alive`, `waiting` and
     `close` is for rank 0 alone; on other ranks there are no connections and the round is empty. `drop` is told of every
-    connection that ends, in any thread. past_loader: see Transport.
+    connection that ends, in any thread. past_loader: see Transport. on_call: see EngineConnection.
     """
 
     def __init__(
@@ -50,9 +50,10 @@ class EngineFleet:
         specs: Specs,
         drop: Callable[[EngineConnection], None],
         past_loader: bool,
+        on_call: OnCall,
     ):
         self._config, self._registry, self._specs = config, registry, specs
-        self._drop, self._past_loader = drop, past_loader
+        self._drop, self._past_loader, self._on_call = drop, past_loader, on_call
         self._connections: dict[str, EngineConnection] = {}  # by engine id, kept from publish to publish
         self._round: list[str] = []
         self._lost: dict[str, EngineDown] = {}  # died in this publish and are not back
@@ -184,6 +185,7 @@ class EngineFleet:
             mailbox=self._mailbox,
             api_key=self._registry.api_key,
             patience_s=rollout.health_timeout_s,
+            on_call=self._on_call,
         )
 
     def _end(self, engine: EngineConnection) -> None:

@@ -22,7 +22,7 @@ from megagrpo.mesh import Mesh
 from megagrpo.run_folder import RunFolder
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.clock import Deadline, PhaseTimer
-from megagrpo.weights.engine_client import EngineConnection
+from megagrpo.weights.engine_client import EngineConnection, OnCall
 from megagrpo.weights.engine_fleet import EngineFleet, EngineRegistry
 from megagrpo.weights.expected_digests import ExpectedDigests, SliceKey
 from megagrpo.weights.moving import Traffic
@@ -42,10 +42,19 @@ _MISMATCHES_SHOWN = 10
 
 
 class Exchange:
-    """Publishes the actor's weights. Collective over all trainer ranks: construction, publish and verify."""
+    """Publishes the actor's weights. Collective over all trainer ranks: construction, publish and verify.
+
+    on_call: see EngineConnection; on rank 0.
+    """
 
     def __init__(
-        self, config: ExperimentConfig, mesh: Mesh, weights: ActorWeights, registry: EngineRegistry, run_dir: Path
+        self,
+        config: ExperimentConfig,
+        mesh: Mesh,
+        weights: ActorWeights,
+        registry: EngineRegistry,
+        run_dir: Path,
+        on_call: OnCall = lambda engine, name, start, end: None,
     ):
         self._config, self._mesh, self._merged = config, mesh, weights.merged
         self._dtype: torch.dtype = getattr(torch, config.rollout.dtype)
@@ -71,6 +80,7 @@ class Exchange:
             weights.hf_specs,
             drop=self._transport.drop,
             past_loader=self._transport.past_loader,
+            on_call=on_call,
         )
 
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:

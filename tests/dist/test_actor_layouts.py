@@ -84,7 +84,7 @@ def check(folder: Path, world: int, jobs: dict[JobKey, dict], figures: LayoutFig
 def problems_of(what: str, result: dict) -> list[str]:
     forward = what.startswith("forward")
     bounds = {"logits": LOGIT_BOUND, "logprobs": LOGIT_BOUND, "norm": GRADIENT_BOUND, "weights": WEIGHT_BOUND}
-    bounds["loss"] = 1e-5 if forward else LOSS_BOUND
+    bounds |= {"loss": 1e-5 if forward else LOSS_BOUND, "seen_logprobs": LOGIT_BOUND}
     found = [
         f"{name} off by {result[name]:.2g}"
         for name, bound in bounds.items()

@@ -22,6 +22,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megagrpo.checkpoint_folder import latest
 from megagrpo.hf_files import HfFolder
+from megagrpo.monitor.step_lines import read_step_lines
+from megagrpo.run_folder import RunFolder
+from megagrpo.view.command import view_data
+from megagrpo.view.run_data import ViewLimits
 
 NUM_STEPS, NUM_PROMPTS, GROUP_SIZE = 10, 8, 4
 MEASURED = {  # of every step
@@ -65,6 +69,30 @@ def test_every_sample_is_there_with_its_weights_and_its_reward(long_run):
                 assert sample["outcome"]["status"] == "score" and sample["reward"] == share
         mean = statistics.fmean(sample["reward"] for group in groups for sample in group["samples"])
         assert metrics(long_run[0])[step]["reward/mean"] == pytest.approx(mean, rel=1e-12)
+
+
+def test_who_did_what_when_is_on_record(long_run):
+    folder = RunFolder(long_run[0])
+    by_rank = [list(read_step_lines(path)) for path in folder.timeline_files().values()]
+    assert [[line["step"] for line in lines] for lines in by_rank] == [list(range(NUM_STEPS + 1))] * 2
+    for lines in zip(*by_rank, strict=True):
+        assert {engine for line in lines for engine in line["engines"]} <= {"engine-0"}, "the engine names itself"
+        assert lines[0]["step"] == 0 or sum(line["num_requests"] for line in lines) >= NUM_PROMPTS * GROUP_SIZE
+        assert {"pause_generation", "digest", "continue_generation"} <= {name for _, name, *_ in lines[0]["calls"]}
+    phases = {name for name, *_ in by_rank[1][-1]["phases"]}
+    assert {"rollout", "logprobs", "update", "publish", "evaluate"} <= phases
+
+
+def test_advantages_and_tokens_of_the_update_are_on_record(long_run):
+    """With one update a step the log-probabilities are those of its own forward."""
+    (run,) = view_data([RunFolder(long_run[0])], ViewLimits())["runs"]
+    samples = [sample for group in run["groups"] for sample in group["samples"]]
+    assert len(samples) == NUM_STEPS * NUM_PROMPTS * GROUP_SIZE
+    assert all(sample["advantage"] is not None for sample in samples)
+    with_tokens = [sample["tokens"] for sample in samples if "tokens" in sample]
+    assert len(with_tokens) == NUM_STEPS * 4 * GROUP_SIZE  # log.tokens
+    assert all(abs(value) <= 1e-4 for tokens in with_tokens for value in tokens["difference"])
+    assert len(run["timeline"]) == NUM_STEPS + 1 and run["notes"] == []
 
 
 def test_the_run_leaves_a_summary_a_curve_and_a_model(long_run, tmp_path):

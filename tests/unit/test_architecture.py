@@ -21,7 +21,7 @@ LAYERS = (
     {"config"},
     {"mesh", "hf_files", "algo", "layout"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
-    {"actor", "rollout", "checkpoint", "dump", "selection", "doctor"},
+    {"actor", "rollout", "checkpoint", "dump", "selection", "doctor", "view"},
     {"preflight", "checkpoint_cost", "trainer_memory"},
     {"explain", "run"},
     {"evaluation", "sft", "replay", "export", "planning"},
@@ -40,6 +40,7 @@ ONLY_IN = {
     "sgl_kernel": r"rollout/cpu/",
     "triton": r"weights/digest_triton\.py",
     "matplotlib": r"monitor/report\.py",
+    "plotly": r"view/page\.py",
     "rich": r"monitor/console\.py|doctor\.py",
 }
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}

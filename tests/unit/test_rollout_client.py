@@ -57,6 +57,21 @@ def test_one_bad_answer_is_tried_again(problem):
         assert generate(service) == (ANSWER, 2)
 
 
+def test_every_attempt_is_told_with_its_engine():
+    told: list[tuple] = []
+
+    async def run():
+        async with GenerationClient(service.url, "key", QUICK, 4, lambda *request: told.append(request)) as client:
+            await client.generate((5, 6), PARAMS, 1234, 0)
+
+    before = time.time()
+    with running(FakeService(script=[500, {"weight_version": "1"}])) as service:
+        asyncio.run(run())
+    assert [(engine, tokens) for engine, _, _, tokens in told] == [("", 0), ("engine-0", 0), ("engine-0", 4)]
+    moments = [moment for _, start, end, _ in told for moment in (start, end)]
+    assert before <= moments[0] and moments == sorted(moments) and moments[-1] <= time.time()
+
+
 def test_sample_that_saw_two_versions_is_refused():
     spans = [{"version": "2", "start": 0, "end": 2}, {"version": "3", "start": 2, "end": 4}]
     with running(FakeService(version=3, script=[{"weight_versions": spans}])) as service:

@@ -1,12 +1,13 @@
 """Command line and environment of an engine, and the shims that a CPU needs."""
 
+import asyncio
 import subprocess
 import sys
 
 import torch
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import child_environment
+from megagrpo.environment import ENGINE, ENGINE_HEADER, child_environment
 from megagrpo.rollout.service.engine_command import (
     CPU_SHIMS,
     WEIGHT_LOADER,
@@ -33,7 +34,7 @@ def options(command: list[str]) -> dict[str, str | None]:
 
 
 def place(cuda: bool, node_rank: int = 0) -> ServerPlace:
-    return ServerPlace(node_rank, "127.0.0.1", 20001, "10.0.0.1:20002", cuda, 8)
+    return ServerPlace(node_rank, "127.0.0.1", 20001, "10.0.0.1:20002", cuda, 8, "engine-3")
 
 
 def test_cpu_engine():
@@ -52,6 +53,7 @@ def test_cpu_engine():
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["OMP_NUM_THREADS"] == "4"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment
+    assert environment[ENGINE] == "engine-3"
 
 
 def test_gpu_engine_is_plain():
@@ -84,6 +86,24 @@ def test_engine_over_two_nodes():
     assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1", (
         "a core for every rank of the engine, not of the node alone"
     )
+
+
+def test_an_engine_names_itself_in_its_answers(monkeypatch):
+    from megagrpo.rollout.service.engine_process import NamesEngine
+
+    monkeypatch.setenv(ENGINE, "engine-3")
+    sent = []
+
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        await send({"type": "http.response.body", "body": b"x"})
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(NamesEngine(application)({"type": "http"}, None, send))
+    assert sent[0]["headers"] == [(b"a", b"b"), (ENGINE_HEADER.lower().encode(), b"engine-3")]
+    assert sent[1] == {"type": "http.response.body", "body": b"x"}
 
 
 def in_engine_python(code: str) -> str:

@@ -97,7 +97,8 @@ class Trainer:
         )
         config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": transport})})
         mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=30)
-        self.exchange = Exchange(config, mesh, weights, engine, folder)
+        self.told: list[tuple[str, str, float, float]] = []  # of the calls to engines
+        self.exchange = Exchange(config, mesh, weights, engine, folder, lambda *call: self.told.append(call))
 
     def load(self, hf) -> None:
         self.live["up_down"][:, :4].copy_(hf["up"])
@@ -148,6 +149,9 @@ def test_a_toy_transport_publishes_without_gathering(engine, toy):
     after_toy = engine.calls.index("/toy")
     places = [engine.calls.index(path, after_toy if number > 2 else 0) for number, path in enumerate(order)]
     assert places == sorted(places)
+    names = [name for engine_id, name, start, end in toy.told if engine_id == "engine-0" and start <= end]
+    assert len(names) == len(toy.told) and names[0] == "pause_generation" and "toy" in names
+    assert names[-5:] == ["begin_weight_update", "digest", "end_weight_update", *(path[1:] for path in order[-2:])]
     for tensor in toy.live.values():
         tensor.neg_()
     toy.exchange.publish(2)

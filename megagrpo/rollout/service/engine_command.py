@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import WEIGHT_LOADER
+from megagrpo.environment import ENGINE, WEIGHT_LOADER
 
 CPU_SHIMS = Path(__file__).parents[1] / "cpu"
 _CPU_TOKENS = 20_000  # KV cache; SGLang would size it by memory that it shares with the trainer
@@ -26,6 +26,7 @@ class ServerPlace:
     rendezvous: str  # "host:port" where the engine's nodes meet
     cuda: bool
     num_cores: int  # CPU cores that this server process may count on
+    engine: str = ""  # its id
 
 
 def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
@@ -80,6 +81,7 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
         # /health would sample a token, which a paused engine cannot: an update of the weights would look like a death.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        ENGINE: place.engine,
     }
     if place.cuda:
         return env

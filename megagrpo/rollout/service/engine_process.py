@@ -37,6 +37,26 @@ if __name__ == "__mp_main__":
     if os.getppid() == 1:
         os._exit(1)
 
+
+class NamesEngine:
+    """Puts the engine's id into the header of every answer, as an ASGI application around SGLang's."""
+
+    def __init__(self, app):
+        self._app = app
+        self._header = (
+            environment.ENGINE_HEADER.lower().encode(),
+            (environment.get(environment.ENGINE) or "").encode(),
+        )
+
+    async def __call__(self, scope, receive, send):
+        async def send_named(message):
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), self._header]}
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
 if __name__ == "__main__":
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -45,6 +65,9 @@ if __name__ == "__main__":
 
     load_plugins()
     arguments = prepare_server_args([*sys.argv[1:], *([f"--api-key={_KEY}"] if _KEY else [])])
+    from sglang.srt.entrypoints.http_server import app  # now: plugins change what it is made of
+
+    app.add_middleware(NamesEngine)
     try:
         run_server(arguments)
     finally:

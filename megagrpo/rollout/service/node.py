@@ -77,11 +77,13 @@ def free_port(bind_host: str) -> int:
 class EngineNode:
     """Holds one server process of one incarnation of an engine; the process dies with it, whatever ends it.
 
-    cores_share: server processes that share the CPU cores of this machine.
+    engine: its id. cores_share: server processes that share the CPU cores of this machine.
     """
 
-    def __init__(self, config: ExperimentConfig, *, node_rank: int, cuda: bool, cores_share: int, api_key: str):
-        self.config, self.node_rank, self.cuda, self.api_key = config, node_rank, cuda, api_key
+    def __init__(
+        self, config: ExperimentConfig, *, engine: str, node_rank: int, cuda: bool, cores_share: int, api_key: str
+    ):
+        self.config, self.engine, self.node_rank, self.cuda, self.api_key = config, engine, node_rank, cuda, api_key
         self.bind_address = own_address(config.rollout.host)
         self.num_cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
         self.process: Popen[bytes] | None = None
@@ -107,6 +109,7 @@ class EngineNode:
             rendezvous=rendezvous,
             cuda=self.cuda,
             num_cores=self.num_cores,
+            engine=self.engine,
         )
         interface = interface_of(self.bind_address)
         # Between the ranks of an engine, and between them and the trainer, on the same interface as everything else.

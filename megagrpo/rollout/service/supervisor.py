@@ -286,7 +286,12 @@ class SupervisedEngine:
         cores_share = rollout.num_engines * rollout.nodes_per_engine
         options = EngineNodeActor.options(num_cpus=1, num_gpus=num_gpus, scheduling_strategy=strategy, max_restarts=0)
         return options.remote(
-            self._config, node_rank=rank, cuda=self._cuda, cores_share=cores_share, api_key=self._api_key
+            self._config,
+            engine=self.id,
+            node_rank=rank,
+            cuda=self._cuda,
+            cores_share=cores_share,
+            api_key=self._api_key,
         )
 
     def _log(self, rank: int) -> Path:

@@ -1,6 +1,7 @@
 """One rank of the actor's tests: every job of jobs.json in a world of its own layout. usage: actor_ranks.py FOLDER"""
 
 import json
+import math
 import os
 import sys
 import warnings
@@ -115,12 +116,17 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
         positions += len(rows)
     expected = truth["logits"][batch.sample_ids].log_softmax(-1)[:, :-1].gather(2, batch.tokens[:, 1:, None]).squeeze(2)
     logprob_error = float(((logprobs[:, 1:] - expected) * everything[:, 1:]).abs().max())
+    batch = Batch(**{**vars(batch), "seen_logprobs": torch.full_like(logprobs, torch.nan)})
     loss = gradient(actor, batch, PLAIN)
+    records = step.holds_token_values()  # one rank of a replica
+    assert sum(actor.mesh.gather_world(records)) == actor.mesh.dp_size
+    seen_error = (batch.seen_logprobs - logprobs * batch.loss_mask).abs().max() if records else 0.0
     hf_gradients = HfFolder(job["model"] + ".gradients")
     result = {
         "logits": error,
         "positions": positions,
         "logprobs": logprob_error,
+        "seen_logprobs": float(seen_error) if math.isfinite(seen_error) else math.inf,  # a maximum would drop NaN
         "loss": abs(loss - truth["loss"]),
         "gradients": ratios(weights, actor.gradients(), hf_gradients, actor.mesh),
     }

@@ -1,0 +1,181 @@
+// The table of samples, its filters, and one sample at a time with its tokens.
+
+const ROWS_AT_ONCE = 100;
+const COLUMNS = [ // title, value of a row, how it is shown
+  ["run", (row) => row.run.name, null],
+  ["step", (row) => row.group.step, null],
+  ["prompt", (row) => row.group.prompt, null],
+  ["answer", (row) => row.group.answer, null],
+  ["response", (row) => row.sample.text, null],
+  ["reward", (row) => row.sample.reward, (value) => number(value, 3)],
+  ["advantage", (row) => row.sample.advantage, (value) => number(value, 3)],
+  ["tokens", (row) => row.sample.length, (value) => number(value, 6)],
+  ["finish", (row) => row.sample.finish, null],
+  ["version", (row) => row.sample.version, (value) => number(value, 9)],
+  ["max |\u0394|", (row) => largest(row.sample), (value) => number(value, 2)],
+];
+const BINS = [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1]; // nats: the limits of |difference| between the shades
+const SHADES = ["#ffffff", "#fffbe6", "#fff1c2", "#ffe08a", "#ffc267", "#f98e52", "#e2574c", "#b3202c"];
+
+let rows = []; // those that pass the filters, in order
+let numShown = 0;
+let sortedBy = null; // [column, descending]
+let chosenRow = null;
+
+function number(value, digits) {
+  if (value === null || value === undefined) return "-";
+  const short = Number(value.toPrecision(digits));
+  return short !== 0 && Math.abs(short) < 1e-3 ? short.toExponential() : String(short);
+}
+
+function largest(sample) {
+  const values = sample.tokens ? sample.tokens.difference.filter((value) => value !== null).map(Math.abs) : [];
+  return values.length ? values.reduce((a, b) => Math.max(a, b)) : null;
+}
+
+function allRows() {
+  return DATA.runs.flatMap((run) => run.groups.flatMap((group) => group.samples.map((sample) => ({ run, group, sample }))));
+}
+
+function passes() {
+  const words = byId("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const is = (id, value) => byId(id).value === "" || byId(id).value === String(value);
+  const low = byId("reward-min").valueAsNumber, high = byId("reward-max").valueAsNumber;
+  const withTokens = byId("with-tokens").checked;
+  return ({ run, group, sample }) => {
+    if (!is("sample-run", run.name) || !is("sample-step", group.step) || !is("sample-finish", sample.finish)) return false;
+    if (withTokens && !sample.tokens) return false;
+    if (!Number.isNaN(low) && !(sample.reward !== null && sample.reward >= low)) return false;
+    if (!Number.isNaN(high) && !(sample.reward !== null && sample.reward <= high)) return false;
+    const text = `${group.prompt}\n${group.answer}\n${sample.text}`.toLowerCase();
+    return words.every((word) => text.includes(word));
+  };
+}
+
+function filterSamples() {
+  const all = allRows();
+  rows = all.filter(passes());
+  if (sortedBy !== null) {
+    const [column, descending] = sortedBy;
+    const value = COLUMNS[column][1], sign = descending ? -1 : 1;
+    const order = (a, b) => (a === null) - (b === null) || sign * (a < b ? -1 : a > b ? 1 : 0); // what is missing comes last
+    rows = rows.map((row) => [value(row), row]).sort((a, b) => order(a[0], b[0])).map(([, row]) => row);
+  }
+  byId("sample-count").textContent = `${rows.length} of ${all.length} samples`;
+  byId("sample-table").tBodies[0].replaceChildren();
+  numShown = 0;
+  byId("sample-scroll").scrollTop = 0;
+  showMoreRows();
+}
+
+/** Appends the next rows; thousands at once would make the page slow. */
+function showMoreRows() {
+  const body = byId("sample-table").tBodies[0];
+  for (const row of rows.slice(numShown, numShown + ROWS_AT_ONCE)) {
+    const line = body.insertRow();
+    line.tabIndex = 0;
+    for (const [title, value, form] of COLUMNS) {
+      if (title === "run" && DATA.runs.length === 1) continue;
+      const cell = line.insertCell();
+      cell.textContent = form ? form(value(row)) : String(value(row)).slice(0, 200);
+      if (form || title === "step") cell.className = "number";
+    }
+    line.addEventListener("click", () => choose(row, line));
+    line.addEventListener("keydown", (event) => { if (event.key === "Enter") choose(row, line); });
+    if (chosenRow !== null && chosenRow.sample === row.sample) line.className = "chosen";
+  }
+  numShown = Math.min(rows.length, numShown + ROWS_AT_ONCE);
+}
+
+function choose(row, line) {
+  for (const other of byId("sample-table").querySelectorAll("tr.chosen")) other.className = "";
+  line.className = "chosen";
+  chosenRow = row;
+  showSample(row);
+}
+
+function showSample({ run, group, sample }) {
+  const reward = sample.outcome === "score" ? `reward ${number(sample.reward, 5)}` : `${sample.outcome}: ${sample.detail}`;
+  const facts = [`step ${group.step}, prompt ${group.prompt_id}, sample ${sample.index} of ${group.size}`, reward,
+    `advantage ${number(sample.advantage, 5)}`, `${sample.length} tokens, ended by ${sample.finish}`,
+    `weights ${sample.version}`];
+  const place = byId("sample-detail");
+  place.replaceChildren(make("h2", facts.join("  \u00b7  ")), make("h2", "prompt"), make("pre", group.prompt),
+    make("h2", "answer"), make("pre", group.answer), make("h2", "response"), make("pre", sample.text));
+  if (sample.tokens) place.append(make("h2", "tokens, coloured by |trainer \u2212 rollout| log-probability"), legend(),
+    tokensOf(run, sample.tokens));
+  else place.append(make("h2", "its tokens were not recorded (log.tokens: groups of a step)"));
+  place.append(make("h2", "the group"));
+  for (const other of group.samples) {
+    const line = make("div", `${other.index}: reward ${number(other.reward, 3)}, advantage ${number(other.advantage, 3)}  ` +
+      other.text.slice(0, 120));
+    line.className = other.advantage > 0 ? "good" : other.advantage < 0 ? "bad" : "";
+    place.append(line);
+  }
+}
+
+function shadeOf(difference) {
+  const at = BINS.findIndex((limit) => Math.abs(difference) < limit);
+  return SHADES[at < 0 ? BINS.length : at];
+}
+
+function legend() {
+  const line = make("div");
+  line.className = "legend";
+  line.append("below ");
+  for (const [at, limit] of BINS.entries()) {
+    const box = make("i", limit.toExponential(0));
+    box.style.background = SHADES[at];
+    line.append(box);
+  }
+  const above = make("i", "more");
+  above.style.background = SHADES[BINS.length];
+  line.append(above);
+  return line;
+}
+
+function tokensOf(run, { ids, difference }) {
+  const place = make("pre");
+  ids.forEach((id, at) => {
+    const token = make("span", run.pieces[id]);
+    token.className = "token";
+    const value = difference[at];
+    token.title = value === null ? `token ${id}: not trained on` : `token ${id}: trainer \u2212 rollout = ${value}`;
+    if (value !== null) token.style.background = shadeOf(value);
+    place.append(token);
+  });
+  return place;
+}
+
+function fillSamples() {
+  const distinct = (values) => [...new Set(values)].map((value) => [String(value), String(value)]);
+  const groups = DATA.runs.flatMap((run) => run.groups);
+  fillSelect("sample-run", [["", "all"], ...distinct(DATA.runs.map((run) => run.name))]);
+  fillSelect("sample-step", [["", "all"], ...distinct(groups.map((group) => group.step).sort((a, b) => b - a))]);
+  fillSelect("sample-finish", [["", "all"], ...distinct(groups.flatMap((group) => group.samples.map((s) => s.finish)))]);
+  const head = byId("sample-table").tHead;
+  head.replaceChildren(make("tr"));
+  COLUMNS.forEach(([title], column) => {
+    if (title === "run" && DATA.runs.length === 1) return;
+    const cell = make("th", title);
+    cell.addEventListener("click", () => {
+      sortedBy = [column, sortedBy !== null && sortedBy[0] === column && !sortedBy[1]];
+      filterSamples();
+    });
+    head.rows[0].append(cell);
+  });
+  filterSamples();
+}
+
+function startSamples() {
+  let timer = 0;
+  const soon = () => { clearTimeout(timer); timer = setTimeout(filterSamples, 120); };
+  for (const id of ["search", "reward-min", "reward-max"]) byId(id).addEventListener("input", soon);
+  for (const id of ["sample-run", "sample-step", "sample-finish", "with-tokens"]) {
+    byId(id).addEventListener("change", filterSamples);
+  }
+  const scroll = byId("sample-scroll");
+  scroll.addEventListener("scroll", () => {
+    if (scroll.scrollTop + scroll.clientHeight > scroll.scrollHeight - 400 && numShown < rows.length) showMoreRows();
+  });
+}

@@ -1,0 +1,92 @@
+"""A small made-up run folder, written by the project's own writers."""
+
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from megagrpo.config.schema import LogConfig
+from megagrpo.monitor.record import StepLog
+from megagrpo.monitor.timeline import Timeline
+from megagrpo.monitor.trained import TrainedLog
+from megagrpo.run_folder import RunFolder
+from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
+
+GROUP_SIZE = 4
+HOSTILE = (
+    "</script><script>document.title = 'taken over'</script><img src=http://127.0.0.1:9/x onerror=alert(1)>"
+    " \u2028 {{DATA}} <!-- <b>'\"&amp;"
+)
+
+
+def made_groups(step: int, num_groups: int = 3) -> list[RolloutGroup]:
+    """Every group's first sample is right; the last one of group 0 tries to break out of the page."""
+    groups = []
+    for number in range(num_groups):
+        prompt = Prompt(100 * step + number, f"What is {step} + {number}?", (1, 2, 3), str(step + number))
+        texts = [str(step + number), "seven", f"banana {step}", HOSTILE if number == 0 else "nothing"]
+        samples = tuple(
+            Sample(i, (5, 6, 9)[: 2 + i % 2], (-0.5,) * (2 + i % 2), "length" if i == 3 else "stop", step - 1, text)
+            for i, text in enumerate(texts)
+        )
+        outcomes = (*(Outcome("score", float(i == 0)) for i in range(3)), Outcome("timeout", detail="2 s"))
+        groups.append(RolloutGroup(number, prompt, samples, outcomes))
+    return groups
+
+
+def made_batch(groups: list[RolloutGroup], difference: float = 2e-3) -> Batch:
+    """The batch of these groups: the trainer's log-probabilities are the engine's plus `difference`."""
+    rows = [(group, sample) for group in groups for sample in group.samples]
+    n, width = len(rows), 6
+    tokens, mask = torch.zeros(n, width, dtype=torch.int64), torch.zeros(n, width)
+    for i, (group, sample) in enumerate(rows):
+        ids = group.prompt.token_ids + sample.token_ids
+        tokens[i, : len(ids)] = torch.tensor(ids)
+        mask[i, 3 : len(ids)] = 1
+    advantages = torch.tensor([1.5, -0.5, -1.0, 0.0] * len(groups))[:, None] * mask
+    rollout = -0.5 * mask
+    return Batch(
+        sample_ids=torch.tensor([group.group_id * GROUP_SIZE + sample.index for group, sample in rows]),
+        group_ids=torch.tensor([group.group_id for group, _ in rows]),
+        num_groups=len(groups),
+        tokens=tokens,
+        lengths=torch.tensor([3 + len(sample.token_ids) for _, sample in rows]),
+        prompt_lengths=torch.full((n,), 3),
+        loss_mask=mask,
+        rollout_logprobs=rollout,
+        rewards=torch.zeros(n, dtype=torch.float64),
+        valid=torch.ones(n, dtype=torch.bool),
+        truncated=torch.zeros(n, dtype=torch.bool),
+        advantages=advantages,
+        old_logprobs=rollout + difference * mask,
+    )
+
+
+def make_run(path: Path, num_steps: int = 5, level: float = 0.0, start_step: int = 0) -> RunFolder:
+    """A run of two ranks and two engines; `level` is added to its rewards."""
+    folder = RunFolder(path)
+    log = StepLog(folder, LogConfig(tensorboard=False), start_step)
+    timelines = [Timeline(folder, rank, 2, start_step) for rank in range(2)]
+    trained = TrainedLog(folder, 0, 1, 2, lambda ids: [{5: " one", 6: "<b>", 9: "é"}[i] for i in ids], start_step)
+    if start_step == 0:
+        log.write(0, {"eval/accuracy": 0.25})
+    for step in range(start_step + 1, num_steps + 1):
+        now = time.time()
+        for rank, timeline in enumerate(timelines):
+            for name in ("rollout", "update", "what follows update", "publish"):
+                timeline.mark(name)
+            for i in range(4):
+                timeline.request(f"engine-{i % 2}", now + 0.01 * i, now + 0.01 * i + 0.1, 7 * (rank + i > 0))
+        timelines[0].call("engine-0", "digest", now + 0.2, now + 0.3)
+        reward = level + step / 10
+        values = {"reward/mean": reward, "reward/std": 0.1, "policy/entropy": 1 / step, "optim/grad_norm": math.inf}
+        log.write(step, values | {"time/rollout_s": 2.0, "time/update_s": 1.0, "time/step_s": 3.5})
+        groups = made_groups(step)
+        log.write_rollouts(step, groups)
+        trained.write(step, made_batch(groups))
+        for timeline in timelines:
+            timeline.end_step(step)
+    for writer in (log, trained, *timelines):
+        writer.close()
+    return folder

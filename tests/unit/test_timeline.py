@@ -1,0 +1,205 @@
+"""The timeline and the record of trained samples: what is in a line, what bounds it, what a resumed run does to it."""
+
+import itertools
+import json
+import os
+import threading
+
+import pytest
+import torch
+from made_run import made_batch, made_groups, make_run
+
+from megagrpo.monitor import timeline as module
+from megagrpo.monitor.step_lines import StepLines, read_step_lines
+from megagrpo.monitor.timeline import Timeline, is_between
+from megagrpo.monitor.trained import TrainedLog
+from megagrpo.run_folder import RunFolder
+
+
+def lines(folder: RunFolder, rank: int = 0) -> list[dict]:
+    return list(read_step_lines(folder.timeline_file(rank)))
+
+
+def recorded(tmp_path, monkeypatch, moments: list[float], work) -> dict:
+    """The one line of what `work` does with a timeline whose clock says these moments."""
+    clock = iter(moments)
+    monkeypatch.setattr(module.time, "time", lambda: next(clock))
+    timeline = Timeline(RunFolder(tmp_path), 0)
+    work(timeline)
+    monkeypatch.undo()
+    timeline.close()
+    (line,) = lines(RunFolder(tmp_path))
+    return line
+
+
+def test_phases_follow_one_another_without_a_gap(tmp_path, monkeypatch):
+    def step(timeline):
+        for phase in ("rollout", "what follows rollout", "publish", "publish", "what follows publish"):
+            timeline.mark(phase)
+        timeline.end_step(12)
+
+    line = recorded(tmp_path, monkeypatch, [100.0, 100.5, 103.0, 103.5, 105.0, 105.25], step)
+    assert (line["step"], line["start"], line["end"]) == (12, 100.0, 5.25)
+    assert line["phases"] == [
+        ["what follows the record", 0.0, 0.5],
+        ["rollout", 0.5, 3.0],
+        ["what follows rollout", 3.0, 3.5],
+        ["publish", 3.5, 5.0],
+        ["what follows publish", 5.0, 5.25],
+    ]
+    assert [is_between(name) for name, *_ in line["phases"]] == [True, False, True, False, True]
+
+
+def test_requests_and_calls_belong_to_engines(tmp_path, monkeypatch):
+    def step(timeline):
+        timeline.request("engine-1", 11.0, 12.0, 5)
+        timeline.request("engine-0", 10.5, 13.0, 7)
+        timeline.request("", 10.0, 10.1, 0)
+        for start in (14.0, 14.2, 14.4):  # three buckets are one call
+            timeline.call("engine-0", "load", start, start + 0.1)
+        timeline.call("engine-0", "digest", 15.0, 15.5)
+        timeline.call("engine-1", "load", 14.0, 14.1)
+        timeline.end_step(1)
+
+    line = recorded(tmp_path, monkeypatch, [10.0, 16.0], step)
+    assert line["engines"] == ["", "engine-0", "engine-1"]
+    assert line["requests"] == [[0, 0.0, 0.1, 0], [1, 0.5, 3.0, 7], [2, 1.0, 2.0, 5]]
+    assert line["calls"] == [[1, "load", 4.0, 4.5], [1, "digest", 5.0, 5.5], [2, "load", 4.0, 4.1]]
+    assert (line["num_requests"], line["num_calls"]) == (3, 3)
+
+
+def test_a_line_is_bounded_and_says_how_much_there_was(tmp_path):
+    timeline = Timeline(RunFolder(tmp_path), 0)
+    for i in range(5000):
+        timeline.request("engine-0", 1.0 * i, i + 0.5, 3)
+        timeline.call("engine-0", f"call {i}", 1.0 * i, i + 0.5)
+    timeline.end_step(1)
+    timeline.close()
+    (line,) = lines(RunFolder(tmp_path))
+    assert (line["num_requests"], line["num_calls"], len(line["calls"])) == (5000, 5000, 1024)
+    starts = [start for _, start, *_ in line["requests"]]
+    assert 256 < len(starts) <= 512 and {b - a for a, b in itertools.pairwise(starts)} == {10.0}
+    assert os.path.getsize(RunFolder(tmp_path).timeline_file(0)) < 100_000
+
+
+def test_many_threads_record_at_once(tmp_path):
+    timeline = Timeline(RunFolder(tmp_path), 0)
+
+    def work(number: int) -> None:
+        for i in range(200):
+            timeline.request(f"engine-{number}", i, i + 1, 1)
+            if number == 0 and i % 20 == 0:
+                timeline.end_step(i)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    timeline.end_step(1000)
+    timeline.close()
+    assert sum(line["num_requests"] for line in lines(RunFolder(tmp_path))) == 800
+
+
+def test_switched_off_it_writes_nothing(tmp_path):
+    timeline = Timeline(RunFolder(tmp_path), 0, enabled=False)
+    timeline.mark("rollout")
+    timeline.end_step(1)
+    timeline.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resumed_run_replaces_what_it_makes_again(tmp_path):
+    folder = make_run(tmp_path, num_steps=4)
+    with folder.timeline_file(1).open("a") as file:
+        file.write('{"step": 5, "sta')  # the process was killed here
+    before = {rank: folder.timeline_file(rank).read_text().splitlines() for rank in range(2)}
+    make_run(tmp_path, num_steps=6, start_step=2)
+    for rank in range(2):
+        after = folder.timeline_file(rank).read_text().splitlines()
+        assert after[:2] == before[rank][:2] and after[2] != before[rank][2]
+        assert [line["step"] for line in lines(folder, rank)] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_step_lines(folder.trained_file(0))] == [1, 2, 3, 4, 5, 6]
+    make_run(tmp_path, num_steps=1)
+    assert [line["step"] for line in lines(folder)] == [1]
+
+
+def test_ranks_that_are_gone_keep_no_later_steps(tmp_path):
+    folder = make_run(tmp_path, num_steps=4)
+    Timeline(folder, 0, world_size=1, start_step=3).close()
+    assert [[line["step"] for line in lines(folder, rank)] for rank in range(2)] == [[1, 2, 3], [1, 2, 3]]
+
+
+def test_a_failure_to_write_is_not_silent(tmp_path):
+    made = StepLines(tmp_path / "a" / "b.jsonl")
+    (tmp_path / "a").rmdir()
+    made.append(1, dict)
+    with pytest.raises(FileNotFoundError):
+        made.close()
+
+
+def test_broken_lines_are_named(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, oops}\n{"step": 3')
+    assert list(read_step_lines(path, lambda step: step == 1)) == [{"step": 1}]
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: not a JSON line"):
+        list(read_step_lines(path))
+    path.write_text("hello\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl:1: not a line of a step"):
+        list(read_step_lines(path))
+
+
+# ---- samples as the update saw them ----------------------------------------------------------------------------------
+
+
+def trained(tmp_path, batches, num_groups: int = 1) -> list[dict]:
+    asked: list[list[int]] = []
+
+    def pieces(ids):
+        asked.append(list(ids))
+        return [f"<{i}>" for i in ids]
+
+    log = TrainedLog(RunFolder(tmp_path), 0, 1, num_groups, pieces)
+    for step, batch in enumerate(batches, start=1):
+        log.write(step, batch)
+    log.close()
+    return list(read_step_lines(RunFolder(tmp_path).trained_file(0)))
+
+
+def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):
+    batch = made_batch(made_groups(1), difference=0.25)
+    batch.advantages[1, 3] = 1.0  # one that differs by token: its mean is kept
+    first, second = trained(tmp_path, [batch, batch])
+    assert first["sample_ids"] == list(range(12))
+    assert first["advantages"][:4] == [1.5, (1.0 - 0.5 - 0.5) / 3, -1.0, 0.0]
+    assert first["tokens"][:2] == [
+        {"sample_id": 0, "ids": [5, 6], "difference": [0.25, 0.25]},
+        {"sample_id": 1, "ids": [5, 6, 9], "difference": [0.25, 0.25, 0.25]},
+    ]
+    assert len(first["tokens"]) == 4
+    assert first["pieces"] == {"5": "<5>", "6": "<6>", "9": "<9>"} and second["pieces"] == {}
+
+
+def test_what_was_not_trained_on_has_no_difference(tmp_path):
+    batch = made_batch(made_groups(1))
+    batch.loss_mask[0, 3] = 0  # a tool's token
+    batch.loss_mask[2] = 0
+    (line,) = trained(tmp_path, [batch])
+    assert line["tokens"][0]["difference"] == [None, 0.002] and line["tokens"][2]["difference"] == [None, None]
+    assert line["advantages"][2] is None
+
+
+def test_log_probabilities_of_the_updates_own_forward_serve_too(tmp_path):
+    batch = made_batch(made_groups(1))
+    seen = batch.old_logprobs.clone()
+    seen[1] = torch.nan  # no update took that sample
+    without = [type(batch)(**{**vars(batch), "old_logprobs": None, "seen_logprobs": s}) for s in (seen, None)]
+    first, second = trained(tmp_path, without)
+    assert [sample["difference"] for sample in first["tokens"][:2]] == [[0.002, 0.002], [None, None, None]]
+    assert second["tokens"][0]["difference"] == [None, None] and second["advantages"] == first["advantages"]
+
+
+def test_the_line_is_json(tmp_path):
+    make_run(tmp_path, num_steps=1)
+    for path in (tmp_path / "trained" / "replica_0.jsonl", tmp_path / "timeline" / "rank_1.jsonl"):
+        assert json.loads(path.read_text())["step"] == 1
