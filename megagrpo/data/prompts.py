@@ -54,6 +54,9 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
 
     Raises ValueError when the folder holds none, or when it has more tokens than the model has embeddings.
     """
+    from megagrpo.torchvision_operators import define_torchvision_operators
+
+    define_torchvision_operators()
     from transformers import AutoTokenizer  # takes seconds, and pulls in torch
 
     folder = Path(model.tokenizer or model.path)
