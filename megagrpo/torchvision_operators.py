@@ -5,6 +5,7 @@ describes operators that nobody defined, which fails, and with it every model of
 videos somewhere: Llama's, for one.
 """
 
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -30,3 +31,17 @@ def define_torchvision_operators() -> None:
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _kept.append(library)
+
+
+def torchvision_problem() -> str:
+    """Returns why torchvision cannot be imported all the same, with the remedy; "" where it can be or is absent."""
+    if importlib.util.find_spec("torchvision") is None:
+        return ""
+    try:
+        importlib.import_module("torchvision")
+    except Exception as exc:  # a broken package may raise anything while it is imported
+        return (
+            f"; torchvision, which transformers imports, cannot be imported ({type(exc).__name__}: {exc}): "
+            "`bash launch/install.sh --repair` installs the one that goes with this torch"
+        )
+    return ""

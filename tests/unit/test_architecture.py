@@ -23,6 +23,7 @@ LAYERS = (
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
     {"actor", "rollout", "checkpoint", "dump", "selection", "doctor"},
     {"preflight", "checkpoint_cost"},
+    {"trial_loading"},
     {"explain", "run"},
     {"evaluation", "sft", "replay", "export", "planning"},
     {"train"},
