@@ -11,14 +11,16 @@ from megagrpo.types import RolloutGroup
 def evaluate(run: Run) -> dict[str, float]:
     """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on; {} when none is due.
 
-    An evaluation is due before the first step, every `eval.every` steps, and after the last. Where `eval.num_as_trained`
-    asks for a second one, sampled as in training, its values are those of eval_as_trained/.
+    An evaluation is due before the first step, every `eval.every` steps, and after the last. Where
+    `eval.num_as_trained` asks for a second one, sampled as in training, its values are those of eval_as_trained/.
     """
     config, step = run.config.eval, run.state.step
     if config is None or (step % config.every and step != run.config.train.num_steps):
         return {}
     metrics = Metrics()
-    evaluation_metrics(metrics, "eval", run.evaluation_groups(config.temperature, config.num_samples), config.num_samples)
+    evaluation_metrics(
+        metrics, "eval", run.evaluation_groups(config.temperature, config.num_samples), config.num_samples
+    )
     if number := config.num_as_trained:
         groups = run.evaluation_groups(run.config.sampling.temperature, number)
         evaluation_metrics(metrics, "eval_as_trained", groups, number)

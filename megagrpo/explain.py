@@ -16,7 +16,7 @@ _RANKS_PER_NODE = 8
 
 
 def explain(config: ExperimentConfig, trial: Trial | None = None) -> str:
-    """Returns what the experiment amounts to as text, ending with every problem that `preflight` and the trial found."""
+    """Returns what the experiment amounts to as text, ending with every problem that `preflight` or `trial` found."""
     hf = model_description(config)
     arch = None if hf is None or model_problems(hf) else architecture_of(hf)
     counts = None if arch is None else parameter_counts(arch)
@@ -54,11 +54,7 @@ def _model(config: ExperimentConfig, family: str | None, counts: ParameterCounts
     if counts is None:
         made = f", not there yet: made by megagrpo {_makers(config)}" if is_made(config, config.model.path) else ""
         return [f"model      {config.model.path} ({family or 'no config.json there'}{made})"]
-    there = (
-        ""
-        if Path(config.model.path).exists()
-        else f", not there yet: made by megagrpo {_makers(config)}"
-    )
+    there = "" if Path(config.model.path).exists() else f", not there yet: made by megagrpo {_makers(config)}"
     active = f", {_count(counts.active)} active" if counts.expert else ""
     algorithm = config.algorithm
     off_policy = algorithm.loss.name == "gpg" and config.train.num_updates_per_step > 1

@@ -7,7 +7,8 @@ import torch
 from megagrpo.config.schema import PretrainedConfig
 from megagrpo.hf_files import write_hf_folder
 from megagrpo.tiny.package_file import find_gguf, install_hint
-from megagrpo.torchvision_operators import define_torchvision_operators
+from megagrpo.torchvision_ops import define_torchvision_operators
+
 
 def make_pretrained_model(config: PretrainedConfig) -> int:
     """Writes the model in float32 with its tokenizer and chat template; returns the number of parameters.
@@ -19,12 +20,15 @@ def make_pretrained_model(config: PretrainedConfig) -> int:
     define_torchvision_operators()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name, "local_files_only": True}
     try:
-        model = AutoModelForCausalLM.from_pretrained(dtype=torch.float32, **place)
-        tokenizer = AutoTokenizer.from_pretrained(**place)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, local_files_only=True, dtype=torch.float32
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
     except (ImportError, OSError, ValueError) as exc:
-        raise ValueError(f"prepare.pretrained: transformers cannot read {source}: {exc}{install_hint(config.package)}") from exc
+        raise ValueError(
+            f"prepare.pretrained: transformers cannot read {source}: {exc}{install_hint(config.package)}"
+        ) from exc
     # the end of sequence that the model was trained with; a GGUF's tokenizer may name another
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     model.config.architectures = [type(model).__name__]  # engines choose their model by it, and a GGUF has no such key

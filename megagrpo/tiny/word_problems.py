@@ -1,7 +1,7 @@
 """Makes one-step word problems: {"prompt": "Anna has 3 apples and gets 4 more. How many ...?", "answer": "7"}.
 
-The warm-up's answers are equations, "3+4=7": the form in which a small model can think before its last number. No sum or
-difference is in two of the three files, and the held-out ones are worded in ways that the others never are.
+The warm-up's answers are equations, "3+4=7": the form in which a small model can think before its last number. No sum
+or difference is in two of the three files, and the held-out ones are worded in ways that the others never are.
 """
 
 import random
@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 from megagrpo.config.schema import DatasetConfig
 
+Wordings = dict[str, tuple[str, ...]]  # sign -> ways to tell a problem
+
 _NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Jack", "Lily", "Max", "Mia", "Noah", "Rosa", "Sam", "Tom", "Zoe")
 _THINGS = ("apples", "balls", "books", "cards", "coins", "cups", "eggs", "flowers", "pens", "shells", "stamps", "toys")
-_WORDINGS = {
+_WORDINGS: Wordings = {
     "+": (
         "{name} has {a} {things} and gets {b} more. How many {things} does {name} have?",
         "{name} finds {a} {things} and then {b} more. How many {things} is that?",
@@ -24,7 +26,7 @@ _WORDINGS = {
         "There are {a} {things} in a box. {name} takes out {b}. How many {things} are in the box?",
     ),
 }
-_HELD_OUT_WORDINGS = {
+_HELD_OUT_WORDINGS: Wordings = {
     "+": (
         "{name} buys {a} {things} on Monday and {b} {things} on Friday. How many {things} did {name} buy?",
         "On a table lie {a} {things}. {name} brings another {b}. How many {things} lie there now?",
@@ -78,7 +80,7 @@ def _sums(largest: int) -> list[Sum]:
 
 def _rows(
     sums: list[Sum],
-    wordings: dict[str, tuple[str, ...]],
+    wordings: Wordings,
     number: int,
     key: str,
     choose: random.Random,

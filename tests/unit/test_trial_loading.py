@@ -1,4 +1,4 @@
-"""`megagrpo check` loads what trainers load: what it says of sound files, of broken ones, and of a broken torchvision."""
+"""`megagrpo check` loads what trainers load: what it says of sound and of broken files, and of a broken torchvision."""
 
 import json
 import subprocess
@@ -16,7 +16,10 @@ from megagrpo.preflight import is_made, preflight
 from megagrpo.tiny.model import make_tiny_model
 from megagrpo.trial_loading import try_loading
 
-TEMPLATE = "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}{% endfor %}="  # noqa: E501  one template
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ m['content'] }}{% endfor %}="
+)
 
 
 @pytest.fixture(scope="module")

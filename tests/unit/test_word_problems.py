@@ -17,9 +17,7 @@ def made(folder: Path, seed: int = 0, **options) -> dict[str, list[dict[str, str
     sizes = {"num_sft": 200, "num_train": 500, "num_eval": 96, "max_operand": 12}
     config = DatasetConfig(kind="word_problems", folder=str(folder), **(sizes | options))
     counts = make_dataset(config, seed)
-    files = {
-        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in FILES
-    }
+    files = {name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in FILES}
     assert {name: len(rows) for name, rows in files.items()} == {name: counts[f"{name}.jsonl"] for name in FILES}
     return files
 
