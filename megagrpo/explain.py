@@ -52,8 +52,9 @@ def _trial(trial: Trial) -> list[str]:
 
 def _model(config: ExperimentConfig, family: str | None, counts: ParameterCounts | None) -> list[str]:
     if counts is None:
-        made = f", not there yet: made by megagrpo {_makers(config)}" if is_made(config, config.model.path) else ""
-        return [f"model      {config.model.path} ({family or 'no config.json there'}{made})"]
+        made = not Path(config.model.path).exists() and is_made(config, config.model.path)
+        missing = f"not there yet: made by megagrpo {_makers(config)}" if made else "no config.json there"
+        return [f"model      {config.model.path} ({family or missing})"]
     there = "" if Path(config.model.path).exists() else f", not there yet: made by megagrpo {_makers(config)}"
     active = f", {_count(counts.active)} active" if counts.expert else ""
     algorithm = config.algorithm
@@ -179,8 +180,10 @@ def _events(config: ExperimentConfig) -> list[str]:
         lines = ["evaluation none"]
     else:
         how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
+        again = f"; {e.num_as_trained} at temperature {config.sampling.temperature:g}" if e.num_as_trained else ""
         lines = [
-            f"evaluation {e.data.path}, {e.num_samples} samples a prompt, {how}: first, every {e.every} steps, last"
+            f"evaluation {e.data.path}, {e.num_samples} samples a prompt, {how}{again}: "
+            f"first, every {e.every} steps, last"
         ]
     return lines
 
