@@ -174,6 +174,9 @@ def _draw_learning(axes, entries: list[dict], title: str) -> None:
         clip_on=False,
         zorder=3,
     )
+    again_at, again = series(entries, "eval_as_trained/accuracy")
+    if again:
+        axes.plot(again_at, again, color=_EVAL, linewidth=1.6, linestyle="--", label="the same, sampled as in training")
     ends = list(zip(at, accuracy, strict=True))
     for index, (step, value) in enumerate(ends[:1] + ends[1:][-1:]):
         axes.annotate(
