@@ -96,7 +96,7 @@ def test_what_is_not_there_yet_is_not_tried(tmp_path, model):
 
 
 def test_a_broken_torchvision_is_a_problem_with_its_remedy(tmp_path, model):
-    """It cannot be imported at all. One that only lacks its operators, as on CPUs, is put right: see the tests above."""
+    """One that only lacks its operators, as on CPUs, is put right: see the tests above."""
     broken = tmp_path / "path" / "torchvision"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise RuntimeError('built for another torch')\n")
