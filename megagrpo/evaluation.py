@@ -11,32 +11,38 @@ from megagrpo.types import RolloutGroup
 def evaluate(run: Run) -> dict[str, float]:
     """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on; {} when none is due.
 
-    An evaluation is due before the first step, every `eval.every` steps, and after the last.
+    An evaluation is due before the first step, every `eval.every` steps, and after the last. Where
+    `eval.num_as_trained` asks for a second one, sampled as in training, its values are those of eval_as_trained/.
     """
     config, step = run.config.eval, run.state.step
     if config is None or (step % config.every and step != run.num_steps):
         return {}
     metrics = Metrics()
-    evaluation_metrics(metrics, run.evaluation_groups(), config.num_samples)
+    evaluation_metrics(
+        metrics, "eval", run.evaluation_groups(config.temperature, config.num_samples), config.num_samples
+    )
+    if number := config.num_as_trained:
+        groups = run.evaluation_groups(run.config.sampling.temperature, number)
+        evaluation_metrics(metrics, "eval_as_trained", groups, number)
     return metrics.reduced(run.mesh.reduce)
 
 
-def evaluation_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], num_samples: int) -> None:
+def evaluation_metrics(metrics: Metrics, prefix: str, groups: Sequence[RolloutGroup], num_samples: int) -> None:
     """Adds the mean score, pass@k of scores >= 1 for k = num_samples, and the fraction of responses without a score.
 
     A response that could not be scored counts as 0 and as not passed.
     """
     scores = [[o.value if o.ok else 0.0 for o in group.outcomes] for group in groups]
     flat = [s for group in scores for s in group]
-    metrics.add_mean("eval/accuracy", sum(flat), len(flat))
-    metrics.add_mean("eval/unscored_fraction", sum(not o.ok for g in groups for o in g.outcomes), len(flat))
-    metrics.add_mean("eval/length_mean", sum(len(s.token_ids) for g in groups for s in g.samples), len(flat))
+    metrics.add_mean(f"{prefix}/accuracy", sum(flat), len(flat))
+    metrics.add_mean(f"{prefix}/unscored_fraction", sum(not o.ok for g in groups for o in g.outcomes), len(flat))
+    metrics.add_mean(f"{prefix}/length_mean", sum(len(s.token_ids) for g in groups for s in g.samples), len(flat))
     metrics.add_mean(
-        "eval/truncated_fraction", sum(s.finish_reason == "length" for g in groups for s in g.samples), len(flat)
+        f"{prefix}/truncated_fraction", sum(s.finish_reason == "length" for g in groups for s in g.samples), len(flat)
     )
     if num_samples > 1:
         passed = sum(pass_at_k(len(group), sum(s >= 1 for s in group), num_samples) for group in scores)
-        metrics.add_mean("eval/pass_at_k", passed, len(scores))
+        metrics.add_mean(f"{prefix}/pass_at_k", passed, len(scores))
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -9,15 +9,16 @@ from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, model_problems, parameter_counts
 from megagrpo.layout import layout_problems, rank_coordinates
-from megagrpo.preflight import longest_samples, model_description, preflight
+from megagrpo.preflight import is_made, longest_samples, model_description, preflight
 from megagrpo.trainer_memory import TrainerMemory, trainer_memory
+from megagrpo.trial_loading import Trial
 
 _MAX_RANK_ROWS = 32
 _RANKS_PER_NODE = 8
 
 
-def explain(config: ExperimentConfig) -> str:
-    """Returns what the experiment amounts to as text, ending with every problem that `preflight` finds."""
+def explain(config: ExperimentConfig, trial: Trial | None = None) -> str:
+    """Returns what the experiment amounts to as text, ending with every problem that `preflight` or `trial` found."""
     hf = model_description(config)
     arch = None if hf is None or model_problems(hf) else architecture_of(hf)
     counts = None if arch is None else parameter_counts(arch)
@@ -33,18 +34,31 @@ def explain(config: ExperimentConfig) -> str:
         _checkpoints(config, arch),
     ]
     problems = preflight(config)
+    if trial is not None:
+        parts.append(_trial(trial))
+        problems += [problem for problem in trial.problems if problem not in problems]
     verdict = [f"PROBLEMS ({len(problems)})", *(f"  {p}" for p in problems)] if problems else ["no problems found"]
     return "\n\n".join("\n".join(lines) for lines in ([title], *parts, verdict))
 
 
+def _makers(config: ExperimentConfig) -> str:
+    return " and ".join(name for name, section in (("prepare", config.prepare), ("sft", config.sft)) if section)
+
+
+def _trial(trial: Trial) -> list[str]:
+    return [
+        "loaded     as the trainers will; graders and tools are imported too",
+        *(f"  {what}" for what in trial.loaded),
+        f"  not tried: {', '.join(trial.not_tried)}",
+    ]
+
+
 def _model(config: ExperimentConfig, family: str | None, counts: ParameterCounts | None) -> list[str]:
     if counts is None:
-        return [f"model      {config.model.path} ({family or 'no config.json there'})"]
-    there = (
-        ""
-        if Path(config.model.path).exists()
-        else ", not there yet: made by megagrpo prepare" + (" and sft" if config.sft else "")
-    )
+        made = not Path(config.model.path).exists() and is_made(config, config.model.path)
+        missing = f"not there yet: made by megagrpo {_makers(config)}" if made else "no config.json there"
+        return [f"model      {config.model.path} ({family or missing})"]
+    there = "" if Path(config.model.path).exists() else f", not there yet: made by megagrpo {_makers(config)}"
     active = f", {_count(counts.active)} active" if counts.expert else ""
     algorithm = config.algorithm
     off_policy = algorithm.loss.name == "gpg" and config.train.updates_of_step > 1
@@ -202,8 +216,10 @@ def _events(config: ExperimentConfig) -> list[str]:
         lines = ["evaluation none"]
     else:
         how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
+        again = f"; {e.num_as_trained} at temperature {config.sampling.temperature:g}" if e.num_as_trained else ""
         lines = [
-            f"evaluation {e.data.name}, {e.num_samples} samples a prompt, {how}: first, every {e.every} steps, last"
+            f"evaluation {e.data.name}, {e.num_samples} samples a prompt, {how}{again}: "
+            f"first, every {e.every} steps, last"
         ]
     return lines
 

@@ -16,12 +16,18 @@ from megagrpo.rewards.graders import load_grader
 from megagrpo.rollout.tools import load_tool
 from megagrpo.run_folder import RunFolder
 from megagrpo.tiny.description import hf_config as tiny_hf_config
+from megagrpo.tiny.package_file import find_gguf
 
 
 def preflight(config: ExperimentConfig) -> list[str]:
     """Returns every problem: missing files, broken lines, unknown functions, a model that the layout cannot cut."""
-    problems = [*_missing_files(config), *_broken_lines(config), *_function_problems(config), *_source_problems(config)]
-    problems += _wandb_problems(config)
+    problems = [
+        *_missing_files(config),
+        *_missing_packages(config),
+        *_broken_lines(config),
+        *_function_problems(config),
+        *_source_problems(config),
+    ]
     hf = model_description(config)
     if hf is not None:
         problems += check_against_model(
@@ -33,13 +39,14 @@ def preflight(config: ExperimentConfig) -> list[str]:
 def model_description(config: ExperimentConfig) -> dict[str, Any] | None:
     """Returns the model's config.json, or that of the tiny model that will be made; None when neither is known.
 
-    Raises ValueError for a config.json that is not JSON.
+    A warm-up writes the kind of model that it starts from. Raises ValueError for a config.json that is not JSON.
     """
-    path = Path(config.model.path) / "config.json"
-    if path.is_file():
-        return read_description(path)
+    for folder in (config.model.path, config.sft.model if config.sft is not None else config.model.path):
+        path = Path(folder) / "config.json"
+        if path.is_file():
+            return read_description(path)
     tiny = config.prepare.model if config.prepare is not None else None
-    return tiny_hf_config(tiny) if tiny is not None and _is_made(config, config.model.path) else None
+    return tiny_hf_config(tiny) if tiny is not None and is_made(config, config.model.path) else None
 
 
 def check_against_model(config: ExperimentConfig, hf: dict[str, Any], largest_token_id: int | None = None) -> list[str]:
@@ -121,22 +128,24 @@ def _missing_files(config: ExperimentConfig) -> list[str]:
     if config.checkpoint.load is not None and not any(RunFolder(Path(config.output_dir)).checkpoints.glob("step_*")):
         wanted.append(("checkpoint.load", config.checkpoint.load))
     problems = [
-        f"{key}: {path} does not exist"
-        for key, path in wanted
-        if not Path(path).exists() and not _is_made(config, path)
+        f"{key}: {path} does not exist" for key, path in wanted if not Path(path).exists() and not is_made(config, path)
     ]
     if Path(config.model.path).is_dir() and not (Path(config.model.path) / "config.json").is_file():
         problems.append(f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model folder")
     return problems
 
 
-def _wandb_problems(config: ExperimentConfig) -> list[str]:
-    """Returns why log.wandb cannot be done here."""
-    wandb = config.log.wandb
-    spec = find_spec("wandb")  # without an origin it is a folder of that name where Python was started
-    if wandb is None or wandb.mode == "disabled" or (spec is not None and spec.origin is not None):
-        return []
-    return ["log.wandb: the package wandb is not installed; `pip install wandb`, or remove log.wandb"]
+def _missing_packages(config: ExperimentConfig) -> list[str]:
+    """Returns which optional packages the experiment needs and this environment lacks."""
+    problems = []
+    wandb, spec = config.log.wandb, find_spec("wandb")
+    # without an origin it is a folder of that name where Python was started
+    if wandb is not None and wandb.mode != "disabled" and (spec is None or spec.origin is None):
+        problems.append("log.wandb: the package wandb is not installed; `pip install wandb`, or remove log.wandb")
+    pretrained = config.prepare.pretrained if config.prepare is not None else None
+    if pretrained is not None and not Path(pretrained.path).exists():
+        problems += _complaint(find_gguf, pretrained.package)
+    return problems
 
 
 def _source_problems(config: ExperimentConfig) -> list[str]:
@@ -154,7 +163,7 @@ def _source_problems(config: ExperimentConfig) -> list[str]:
 
 def _broken_lines(config: ExperimentConfig) -> list[str]:
     problems = []
-    for data in _data_sections(config):
+    for data in data_sections(config):
         if all(Path(path).exists() for path in data.paths):
             found = _complaint(_read_lines, data, config.reward)
             problems += [text if any(p in text for p in data.paths) else f"{data.name}: {text}" for text in found]
@@ -167,7 +176,8 @@ def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
         load_grader(grader, reward.args if grader == reward.grader else {})
 
 
-def _data_sections(config: ExperimentConfig) -> Iterator[DataConfig]:
+def data_sections(config: ExperimentConfig) -> Iterator[DataConfig]:
+    """Yields the sections that name a file of prompts."""
     yield config.data
     if config.eval is not None:
         yield config.eval.data
@@ -191,16 +201,16 @@ def _complaint(load: Callable[..., object], *arguments: object) -> list[str]:
     return []
 
 
-def _is_made(config: ExperimentConfig, path: str) -> bool:
+def is_made(config: ExperimentConfig, path: str) -> bool:
     """Tells whether `megagrpo prepare` or `megagrpo sft` of this very experiment writes `path`."""
+    if config.sft is not None and Path(path) == Path(config.model.path):
+        return True
     prepare = config.prepare
     if prepare is None:
         return False
-    model_made = prepare.model is not None and (
-        path == prepare.model.path or (config.sft is not None and path == config.model.path)
-    )
+    models = [Path(section.path) for section in (prepare.model, prepare.pretrained) if section is not None]
     data_made = prepare.dataset is not None and Path(path).parent == Path(prepare.dataset.folder)
-    return model_made or (data_made and Path(path).name in ("sft.jsonl", "train.jsonl", "eval.jsonl"))
+    return Path(path) in models or (data_made and Path(path).name in ("sft.jsonl", "train.jsonl", "eval.jsonl"))
 
 
 def _largest_token_id(folder: Path) -> int | None:

@@ -93,16 +93,16 @@ class Run:
                 f"{reason}\nand the state after step {self.state.step} could not be saved: {exc}"
             ) from reason
 
-    def evaluation_groups(self) -> list[RolloutGroup]:
-        """Returns this rank's share of the evaluation's groups, sampled and scored."""
+    def evaluation_groups(self, temperature: float, num_samples: int) -> list[RolloutGroup]:
+        """Returns this rank's share of the evaluation's groups of `num_samples` responses, sampled and scored."""
         config, sampling = self.config.eval, self.config.sampling
         assert config is not None and self.eval_prompts is not None, "asked for by a configuration with an eval section"
         self.watchdog.enter("evaluate")
         return self.rollouts.evaluate(
             self.eval_prompts.prompts,
             version=self.state.step,
-            temperature=config.temperature,
-            num_samples=config.num_samples,
+            temperature=temperature,
+            num_samples=num_samples,
             max_tokens=config.max_response_tokens or sampling.max_response_tokens,
             refresh=self._refresh,
         )

@@ -33,10 +33,9 @@ def run(config: ExperimentConfig) -> int:
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
     unmade = [path for path in _inputs(config) if not Path(path).exists()]
     if unmade:  # preflight lets pass what this experiment itself makes
-        raise ValueError(
-            f"not there yet: {', '.join(unmade)}; first `megagrpo prepare`"
-            + (", then `megagrpo sft`" if config.sft else "")
-        )
+        makers = [name for name, section in (("prepare", config.prepare), ("sft", config.sft)) if section is not None]
+        first = ", then ".join(f"`megagrpo {name}`" for name in makers)
+        raise ValueError(f"not there yet: {', '.join(unmade)}; first {first}")
     devices = _devices(config, _visible_gpus())
     with alone_in(RunFolder(Path(config.output_dir))):
         return _serve_and_train(config, *devices)

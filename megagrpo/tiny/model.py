@@ -19,6 +19,7 @@ from megagrpo.families.tensors import TensorSpec
 from megagrpo.hf_files import write_hf_folder
 from megagrpo.tiny.datasets import make_dataset
 from megagrpo.tiny.description import MAX_POSITIONS, SPECIAL_TOKENS, hf_config
+from megagrpo.tiny.pretrained import make_pretrained_model
 
 
 def prepare(config: ExperimentConfig) -> None:
@@ -34,6 +35,9 @@ def prepare(config: ExperimentConfig) -> None:
     if config.prepare.model is not None:
         size = make_tiny_model(config.prepare.model, config.seed)
         print(f"{config.prepare.model.path}: {config.prepare.model.family}, {size:,} parameters")
+    if config.prepare.pretrained is not None:
+        size = make_pretrained_model(config.prepare.pretrained)
+        print(f"{config.prepare.pretrained.path}: from {config.prepare.pretrained.package}, {size:,} parameters")
 
 
 def make_tiny_model(config: TinyModelConfig, seed: int) -> int:

