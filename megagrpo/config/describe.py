@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megagrpo.config.fields import choices, members, sections
+from megagrpo.config.reward import OPTIONS
 from megagrpo.config.schema import ExperimentConfig
 
 _HEAD = """\
@@ -33,6 +34,8 @@ def reference() -> str:
     """Returns docs/configuration.md."""
     lines = [_HEAD]
     _add_section(lines, "", ExperimentConfig, seen=set())
+    for grader, options in OPTIONS.items():
+        lines += [f"## `reward.args` of grader `{grader}`", "", *_doc(options), *_table("reward.args", options)]
     return "\n".join(lines)
 
 
