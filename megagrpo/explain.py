@@ -121,9 +121,7 @@ def _reward(reward: RewardConfig) -> list[str]:
     ]
     for entry in entries:
         if entry.grader in SERVICES:
-            lines.append(
-                f"  note: grader {entry.short_name} asks {entry.args['url']}; whether it answers was not tried"
-            )
+            lines.append(f"  note: grader {entry.short_name} asks {entry.args['url']}, which was not tried")
         if entry.grader == "code" and (problem := isolation()):
             lines.append(f"  ADVICE   grader code: on this machine programs run within limits alone: {problem}")
     return lines

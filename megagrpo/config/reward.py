@@ -58,11 +58,11 @@ class ServiceOptions(Section):
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str) -> str:
+        if "@" in url.partition("?")[0]:  # not shown: it may be a secret
+            raise ValueError("url holds a user name or password; name a variable in api_key_env instead")
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url {url!r} should look like http://host:port/path")
-        if parts.username or parts.password:
-            raise ValueError("url holds a user name or password; name a variable in api_key_env instead")
         return url
 
 
@@ -149,8 +149,8 @@ class RewardConfig(Section):
     workers: PositiveInt = Field(default=2, description="Grader processes of each rank that samples.")
     timeout_s: PositiveFloat = Field(
         default=10.0,
-        description="Seconds for one response in a grader process; then its outcome is a timeout, which is never learned "
-        "from. `http` and `judge` have their own.",
+        description="Seconds for one response in a grader process; then its outcome is a timeout, which is never "
+        "learned from. `http` and `judge` have their own.",
     )
     shuffle: bool = Field(
         default=False,
@@ -180,7 +180,7 @@ class RewardConfig(Section):
             check_options(entry.grader, entry.args)
             if entry.grader == "code" and (total_s := CodeOptions.model_validate(entry.args).total_s) >= self.timeout_s:
                 raise ValueError(
-                    f"timeout_s {self.timeout_s:g} must be above grader code's total_s {total_s:g}, by a second or two: "
+                    f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; "
                     "else a slow program is the grader's failure, not a wrong answer"
                 )
         return self

@@ -12,7 +12,7 @@ from megagrpo.rewards.graders import SERVICES, check_grader, load_group_grader
 from megagrpo.rewards.http import HttpGrader
 from megagrpo.rewards.judge import JudgeGrader
 from megagrpo.rewards.services import ServiceGrader, ServiceLoop
-from megagrpo.rewards.workers import Graded, WorkerPool
+from megagrpo.rewards.workers import Call, Graded, WorkerPool
 from megagrpo.types import Outcome, Prompt
 
 _T = TypeVar("_T")
@@ -35,12 +35,15 @@ class RewardPool:
             check_grader(entry.grader, entry.args)
             if entry.grader in SERVICES:
                 self._services[entry.short_name] = _SERVICE_GRADERS[entry.grader](entry.args)
-        preload = [("grade", e.grader, e.args) for e in config.entries if e.grader not in SERVICES]
+        preload: list[Call] = [("grade", e.grader, e.args) for e in config.entries if e.grader not in SERVICES]
         if config.group_grader is not None:
             load_group_grader(config.group_grader, config.group_args)
             preload.append(("group", config.group_grader, dict(config.group_args)))
         with ExitStack() as stack:
-            self._workers = stack.enter_context(WorkerPool(config.workers, preload, config.timeout_s))
+            self._workers: WorkerPool | None = None
+            self._stack = stack
+            if preload:
+                self._worker_pool(preload)
             self._loop = ServiceLoop() if self._services else None
             if self._loop is not None:
                 stack.callback(self._loop.close, list(self._services.values()))
@@ -68,7 +71,7 @@ class RewardPool:
             unchanged.set_result(list(outcomes))
             return unchanged
         inputs = ([texts[i] for i in valid], prompt.answer, [outcomes[i].value for i in valid])
-        started = self._workers.submit(("group", name, dict(self._config.group_args)), inputs)
+        started = self._worker_pool().submit(("group", name, dict(self._config.group_args)), inputs)
 
         def regraded(answers: list[Graded]) -> list[Outcome]:
             (graded,) = answers
@@ -103,10 +106,16 @@ class RewardPool:
             self._checked.add(name)
         return [GraderConfig(grader=name)]
 
+    def _worker_pool(self, preload: Sequence[Call] = ()) -> WorkerPool:
+        """Returns the pool of processes, which services alone do not need: then a row's own grader starts it."""
+        if self._workers is None:
+            self._workers = self._stack.enter_context(WorkerPool(self._config.workers, preload, self._config.timeout_s))
+        return self._workers
+
     def _start(self, entry: GraderConfig, prompt: Prompt, text: str) -> Future[Graded]:
         if self._loop is not None and entry.short_name in self._services:
             return self._loop.submit(self._services[entry.short_name], prompt, text)
-        return self._workers.submit(("grade", entry.grader, dict(entry.args)), (text, prompt.answer))
+        return self._worker_pool().submit(("grade", entry.grader, dict(entry.args)), (text, prompt.answer))
 
     def _combined(self, entries: Sequence[GraderConfig], graded: Sequence[Graded]) -> Outcome:
         outcomes = [Outcome(g.status, g.scores[0] if g.scores else 0.0, g.detail) for g in graded]
