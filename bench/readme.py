@@ -3,6 +3,7 @@
 `<!-- bench/results/NAME.md -->`  a measured table      `<!-- loop -->`    the loop of megagrpo/train.py
 `<!-- rooms -->`                  the tree by folder    `<!-- layers -->`  what may import what
 `<!-- modules -->`                the package by room      `<!-- presets -->`  the presets
+`<!-- tests/unit/NAME.py -->`     what its table() returns
 
 python bench/readme.py
 """
@@ -10,6 +11,7 @@ python bench/readme.py
 import ast
 import itertools
 import re
+import runpy
 import textwrap
 from pathlib import Path
 
@@ -47,6 +49,8 @@ def _copied(source: str) -> str:
             return _layers()
         case "presets":
             return _presets()
+    if source.endswith(".py"):
+        return str(runpy.run_path(str(ROOT / source))["table"]())
     return (ROOT / source).read_text(encoding="utf-8")
 
 

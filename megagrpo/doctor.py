@@ -20,6 +20,8 @@ from packaging.utils import NormalizedName, canonicalize_name
 from rich.console import Console
 from rich.table import Table
 
+from megagrpo.rewards.sandbox import isolation
+
 _INSTALL = "bash launch/install.sh --repair"
 _SHOWN = tuple(
     canonicalize_name(name)
@@ -173,6 +175,7 @@ def machine_findings(gpu: bool) -> list[Finding]:
         _judge("open files", "4096", open_files, enough_files, "warning", f"ulimit -n {most}"),
         _judge("C++ compiler", compiler_use, compiler or "none", bool(compiler), no_compiler, "apt-get install g++"),
         _loopback(),
+        _program_isolation(),
     ]
 
 
@@ -195,6 +198,15 @@ def _loopback() -> Finding:
             return Finding("ports on 127.0.0.1", "bind and connect", "work", "ok")
     except OSError as error:
         return Finding("ports on 127.0.0.1", "bind and connect", str(error), "error", "allow local sockets")
+
+
+def _program_isolation() -> Finding:
+    """Tries a trivial program in the sandbox of grader `code`."""
+    problem = isolation()
+    if not problem:
+        return Finding("grader code", "namespaces", "programs are isolated", "ok")
+    remedy = "programs run within limits alone; allow user namespaces (kernel.unprivileged_userns_clone, seccomp)"
+    return Finding("grader code", "namespaces", problem, "warning", remedy)
 
 
 def _has_gpu() -> bool:

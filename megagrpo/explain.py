@@ -4,12 +4,14 @@ import math
 from pathlib import Path
 
 from megagrpo.checkpoint_cost import checkpoint_cost
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig, RewardConfig
 from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, model_problems, parameter_counts
 from megagrpo.layout import layout_problems, rank_coordinates
 from megagrpo.preflight import is_made, longest_samples, model_description, preflight
+from megagrpo.rewards.graders import SERVICES
+from megagrpo.rewards.sandbox import isolation
 from megagrpo.trainer_memory import TrainerMemory, trainer_memory
 from megagrpo.trial_loading import Trial
 
@@ -149,6 +151,22 @@ def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
     return lines
 
 
+def _reward(reward: RewardConfig) -> list[str]:
+    entries = reward.entries
+    names = entries[0].grader if not reward.graders else " + ".join(f"{e.weight:g} {e.short_name}" for e in entries)
+    lines = [
+        f"  reward     {names} in {reward.workers} processes a leader, {reward.timeout_s:g} s a response"
+        + (f", then {reward.group_grader} over the group" if reward.group_grader is not None else "")
+        + (", SHUFFLED over the samples (control experiment)" if reward.shuffle else "")
+    ]
+    for entry in entries:
+        if entry.grader in SERVICES:
+            lines.append(f"  note: grader {entry.short_name} asks {entry.args['url']}, which was not tried")
+        if entry.grader == "code" and (problem := isolation()):
+            lines.append(f"  ADVICE   grader code: on this machine programs run within limits alone: {problem}")
+    return lines
+
+
 def _rollout(config: ExperimentConfig) -> list[str]:
     r, train, tool = config.rollout, config.train, config.sampling.tool
     at_once = r.num_engines * r.max_running_requests
@@ -158,9 +176,7 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         f"rollout    SGLang engines: {r.num_engines} of tp {r.tp}, ep {r.ep}{nodes} "
         f"= {r.num_engines * r.tp} ranks in all, {r.dtype}" + (", deterministic" if r.deterministic else ""),
         f"  {at_once} samples at once, so a step's {samples} come in {math.ceil(samples / at_once)} waves at best",
-        f"  reward     {config.reward.grader} in {config.reward.workers} processes a leader, "
-        f"{config.reward.timeout_s:g} s a response"
-        + (", SHUFFLED over the samples (control experiment)" if config.reward.shuffle else ""),
+        *_reward(config.reward),
         *(
             [f"  tool       {tool.function}, asked at {tool.call_end!r}, at most {tool.max_turns} turns a response"]
             if tool

@@ -12,7 +12,8 @@ from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of, model_problems, read_description
 from megagrpo.layout import divisors, layout_problems
-from megagrpo.rewards.graders import load_grader
+from megagrpo.rewards.code import read_tests
+from megagrpo.rewards.graders import check_grader, load_group_grader
 from megagrpo.rollout.tools import load_tool
 from megagrpo.run_folder import RunFolder
 from megagrpo.tiny.description import hf_config as tiny_hf_config
@@ -172,8 +173,18 @@ def _broken_lines(config: ExperimentConfig) -> list[str]:
 
 def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
     rows = read_rows(data)
+    known = {name: entry for entry in reward.entries for name in (entry.short_name, entry.grader)}
     for grader in sorted({str(row.values[data.grader_key]) for row in rows} if data.grader_key else ()):
-        load_grader(grader, reward.args if grader == reward.grader else {})
+        if grader not in known:
+            check_grader(grader, {})
+    for row in rows:
+        named = known.get(str(row.values[data.grader_key])) if data.grader_key else None
+        graders = [str(row.values[data.grader_key])] if data.grader_key else [entry.grader for entry in reward.entries]
+        if "code" in graders or (named is not None and named.grader == "code"):
+            try:
+                read_tests(str(row.values[data.answer_key]))
+            except ValueError as exc:
+                raise ValueError(f"{row.place}: {exc}") from exc
 
 
 def data_sections(config: ExperimentConfig) -> Iterator[DataConfig]:
@@ -186,7 +197,10 @@ def data_sections(config: ExperimentConfig) -> Iterator[DataConfig]:
 
 
 def _function_problems(config: ExperimentConfig) -> list[str]:
-    problems = _complaint(load_grader, config.reward.grader, config.reward.args)
+    reward = config.reward
+    problems = [problem for entry in reward.entries for problem in _complaint(check_grader, entry.grader, entry.args)]
+    if reward.group_grader is not None:
+        problems += _complaint(load_group_grader, reward.group_grader, reward.group_args)
     if config.sampling.tool is not None:
         problems += _complaint(load_tool, config.sampling.tool.function)
     return problems

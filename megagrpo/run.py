@@ -32,7 +32,7 @@ from megagrpo.rollout.control import find_service
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
 from megagrpo.run_folder import RunFolder
-from megagrpo.selection import deal_surplus, gather_surplus, next_groups, rollout_metrics
+from megagrpo.selection import deal_surplus, gather_surplus, grader_metrics, next_groups, rollout_metrics
 from megagrpo.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
@@ -78,6 +78,7 @@ class Run:
         config, state = self.config, self.state
         try:
             step = next_groups(self.rollouts, self.prompts, state, config, self.mesh, self._refresh, metrics)
+            grader_metrics(metrics, step.groups, config.reward)
             rollout_metrics(metrics, step.groups, self.mesh, config.train)
         except RunStopped as stopped:
             self._save_before_the_end(stopped)

@@ -13,7 +13,7 @@ import torch
 
 from megagrpo.algo.dynamic_sampling import Selection, select_groups
 from megagrpo.algo.reward_shaping import overlong_penalty
-from megagrpo.config.schema import ExperimentConfig, TrainConfig
+from megagrpo.config.schema import ExperimentConfig, RewardConfig, TrainConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
@@ -153,6 +153,19 @@ def _too_few_groups(
 def _sum(number: int, mesh: Mesh) -> int:
     """Collective over data-parallel ranks."""
     return int(mesh.reduce(torch.tensor(number, device=mesh.device), "sum"))
+
+
+def grader_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], reward: RewardConfig) -> None:
+    """Adds, for each of several graders, the mean of its scores before weights, and the fraction that it failed on.
+
+    Both are over the responses that it graded: data.grader_key may choose among the graders.
+    """
+    parts = [outcome.parts for group in groups for outcome in group.outcomes]
+    for name in [entry.short_name for entry in reward.entries] if reward.has_parts else ():
+        of_grader = [outcomes[name] for outcomes in parts if name in outcomes]
+        scores = [outcome.value for outcome in of_grader if outcome.ok]
+        metrics.add_mean(f"grader/{name}_mean", sum(scores), len(scores))
+        metrics.add_mean(f"grader/{name}_failed_fraction", len(of_grader) - len(scores), len(of_grader))
 
 
 def rollout_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh, train: TrainConfig) -> None:

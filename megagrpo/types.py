@@ -48,7 +48,8 @@ class Outcome:
 
     status: str  # "score" | "error" | "timeout"
     value: float = 0.0  # the score; meaningful for status "score" only
-    detail: str = ""  # why there is no score
+    detail: str = ""  # why there is no score, or what the grader says of it
+    parts: "dict[str, Outcome]" = field(default_factory=dict)  # of several graders, by name; {} for one alone
 
     @property
     def ok(self) -> bool:

@@ -1,10 +1,10 @@
-"""The sections that say what goes in and what counts as right: `model`, `data`, `reward`, `eval`."""
+"""The sections that say what goes in: `model`, `data`, `eval`."""
 
 from typing import Self
 
 from pydantic import Field, model_validator
 
-from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 
 class ModelConfig(Section):
@@ -77,24 +77,6 @@ class DataConfig(Section):
             if value and not self.chat_template:
                 raise ValueError(f"{key} has no effect without chat_template: true")
         return self
-
-
-class RewardConfig(Section):
-    """How responses are graded."""
-
-    grader: str = Field(
-        default="gsm8k", description='`exact`, `format`, `gsm8k`, `math`, or your own as "package.module:function".'
-    )
-    args: dict[str, str | int | float | bool] = Field(default={}, description="Keyword arguments of the grader.")
-    workers: PositiveInt = Field(default=2, description="Grader processes of each rank that samples.")
-    timeout_s: PositiveFloat = Field(
-        default=10.0,
-        description="Seconds for one response; then its outcome is a timeout, which is never learned from.",
-    )
-    shuffle: bool = Field(
-        default=False,
-        description="Control experiment: permute the rewards over the step's samples, so that they say nothing.",
-    )
 
 
 class EvalConfig(Section):

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megagrpo.config.fields import choices, members, sections
+from megagrpo.config.fields import choices, elements, members, sections
+from megagrpo.config.reward import OPTIONS
 from megagrpo.config.schema import ExperimentConfig
 
 _HEAD = """\
@@ -33,6 +34,8 @@ def reference() -> str:
     """Returns docs/configuration.md."""
     lines = [_HEAD]
     _add_section(lines, "", ExperimentConfig, seen=set())
+    for grader, options in OPTIONS.items():
+        lines += [f"## `reward.args` of grader `{grader}`", "", *_doc(options), *_table("reward.args", options)]
     return "\n".join(lines)
 
 
@@ -45,7 +48,10 @@ def _add_section(lines: list[str], path: str, section: type[BaseModel], seen: se
     lines += _table(path, section)
     for name, field in section.model_fields.items():
         inner, below = sections(members(field.annotation)), f"{path}.{name}".lstrip(".")
-        if len(inner) == 1:
+        of_list = sections(item for member in members(field.annotation) for item in elements(member))
+        if of_list:
+            _add_section(lines, f"{below}.0", of_list[0], seen)
+        elif len(inner) == 1:
             _add_section(lines, below, inner[0], seen)
         elif inner:
             _add_variants(lines, below, inner)

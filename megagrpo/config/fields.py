@@ -23,12 +23,17 @@ def sections(annotations: Iterable[Any]) -> list[type[BaseModel]]:
     return [member for member in annotations if isinstance(member, type) and issubclass(member, BaseModel)]
 
 
+def elements(annotation: Any) -> list[Any]:
+    """Returns what an element of a list may be; nothing where the annotation is no list."""
+    return members(get_args(annotation)[0]) if get_origin(annotation) is list else []
+
+
 def annotations_at(root: type[BaseModel], path: KeyPath) -> list[Any]:
     """Returns what the value at `path` may be; nothing where the schema has no such key."""
     found: list[Any] = [root]
     for key in path:
-        if isinstance(key, int):  # a place in a list
-            found = [m for member in found if get_origin(member) is list for m in members(get_args(member)[0])]
+        if isinstance(key, int):
+            found = [item for member in found for item in elements(member)]
             continue
         fields = [section.model_fields[key] for section in sections(found) if key in section.model_fields]
         found = [member for field in fields for member in members(field.annotation)]

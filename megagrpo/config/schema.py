@@ -10,8 +10,9 @@ from pydantic import Field, model_validator
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig, RewardConfig
+from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
 from megagrpo.config.preparation import DatasetConfig, PrepareConfig, PretrainedConfig, SftConfig, TinyModelConfig
+from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, ToolConfig, WeightsConfig
 from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -23,6 +24,7 @@ __all__ = [
     "DatasetConfig",
     "EvalConfig",
     "ExperimentConfig",
+    "GraderConfig",
     "LogConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -207,6 +209,11 @@ class ExperimentConfig(Section):
             raise ValueError(
                 "train.num_epochs with algorithm.dynamic_sampling: a step then takes as many prompts as it must, so "
                 "that passes over them do not say how many steps there are; give train.num_steps"
+            )
+        if self.reward.group_grader is not None and self.algorithm.needs_greedy_response:
+            raise ValueError(
+                f"reward.group_grader with advantage {self.algorithm.advantage.name}: its greedy baseline is graded "
+                "alone, and cannot be compared with rewards that depend on the group"
             )
         self.algorithm.check_group_size(train.group_size)
         self.algorithm.check_responses(train.num_prompts_per_step * train.group_size)

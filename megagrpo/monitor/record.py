@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from megagrpo.config.schema import LogConfig
 from megagrpo.run_folder import RunFolder, write_json_lines
-from megagrpo.types import RolloutGroup
+from megagrpo.types import Outcome, RolloutGroup
 
 
 class StepLog:
@@ -61,7 +61,7 @@ def _rollout_record(group: RolloutGroup) -> dict:
         {
             "text": sample.text,
             "reward": outcome.value if outcome.ok else None,
-            "outcome": asdict(outcome),
+            "outcome": _outcome_record(outcome),
             "finish_reason": sample.finish_reason,
             "num_tokens": len(sample.token_ids),
             "weight_version": sample.weight_version,
@@ -76,6 +76,12 @@ def _rollout_record(group: RolloutGroup) -> dict:
         "answer": prompt.answer,
         "samples": samples,
     }
+
+
+def _outcome_record(outcome: Outcome) -> dict:
+    record = asdict(outcome)
+    parts = {name: _outcome_record(part) for name, part in outcome.parts.items()}
+    return {**record, "parts": parts} if parts else {key: value for key, value in record.items() if key != "parts"}
 
 
 def read_metrics(folder: RunFolder) -> list[dict]:

@@ -1,19 +1,28 @@
-"""Graders by name. A grader is a function `grade(text, answer, **args) -> float`."""
+"""Graders by name.
+
+A grader is a function `grade(text, answer, **args)` that returns a score, or (score, what to say of it). A group grader
+is a function `f(texts, answer, scores, **args)` that returns a list of scores.
+"""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from megagrpo.config.reward import OPTIONS, GraderArgs, check_options
 from megagrpo.user_function import did_you_mean, load_function
 
-GraderFunction = Callable[..., float]  # (response text, answer of the data file, **reward.args) -> score
+GraderFunction = Callable[..., float | tuple[float, str]]  # (response text, answer of the data file, **reward.args)
+GroupFunction = Callable[..., list[float]]  # (texts, answer, scores, **reward.group_args)
 
 BUILT_IN = {  # named by place and not imported here: only `math` should pay for sympy
+    "code": "megagrpo.rewards.code:grade",
     "exact": "megagrpo.rewards.format:exact",
     "format": "megagrpo.rewards.format:grade",
     "gsm8k": "megagrpo.rewards.gsm8k:grade",
     "math": "megagrpo.rewards.math:grade",
 }
+SERVICES = ("http", "judge")  # asked over the network by the leader itself, see services.py
+GROUP_BUILT_IN = {"distinct": "megagrpo.rewards.group:distinct", "rank": "megagrpo.rewards.group:rank"}
 
 
 def load_grader(name: str, args: dict[str, Any]) -> GraderFunction:
@@ -24,16 +33,38 @@ def load_grader(name: str, args: dict[str, Any]) -> GraderFunction:
     take.
     """
     function = load_function(name, BUILT_IN, "reward.grader")
-    _check_args(name, function, args)
+    if name in OPTIONS:
+        check_options(name, args)
+    else:
+        _check_args(name, function, args, "text, answer", "reward.args")
     return function
 
 
-def _check_args(name: str, function: GraderFunction, args: dict[str, Any]) -> None:
-    signature = inspect.signature(function)
+def load_group_grader(name: str, args: dict[str, Any]) -> GroupFunction:
+    """Imports the group grader `name`, as load_grader does."""
+    function = load_function(name, GROUP_BUILT_IN, "reward.group_grader")
+    _check_args(name, function, args, "texts, answer, scores", "reward.group_args")
+    return function
+
+
+def check_grader(name: str, args: GraderArgs) -> None:
+    """Raises ValueError where a grader cannot work as configured. Asks no service: that may run on another machine."""
+    if name in SERVICES:
+        check_options(name, args)
+        if name == "judge":
+            from megagrpo.rewards.judge import read_template  # httpx is not needed to check other graders
+
+            read_template(str(args["prompt_file"]))
+    else:
+        load_grader(name, args)
+
+
+def _check_args(name: str, function: Callable[..., Any], args: Mapping[str, Any], inputs: str, key: str) -> None:
+    signature, positional = inspect.signature(function), inputs.split(", ")
     try:
-        signature.bind("text", "answer", **args)
+        signature.bind(*positional, **args)
     except TypeError as exc:
-        options = [p for p in signature.parameters if p not in ("text", "answer")]
+        options = [p for p in signature.parameters if p not in positional]
         hints = [did_you_mean(arg, options) for arg in args if arg not in options]
-        hint = next(filter(None, hints), f"; it is called as {name}(text, answer, {', '.join(options)})")
-        raise ValueError(f"reward.args do not fit grader {name!r}: {exc}{hint}") from exc
+        hint = next(filter(None, hints), f"; it is called as {name}({inputs}, {', '.join(options)})")
+        raise ValueError(f"{key} do not fit grader {name!r}: {exc}{hint}") from exc

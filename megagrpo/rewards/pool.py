@@ -1,88 +1,92 @@
-"""Graders in killable processes: every response gets one outcome within the time limit, whatever the grader does."""
+"""Rewards: every response is graded by the experiment's graders at once, and a group's scores by its group grader."""
 
-import json
-import os
-import queue
-import signal
-import socket
-import subprocess
-import sys
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, TypeVar
 
-from megagrpo.config.schema import RewardConfig
-from megagrpo.environment import child_environment
-from megagrpo.rewards.graders import load_grader
+from megagrpo.config.reward import GraderConfig, RewardConfig
+from megagrpo.rewards.graders import SERVICES, check_grader, load_group_grader
+from megagrpo.rewards.http import HttpGrader
+from megagrpo.rewards.judge import JudgeGrader
+from megagrpo.rewards.services import ServiceGrader, ServiceLoop
+from megagrpo.rewards.workers import Call, Graded, WorkerPool
 from megagrpo.types import Outcome, Prompt
 
-_START_TIMEOUT_S = 120.0  # an import (sympy on a busy machine), not a response
-
-
-class WorkerError(RuntimeError):
-    """Raised when a worker process did not start or ended by itself."""
+_T = TypeVar("_T")
+_SERVICE_GRADERS: dict[str, Callable[[Any], ServiceGrader]] = {"http": HttpGrader, "judge": JudgeGrader}
+assert set(_SERVICE_GRADERS) == set(SERVICES)
 
 
 class RewardPool:
-    """Runs `config.workers` grading processes, each fed by one thread. Use as a context manager, or call `close`.
+    """Grades in `config.workers` processes, and services over the network. Use as a context manager, or call `close`.
 
-    Raises ValueError at once when the grader is unknown, cannot be imported or does not take its arguments, and
+    Raises ValueError at once when a grader is unknown, cannot be imported or does not take its arguments, and
     WorkerError when a worker process does not start.
     """
 
     def __init__(self, config: RewardConfig):
         self._config = config
         self._checked: set[str] = set()
-        self._check(config.grader)
-        self._tasks: queue.SimpleQueue[tuple[Future[Outcome], dict[str, Any]] | None] = queue.SimpleQueue()
-        self._closed = False
-        self._lock = threading.Lock()
-        self._workers: list[_Worker] = []
-        with ExitStack() as on_failure:
-            for _ in range(config.workers):
-                self._workers.append(_Worker(config.grader, config.args))
-                on_failure.callback(self._workers[-1].kill)
-            problems = [worker.wait_ready() for worker in self._workers]
-            if any(problems):
-                raise WorkerError(next(filter(None, problems)))
-            on_failure.pop_all()
-        self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(config.workers)]
-        for thread in self._threads:
-            thread.start()
+        self._services: dict[str, ServiceGrader] = {}
+        for entry in config.entries:
+            check_grader(entry.grader, entry.args)
+            if entry.grader in SERVICES:
+                self._services[entry.short_name] = _SERVICE_GRADERS[entry.grader](entry.args)
+        preload: list[Call] = [("grade", e.grader, e.args) for e in config.entries if e.grader not in SERVICES]
+        if config.group_grader is not None:
+            load_group_grader(config.group_grader, config.group_args)
+            preload.append(("group", config.group_grader, dict(config.group_args)))
+        with ExitStack() as stack:
+            self._workers: WorkerPool | None = None
+            self._stack = stack
+            if preload:
+                self._worker_pool(preload)
+            self._loop = ServiceLoop() if self._services else None
+            if self._loop is not None:
+                stack.callback(self._loop.close, list(self._services.values()))
+            self._stack = stack.pop_all()
 
     def submit(self, prompt: Prompt, text: str) -> Future[Outcome]:
-        """Returns the outcome of one response, once it is known.
+        """Returns the outcome of one response, once it is known: the weighted sum, or the first error among the parts.
 
-        `prompt.grader`, when set, replaces the configured grader; `reward.args` belong to the configured one. Raises
-        ValueError when the prompt names a grader that cannot be loaded.
+        `prompt.grader`, when set, grades alone: by name one of `reward.graders`, or another, which gets no arguments.
+        Raises ValueError when it cannot be loaded.
         """
-        assert not self._closed, "submit after close"
-        grader = prompt.grader or self._config.grader
-        self._check(grader)
-        request = {
-            "grader": grader,
-            "args": self._args(grader),
-            "text": text,
-            "answer": prompt.answer,
-            "timeout_s": self._config.timeout_s,
-        }
-        future: Future[Outcome] = Future()
-        self._tasks.put((future, request))
-        return future
+        entries = self._entries_for(prompt)
+        started = [self._start(entry, prompt, text) for entry in entries]
+        return _when_all(started, lambda graded: self._combined(entries, graded))
+
+    def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future[list[Outcome]]:
+        """Returns the outcomes of a group after its group grader, which sees the responses that have a score.
+
+        The others keep theirs. Where it fails, that is the outcome of all that it was asked about. Without a group
+        grader, or without a score, outcomes stay as they are.
+        """
+        name, valid = self._config.group_grader, [i for i, outcome in enumerate(outcomes) if outcome.ok]
+        if name is None or not valid:
+            unchanged: Future[list[Outcome]] = Future()
+            unchanged.set_result(list(outcomes))
+            return unchanged
+        inputs = ([texts[i] for i in valid], prompt.answer, [outcomes[i].value for i in valid])
+        started = self._worker_pool().submit(("group", name, dict(self._config.group_args)), inputs)
+
+        def regraded(answers: list[Graded]) -> list[Outcome]:
+            (graded,) = answers
+            out = list(outcomes)
+            for place, i in enumerate(valid):
+                score = graded.scores[place] if graded.status == "score" else 0.0
+                detail = graded.detail or out[i].detail
+                out[i] = replace(out[i], status=graded.status, value=score, detail=detail)
+            return out
+
+        return _when_all([started], regraded)
 
     def close(self) -> None:
-        """Ends every worker process now; responses not graded yet get an error outcome."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            for worker in self._workers:
-                worker.kill()
-        for _ in self._threads:
-            self._tasks.put(None)
-        for thread in self._threads:
-            thread.join()
+        """Ends every worker process and request now; responses not graded yet get an error outcome."""
+        self._stack.close()
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -90,102 +94,63 @@ class RewardPool:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _args(self, grader: str) -> dict[str, Any]:
-        return self._config.args if grader == self._config.grader else {}
+    def _entries_for(self, prompt: Prompt) -> Sequence[GraderConfig]:
+        entries, name = self._config.entries, prompt.grader
+        if name is None:
+            return entries
+        for entry in entries:
+            if name in (entry.short_name, entry.grader):
+                return [entry]
+        if name not in self._checked:
+            check_grader(name, {})
+            self._checked.add(name)
+        return [GraderConfig(grader=name)]
 
-    def _check(self, grader: str) -> None:
-        if grader not in self._checked:
-            load_grader(grader, self._args(grader))
-            self._checked.add(grader)
+    def _worker_pool(self, preload: Sequence[Call] = ()) -> WorkerPool:
+        """Returns the pool of processes, which services alone do not need: then a row's own grader starts it."""
+        if self._workers is None:
+            self._workers = self._stack.enter_context(WorkerPool(self._config.workers, preload, self._config.timeout_s))
+        return self._workers
 
-    def _serve(self, index: int) -> None:
-        while True:
-            task = self._tasks.get()
-            if task is None:
-                return
-            future, request = task
-            if not future.set_running_or_notify_cancel():
-                continue
-            if self._closed:
-                future.set_result(Outcome("error", detail="the reward pool was closed"))
-                continue
-            future.set_result(self._grade(index, request))
+    def _start(self, entry: GraderConfig, prompt: Prompt, text: str) -> Future[Graded]:
+        if self._loop is not None and entry.short_name in self._services:
+            return self._loop.submit(self._services[entry.short_name], prompt, text)
+        return self._worker_pool().submit(("grade", entry.grader, dict(entry.args)), (text, prompt.answer))
 
-    def _grade(self, index: int, request: dict[str, Any]) -> Outcome:
-        worker = self._workers[index]
-        try:
-            reply = worker.ask(request)
-        except TimeoutError:
-            outcome = Outcome("timeout", detail=f"{request['grader']} gave no result in {request['timeout_s']:g} s")
-        except (OSError, WorkerError) as exc:
-            outcome = Outcome("error", detail=f"{request['grader']}: the worker process died: {exc}")
-        else:
-            return Outcome("error", detail=reply["error"]) if "error" in reply else Outcome("score", reply["value"])
-        self._replace(index)
-        return outcome
-
-    def _replace(self, index: int) -> None:
-        """Puts a new process in place of a dead or hung one.
-
-        If it cannot start, its next response is an error outcome.
-        """
-        self._workers[index].kill()
-        with self._lock:
-            if self._closed:
-                return
-            worker = self._workers[index] = _Worker(self._config.grader, self._config.args)
-        worker.wait_ready()  # here, so that its imports are not on the next response's clock
+    def _combined(self, entries: Sequence[GraderConfig], graded: Sequence[Graded]) -> Outcome:
+        outcomes = [Outcome(g.status, g.scores[0] if g.scores else 0.0, g.detail) for g in graded]
+        parts = {entry.short_name: part for entry, part in zip(entries, outcomes, strict=True)}
+        bad = next((part for part in outcomes if not part.ok), None)
+        if not self._config.has_parts:
+            return outcomes[0]
+        if bad is not None:
+            return replace(bad, parts=parts)
+        value = sum(entry.weight * part.value for entry, part in zip(entries, outcomes, strict=True))
+        return Outcome("score", value, "; ".join(filter(None, (part.detail for part in outcomes))), parts)
 
 
-class _Worker:
-    """Holds one grading process in its own process group, so that what a grader started dies with it."""
+def _when_all(started: Sequence[Future[Graded]], combine: Callable[[list[Graded]], _T]) -> Future[_T]:
+    """Returns what `combine` makes of all results. Cancelling it cancels those that have not begun."""
+    combined: Future[_T] = Future()
+    lock, left = threading.Lock(), len(started)
 
-    def __init__(self, grader: str, args: dict[str, Any]):
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "megagrpo.rewards.worker", str(theirs.fileno()), grader, json.dumps(args)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a grader prints goes to the log
-                env=child_environment(python_path=[path or os.getcwd() for path in sys.path]),
-                start_new_session=True,
-            )
-        self._stream = self._socket.makefile("rb")
-
-    def wait_ready(self) -> str:
-        """Returns "" when the process can grade. When it ended or says nothing for too long: why, after killing it."""
-        try:
-            self._socket.settimeout(_START_TIMEOUT_S)
-            self._read()
-            return ""
-        except (OSError, WorkerError) as exc:
-            self.kill()
-            return f"a reward worker did not start ({exc}); its own messages are on stderr"
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the process replies to a request.
-
-        Raises TimeoutError after request["timeout_s"], OSError or WorkerError when the process is gone.
-        """
-        self._socket.settimeout(request["timeout_s"])
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
-        return json.loads(self._read())
-
-    def kill(self) -> None:
-        """Ends the process and what it started. May be called again."""
-        if self._socket.fileno() < 0:
-            return  # done before; the process id may by now be another's
-        with suppress(ProcessLookupError):  # already gone, and its children too
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._socket.close()
-
-    def _read(self) -> bytes:
-        line = self._stream.readline()
-        if not line.endswith(b"\n"):
+    def one_is_done(_: Future[Graded]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last and combined.set_running_or_notify_cancel():
             try:
-                raise WorkerError(f"exit code {self._process.wait(timeout=1)}")
-            except subprocess.TimeoutExpired:
-                raise WorkerError("it closed its socket") from None
-        return line
+                combined.set_result(combine([future.result() for future in started]))
+            except BaseException as exc:  # raised where the result is asked for
+                combined.set_exception(exc)
+
+    def cancel_parts(future: Future[_T]) -> None:
+        if future.cancelled():
+            for part in started:
+                part.cancel()
+
+    combined.add_done_callback(cancel_parts)
+    for future in started:
+        future.add_done_callback(one_is_done)
+    return combined

@@ -45,6 +45,10 @@ class OutcomeSource(Protocol):
         """Returns the outcome of `text` as a response to `prompt`, once it is known."""
         ...
 
+    def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future[list[Outcome]]:
+        """Returns the outcomes of a whole group after its group grader; asked only where there is one."""
+        ...
+
 
 class RolloutSource:
     """Samples on-policy groups from the service at `control`. `next` and `evaluate` are collective over the world.
@@ -85,7 +89,8 @@ class RolloutSource:
         """
         params = SamplingParams.of(self._config.sampling)
         again = f" batch {attempt}" if attempt else ""
-        job = _SamplingJob(f"train{again}", step, version, params, num_samples=self._config.train.group_size)
+        regrade = self._config.reward.group_grader is not None
+        job = _SamplingJob(f"train{again}", step, version, params, self._config.train.group_size, regrade)
         groups = self._collect(job, prompts, refresh)
         if not self._config.algorithm.needs_greedy_response:
             return groups
@@ -220,6 +225,11 @@ class RolloutSource:
     async def _sample_group(self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot") -> RolloutGroup:
         answers = await asyncio.gather(*(self._sample(client, job, slot, index) for index in range(job.num_samples)))
         samples, outcomes = zip(*answers, strict=True)
+        if job.regrade:
+            assert self._grader is not None, "leaders alone sample"
+            texts = [sample.text for sample in samples]
+            regraded = await asyncio.wrap_future(self._grader.submit_group(slot.prompt, texts, outcomes))
+            outcomes = tuple(regraded)
         return RolloutGroup(slot.group_id, slot.prompt, samples, outcomes)
 
     def waiting(self) -> str:
@@ -300,6 +310,7 @@ class _SamplingJob:
     version: int  # of the weights that sample
     params: SamplingParams
     num_samples: int  # responses to each prompt
+    regrade: bool = False  # by reward.group_grader
 
     def __str__(self) -> str:
         return f"{self.purpose} step {self.step}, weights {self.version}"

@@ -123,7 +123,7 @@ def test_restarting_does_not_count_against_the_next_response(tmp_path, monkeypat
 
 def test_close_leaves_no_process_and_no_waiter(graders):
     pool = RewardPool(RewardConfig(grader=f"{graders}:by_text", workers=2, timeout_s=60.0))
-    pids = [worker._process.pid for worker in pool._workers]
+    pids = [worker._process.pid for worker in pool._workers._workers]
     running = [pool.submit(prompt(), "hang") for _ in range(2)]
     waiting = pool.submit(prompt(), "1")
     time.sleep(0.3)
@@ -155,7 +155,7 @@ from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
 pool = RewardPool(RewardConfig(grader="own_graders:hangs_holding_the_lock", workers=2, timeout_s=0.5))
-print(*[w._process.pid for w in pool._workers], flush=True)
+print(*[w._process.pid for w in pool._workers._workers], flush=True)
 pool.submit(Prompt(0, "", (1,), ""), "x")
 time.sleep(60)
 """

@@ -127,12 +127,24 @@ class Grader:
         future.set_result(Outcome("score", float(text)))
         return future
 
+    def submit_group(self, prompt: Prompt, texts: list[str], outcomes: list[Outcome]) -> Future:
+        future: Future = Future()
+        future.set_result([Outcome("score", -outcome.value) for outcome in outcomes])
+        return future
+
 
 PROMPTS = [Prompt(id=10 * i, text="", token_ids=(1, 2), answer="") for i in range(5)]
 
 
-def make_source(service: FakeService, **rollout) -> RolloutSource:
-    config = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}, "train": {"group_size": 2}}
+def make_source(service: FakeService, reward: dict | None = None, **rollout) -> RolloutSource:
+    config = {
+        "name": "t",
+        "reward": reward or {},
+        "output_dir": "t",
+        "model": {"path": "m"},
+        "data": {"path": "d"},
+        "train": {"group_size": 2},
+    }
     config |= {"rollout": {"request_timeout_s": 5.0, "step_timeout_s": 5.0} | rollout}
     mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
     decode = lambda ids: "".join(map(str, ids))  # noqa: E731
@@ -154,6 +166,16 @@ def test_groups_come_in_order_and_graded():
                 3,
                 float(digits),
             )
+
+
+def test_a_group_grader_has_the_last_word_on_training_samples_alone():
+    with running(FakeService(version=3)) as service:
+        source = make_source(service, reward={"group_grader": "rank"})
+        trained = source.next(7, PROMPTS, 3, refresh=None)
+        held_out = source.evaluate(PROMPTS, 3, 1.0, 2, 4, refresh=None)
+    for groups, sign in ((trained, -1), (held_out, 1)):
+        pairs = [pair for group in groups for pair in zip(group.samples, group.outcomes, strict=True)]
+        assert len(pairs) == 10 and all(outcome.value == sign * float(sample.text) for sample, outcome in pairs)
 
 
 def test_stale_engine_is_refreshed_and_the_step_completes():

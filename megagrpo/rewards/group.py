@@ -1,0 +1,25 @@
+"""Group graders: from a group's scores to its rewards. Only responses that have a score are seen."""
+
+from collections import Counter
+
+
+def rank(texts: list[str], answer: str, scores: list[float]) -> list[float]:
+    """Returns each score's rank in [0, 1], the best 1; equal scores share the mean of their ranks.
+
+    For scores whose scale means nothing, such as a reward model's. A group of one gets 0.5.
+    """
+    if len(scores) == 1:
+        return [0.5]
+    below = [sum(other < score for other in scores) for score in scores]
+    equal = [sum(other == score for other in scores) for score in scores]
+    return [(b + (e - 1) / 2) / (len(scores) - 1) for b, e in zip(below, equal, strict=True)]
+
+
+def distinct(texts: list[str], answer: str, scores: list[float]) -> list[float]:
+    """Returns each score divided by the number of responses with the same text, white space aside: a diversity bonus.
+
+    A score below 0 is not divided: repeating a bad response must not make it better.
+    """
+    forms = [" ".join(text.split()) for text in texts]
+    counts = Counter(forms)
+    return [score / counts[form] if score > 0 else score for form, score in zip(forms, scores, strict=True)]

@@ -1,0 +1,83 @@
+"""A model as judge, behind any OpenAI-compatible /v1/chat/completions endpoint.
+
+The judge reads what the policy wrote: a response can try to talk it into a good score. Nothing here prevents that.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config.reward import GraderArgs, JudgeOptions
+from megagrpo.rewards.services import ServiceClient, ServiceError
+from megagrpo.rewards.workers import Graded
+from megagrpo.types import Prompt
+
+_PLACES = re.compile(r"\{(prompt|response|answer)\}")
+
+
+def read_template(path: str) -> str:
+    """Reads the judge's prompt. Raises ValueError for a file that is missing, is no text, or never says {response}."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ValueError(f"grader judge: prompt_file {path} cannot be read: {exc}") from exc
+    if "{response}" not in text:
+        raise ValueError(f"grader judge: prompt_file {path} has no {{response}}, so the judge would not see any")
+    return text
+
+
+def render(template: str, prompt: str, response: str, answer: str) -> str:
+    """Puts the three texts in, in one pass: a response that says {answer} does not get it."""
+    texts = {"prompt": prompt, "response": response, "answer": answer}
+    return _PLACES.sub(lambda match: texts[match[1]], template)
+
+
+class JudgeGrader:
+    """Asks the judge for each response; see ServiceGrader. Raises ValueError for a template that cannot be used."""
+
+    def __init__(self, args: GraderArgs):
+        self._options = JudgeOptions.model_validate(args)
+        self._template = read_template(self._options.prompt_file)
+        self._pattern = re.compile(self._options.pattern)
+        self._client = ServiceClient("judge", self._options)
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.close()
+
+    async def grade(self, prompt: Prompt, text: str) -> Graded:
+        """Returns the score in the judge's reply, and the end of that reply. Raises ServiceError or TimeoutError."""
+        options = self._options
+        content = render(self._template, prompt.text, text, prompt.answer)
+        system = [{"role": "system", "content": options.system}] if options.system is not None else []
+        body: dict[str, Any] = {
+            "model": options.model,
+            "messages": [*system, {"role": "user", "content": content}],
+            "temperature": options.temperature,
+            "max_tokens": options.max_tokens,
+            **options.body,
+        }
+        reply = self._reply(await self._client.post(body))
+        return Graded("score", (self._score(reply),), reply[-200:])
+
+    def _reply(self, answer: Any) -> str:
+        match answer:
+            case {"choices": [{"message": {"content": str(text)}}, *_]}:
+                return text
+        raise ServiceError(f"{self._client.place} answered {answer!r:.100}, which is no chat completion")
+
+    def _score(self, reply: str) -> float:
+        found = list(self._pattern.finditer(reply))
+        word = found[-1][1] if found else None
+        if word is None:
+            raise ServiceError(f"{self._client.place}: nothing in its reply matches the pattern: {reply[-100:]!r}")
+        scores = self._options.scores
+        try:
+            score = float(scores[word] if scores else word)
+        except (KeyError, ValueError):
+            known = f"one of {', '.join(scores)}" if scores else "a number"
+            raise ServiceError(f"{self._client.place}: its score {word!r:.60} is not {known}") from None
+        if not math.isfinite(score):
+            raise ServiceError(f"{self._client.place}: its score {word!r} is not a finite number")
+        return score

@@ -1,0 +1,167 @@
+"""What graders share that ask a service over HTTP: one client with a deadline, retries and bounded concurrency."""
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import httpx
+
+from megagrpo import environment
+from megagrpo.config.reward import ServiceOptions
+from megagrpo.rewards.workers import Graded
+from megagrpo.types import Prompt
+
+_BASE_S, _CAP_S = 0.25, 15.0  # first and longest wait before another attempt
+_LARGEST_ANSWER = 16 * 2**20  # bytes
+_CLOSE_S = 10.0
+
+
+class ServiceError(RuntimeError):
+    """Raised when a service gave no usable answer; the text names it."""
+
+
+class Refusal(Exception):
+    """Raised by one attempt that may succeed when it is made again."""
+
+    def __init__(self, text: str, wait_s: float = 0.0):
+        super().__init__(text)
+        self.wait_s = wait_s  # what the service asks for
+
+
+class ServiceGrader(Protocol):
+    """Grades over the network, in the event loop of a ServiceLoop."""
+
+    async def grade(self, prompt: Prompt, text: str) -> Graded:
+        """Returns the outcome of one response. Raises ServiceError or TimeoutError."""
+        ...
+
+    async def close(self) -> None:
+        """Closes its connections."""
+        ...
+
+
+class ServiceClient:
+    """Posts JSON to one URL. Belongs to one event loop.
+
+    Raises ValueError when the environment variable of the key is not set. The key is in no message and no log.
+    """
+
+    def __init__(self, name: str, options: ServiceOptions):
+        self._options = options
+        self.place = f"grader {name} at {options.url.partition('?')[0]}"
+        headers = {"Content-Type": "application/json"}
+        if options.api_key_env is not None:
+            key = environment.get(options.api_key_env)
+            if not key:
+                raise ValueError(
+                    f"grader {name}: environment variable {options.api_key_env} (api_key_env) is not set here"
+                )
+            headers["Authorization"] = f"Bearer {key}"
+        limits = httpx.Limits(max_connections=options.concurrency, max_keepalive_connections=options.concurrency)
+        self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, headers=headers)
+        self._slots = asyncio.Semaphore(options.concurrency)
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._http.aclose()
+
+    async def post(self, body: dict[str, Any]) -> Any:
+        """Returns the JSON that the service answers.
+
+        Raises ServiceError when it refuses or answers nonsense, TimeoutError at the deadline, which begins when the
+        request has its turn.
+        """
+        async with self._slots:
+            problem, deadline = "", time.monotonic() + self._options.timeout_s
+            try:
+                async with asyncio.timeout(self._options.timeout_s):
+                    for attempt in range(self._options.retries + 1):
+                        try:
+                            return await self._attempt(body)
+                        except (Refusal, httpx.HTTPError) as exc:
+                            problem = f"{type(exc).__name__}: {exc}" if not isinstance(exc, Refusal) else str(exc)
+                            wait_s = min(_CAP_S, _BASE_S * 2**attempt) * random.uniform(0.5, 1.0)
+                            if isinstance(exc, Refusal):
+                                wait_s = max(wait_s, exc.wait_s)
+                        if attempt < self._options.retries:
+                            if time.monotonic() + wait_s > deadline:
+                                raise TimeoutError
+                            await asyncio.sleep(wait_s)
+            except TimeoutError:
+                said = f"; the last problem: {problem}" if problem else ""
+                raise TimeoutError(f"{self.place} gave no score in {self._options.timeout_s:g} s{said}") from None
+        raise ServiceError(f"{self.place} failed {self._options.retries + 1} times; the last problem: {problem}")
+
+    async def _attempt(self, body: dict[str, Any]) -> Any:
+        async with self._http.stream("POST", self._options.url, content=json.dumps(body).encode()) as answer:
+            data = bytearray()
+            async for chunk in answer.aiter_bytes():
+                data += chunk
+                if len(data) > _LARGEST_ANSWER:
+                    raise ServiceError(f"{self.place} answered more than {_LARGEST_ANSWER >> 20} MiB")
+        said = bytes(data[:200]).decode(errors="replace")
+        if answer.status_code == 429 or answer.status_code >= 500:
+            raise Refusal(f"status {answer.status_code}: {said}", _retry_after_s(answer))
+        if answer.status_code != 200:
+            raise ServiceError(f"{self.place} refused a request with status {answer.status_code}: {said}")
+        try:
+            return json.loads(data)
+        except ValueError as exc:  # also bytes that are no text
+            raise ServiceError(f"{self.place} answered something else than JSON: {said!r}") from exc
+
+
+def _retry_after_s(answer: httpx.Response) -> float:
+    """Returns the seconds of a Retry-After header; 0 without one, and for a date."""
+    text = answer.headers.get("retry-after", "")
+    return float(text) if text.isdecimal() else 0.0
+
+
+class ServiceLoop:
+    """Runs an event loop in a thread of its own, for service graders. Close it to end all requests."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="reward services")
+        self._thread.start()
+
+    def submit(self, grader: ServiceGrader, prompt: Prompt, text: str) -> Future[Graded]:
+        """Returns the outcome of one response, once it is known."""
+        return asyncio.run_coroutine_threadsafe(self._graded(grader.grade(prompt, text)), self._loop)
+
+    async def _graded(self, work: Coroutine[Any, Any, Graded]) -> Graded:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            return await work
+        except ServiceError as exc:
+            return Graded("error", detail=str(exc))
+        except TimeoutError as exc:
+            return Graded("timeout", detail=str(exc))
+        except asyncio.CancelledError:
+            return Graded("error", detail="the reward pool was closed")
+        finally:
+            self._tasks.discard(task)
+
+    def close(self, graders: list[ServiceGrader]) -> None:
+        """Ends all requests; responses not graded yet get an error outcome. Does nothing the second time."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._end(graders), self._loop).result(_CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        self._loop.close()
+
+    async def _end(self, graders: list[ServiceGrader]) -> None:
+        pending = list(self._tasks)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for grader in graders:
+            await grader.close()

@@ -1,0 +1,189 @@
+"""Grader code: what programs score, and that hostile ones harm nobody, in real sandboxes."""
+
+import json
+import os
+import tempfile
+import time
+
+import psutil
+import pytest
+from hostile_programs import CALLS, OPTIONS, PROGRAMS, SCRIPTS, options
+
+from megagrpo.config.schema import RewardConfig
+from megagrpo.rewards import sandbox
+from megagrpo.rewards.code import grade, program_of, read_tests
+from megagrpo.rewards.pool import RewardPool
+from megagrpo.types import Prompt
+
+isolated = pytest.mark.skipif(bool(sandbox.isolation()), reason=f"no namespaces here: {sandbox.isolation()}")
+GENEROUS = options("")
+# What the interpreter has loaded before it becomes another user, who may not read the interpreter's folder.
+ALSO_WITHOUT_NAMESPACES = (
+    "right", "loops", "eats memory", "prints forever", "closes its output and stays", "writes a huge file",
+    "opens many files", "forks without end", "leaves a daemon behind", "becomes root",
+)  # fmt: skip
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """The folder that all sandboxes of a test have theirs in; afterwards no file and no process of one is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    os.chmod(tmp_path, 0o755)
+    yield tmp_path
+    assert not list(tmp_path.iterdir())
+    assert not survivors(str(tmp_path))
+
+
+def survivors(folder: str) -> list[psutil.Process]:
+    """Processes that run a program of a sandbox in `folder`."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(folder in word for word in process.info["cmdline"] or ()) and "sandbox_child" in str(process.info):
+            found.append(process)
+    return found
+
+
+@isolated
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_whatever_a_program_does_is_its_outcome_and_leaves_nothing(name, scratch):
+    tests, program, score, detail = PROGRAMS[name]
+    got, said = grade(f"```python\n{program}\n```", tests, **options(detail))
+    assert got == score and detail in said, (got, said)
+
+
+@pytest.mark.parametrize("name", ALSO_WITHOUT_NAMESPACES)
+def test_limits_hold_without_namespaces(name):
+    """Where the kernel allows none. The folder is the system's own: another user must be able to enter it."""
+    tests, program, _, detail = PROGRAMS[name]
+    assert tests is SCRIPTS
+    settings = {"open_files": 16, "processes": 6, "memory_mb": 192, "output_kb": 64, "disk_mb": 4}
+    limits = sandbox.Limits(wall_s=0.7 if detail == "time limit" else 20.0, **settings)
+    ended = sandbox.run_program(program, b"1\n", limits, isolate=False)
+    assert detail in ended.problem
+    if not detail:
+        assert ended.stdout == b"2\n"
+    deadline = time.monotonic() + 5
+    while (left := [p for p in psutil.Process().children(recursive=True) if "sandbox_child" in str(p.cmdline())]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.02)
+    assert not left
+
+
+@isolated
+def test_a_program_sees_no_environment_and_no_other_process(scratch, monkeypatch):
+    monkeypatch.setenv("SECRET_OF_TEST", "hunter2")
+    program = """
+import os
+print(sorted(os.environ), [name for name in os.listdir("/proc") if name.isdigit()], os.getcwd(), os.listdir("."))
+"""
+    limits = sandbox.Limits(20.0, 192, 64, 4, 16, 6)
+    ended = sandbox.run_program(program, b"", limits, isolate=True)
+    assert ended.stdout.decode().split("]", 1)[1] == " ['1'] /tmp []\n" and b"SECRET" not in ended.stdout
+
+
+@isolated
+def test_a_killed_worker_takes_its_program_along(scratch):
+    """As when the pool kills a worker at its own limit: nobody is left to end the program but its supervisor."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            sandbox.run_program("import time\ntime.sleep(1000)", b"", sandbox.Limits(1000.0, 192, 64, 4, 16, 6), True)
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 30
+    while len(survivors(str(scratch))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(survivors(str(scratch))) == 2, "a supervisor and its program"
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    while survivors(str(scratch)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for folder in scratch.iterdir():  # the pool removes these with the worker's folder
+        for path in folder.iterdir():
+            path.rmdir() if path.is_dir() else path.unlink()
+        folder.rmdir()
+
+
+@isolated
+@pytest.mark.parametrize(
+    "program, answer, score",
+    [
+        ("print(sum(map(int, input().split())))", {"inputs": ["1 2", "3 4\n"], "outputs": ["3  \n\n", "8"]}, 0.5),
+        ("print(input() + input())", {"inputs": [["a", "b"]], "outputs": [["ab"]]}, 1.0),
+        ("def add(a, b): return (a, b)", {"fn_name": "add", "inputs": [[1, [2]]], "outputs": [[1, [2]]]}, 1.0),
+        ("class Solution:\n def g(self, a): return a + 1", {"fn_name": "g", "inputs": ["1"], "outputs": ["2"]}, 1.0),
+        (
+            "class Stack:\n def __init__(self): self.x = []\n def push(self, x): self.x.append(x)\n"
+            " def pop(self): return self.x.pop()\ndef s(): return Stack()",
+            ["x = s()\nx.push((1, {2}))\nassert x.pop() == (1, {2})"],
+            1.0,
+        ),
+        ("def f(x): return iter([x])", {"asserts": ["assert list(f(1)) == [1]", "assert next(f(1)) == 1"]}, 0.5),
+        ("def h(x): return x + 1", ["def check(g):\n assert g(1) == 2\ncheck(h)", "assert math.sqrt(h(3)) == 2"], 1.0),
+        ("def f(x): return 1 / x", {"asserts": ["assert f(0) == 0", "assert f(1) == 1"]}, 0.5),
+        ("syntax error", {"asserts": ["assert f(0) == 0"]}, 0.0),
+    ],
+)  # fmt: skip
+def test_forms_of_test_cases(program, answer, score, scratch):
+    assert grade(program, json.dumps(answer), **GENEROUS)[0] == score
+
+
+@isolated
+def test_options_of_scoring(scratch):
+    tests = json.dumps({"inputs": ["", ""], "outputs": ["0.333333", "1"]})
+    assert grade("print(1/3)", tests, **GENEROUS)[0] == 0.0
+    assert grade("print(1/3)", tests, tolerance=1e-5, **GENEROUS)[0] == 0.5
+    assert grade("print(1/3)", tests, tolerance=1e-5, score="all", **GENEROUS) == (0.0, "test 2 of 2: wrong output")
+    calls = json.dumps({"fn_name": "f", "inputs": [[]], "outputs": [[0.333333]]})
+    assert grade("def f(): return [1/3]", calls, tolerance=1e-5, **GENEROUS)[0] == 1.0
+
+
+@isolated
+def test_all_tests_share_one_time(scratch):
+    tests = json.dumps({"inputs": [""] * 4, "outputs": [""] * 4})
+    start = time.monotonic()
+    score, said = grade("import time\ntime.sleep(1000)", tests, **OPTIONS | {"test_s": 0.4, "total_s": 0.6})
+    assert score == 0.0 and said == "test 1 of 4: time limit" and time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize(
+    "text, program",
+    [
+        ("x = 1", "x = 1"),
+        ("so:\n```python\na\n```\nor\n```py\nb\n```\n```\nc\n```", "b\n"),
+        ("```\na\n```\n```\nb\n```", "b\n"),
+        ("```cpp\nint x;\n```", "int x;\n"),
+        ("```python\ncut off", "cut off"),
+    ],
+)
+def test_the_last_python_block_is_the_program(text, program):
+    assert program_of(text) == program
+
+
+@pytest.mark.parametrize(
+    "answer, said",
+    [
+        ("72", "neither"),
+        ("x", "not JSON with test cases"),
+        ('{"inputs": ["1"], "outputs": []}', '"outputs" of the answer should be a list with at least one entry'),
+        ('{"inputs": ["1"], "outputs": ["1", "2"]}', "1 inputs and 2 outputs"),
+        ('{"asserts": ["assert f(1 =="]}', "is not Python"),
+        ('{"inputs": [1], "outputs": [2]}', "texts or lists of lines"),
+        ('{"inputs": [1], "outputs": [2], "fn_name": "f"}', "a list of arguments"),
+    ],
+)
+def test_an_answer_without_tests_is_an_error_and_not_a_wrong_program(answer, said):
+    with pytest.raises(ValueError, match=said):
+        read_tests(answer)
+
+
+@isolated
+def test_code_in_the_pool():
+    config = RewardConfig(grader="code", args=OPTIONS | {"test_s": 20.0, "total_s": 20.0}, workers=1, timeout_s=60.0)
+    with RewardPool(config) as pool:
+        prompts = [Prompt(0, "", (1,), answer) for answer in (SCRIPTS, CALLS, "no tests")]
+        right, wrong, broken = (pool.submit(p, "print(int(input()) + 1)").result(timeout=120) for p in prompts)
+    assert (right.status, right.value, right.detail) == ("score", 1.0, "")
+    assert wrong.status == "score" and wrong.value == 0.0 and "test 1 of 2" in wrong.detail
+    assert broken.status == "error" and "not JSON" in broken.detail

@@ -1,0 +1,167 @@
+"""Graders http and judge against real servers on loopback that are slow, broken or hostile."""
+
+import json
+import logging
+import time
+
+import pytest
+from hostile_services import SERVICES, serving
+
+from megagrpo.config.load import ConfigError, dump_config, load_config
+from megagrpo.config.schema import ExperimentConfig, RewardConfig
+from megagrpo.rewards.judge import render
+from megagrpo.rewards.pool import RewardPool
+from megagrpo.types import Prompt
+
+TEMPLATE = "Question: {prompt}\nReference: {answer}\nResponse: {response}\nWrite 'Score: N'."
+
+
+def prompt(answer: str = "a") -> Prompt:
+    return Prompt(id=0, text="q", token_ids=(1,), answer=answer)
+
+
+def scores(body: dict) -> dict:
+    """A good service: the score is the length of the response."""
+    return {"scores": [len(sample["response"]) for sample in body["samples"]]}
+
+
+def pool(server, grader="http", **args) -> RewardPool:
+    args = {"url": server.url, "timeout_s": 1.0, "retries": 2, **args}
+    return RewardPool(RewardConfig(grader=grader, args=args, workers=1))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_whatever_a_service_does_is_its_outcome(name):
+    script, status, detail = SERVICES[name]
+    quick = status == "timeout"
+    with serving(scores, script) as server, pool(server, timeout_s=1.0 if quick else 60.0) as rewards:
+        outcome = rewards.submit(prompt(), "abc").result(timeout=90)
+        assert outcome.status == status and detail in outcome.detail, outcome
+        if status == "score":
+            assert outcome.value == 3.0 and len(server.bodies) == len(script) + 1
+        else:
+            assert server.url in outcome.detail
+        assert all(body == {"samples": [{"prompt": "q", "response": "abc", "answer": "a"}]} for body in server.bodies)
+
+
+def test_batches_come_back_in_order():
+    with serving(scores, ["slow"]) as server, pool(server, timeout_s=60.0, batch_size=4, concurrency=2) as rewards:
+        futures = [rewards.submit(prompt(), "x" * i) for i in range(11)]
+        assert [future.result(timeout=60).value for future in futures] == list(range(11))
+        assert sorted(len(body["samples"]) for body in server.bodies) == [3, 4, 4]
+
+
+def test_requests_in_flight_are_bounded():
+    with serving(scores, ["slow"] * 8) as server:
+        with pool(server, timeout_s=60.0, batch_size=1, concurrency=3) as rewards:
+            futures = [rewards.submit(prompt(), "x") for _ in range(8)]
+            assert all(future.result(timeout=60).ok for future in futures)
+        assert server.most_at_once == 3
+
+
+def test_close_ends_what_is_on_its_way():
+    with serving(scores, ["hangs"]) as server:
+        rewards = pool(server, timeout_s=600.0)
+        future = rewards.submit(prompt(), "x")
+        while not server.bodies:
+            time.sleep(0.01)
+        rewards.close()
+        rewards.close()
+        assert future.result(timeout=5).detail == "the reward pool was closed"
+
+
+def test_odd_texts_arrive_unchanged():
+    with serving(scores, []) as server, pool(server, timeout_s=60.0) as rewards:
+        text = "é\n\u2028\ud800\0"
+        assert rewards.submit(prompt(), text).result(timeout=60).value == len(text)
+        assert server.bodies[0]["samples"][0]["response"] == text
+
+
+# ---- judge ---------------------------------------------------------------------------------------------------------
+
+
+def completion(text):
+    return lambda body: {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+@pytest.mark.parametrize(
+    "reply, args, value, detail",
+    [
+        ("Score: 3 ... no, Score: 0.5", {}, 0.5, "Score: 0.5"),
+        ("VERDICT yes", {"pattern": r"VERDICT (\w+)", "scores": {"yes": 1, "no": -1}}, 1.0, "VERDICT yes"),
+        ("VERDICT ?", {"pattern": r"VERDICT (.+)", "scores": {"yes": 1, "no": 0}}, None, "'?' is not one of yes, no"),
+        ("I refuse.", {}, None, "nothing in its reply matches the pattern: 'I refuse.'"),
+        ("Score: 1", {"pattern": r"Score: (\w)?x?"}, 1.0, ""),
+        ("nan", {"pattern": "(nan)"}, None, "is not a finite number"),
+        (None, {}, None, "which is no chat completion"),
+    ],
+)  # fmt: skip
+def test_the_judges_reply_becomes_a_score(tmp_path, reply, args, value, detail):
+    (tmp_path / "judge.txt").write_text(TEMPLATE)
+    args = {"model": "m", "prompt_file": str(tmp_path / "judge.txt"), "timeout_s": 60.0, **args}
+    with serving(completion(reply), []) as server, pool(server, "judge", **args) as rewards:
+        outcome = rewards.submit(prompt(), "abc").result(timeout=60)
+    assert detail in outcome.detail and (outcome.value if outcome.ok else None) == value, outcome
+
+
+def test_the_judge_is_asked_as_openai_clients_ask(tmp_path, monkeypatch, caplog, capfd):
+    monkeypatch.setenv("KEY_OF_JUDGE", "sk-very-secret")
+    (tmp_path / "judge.txt").write_text(TEMPLATE)
+    args = {
+        "model": "m", "prompt_file": str(tmp_path / "judge.txt"), "system": "Be strict.", "body": {"top_p": 0.9},
+        "api_key_env": "KEY_OF_JUDGE", "timeout_s": 60.0, "retries": 0,
+    }  # fmt: skip
+    with caplog.at_level(logging.DEBUG), serving(completion("Score: 1"), ["good", "fails", "refuses"]) as server:
+        with pool(server, "judge", **args) as rewards:
+            outcomes = [rewards.submit(prompt(), "{answer}").result(timeout=60) for _ in range(3)]
+        config = ExperimentConfig(
+            name="n", output_dir="o", model={"path": "m"}, data={"path": "d"},
+            reward={"grader": "judge", "args": {"url": server.url, **args}},
+        )  # fmt: skip
+    assert [outcome.status for outcome in outcomes] == ["score", "error", "error"]
+    assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
+    assert server.bodies[0] == {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "Be strict."},
+            {"role": "user", "content": "Question: q\nReference: a\nResponse: {answer}\nWrite 'Score: N'."},
+        ],
+        "temperature": 0.0,
+        "max_tokens": 1024,
+        "top_p": 0.9,
+    }
+    dump_config(config, tmp_path / "config.yaml")
+    said = [caplog.text, *capfd.readouterr(), (tmp_path / "config.yaml").read_text(), *(o.detail for o in outcomes)]
+    assert not any("very-secret" in text for text in said)
+
+
+def test_the_key_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.delenv("KEY_OF_JUDGE", raising=False)
+    with pytest.raises(ValueError, match=r"environment variable KEY_OF_JUDGE \(api_key_env\) is not set here"):
+        RewardPool(RewardConfig(grader="http", args={"url": "http://127.0.0.1:1/", "api_key_env": "KEY_OF_JUDGE"}))
+
+
+def test_a_response_cannot_ask_for_the_answer():
+    assert render("{response} {x} {answer}", "p", "{answer}{prompt}", "42") == "{answer}{prompt} {x} 42"
+
+
+@pytest.mark.parametrize(
+    "grader, args, said",
+    [
+        ("http", {}, "url: Field required"),
+        ("http", {"url": "localhost:80"}, "should look like http://host:port/path"),
+        ("http", {"url": "http://me:secret@h/"}, "holds a user name or password"),
+        ("http", {"url": "http://h/", "batchsize": 3}, "batchsize: Extra inputs are not permitted"),
+        ("judge", {"url": "http://h/", "model": "m", "prompt_file": "p", "pattern": "("}, "not a regular expression"),
+        ("judge", {"url": "http://h/", "model": "m", "prompt_file": "p", "pattern": "x"}, "has no group"),
+        ("code", {"score": "some"}, "score: Input should be 'fraction' or 'all'"),
+        ("code", {"total_s": 10.0}, "must be some seconds above grader code's total_s 10"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_refused_with_the_configuration(tmp_path, grader, args, said):
+    reward = json.dumps({"grader": grader, "args": args})  # also YAML
+    text = f"name: n\noutput_dir: o\nmodel: {{path: m}}\ndata: {{path: d}}\nreward: {reward}\n"
+    (tmp_path / "e.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "e.yaml")
+    assert said in str(caught.value) and "secret" not in str(caught.value)
