@@ -27,8 +27,8 @@ def _trainers(folder: Path) -> list:
     prepare_host()
     from megagrpo.actor.pretended import record_trainer_rank
 
-    # Transformer Engine needs CUDA; its layers take the same slices.
-    actor = load_config(folder / "config.yaml").actor.model_copy(update={"transformer_engine": False})
+    # Transformer Engine needs CUDA; its layers take the same slices. Adapters are made of no HF tensor.
+    actor = load_config(folder / "config.yaml").actor.model_copy(update={"transformer_engine": False, "lora": None})
     arch = read_architecture(folder / "model")
     specs = hf_specs(folder / "model", getattr(torch, actor.dtype))
     ranks = json.loads((folder / "ranks.json").read_text())
