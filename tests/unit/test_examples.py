@@ -31,7 +31,7 @@ from megagrpo.actor.pretended import record_trainer_rank
 from pathlib import Path
 import torch
 for path, model in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):
-    actor, arch = load_config(path).actor, read_architecture(model)
+    actor, arch = load_config(path).actor.model_copy(update={"lora": None}), read_architecture(model)
     specs = hf_specs(model, getattr(torch, actor.dtype))
     place, copies = record_trainer_rank(arch, actor, specs, actor.world_size - 1)
     layers = {copy.hf.split(".")[2] for copy in copies if ".layers." in copy.hf}
