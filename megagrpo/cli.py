@@ -341,6 +341,8 @@ def _view(args: argparse.Namespace) -> int:
     folders = [RunFolder(Path(name)) for name in args.run_dirs]
     limits = ViewLimits(args.sample_mb, args.timeline_steps)
     if args.serve:
+        if args.output or args.trace:
+            raise ValueError("--serve writes no files: leave --output and --trace out")
         serve_view(folders, limits, args.port)
     else:
         print(write_view(folders, limits, args.output or folders[0].view, args.trace))

@@ -107,6 +107,11 @@ def test_what_is_no_run_is_said(tmp_path, capsys):
         write_view([folder], ViewLimits(), folder.view, tmp_path / "trace.json")
 
 
+def test_serving_writes_no_files(tmp_path, capsys):
+    assert cli.main(["view", str(tmp_path), "--serve", "--output", "x.html"]) == 2
+    assert "--serve writes no files" in capsys.readouterr().err
+
+
 def test_a_run_without_the_new_records_is_shown(tmp_path):
     """A folder of an earlier version, or with everything switched off."""
     folder = RunFolder(tmp_path / "run")
