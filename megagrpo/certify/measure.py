@@ -119,7 +119,10 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
         deadline_s=config.actor.deadline_s,
         lora=config.actor.lora,
     )
-    optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed})
+    changes: dict = {"distributed": case.distributed}
+    if config.actor.lora is not None:
+        changes["adam_eps"] = 1e-3  # smaller than weights, adapters would show the same rounding as a larger share
+    optimizer = OPTIMIZER.model_copy(update=changes)
     groups = make_groups(config, config.seed)
     with (
         planted(case.fault) as plant,
