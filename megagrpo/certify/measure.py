@@ -120,7 +120,10 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
         deadline_s=config.actor.deadline_s,
         lora=config.actor.lora,
     )
-    optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed})
+    changes: dict = {"distributed": case.distributed}
+    if config.actor.lora is not None:
+        changes["adam_eps"] = 1e-3  # smaller than weights, adapters would show the same rounding as a larger share
+    optimizer = OPTIMIZER.model_copy(update=changes)
     groups = make_groups(config, config.seed)
     with (
         planted(case.fault) as plant,
@@ -144,7 +147,7 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
 def _trained_a_little(actor: MegatronActor) -> dict[str, Tensor]:
     """Returns whole adapters of a model that has learned: with B still 0, A would have no gradient."""
     initial = InitialAdapters(actor.adapter_specs(), seed=0)
-    return {name: near(values, 0.02, number) for number, (name, values) in enumerate(initial.items())}
+    return {name: near(values, 0.05, number) for number, (name, values) in enumerate(initial.items())}
 
 
 def _placed(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:

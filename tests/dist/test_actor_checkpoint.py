@@ -38,9 +38,9 @@ CASES = {
 # the optimiser has no state yet
 BEFORE_THE_FIRST_STEP = ("DP2 distributed optimizer", "TP2", "EP2 distributed optimizer")
 RUNS = [(name, 2) for name in CASES] + [(name, 0) for name in BEFORE_THE_FIRST_STEP]  # and updates before the save
-PLAIN = ("DP2", "TP2 distributed optimizer", "PP2 tied", "EP2")  # near to others: by --full
+PLAIN = ("DP2", "TP2 distributed optimizer", "PP2 tied", "EP2", "TP2 LoRA")  # near to others: by --full
 LATER = [run for run in RUNS if run[0] in PLAIN or run in (("TP2", 0), ("EP2 distributed optimizer", 0))]
-ADAPTERS = [run for run in RUNS if "lora" in CASES[run[0]]]
+ADAPTERS = [run for run in RUNS if "lora" in CASES[run[0]] and run not in LATER]
 SETS = {"first": [run for run in RUNS if run not in LATER + ADAPTERS], "adapters": ADAPTERS, "later": LATER}
 OWN_PARTS = [
     (part, *run) for part in ("first", "adapters") for run in SETS[part] if CASES[run[0]].get("distributed") and run[1]
