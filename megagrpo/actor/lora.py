@@ -66,7 +66,7 @@ class Adapters(Module):
             self.a[name] = Parameter(torch.empty(lora.rank, inputs, dtype=dtype))
             self.b[name] = Parameter(torch.empty(len(site.rows[name]), lora.rank, dtype=dtype))
         rows = torch.cat([site.rows[name] for name in names])
-        in_order = torch.equal(rows, torch.arange(len(site.linear.weight)))
+        in_order = torch.equal(rows, torch.arange(len(site.linear.weight), device="cpu"))
         self.register_buffer("rows", None if in_order else rows, persistent=False)
         cut, whole, dim = (self.a, self.b, 1) if self.row_parallel else (self.b, self.a, 0)
         self._mark(cut, whole, dim, place)
