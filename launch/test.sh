@@ -9,7 +9,7 @@ if [[ "${1:-}" == --full ]]; then
     selection=()
     shift
 fi
-bash launch/install.sh
+bash launch/install.sh --with smollm2 || bash launch/install.sh # without it the test of a pretrained model skips
 [ $# -gt 0 ] || bash launch/lint.sh # all tests: the linters first, which need seconds
 
 # The cluster tests want Debian's Slurm and network namespaces; without root or apt-get they skip and say why.
