@@ -6,6 +6,7 @@ import pickle
 import signal
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
@@ -60,6 +61,9 @@ class PlainSource:
 
     def parameters(self):
         return self.live
+
+    def merged(self):
+        return nullcontext()
 
 
 def experiment(model: Path, tp: int, transport: str, timeout_s: float = 120.0) -> ExperimentConfig:
