@@ -103,8 +103,11 @@ def update(
     """Collective. Makes the optimiser updates of `batch.updates`; returns metrics, equal on all ranks.
 
     With several passes every metric is also given of each alone, NAME_pass_1 and so on. An update whose loss or
-    gradient is not finite touches no weight; optim/non_finite_updates counts it.
+    gradient is not finite touches no weight; optim/non_finite_updates counts it. Raises ValueError for a batch that was
+    made for no update.
     """
+    if not batch.updates:
+        raise ValueError("the batch says of no update which groups it takes: Batch.updates is empty")
     passes: list[_Measured] = []
     skipped, non_finite = 0, 0
     optim: dict[str, float] = {}

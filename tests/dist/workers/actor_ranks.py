@@ -22,6 +22,7 @@ from megagrpo.actor import head, step
 from megagrpo.actor.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
+from megagrpo.batching.updates import one_pass
 from megagrpo.certify.measure import joined, ratios, whole
 from megagrpo.certify.subject import near
 from megagrpo.checkpoint import Retention, RunIdentity
@@ -64,6 +65,7 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
         advantages=s["advantages"][mine],
         old_logprobs=near[mine],
         ref_logprobs=near[mine] * 1.02,
+        updates=one_pass(NUM_SAMPLES),
     )
 
 
