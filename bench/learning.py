@@ -3,9 +3,9 @@
     python bench/learning.py quickstart gsm8k_calc --seeds 0 1 2
 
 Every run is the shipped experiment with another seed (data, model, warm-up and GRPO alike) in a folder of its own. The
-control starts from the first seed's warm-up and permutes the rewards over the samples of each step. Where the
-experiment asks for it (eval.num_as_trained), accuracy is that of greedy answers and of answers sampled as in training.
-Writes bench/results/learning_NAME.*
+control starts from a seed's warm-up (the first's; `--controls 3`: of the first three) and permutes the rewards over the
+samples of each step. Where the experiment asks for it (eval.num_as_trained), accuracy is that of greedy answers and of
+answers sampled as in training. Writes bench/results/learning_NAME.*
 """
 
 import argparse
@@ -28,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("experiments", nargs="+", help="names of files in configs/, without .yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--controls", type=int, default=1, help="of how many seeds rewards are shuffled, too")
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every command")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; minutes then mean little")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "learning")
@@ -35,8 +36,9 @@ def main() -> None:
     for name in args.experiments:
         with ThreadPoolExecutor(args.jobs) as pool:
             runs = [pool.submit(_seed, name, seed, args.folder, args.overrides) for seed in args.seeds]
-            runs[0].result()  # the control needs its warm-up
-            runs.append(pool.submit(_control, name, args.seeds[0], args.folder, args.overrides))
+            for seed, run in list(zip(args.seeds, runs, strict=True))[: args.controls]:
+                run.result()  # the control needs its warm-up
+                runs.append(pool.submit(_control, name, seed, args.folder, args.overrides))
             for _ in as_completed(runs):  # they take long: every result is kept as soon as it is there
                 _write(name, args, [run.result() for run in runs if run.done()])
 
@@ -73,7 +75,7 @@ def _seed(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
 
 
 def _control(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
-    folder, config = root / f"{name}-shuffled", root / f"{name}-shuffled.yaml"
+    folder, config = root / f"{name}-{seed}-shuffled", root / f"{name}-{seed}-shuffled.yaml"
     shutil.rmtree(folder, ignore_errors=True)
     _write_config(
         name,
