@@ -18,6 +18,7 @@ class TensorSpec:
     shape: tuple[int, ...]  # a matrix: (outputs, inputs)
     kind: Literal["matrix", "norm", "bias"]  # begins random, 1 and 0
     expert: bool = False  # one of a layer's routed experts, of which a token sees some
+    dtype: str | None = None  # of a tensor that keeps it whatever the model's dtype is
 
     @property
     def size(self) -> int:

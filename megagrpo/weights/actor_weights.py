@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.hf_files import HfFolder, ReadingProgress, write_hf_folder
 from megagrpo.mesh import Mesh
-from megagrpo.weights.plan import gather_to_main, make_gather_plan
+from megagrpo.weights.plan import gather_to_main, make_gather_plan, published_specs
 from megagrpo.weights.record import Copy, Specs, record_copies
 
 _SHARD_BYTES = 2 << 30
@@ -43,6 +44,8 @@ class ActorWeights:
     hf_specs: Specs  # of the whole model: name -> shape and dtype in the checkpoint
     parameters: Callable[[], Mapping[str, Tensor]]  # live, under the names in `copies`
     merged: Callable[[], AbstractContextManager[None]] = nullcontext  # around any use of them as the model's weights
+    # HF tensors that keep a dtype of their own wherever the model goes, such as a router's bias.
+    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
 def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = False) -> ActorWeights:
@@ -53,6 +56,8 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     """
     hf, parameters = HfFolder(path), actor.parameters()
     copies = record_copies(actor.load_hf, hf.specs, parameters)
+    kept = kept_dtypes(path)
+    _check_kept(copies, parameters, kept)
     if overwritten:
         with torch.no_grad():
             for parameter in parameters.values():
@@ -60,7 +65,20 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     else:
         actor.load_hf(ReadingProgress(hf, _bytes_by_tensor(copies, hf.specs), shown=_is_main_rank()))
         actor.weights_loaded()
-    return ActorWeights(copies, hf.specs, actor.parameters, actor.merged)
+    return ActorWeights(copies, hf.specs, actor.parameters, actor.merged, kept)
+
+
+def kept_dtypes(path: str | Path) -> dict[str, torch.dtype]:
+    """Returns the dtypes of those HF tensors of a folder with a config.json that are not in the model's dtype."""
+    tensors = model_tensors(read_architecture(Path(path)))
+    return {spec.name: getattr(torch, spec.dtype) for spec in tensors if spec.dtype is not None}
+
+
+def _check_kept(copies: list[Copy], parameters: Mapping[str, Tensor], kept: Mapping[str, torch.dtype]) -> None:
+    """Asserts that no parameter rounds what must not be rounded: every digest of rounded values would pass."""
+    for copy in copies:
+        wanted, found = kept.get(copy.hf), parameters[copy.parameter].dtype
+        assert wanted in (None, found), f"{copy.parameter} holds HF tensor {copy.hf} in {found}, not in {wanted}"
 
 
 def _bytes_by_tensor(copies: list[Copy], specs: Specs) -> dict[str, int]:
@@ -78,10 +96,13 @@ def _is_main_rank() -> bool:
 def export_hf(target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, dtype: str) -> None:
     """Collective. Writes the live weights, adapters merged, as an HF folder, whole or not at all.
 
+    dtype: of all tensors but those that keep another (ActorWeights.kept).
+
     Raises LeaderError on every rank.
     """
     published: torch.dtype = getattr(torch, dtype)
-    plan = make_gather_plan(mesh.gather_world(weights.copies), weights.hf_specs, published, _SHARD_BYTES)
+    specs = published_specs(weights.hf_specs, published, weights.kept)
+    plan = make_gather_plan(mesh.gather_world(weights.copies), specs, _SHARD_BYTES)
     with weights.merged():
         gather_to_main(
             plan,

@@ -10,7 +10,7 @@ from megagrpo.weights.views import Untraceable
 
 
 @dataclass(frozen=True)
-class Piece:
+class JoinedPart:
     """A part's share in a cut: `source`, a view of the part, lies in the cut from index `start` along `dim` on."""
 
     source: Tensor
@@ -34,7 +34,7 @@ class Concatenation:
         shape[dim] = sum(part.shape[dim] for part in parts)
         return cls(parts, dim, parts[0].new_empty(shape))
 
-    def pieces(self, cut: Tensor, shape: torch.Size) -> list[Piece]:
+    def pieces(self, cut: Tensor, shape: torch.Size) -> list[JoinedPart]:
         """Returns what a view of `whole` that is copied into this shape consists of; parts outside of it give none.
 
         The view takes a range of every dimension, in any order of dimensions. Raises Untraceable for another view or
@@ -59,7 +59,7 @@ class Concatenation:
                 for dim, size in zip(order, cut.shape, strict=True):
                     start, count = (low - edge, high - low) if dim == self.dim else (first[dim], size)
                     view = view.narrow(dim, start, count)
-                found.append(Piece(view.permute(order), along, low - begin))
+                found.append(JoinedPart(view.permute(order), along, low - begin))
             edge += part.shape[self.dim]
         return found
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megagrpo.weights.concatenation import Concatenation, Piece
+from megagrpo.weights.concatenation import Concatenation, JoinedPart
 from megagrpo.weights.views import Box, Place, Untraceable, factor, naming, overlap, row_major, split_into_boxes
 
 Load = Callable[[Mapping[str, Tensor]], object]
@@ -269,7 +269,7 @@ class _Recorder(TorchDispatchMode):
             _aten.copy_.default(target, source)
         return target
 
-    def _pieces(self, source: Tensor, shape: torch.Size) -> list[Piece]:
+    def _pieces(self, source: Tensor, shape: torch.Size) -> list[JoinedPart]:
         """Returns what a cut of a concatenation that is copied into this shape consists of, [] for another tensor."""
         joined = self.joined.get(_storage(source))
         if joined is None or source.numel() == 0:
@@ -280,7 +280,7 @@ class _Recorder(TorchDispatchMode):
             self._lose(source, [source], str(exc))
             return []
 
-    def _copy_pieces(self, target: Tensor, source: Tensor, pieces: list[Piece]) -> Tensor:
+    def _copy_pieces(self, target: Tensor, source: Tensor, pieces: list[JoinedPart]) -> Tensor:
         for piece in pieces:
             self._copy(target.narrow(piece.dim, piece.start, piece.source.shape[piece.dim]), piece.source)
         names = sorted(set(self._names(source)))
