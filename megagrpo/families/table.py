@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megagrpo.families import llama, qwen2, qwen3, qwen3_moe
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.quantization import quantization_problems
 from megagrpo.families.tensors import TensorSpec
 from megagrpo.families.tiny import TinySizes
 
@@ -79,7 +80,7 @@ def model_problems(hf: Mapping[str, Any]) -> list[str]:
     name = hf.get("model_type")
     if name not in FAMILIES:
         return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
-    return FAMILIES[name].refusals(hf)
+    return [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
 
 
 def architecture_of(hf: Mapping[str, Any]) -> Architecture:

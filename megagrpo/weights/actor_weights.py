@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from megagrpo.hf_files import HfFolder, ReadingProgress, write_hf_folder
 from megagrpo.mesh import Mesh
 from megagrpo.weights.plan import gather_to_main, make_gather_plan
-from megagrpo.weights.record import Copy, Specs, record_copies
+from megagrpo.weights.record import Copy, Recording, Specs, record_whole
 
 _SHARD_BYTES = 2 << 30
 
@@ -52,23 +51,27 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     stays where no file holds an element, such as padding of a vocabulary.
     """
     hf, parameters = HfFolder(path), actor.parameters()
-    copies = record_copies(actor.load_hf, hf.specs, parameters)
+    recording = record_whole(actor.load_hf, hf.specs, parameters)
     if overwritten:
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.zero_()
     else:
-        actor.load_hf(ReadingProgress(hf, _bytes_by_tensor(copies, hf.specs), shown=_is_main_rank()))
+        read_recorded(hf, recording, parameters)
         actor.weights_loaded()
-    return ActorWeights(copies, hf.specs, actor.parameters, actor.merged)
+    return ActorWeights(recording.copies, hf.specs, actor.parameters, actor.merged)
 
 
-def _bytes_by_tensor(copies: list[Copy], specs: Specs) -> dict[str, int]:
-    """Returns how much of each HF tensor these copies read."""
-    out: dict[str, int] = {}
-    for copy in copies:
-        out[copy.hf] = out.get(copy.hf, 0) + prod(copy.size) * specs[copy.hf][1].itemsize
-    return out
+def read_recorded(hf: HfFolder, recording: Recording, parameters: Mapping[str, Tensor]) -> None:
+    """Repeats what a loader was seen to do, on the tensors of `hf`: each copy reads its own part of a file alone."""
+    progress = ReadingProgress(sum(hf.stored_bytes(copy.hf, copy.size) for copy in recording.copies))
+    shown = _is_main_rank()
+    for fill in recording.fills:
+        fill.view(parameters).fill_(fill.value)
+    for copy in recording.copies:
+        hf.read_into(copy.view(parameters), copy.hf, copy.start)
+        if shown:
+            progress.show(hf.bytes_read)
 
 
 def _is_main_rank() -> bool:

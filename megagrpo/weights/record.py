@@ -106,11 +106,16 @@ def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor])
     Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming the parameter when
     an element is written never or twice (elements that the loader sets to a constant count as written).
     """
+    return record_whole(load, hf_specs, parameters).copies
+
+
+def record_whole(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> Recording:
+    """Returns what record_copies does, with the constants that `load` sets."""
     recording = record(load, hf_specs, parameters)
     problems = coverage_problems(recording, parameters)
     if problems:
         raise ValueError("the loader does not write every parameter element exactly once:\n" + "\n".join(problems))
-    return recording.copies
+    return recording
 
 
 def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_computed: bool = False) -> Recording:
