@@ -231,7 +231,7 @@ def write_hf_folder(
     try:
         partial.mkdir(parents=True)
         size = _write_shards(partial, tensors, dtype)
-        _copy_description(like, partial, dtype)
+        write_description(like, partial, dtype)
         for file in partial.iterdir():
             _sync(file)
         _sync(partial)
@@ -277,17 +277,23 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]], dtype: tor
     return size
 
 
-def _copy_description(like: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Writes config.json with the dtype of the weights, and copies what is no weight (tokenizer, settings)."""
+def write_description(like: str | Path, target: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Writes what of an HF folder is no weight (tokenizer, settings) into another; config.json without quantisation.
+
+    dtype: of the weights that go beside it, if config.json is to name it. Raises ValueError when there is none.
+    """
+    like, folder = Path(like), Path(target)
     if not (like / "config.json").exists():
         raise ValueError(f"{like / 'config.json'}: missing; it describes the checkpoint to be written")
+    folder.mkdir(parents=True, exist_ok=True)
     for file in like.iterdir():
         weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if file.is_file() and not weights:
             shutil.copyfile(file, folder / file.name)
     config = dequantised_config(read_description(like / "config.json"))
-    for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-        config[key] = str(dtype).removeprefix("torch.")
+    if dtype is not None:
+        for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+            config[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -58,6 +58,16 @@ def dequantised_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def load_format_problems(hf: Mapping[str, Any], load_format: str) -> list[str]:
+    """Returns why engines cannot start with `load_format`: they would read FP8 as if it were bfloat16."""
+    if load_format == "dummy" or not hf.get(_KEY):
+        return []
+    return [
+        f"rollout.load_format = {load_format}, but the model is stored in FP8: engines run it in bfloat16, as it is "
+        "trained, and do not read its files; use dummy, the first publish fills them"
+    ]
+
+
 def _weight_groups(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns what compressed-tensors says of the weights of each of its groups of layers, or GPTQ of them all."""
     groups = [group.get("weights") or {} for group in (described.get("config_groups") or {}).values()]

@@ -11,11 +11,17 @@ import torch
 from safetensors.torch import save_file
 
 from megagrpo import hf_files
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.quantization import dequantised_config, fp8_block, quantization_problems
 from megagrpo.families.table import architecture_of
 from megagrpo.hf_files import HfFolder, write_hf_folder
+from megagrpo.preflight import check_against_model
+from megagrpo.rollout.service.engine_model import as_engines_see_it
+from megagrpo.run_folder import RunFolder
 from tests.fp8_checkpoint import dequantised, quantised
 
+ROOT = Path(__file__).parents[2]
 BLOCK = (128, 128)
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 INT4 = {
@@ -23,6 +29,10 @@ INT4 = {
     "format": "pack-quantized",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
 }
+
+
+def qwen():
+    return json.loads((ROOT / "configs/models/Qwen3-235B-A22B/config.json").read_text())
 
 
 @cache
@@ -134,7 +144,7 @@ def test_damage_is_named(stored, tmp_path):
     ],
 )
 def test_other_quantisation_is_refused_with_the_reason(quantization, reason):
-    hf = json.loads((Path(__file__).parents[2] / "configs/models/Qwen3-235B-A22B/config.json").read_text())
+    hf = qwen()
     assert architecture_of(hf | {"quantization_config": FP8}) == architecture_of(hf)
     with pytest.raises(ValueError, match=reason):
         architecture_of(hf | {"quantization_config": quantization})
@@ -150,3 +160,34 @@ def test_what_is_written_like_it_is_bfloat16(stored, tmp_path):
     assert torch.equal(HfFolder(tmp_path / "out")["a.weight"], dequantised(weight, scales, BLOCK))
     assert dequantised_config({"torch_dtype": "float8", "quantization_config": FP8}) == {"torch_dtype": "bfloat16"}
     assert dequantised_config({"torch_dtype": "float32"}) == {"torch_dtype": "float32"}
+
+
+def test_engines_start_from_the_model_in_bfloat16(stored, tmp_path):
+    folder, _, _ = stored
+    (folder / "tokenizer.json").write_text("{}")
+    run = RunFolder(tmp_path / "run")
+
+    def experiment(path, **rollout):
+        sections = {"name": "t", "output_dir": str(run.path), "model": {"path": str(path)}, "data": {"path": "d"}}
+        return ExperimentConfig.model_validate(sections | {"rollout": rollout})
+
+    seen = as_engines_see_it(experiment(folder), run)
+    assert seen.model.path == str(run.engine_model) and seen.model.tokenizer == str(folder)
+    assert json.loads((run.engine_model / "config.json").read_text()) == {"model_type": "toy", "dtype": "bfloat16"}
+    assert {file.name for file in run.engine_model.iterdir()} == {"config.json", "tokenizer.json"}
+    assert as_engines_see_it(seen, run) is seen, "a model that is not quantised is started from its own folder"
+    with pytest.raises(ValueError, match=r"rollout.load_format = model, but the model is stored in FP8"):
+        as_engines_see_it(experiment(folder, load_format="model"), run)
+    write(tmp_path / "int4", {"x": torch.zeros(1)}, INT4)
+    with pytest.raises(ValueError, match=r"'compressed-tensors' \(4-bit weights\) is not read"):
+        as_engines_see_it(experiment(tmp_path / "int4"), run)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "quantization", "reason"),
+    [([], INT4, "4-bit weights"), (["rollout.load_format=model"], FP8, "rollout.load_format = model, but")],
+)
+def test_check_says_so_in_one_message(overrides, quantization, reason):
+    config = load_config(ROOT / "configs" / "qwen3_235b_math.yaml", overrides)
+    (problem,) = check_against_model(config, qwen() | {"quantization_config": quantization})
+    assert reason in problem
