@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megagrpo.families.quantization import dequantised_config, fp8_block
-from megagrpo.families.table import read_description
+from megagrpo.families.quantization import fp8_block
+from megagrpo.families.table import exported_config, read_description
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -290,7 +290,7 @@ def write_description(like: str | Path, target: str | Path, dtype: torch.dtype |
         weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if file.is_file() and not weights:
             shutil.copyfile(file, folder / file.name)
-    config = dequantised_config(read_description(like / "config.json"))
+    config = exported_config(read_description(like / "config.json"))
     if dtype is not None:
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = str(dtype).removeprefix("torch.")

@@ -50,7 +50,7 @@ def fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def dequantised_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of the same model in bfloat16: what is exported, and what engines start from."""
+    """Returns the config.json of the same model in bfloat16."""
     plain = {key: value for key, value in hf.items() if key != _KEY}
     if len(plain) < len(hf):
         for key in {"dtype", "torch_dtype"} & plain.keys() or {"dtype"}:

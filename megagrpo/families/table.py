@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megagrpo.families import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.quantization import quantization_problems
+from megagrpo.families.quantization import dequantised_config, quantization_problems
 from megagrpo.families.tensors import TensorSpec
 from megagrpo.families.tiny import TinySizes
 
@@ -160,5 +160,5 @@ def is_left_out(hf: Mapping[str, Any], tensor: str) -> bool:
 
 
 def exported_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of what is exported and published: the model's own, without what is left out."""
-    return {**hf, **({_PREDICTION_LAYERS: 0} if left_out(hf) else {})}
+    """Returns the config.json of what is exported and published: without quantisation and what is left out."""
+    return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if left_out(hf) else {})}
