@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +14,7 @@ from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.hf_files import HfFolder, ReadingProgress, write_hf_folder
 from megagrpo.mesh import Mesh
 from megagrpo.weights.plan import gather_to_main, make_gather_plan, published_specs
-from megagrpo.weights.record import Copy, Specs, record_copies
+from megagrpo.weights.record import Copy, Recording, Specs, record_whole
 
 _SHARD_BYTES = 2 << 30
 
@@ -55,17 +54,16 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     stays where no file holds an element, such as padding of a vocabulary.
     """
     hf, parameters = HfFolder(path), actor.parameters()
-    copies = record_copies(actor.load_hf, hf.specs, parameters)
-    kept = kept_dtypes(path)
-    _check_kept(copies, parameters, kept)
+    recording, kept = record_whole(actor.load_hf, hf.specs, parameters), kept_dtypes(path)
+    _check_kept(recording.copies, parameters, kept)
     if overwritten:
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.zero_()
     else:
-        actor.load_hf(ReadingProgress(hf, _bytes_by_tensor(copies, hf.specs), shown=_is_main_rank()))
+        read_recorded(hf, recording, parameters)
         actor.weights_loaded()
-    return ActorWeights(copies, hf.specs, actor.parameters, actor.merged, kept)
+    return ActorWeights(recording.copies, hf.specs, actor.parameters, actor.merged, kept)
 
 
 def kept_dtypes(path: str | Path) -> dict[str, torch.dtype]:
@@ -81,12 +79,16 @@ def _check_kept(copies: list[Copy], parameters: Mapping[str, Tensor], kept: Mapp
         assert wanted in (None, found), f"{copy.parameter} holds HF tensor {copy.hf} in {found}, not in {wanted}"
 
 
-def _bytes_by_tensor(copies: list[Copy], specs: Specs) -> dict[str, int]:
-    """Returns how much of each HF tensor these copies read."""
-    out: dict[str, int] = {}
-    for copy in copies:
-        out[copy.hf] = out.get(copy.hf, 0) + prod(copy.size) * specs[copy.hf][1].itemsize
-    return out
+def read_recorded(hf: HfFolder, recording: Recording, parameters: Mapping[str, Tensor]) -> None:
+    """Repeats what a loader was seen to do, on the tensors of `hf`: each copy reads its own part of a file alone."""
+    progress = ReadingProgress(sum(hf.stored_bytes(copy.hf, copy.size) for copy in recording.copies))
+    shown = _is_main_rank()
+    for fill in recording.fills:
+        fill.view(parameters).fill_(fill.value)
+    for copy in recording.copies:
+        hf.read_into(copy.view(parameters), copy.hf, copy.start)
+        if shown:
+            progress.show(hf.bytes_read)
 
 
 def _is_main_rank() -> bool:

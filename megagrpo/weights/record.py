@@ -107,11 +107,16 @@ def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor])
     Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming the parameter when
     an element is written never or twice (elements that the loader sets to a constant count as written).
     """
+    return record_whole(load, hf_specs, parameters).copies
+
+
+def record_whole(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> Recording:
+    """Returns what record_copies does, with the constants that `load` sets."""
     recording = record(load, hf_specs, parameters)
     problems = coverage_problems(recording, parameters)
     if problems:
         raise ValueError("the loader does not write every parameter element exactly once:\n" + "\n".join(problems))
-    return recording.copies
+    return recording
 
 
 def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_computed: bool = False) -> Recording:
@@ -196,9 +201,8 @@ class _Recorder(TorchDispatchMode):
         if func in _FILLS and self._is_parameter(args[0]):
             return self._fill(args[0], 0.0 if func is _aten.zero_.default else float(args[1]))
         sources = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        written = [
-            args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if a.alias_info and a.alias_info.is_write
-        ]
+        arguments = zip(args, func._schema.arguments, strict=False)
+        written = [value for value, a in arguments if a.alias_info and a.alias_info.is_write]
         for tensor in written:
             if isinstance(tensor, Tensor) and self._is_parameter(tensor):
                 raise ValueError(
@@ -257,10 +261,7 @@ class _Recorder(TorchDispatchMode):
             self._record(target, source)
         elif self._from_hf(source):  # through a temporary
             self.keep.append(target)
-            whole = (
-                target.numel() * target.element_size() == target.untyped_storage().nbytes()
-                and target.shape == source.shape
-            )
+            whole = target.nbytes == target.untyped_storage().nbytes() and target.shape == source.shape
             if whole and _storage(source) in self.traced:
                 self._trace(target, source)
             else:
