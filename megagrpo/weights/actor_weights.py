@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.families.table import model_tensors, read_architecture
+from megagrpo.families.table import architecture_of, is_left_out, model_tensors, read_description
 from megagrpo.hf_files import HfFolder, ReadingProgress, write_hf_folder
 from megagrpo.mesh import Mesh
 from megagrpo.weights.plan import gather_to_main, make_gather_plan, published_specs
@@ -54,7 +54,10 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     stays where no file holds an element, such as padding of a vocabulary.
     """
     hf, parameters = HfFolder(path), actor.parameters()
-    recording, kept = record_whole(actor.load_hf, hf.specs, parameters), kept_dtypes(path)
+    description = hf.path / "config.json"
+    config = read_description(description) if description.is_file() else {}
+    specs = {name: spec for name, spec in hf.specs.items() if not is_left_out(config, name)}
+    recording, kept = record_whole(actor.load_hf, specs, parameters), kept_dtypes(config)
     _check_kept(recording.copies, parameters, kept)
     if overwritten:
         with torch.no_grad():
@@ -63,12 +66,12 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     else:
         read_recorded(hf, recording, parameters)
         actor.weights_loaded()
-    return ActorWeights(recording.copies, hf.specs, actor.parameters, actor.merged, kept)
+    return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept)
 
 
-def kept_dtypes(path: str | Path) -> dict[str, torch.dtype]:
-    """Returns the dtypes of those HF tensors of a folder with a config.json that are not in the model's dtype."""
-    tensors = model_tensors(read_architecture(Path(path)))
+def kept_dtypes(config: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """Returns the dtypes of those HF tensors of a model with this config.json that are not in the model's dtype."""
+    tensors = model_tensors(architecture_of(config)) if config else ()
     return {spec.name: getattr(torch, spec.dtype) for spec in tensors if spec.dtype is not None}
 
 
