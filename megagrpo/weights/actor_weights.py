@@ -56,7 +56,7 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     hf, parameters = HfFolder(path), actor.parameters()
     description = hf.path / "config.json"
     config = read_description(description) if description.is_file() else {}
-    specs = {name: spec for name, spec in hf.specs.items() if not is_left_out(config, name)}
+    specs = {name: spec for name, spec in hf.specs.items() if not (config and is_left_out(config, name))}
     recording, kept = record_whole(actor.load_hf, specs, parameters), kept_dtypes(config)
     _check_kept(recording.copies, parameters, kept)
     if overwritten:
