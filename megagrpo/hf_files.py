@@ -221,6 +221,8 @@ def write_hf_folder(
 ) -> int:
     """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
 
+    dtype: what config.json will say. The tensors are written in the dtypes that they have.
+
     The folder is written beside `target` and renamed when it is complete and on disk: `target` is whole or absent,
     and an older one is replaced. Returns the bytes of all tensors. Raises OSError (disk full, ...) naming the folder,
     after removing what was written.
@@ -230,7 +232,7 @@ def write_hf_folder(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        size = _write_shards(partial, tensors, dtype)
+        size = _write_shards(partial, tensors)
         write_description(like, partial, dtype)
         for file in partial.iterdir():
             _sync(file)
@@ -250,7 +252,7 @@ def write_hf_folder(
     return size
 
 
-def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]], dtype: torch.dtype) -> int:
+def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> int:
     """Writes the shards, and the index if there are several; returns the bytes of all tensors."""
     files: list[tuple[Path, list[str]]] = []
     places: dict[str, str] = {}
@@ -259,7 +261,7 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]], dtype: tor
         if not shard:
             continue
         # A contiguous CPU copy of its own: safetensors refuses tensors that share memory.
-        shard = {name: t.detach().to("cpu", dtype, copy=True).contiguous() for name, t in shard.items()}
+        shard = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in shard.items()}
         file = folder / f"shard-{len(files) + 1:05d}.safetensors"
         save_file(shard, file, metadata={"format": "pt"})
         files.append((file, list(shard)))

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from itertools import chain
 
 import pytest
 import torch
@@ -40,9 +41,12 @@ def test_round_trip(tmp_path, like, number):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like", "out"], "nothing temporary stays"
 
 
-def test_dtype_is_cast_and_written_into_the_config(tmp_path, like):
-    write_hf_folder(tmp_path / "out", shards(2), like, torch.bfloat16)
-    assert HfFolder(tmp_path / "out").specs["y"] == ((5,), torch.bfloat16)
+def test_the_dtype_is_written_into_the_config_and_tensors_keep_their_own(tmp_path, like):
+    kept = {"bias": torch.ones(3)}
+    half = ({name: tensor.bfloat16() for name, tensor in shard.items()} for shard in shards(2))
+    write_hf_folder(tmp_path / "out", chain(half, [kept]), like, torch.bfloat16)
+    specs = HfFolder(tmp_path / "out").specs
+    assert specs["y"] == ((5,), torch.bfloat16) and specs["bias"] == ((3,), torch.float32)
     assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "toy", "dtype": "bfloat16"}
 
 
