@@ -131,6 +131,12 @@ def test_what_would_be_wrong_of_deepseek_is_refused_by_name(key):
     assert len(problems) == 1 and key.replace("rope_scaling", "rope scaling") in problems[0]
 
 
+def test_what_engines_read_must_be_there():
+    for hf in (V3, K2):
+        (problem,) = model_problems({key: value for key, value in hf.items() if key != "moe_layer_freq"})
+        assert 'lacks "moe_layer_freq": 1, which engines read' in problem
+
+
 def test_yarn_needs_every_number():
     """Where one is missing, Megatron and transformers take other defaults."""
     for key in YARN.keys() - {"type"}:
