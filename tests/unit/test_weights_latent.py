@@ -151,6 +151,13 @@ def test_a_stale_absorbed_matrix_is_found(trainer, name):
     trainer.publish()
 
 
+def test_matrices_that_no_publish_refreshes_are_refused(tmp_path):
+    with running(FakeEngine(models=[LatentModel()])) as engine:
+        engine.model.w_kc_qrep = engine.model.w_kc.clone()
+        with pytest.raises(LeaderError, match=r"w_kc_qrep: no publish brings it .* leave out --dcp-replicate-q-proj"):
+            Trainer(tmp_path, engine, "disk").publish()
+
+
 def test_down_projections_in_different_calls_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(BroadcastTransport, "_follow", lambda self, engines: None)
     with running(FakeEngine(models=[LatentModel()])) as engine:
