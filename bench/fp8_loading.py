@@ -16,11 +16,11 @@ from common import provenance, write_results
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megagrpo import hf_files
-from megagrpo.config.schema import TinyModelConfig
-from megagrpo.tiny.model import make_tiny_model
-from tests.dist.workers.launch import POOL, run_ranks
-from tests.fp8_checkpoint import quantise_folder
+from megagrpo import hf_files  # noqa: E402
+from megagrpo.config.schema import TinyModelConfig  # noqa: E402
+from megagrpo.tiny.model import make_tiny_model  # noqa: E402
+from tests.dist.workers.launch import POOL, run_ranks  # noqa: E402
+from tests.fp8_checkpoint import quantise_folder  # noqa: E402
 
 BLOCK = (128, 128)
 LAYOUT = {"tp": 2, "ep": 2}

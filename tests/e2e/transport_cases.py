@@ -51,7 +51,7 @@ ENGINES: dict[str, dict[str, int]] = {  # section `rollout`
     "two engines": {"num_engines": 2, "min_healthy_engines": 2},
     "two nodes": {"tp": 2, "nodes_per_engine": 2},
 }
-# (family, engines) -> trainers, after whose publishes log-probabilities are compared with transformers': an engine start
+# (family, engines) -> trainers after whose publishes log-probabilities are compared with transformers': an engine start
 # each. Of the families that no other test of real engines has.
 COMPUTED = {
     ("deepseek_v3", "TP2"): ("TP2xEP2",),
