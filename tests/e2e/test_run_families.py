@@ -28,7 +28,7 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
         prepare={"model": {"family": family}},
         train={"num_steps": NUM_STEPS},
         actor={"dtype": dtype},
-        rollout={"dtype": dtype},
+        rollout={"dtype": dtype, "start_timeout_s": 900},
         checkpoint={"every": NUM_STEPS},
     )
     for command in ("prepare", "run"):
