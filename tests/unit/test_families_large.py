@@ -1,11 +1,13 @@
 """Mixtral, GLM-4.5, DeepSeek-V3, Kimi-K2, Moonlight: published sizes, refusals by name, what is left out."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import TinyModelConfig
+from megagrpo.explain import explain
 from megagrpo.families.table import (
     architecture_of,
     exported_config,
@@ -203,6 +205,32 @@ def test_every_width_that_is_cut_must_be_divided():
         "n_shared_experts x moe_intermediate_size",
         "intermediate_size",
     ]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_length_at_which_attention_costs_as_much_as_the_rest(name):
+    """By the model's matrices that a token is multiplied with, but the router, and products over half of a sequence."""
+    arch = architecture_of(PUBLISHED[name][0])
+    elements = arch.vocab_size * arch.hidden_size  # the output layer's
+    for spec in model_tensors(arch):
+        if spec.kind == "matrix" and ".layers." in spec.name and not spec.name.endswith("gate.weight"):
+            elements += spec.size * arch.experts_per_token // arch.num_experts if spec.expert else spec.size
+    heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) / 2
+    assert arch.attention_length == pytest.approx(elements / arch.num_layers / heads, abs=2)
+
+
+def test_check_says_what_is_left_out(tmp_path):
+    hf = hf_config(TinyModelConfig(path="x", family="deepseek_v3")) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = load_config(QUICKSTART, [f"model.path={tmp_path}", "sft=null"])
+    assert "  left out 1 multi-token-prediction layer (model.layers.4)" in explain(config)
+
+
+@pytest.mark.parametrize("hf", [V3, K2, GLM, MIXTRAL])
+def test_adapters_are_refused(hf):
+    actor = load_config(QUICKSTART, ["actor.parallel={}", "actor.lora={rank: 4}"]).actor
+    [problem] = layout_problems(architecture_of(hf), actor)
+    assert problem.startswith(f"actor.lora is not supported with a {hf['model_type']} model")
 
 
 @pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3", "kimi_k2"])
