@@ -3,18 +3,21 @@
 Each is a context manager around one case; `after_build` acts on the actor that the case has built.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
-from megagrpo.actor import head, model, step
+from megagrpo.actor import head, layer_specs, model, step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.model import build_chunk
 from megagrpo.algo.loss import objective
 from megagrpo.batching.microbatch import plan_micro_batches, targets
+from megagrpo.families import deepseek_v3
+from megagrpo.families.loading import Shard
 
 Plant = Callable[[MegatronActor], None]
 
@@ -119,10 +122,47 @@ def _label_of_local_neighbour() -> Iterator[Plant]:
         yield lambda actor: None
 
 
+class _CutDownProjections(Mapping[str, Tensor]):
+    """Gives of latent attention's down projections a rank's rows alone."""
+
+    def __init__(self, whole: Mapping[str, Tensor], shard: Shard):
+        self._whole, self._shard = whole, shard
+
+    def __getitem__(self, name: str) -> Tensor:
+        cut = name.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight"))
+        return self._shard.rows(self._whole[name]) if cut else self._whole[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+
+@contextmanager
+def _latent_projections_cut_over_tp() -> Iterator[Plant]:
+    """Cuts latent attention's down projections over ranks, as Megatron's local layers do.
+
+    The gradient of the rotary part of keys is then split where it has to be summed; the loss is right.
+    """
+    load = deepseek_v3.load_layer
+    megatrons = vars(model)["ColumnParallelLinear"]  # only actor/ imports Megatron
+
+    def load_cut(layer, arch, hf, place):
+        load(layer, arch, _CutDownProjections(hf, place.tensor), place)
+
+    with (
+        _replaced(layer_specs, WholeLinear=megatrons),
+        _replaced(deepseek_v3, load_layer=load_cut),
+    ):
+        yield lambda actor: None
+
+
 FAULTS = {
     "experts-not-reduced-over-tp": _experts_not_reduced_over_tp,
     "no-data-parallel-reduction": _no_data_parallel_reduction,
     "mean-of-micro-batch-means": _mean_of_micro_batch_means,
     "label-of-local-neighbour": _label_of_local_neighbour,
     "router-differs-between-ranks": _router_differs_between_ranks,
+    "latent-projections-cut-over-tp": _latent_projections_cut_over_tp,
 }

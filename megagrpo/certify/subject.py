@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from megagrpo.tiny.model import random_tensors
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 VOCAB = 131  # no tensor-parallel size divides it: padded vocabularies are part of every certificate
+# sizes that say by null or 0 that a model has none of it; the tiny one then has none of it either
+_MAY_BE_ABSENT = ("q_lora_rank", "n_shared_experts", "first_k_dense_replace")
 NUM_GROUPS, MAX_PROMPT, MAX_RESPONSE = 5, 10, 24
 
 
@@ -46,12 +49,10 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
         ffn_size=32 * kv_heads,
         num_experts=math.lcm(8, 2 * parallel.ep),
         experts_per_token=min(arch.experts_per_token, 4) if arch.is_moe else 1,
-        expert_ffn_size=32 * parallel.etp,
+        expert_ffn_size=32 * (math.lcm(parallel.tp, parallel.etp) if arch.shared_ffn_size else parallel.etp),
         tie_embeddings=arch.tied,
     )
-    sizes_of_family = FAMILIES[arch.family].SIZE_KEYS
-    options = {key: value for key, value in real.items() if key not in sizes_of_family}
-    tiny = hf_config(sizes) | options | {"vocab_size": VOCAB, "num_hidden_layers": sizes.num_layers}
+    tiny = _description(real, sizes)
     small = architecture_of(tiny)
     generator = torch.Generator().manual_seed(seed)
     tensors = random_tensors(small, generator)
@@ -67,6 +68,20 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
     for name, values in (("model", tensors), ("reference", reference)):
         write_hf_folder(folder / name, iter([values]), like=description, dtype=torch.float32)
     return small
+
+
+def _description(real: dict[str, Any], sizes: TinyModelConfig) -> dict[str, Any]:
+    """Returns config.json of a model of these sizes with the options of a real one."""
+    of_family = FAMILIES[real["model_type"]].SIZE_KEYS
+    options = {key: value for key, value in real.items() if key not in of_family}
+    # what the model has none of, a low rank of queries for instance, the tiny one has none of either
+    options |= {
+        key: real[key] for key in ("q_lora_rank", "n_shared_experts", "first_k_dense_replace") if not real.get(key, 1)
+    }
+    if "n_group" in real and (real["n_group"] or 1) == 1:
+        options |= {"n_group": 1, "topk_group": 1}
+    made = {key: value for key, value in hf_config(sizes).items() if key in real or key in of_family}
+    return made | options | {"vocab_size": VOCAB, "num_hidden_layers": sizes.num_layers}
 
 
 def make_groups(config: ExperimentConfig, seed: int) -> list[RolloutGroup]:

@@ -6,7 +6,7 @@ The table is made, not listed: a new model or layout is one line below. All othe
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 
 MOE = ("qwen3_moe", "qwen3_moe_raw")
 MODELS = ("qwen3", "qwen3_moe", "qwen2", "llama", "qwen3_tied", "qwen3_moe_raw")
@@ -81,4 +81,20 @@ REST = [
     LayoutCase(model, layout, batch, "none")
     for model, layout, batch in product(MODELS, LAYOUTS, BATCHES)
     if has(model, layout) and all((c.model, c.layout, c.batch) != (model, layout, batch) for c in CI)
+]
+
+# the large families, whose tests are test_actor_families.py: in CI every layout, and every two other choices
+FAMILIES = ("mixtral", "glm4_moe", "deepseek_v3", "moonlight")
+MORE_FAMILIES = ("glm4_moe_air", "deepseek_v3_plain")  # by --full
+FAMILY_LAYOUTS = ("TP2+SP", "PP2xVPP2", "TP2xEP2", "CP2", "PP2", "TP2xETP2", "EP2")
+_OTHER_CHOICES = {"model": FAMILIES, "batch": tuple(BATCHES), "recompute": RECOMPUTE}
+FAMILIES_CI = [
+    LayoutCase(layout=layout, **row)
+    for layout, row in zip(cycle(FAMILY_LAYOUTS), pairwise(_OTHER_CHOICES, lambda **_: True), strict=False)
+]
+# every layout with every batch, and with every recompute
+FAMILIES_FULL = [
+    LayoutCase(model, layout, batch, recompute)
+    for model, layout in product(FAMILIES + MORE_FAMILIES, FAMILY_LAYOUTS)
+    for batch, recompute in (("packed", "none"), ("padded", "selective"), ("packed", "full"))
 ]

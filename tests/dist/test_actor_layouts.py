@@ -3,6 +3,7 @@
 Float32, gloo. tests/dist/cases.py says which cases run; a failing check is named by model, layout and what was done.
 """
 
+from collections.abc import Iterable
 from itertools import combinations, product
 from pathlib import Path
 
@@ -18,10 +19,10 @@ pytestmark = pytest.mark.timeout(900)  # one launch runs many checks
 JobKey = tuple[str, str, str]  # model, layout, what is done
 
 
-def one_rank_jobs(folder: Path) -> dict[JobKey, dict]:
+def one_rank_jobs(folder: Path, models: Iterable[str] = MODELS) -> dict[JobKey, dict]:
     """Every model and kind of batch. A model's first jobs write what its updates in other layouts are compared with."""
     jobs = {}
-    for model in MODELS:
+    for model in models:
         base = {"model": str(folder / model), "reference": str(folder / f"{model}.rank1.pt")}
         whole = {**base, "do": "layout", "write": True, **BATCHES["padded"], "budget": 4096}
         jobs[model, "1", "reference"] = whole

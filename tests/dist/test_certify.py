@@ -4,7 +4,9 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,50 @@ def test_adapters_are_certified(folders: dict[str, Path]):
     assert [failures(result) for result in results] == [[]] * len(cases)
     for result in results[1:]:
         assert result["gradients"] and all(".lora_" in name for name in result["gradients"])
+
+
+@pytest.fixture(scope="module")
+def of_family(tmp_path_factory) -> Callable[[str], dict]:
+    """What the jobs of a family have in common; its tiny model and what one rank computes are made at first use."""
+
+    @cache
+    def base(family: str) -> dict:
+        place = tmp_path_factory.mktemp(family)
+        settings = [f"prepare.model.family={family}", "prepare.model.experts_per_token=4"]
+        make_models(place, load_config(str(CONFIG), settings), ParallelConfig(), 0)
+        common = {"config": str(CONFIG), "folder": str(place), "algorithm": ALGORITHMS[FIRST]}
+        run_ranks(1, place / "one", [{**common, "case": asdict(REFERENCE)}], "certify_ranks.py")
+        return common
+
+    return base
+
+
+def failures_of_family(common: dict, cases: list[dict]) -> tuple[list[dict], list[list[str]]]:
+    jobs = [{**common, "case": one} for one in cases]
+    results = run_ranks(2, Path(common["folder"]) / f"two{len(cases)}", jobs, "certify_ranks.py")
+    return results, [failures(result) for result in results]
+
+
+def test_latent_attention_is_certified_and_its_fault_found(of_family: Callable[[str], dict]):
+    cases = [case("TP2+SP"), case("PP2xVPP2", recompute="full"), case("TP2+SP", "latent-projections-cut-over-tp")]
+    results, found = failures_of_family(of_family("deepseek_v3"), cases)
+    assert found[:2] == [[], []]
+    assert results[2]["loss_error"] < 1e-6, "a loss that agrees proves nothing"
+    spoiled = {name for name, value in results[2]["gradients"].items() if value > 1e-2}
+    assert any(name.endswith("kv_a_proj_with_mqa.weight") for name in spoiled)
+    assert any("kv_a_proj_with_mqa" in problem for problem in found[2])
+    assert len(results[0]["gradients"]) > 100 and "router" not in str(results[0]["gradients"].keys())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3", "kimi_k2"])
+def test_large_families_are_certified(of_family: Callable[[str], dict], family: str):
+    """Every layout of two ranks, and what every family's faults are found by."""
+    layouts = [name for name, (ranks, _) in LAYOUTS.items() if ranks == 2]
+    _, found = failures_of_family(of_family(family), [case(layout) for layout in layouts])
+    assert found == [[]] * len(layouts), dict(zip(layouts, found, strict=True))
+    _, found = failures_of_family(of_family(family), [case(layout, fault) for fault, layout in SPOILED.items()])
+    assert all(found), dict(zip(SPOILED, found, strict=True))
 
 
 def certify(*arguments: str) -> subprocess.CompletedProcess:

@@ -199,6 +199,13 @@ def test_every_width_that_is_cut_must_be_divided():
     ]
 
 
+@pytest.mark.parametrize("hf", [V3, K2, GLM, MIXTRAL])
+def test_adapters_are_refused(hf):
+    actor = load_config(QUICKSTART, ["actor.parallel={}", "actor.lora={rank: 4}"]).actor
+    [problem] = layout_problems(architecture_of(hf), actor)
+    assert problem.startswith(f"actor.lora is not supported with a {hf['model_type']} model")
+
+
 @pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3", "kimi_k2"])
 def test_tiny_models(family):
     sizes = TinyModelConfig(path="x", family=family)

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -37,14 +38,20 @@ def load_in_transformers(folder):
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        *product(("qwen2", "qwen3", "qwen3_moe", "llama"), (False, True)),
+        *product(("mixtral", "glm4_moe", "deepseek_v3"), (False,)),
+    ],
+)
 def test_a_tiny_model_is_a_checkpoint_of_its_family(tmp_path, family, tied):
     config = TinyModelConfig(path=str(tmp_path / "model"), family=family, tie_embeddings=tied, **SMALL)
     size = make_tiny_model(config, seed=1)
     model, tokenizer = load_in_transformers(config.path)
     assert model.config.model_type == family and model.dtype == torch.float32
-    assert sum(p.numel() for p in model.parameters()) == size
+    biases = [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert sum(t.numel() for t in [*model.parameters(), *biases]) == size
     assert model.config.rope_parameters["rope_theta"] == 10000.0
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id == 2
     assert len(tokenizer) <= model.config.vocab_size and model.config.vocab_size % 32 == 0

@@ -294,12 +294,38 @@ def identity(job: dict) -> RunIdentity:
     return RunIdentity(job.get("identity", {"model": Path(job["model"]).name}), layout.layout)
 
 
+def biases_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """Biases of routers after a step: dtype, whether they are bit by bit the folder's, what else keeps account of them.
+
+    And the load of experts, of which layers without any have no part.
+    """
+    actor.expert_load.enabled = True
+    gradient(actor, batch_of(actor.mesh), RICH)
+    actor.optimizer_step()
+    counts = actor.expert_load.counts.clone()
+    dist.all_reduce(counts)
+    imbalance = step._expert_metrics(actor)["moe/load_imbalance"]
+    busy = counts[counts.sum(1) > 0].double()
+    hf, live = HfFolder(job["model"]), actor.parameters()
+    biases = {copy.hf: copy.view(live) for copy in weights.copies if copy.hf.endswith("e_score_correction_bias")}
+    trained = actor.trained_weights(weights)
+    return {
+        "float32": all(bias.dtype == torch.float32 for bias in biases.values()),
+        "unmoved": all(torch.equal(bias, hf[name]) for name, bias in biases.items()),
+        "layers": sorted(int(name.split(".")[2]) for name in biases),
+        "trained": sorted(biases.keys() & ({copy.hf for copy in trained.copies} | trained.hf_specs.keys())),
+        "busy": len(busy),
+        "imbalance_off": abs(imbalance - float((busy.amax(1) / busy.mean(1)).mean())),
+    }
+
+
 JOBS = {
     "forward": forward_job,
     "layout": layout_job,
     "checkpoint": checkpoint_job,
     "refusal": refusal_job,
     "adapters": adapters_job,
+    "biases": biases_job,
 }
 
 
@@ -313,6 +339,7 @@ def main(folder: Path) -> None:
             packing=job.get("packing", True),
             micro_batch_tokens=job.get("budget", 64),
             recompute=job.get("recompute", "none"),
+            dtype=job.get("dtype", "float32"),
             logprob_chunk_tokens=32,
             deadline_s=120.0,
             lora=LoraConfig(**job["lora"]) if "lora" in job else None,
