@@ -16,8 +16,7 @@ from tests.dist.workers.samples import LENGTHS, VOCAB
 
 RATE = 0.01
 LAYOUTS = {
-    "TP2 padded": {"parallel": {"tp": 2}, "packing": False, "budget": 200},
-    "TP2xEP2 recomputed": {"parallel": {"tp": 2, "ep": 2}, "recompute": "full"},
+    "TP2xEP2 recomputed": {"parallel": {"tp": 2, "ep": 2}, "packing": False, "budget": 200, "recompute": "full"},
     "CP2 packed": {"parallel": {"cp": 2}},
     "PP2 padded": {"parallel": {"pp": 2}, "packing": False, "budget": 200},
     "DP2 packed": {"parallel": {}},
