@@ -2,9 +2,10 @@
 
     python bench/fp8_loading.py [--hidden 1024] [--layers 4]
 
-Writes a random DeepSeek-V3 model in FP8 (blocks of 128 x 128, partial ones among them) and its bfloat16 twin, loads both on 2
-and on 4 ranks, and compares every element. Writes bench/results/fp8_loading.{json,md}; ends with status 1 where an element
-differs, the ranks read 5 % more than their parts of the files, or one holds more than the bounded buffer beside its parameters.
+Writes a random DeepSeek-V3 model in FP8 (blocks of 128 x 128, partial ones among them) and its bfloat16 twin, loads
+both on 2 and on 4 ranks, and compares every element. Writes bench/results/fp8_loading.{json,md}; ends with status 1
+where an element differs, the ranks read 5 % more than their parts of the files, or one holds more than the bounded
+buffer beside its parameters.
 """
 
 import argparse
@@ -16,19 +17,19 @@ from common import provenance, write_results
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megagrpo import hf_files  # noqa: E402
-from megagrpo.config.schema import TinyModelConfig  # noqa: E402
-from megagrpo.tiny.model import make_tiny_model  # noqa: E402
-from tests.dist.workers.launch import POOL, run_ranks  # noqa: E402
-from tests.fp8_checkpoint import quantise_folder  # noqa: E402
+from megagrpo.config.schema import TinyModelConfig
+from megagrpo.hf_files import HfFolder
+from megagrpo.tiny.model import make_tiny_model
+from tests.dist.workers.launch import POOL, run_ranks
+from tests.fp8_checkpoint import quantise_folder
 
 BLOCK = (128, 128)
 LAYOUT = {"tp": 2, "ep": 2}
 REPEATED = ("norm", "mlp.gate.", "q_a_proj", "kv_a_proj")  # by both tensor-parallel ranks
 ALLOWED = 8 << 20  # bytes of the interpreter and the allocator beside the buffer
 HEADER = (
-    "ranks", "elements differ", "files GB", "parts GB", "read GB", "read / parts", "from disk GB", "a rank's parameters GB",
-    "held beside them MB", "buffer MB", "seconds", "GB/s a rank",
+    "ranks", "elements differ", "files GB", "parts GB", "read GB", "read / parts", "from disk GB",
+    "a rank's parameters GB", "held beside them MB", "buffer MB", "seconds", "GB/s a rank",
 )  # fmt: skip
 
 
@@ -42,7 +43,7 @@ def main() -> None:
         _write_models(folder, args.hidden, args.layers)
         runs = [_run(folder, world) for world in (2, 4)]
     POOL.stop()
-    buffer = 10 * hf_files._BAND_ELEMENTS
+    buffer = BLOCK[0] * (4 * args.hidden + 64) * 8  # two rows of blocks of the widest matrix, in float32
     data = provenance() | {"hidden": args.hidden, "layers": args.layers, "buffer": buffer, "runs": runs}
     write_results("fp8_loading", data, HEADER, [_line(run, buffer) for run in runs])
     if any(not _good(run, buffer) for run in runs):
@@ -72,7 +73,7 @@ def _run(folder: Path, world: int) -> dict:
     """Two ranks hold one replica of the model, four hold two, of which experts have one on every pair."""
     job = {"model": str(folder / "model"), "twin": str(folder / "twin"), "parallel": LAYOUT, "dtype": "bfloat16"}
     (result,) = run_ranks(world, folder / f"ranks{world}", [job], script="fp8_ranks.py")
-    whole = hf_files.HfFolder(folder / "model")
+    whole = HfFolder(folder / "model")
     stored = {name: whole.stored_bytes(name, shape) for name, (shape, _) in whole.specs.items()}
     parts = sum(size * (2 if any(word in name for word in REPEATED) else 1) for name, size in stored.items())
     return {"world": world, "files": sum(stored.values()), "parts": parts * world // 2, **result}

@@ -24,7 +24,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth"}
 _SCALES = "_scale_inv"  # after a tensor's name: the name of its blocks' scales
-_BAND_ELEMENTS = 1 << 21  # of an FP8 tensor at a time: 10 bytes each, in float32 twice and in bfloat16
 _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
 _DTYPES = {
     "F64": torch.float64,
@@ -133,7 +132,7 @@ class HfFolder(Mapping[str, Tensor]):
     def read_into(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
         """Copies the elements of a tensor from `start` on, as many as `target` has in every dimension, into `target`.
 
-        An FP8 tensor needs a bounded buffer beside it, and what lies between the target's dtype and bfloat16 is lost.
+        Of an FP8 tensor a row or two of blocks lie beside it in float32; it is rounded to bfloat16, as its spec says.
         """
         if name in self._fp8:
             self._dequantise(target, name, start)
@@ -148,28 +147,23 @@ class HfFolder(Mapping[str, Tensor]):
     def _dequantise(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
         """Computes bfloat16(float32(weight) * scale of its block), as SGLang's block_quant_dequant does.
 
-        A band of rows at a time, where `target` is: a device reads the stored bytes.
+        One row of blocks at a time, where `target` is: a device is sent the stored bytes.
         """
         weight, scales = self._stored(name), self._stored(name + _SCALES)
-        rows, columns = (self._blocks(start[axis], target.shape[axis], axis, target.device) for axis in (0, 1))
-        corner = [first // block for first, block in zip(start, self._block, strict=True)]
-        part = scales[corner[0] :, corner[1] :][: int(rows[-1]) + 1, : int(columns[-1]) + 1]
+        (top, left), (height, width) = start, self._block
+        bottom, right = top + target.shape[0], left + target.shape[1]
+        part = scales[top // height : -(-bottom // height), left // width : -(-right // width)]
         self.bytes_read += target.numel() + part.numel() * part.element_size()
-        by_column = part.to(target.device, torch.float32)[:, columns]  # [blocks of rows, columns]
-        band = max(1, _BAND_ELEMENTS // target.shape[1])
-        for first in range(0, target.shape[0], band):
-            into = target[first : first + band]
-            values = weight[_box((start[0] + first, start[1]), into.shape)].to(target.device).float()
-            values *= by_column[rows[first : first + band]]
-            into.copy_(values.bfloat16())
+        block_of_column = torch.arange(left, right, device=target.device) // width - left // width
+        by_column = part.to(target.device, torch.float32)[:, block_of_column]  # [rows of blocks, columns]
+        for first, scale in zip(range(top - top % height, bottom, height), by_column, strict=True):
+            rows = slice(max(first, top), min(first + height, bottom))
+            values = weight[rows, left:right].to(target.device).float()
+            values *= scale
+            target[rows.start - top : rows.stop - top].copy_(values.bfloat16())
 
     def _stored(self, name: str) -> Tensor:
         return self._handles[name].get_tensor(name)
-
-    def _blocks(self, start: int, count: int, axis: int, device: torch.device) -> Tensor:
-        """Returns the block of each of `count` rows (axis 0) or columns from `start` on, the first one's being 0."""
-        block = self._block[axis]
-        return torch.arange(start, start + count, device=device) // block - start // block
 
     def fingerprint(self) -> str:
         """Returns what tells these weights from others: a digest of names, shapes, dtypes, and of every tensor's
