@@ -28,6 +28,7 @@ from megagrpo.actor.model import (
     routers,
 )
 from megagrpo.actor.reference import AdaptersOff, HostReference
+from megagrpo.actor.router_bias import RouterBias
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture
@@ -156,6 +157,8 @@ class MegatronActor:
         self.updates_done = 0
         self.reference: HostReference | AdaptersOff | None = None
         self.expert_load = _ExpertLoad(self.chunks, self.arch, device)
+        rate = config.router_bias_update
+        self.router_bias = None if rate is None else RouterBias(self.chunks, self.arch, rate, device)
 
     def _reduce_gradients(self, model: list, num_tokens: Tensor | None = None, **groups) -> None:
         """Collective. Sums gradients over ranks as Megatron does, without its token count.
@@ -219,6 +222,8 @@ class MegatronActor:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        if self.router_bias is not None:
+            self.router_bias.clear()
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns this rank's accumulated float32 gradients by parameter name; the certificate compares them."""
@@ -242,6 +247,8 @@ class MegatronActor:
             # Megatron leaves it to its own scheduler to spare norms and biases
             group["weight_decay"] = self.optimizer_config.weight_decay * group.get("wd_mult", 1.0)
         self.optimizer.step()
+        if self.router_bias is not None:
+            self.router_bias.move()
         self.updates_done += 1
         return {"optim/grad_norm": norm, "optim/lr": lr}
 

@@ -5,6 +5,7 @@ micro-batches and ranks, whatever the layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -242,7 +243,7 @@ def _run(
 ) -> list[dict[str, Tensor]]:
     """Runs Megatron's schedule over the micro-batches of `rows`; returns the last stage's metric sums, [] elsewhere."""
     config, device = actor.config, actor.mesh.device
-    layout, cp_rank = config.parallel, mpu.get_context_parallel_rank()
+    layout, cp_rank, bias = config.parallel, mpu.get_context_parallel_rank(), actor.router_bias
     micros = plan_micro_batches(batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank)
     counts = {
         "padded": torch.tensor(float(sum(m.tokens.numel() for m in micros) * layout.cp), device=device),
@@ -256,7 +257,8 @@ def _run(
     def forward_step(iterator: Iterator[MicroBatch], model):
         micro = next(iterator)
         packed = None if micro.cu_seqlens is None else PackedSequences.make(micro.cu_seqlens, micro.max_seqlen)
-        hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
+        with nullcontext() if bias is None or forward_only else bias.counting(micro):
+            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
         return hidden, partial(loss, micro, model.module)
 
     iterators = [iter(micros) for _ in actor.model]

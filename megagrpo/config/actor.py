@@ -138,6 +138,12 @@ class ActorConfig(Section):
     lora: LoraConfig | None = Field(
         default=None, description="Train low-rank adapters instead of all weights; default: all weights."
     )
+    router_bias_update: PositiveFloat | None = Field(
+        default=None,
+        description="Move each bias of a router by this after an update, up where its expert got fewer tokens than the "
+        "mean: DeepSeek-V3's balance without an auxiliary loss, which took 0.001 for most of its training; default: "
+        "biases stay as they are.",
+    )
     micro_batch_tokens: PositiveInt = Field(
         default=4096, description="Most tokens in one forward pass, padding included."
     )
@@ -184,4 +190,6 @@ class ActorConfig(Section):
             raise ValueError(
                 "lora adds to Megatron's own linear layers, not to Transformer Engine's: set transformer_engine: false"
             )
+        if self.lora is not None and self.router_bias_update is not None:
+            raise ValueError("with lora all other weights stay, the routers' biases too: remove router_bias_update")
         return self

@@ -1,6 +1,7 @@
 """Some cases of bench/transports.py: after `reshard` the engines' parameters are bit-equal to what `disk` gives.
 
-Every trainer layout and every engine layout is there, and every family; all combinations take a quarter of an hour.
+Every trainer layout and every engine layout is there, and every family; all combinations take a quarter of an hour. And
+what engines of the families that are not tried elsewhere then compute is what transformers computes.
 """
 
 from collections.abc import Iterator
@@ -8,7 +9,17 @@ from pathlib import Path
 
 import pytest
 from planned_cases import plan_cases, planning_problems
-from transport_cases import ENGINES, FAMILIES, TRAINERS, TransportCase, problems_of, run_engine_cases
+from transport_cases import (
+    COMPUTED,
+    DENSE,
+    ENGINES,
+    FAMILIES,
+    TRAINERS,
+    TransportCase,
+    problems_of,
+    run_computed,
+    run_engine_cases,
+)
 
 from megagrpo.planning.links import Forecast
 from tests.dist.workers.pool import RankPool
@@ -19,6 +30,8 @@ CASES = {  # (family, engines) -> trainers: an engine start each
     ("qwen2", "two nodes"): ("TP2xPP2", "1"),
     ("qwen3", "TP2"): ("PP2", "DP2"),
 }
+
+IN_EVERY_RUN = ("deepseek_v3", "TP2")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +59,17 @@ def test_parameters_are_those_of_disk_and_no_byte_travels_twice(family, engines,
     ]
 
 
+@pytest.mark.parametrize(
+    ("family", "engines"), [pytest.param(*case, marks=[pytest.mark.slow] * (case != IN_EVERY_RUN)) for case in COMPUTED]
+)
+def test_engines_compute_what_transformers_does(family, engines, ranks, tmp_path: Path):
+    transports = ["broadcast", "reshard"] if (family, engines) == IN_EVERY_RUN else ["disk", "broadcast", "reshard"]
+    rows = list(run_computed(ranks, family, engines, tmp_path, transports))
+    assert len(rows) == len(transports) * len(COMPUTED[family, engines])
+    assert not [problem for row in rows for problem in problems_of(row)]
+
+
 def test_every_family_and_layout_is_in_some_case():
-    assert {family for family, _ in CASES} == set(FAMILIES)
+    assert {family for family, _ in [*CASES, *COMPUTED]} == set(FAMILIES) and {*DENSE} <= {name for name, _ in CASES}
     left = set(ENGINES) - {engines for _, engines in CASES} | set(TRAINERS) - set().union(*CASES.values())
     assert left == {"TP1"}, "which every one of two engines is"

@@ -103,7 +103,7 @@ def test_digest_has_the_same_bits(dtype, fused, monkeypatch):
 def test_digests_in_a_side_thread_have_the_same_bits(tmp_path):
     """As ExpectedDigests runs them while the transfer goes on: in a thread and a stream of their own."""
     values = torch.randn(6, 700, 300, generator=torch.Generator().manual_seed(0))
-    specs = {str(k): ((700, 300), torch.float32) for k in range(6)}
+    specs = {str(k): ((700, 300), torch.bfloat16) for k in range(6)}
     copies = [Copy(str(k), (0, 0), (700, 300), "experts", k * 210_000, (300, 1)) for k in range(6)]
     mesh = make_mesh(0, 1, torch.device("cuda", 0), deadline_s=30)
     live = {"experts": values.to(CUDA)}

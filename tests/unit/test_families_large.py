@@ -133,6 +133,12 @@ def test_what_would_be_wrong_of_deepseek_is_refused_by_name(key):
     assert len(problems) == 1 and key.replace("rope_scaling", "rope scaling") in problems[0]
 
 
+def test_what_engines_read_must_be_there():
+    for hf in (V3, K2):
+        (problem,) = model_problems({key: value for key, value in hf.items() if key != "moe_layer_freq"})
+        assert 'lacks "moe_layer_freq": 1, which engines read' in problem
+
+
 def test_yarn_needs_every_number():
     """Where one is missing, Megatron and transformers take other defaults."""
     for key in YARN.keys() - {"type"}:
@@ -235,3 +241,13 @@ def test_tiny_models(family):
     assert arch.router_groups == (2 if family == "deepseek_v3" else 1)
     with pytest.raises(ValueError, match="experts_per_token 9"):
         hf_config(sizes.model_copy(update={"experts_per_token": 9}))
+
+
+def test_a_bias_is_moved_only_where_there_is_one():
+    qwen = qwen3_moe(4096, 94, 64, 4, 12288, 1536)
+    moving = load_config(QUICKSTART, ["actor.router_bias_update=0.001", "actor.parallel={}"]).actor
+    (problem,) = layout_problems(architecture_of(qwen), moving)
+    assert problem == "actor.router_bias_update: a qwen3_moe model's routers have no bias; remove it"
+    assert layout_problems(architecture_of(V3), moving) == []
+    with pytest.raises(ValueError, match=r"with lora all other weights stay, .*remove router_bias_update"):
+        load_config(QUICKSTART, ["actor.router_bias_update=0.001", "actor.lora={rank: 4}"])
