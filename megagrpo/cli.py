@@ -292,7 +292,7 @@ def _certify(args: argparse.Namespace) -> int:
 
 
 def _plan_weights(args: argparse.Namespace) -> int:
-    from megagrpo.planning.links import rates_of
+    from megagrpo.planning.hardware import rates_of
     from megagrpo.planning.weights_report import plan_weights
 
     config = _config(args)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.planning.links import Cluster, Forecast, Rates, broadcast_forecast, place_ranks, reshard_forecast
+from megagrpo.planning.hardware import Rates
+from megagrpo.planning.links import Cluster, Forecast, broadcast_forecast, place_ranks, reshard_forecast
 from megagrpo.planning.recordings import Recordings, record_both_sides
 from megagrpo.run_folder import write_whole
 from megagrpo.weights.reshard_plan import make_cover, piece_limit, trainer_atoms
