@@ -116,6 +116,10 @@ EFFICIENCY = {
     "expert imbalance": Measured(
         1.3, "estimate: tokens of the fullest expert rank over the mean, without an auxiliary loss and without replay"
     ),
+    "fragmentation": Measured(
+        0.04, "estimate: memory that PyTorch's allocator cannot use, with expandable segments"
+    ),
+    "host copy GB/s": Measured(20.0, "estimate: from a GPU to its host's memory, all of a node at once, PCIe 5 x16"),
     "context bytes": Measured(
         1.5e9, "estimate: CUDA context, NCCL communicators and library handles of an engine rank before the weights"
     ),

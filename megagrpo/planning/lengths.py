@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 
@@ -76,15 +77,18 @@ def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
     return Lengths(prompt, _through(*numbers, longest), f"mean {numbers[0]:g}, p50 {numbers[1]:g}, p99 {numbers[2]:g}")
 
 
-def lengths_of_run(folder: Path) -> Lengths:
+def lengths_of_run(folder: Path, config: ExperimentConfig) -> Lengths:
     """Reads the lengths of all samples in the rollouts of a run folder. Raises ValueError where it has none."""
     files = sorted(RunFolder(folder).rollouts.glob("step_*.jsonl"))
-    records = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines() if line]
-    responses = [record["response_tokens"] for record in records if "response_tokens" in record]
+    responses = [
+        sample["num_tokens"]
+        for file in files
+        for line in file.read_text(encoding="utf-8").splitlines()
+        for sample in json.loads(line)["samples"]
+    ]
     if not responses:
-        raise ValueError(f"--lengths-from {folder}: no rollouts/step_*.jsonl with response_tokens in it")
-    prompts = [record["prompt_tokens"] for record in records if "prompt_tokens" in record]
-    prompt = sum(prompts) / len(prompts) if prompts else 0.0
+        raise ValueError(f"--lengths-from {folder}: it has no samples in rollouts/step_*.jsonl (log.rollouts)")
+    prompt = _PROMPT_SHARE * config.data.max_prompt_tokens  # the record has their texts alone
     return Lengths(prompt, _sorted(responses, str(folder)), f"{len(responses):,} samples of {folder}")
 
 
@@ -131,6 +135,4 @@ def _through(mean: float, median: float, p99: float, longest: float) -> np.ndarr
 
 def _scores() -> np.ndarray:
     """Returns standard normal quantiles, float64 [_POINTS]."""
-    from statistics import NormalDist
-
     return np.array([NormalDist().inv_cdf((k + 0.5) / _POINTS) for k in range(_POINTS)])

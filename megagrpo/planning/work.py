@@ -33,7 +33,9 @@ class ModelWork:
     qk_dim: int  # of one head, as the trainer multiplies them
     v_dim: int
     latent: int  # values a token and layer of a latent cache; 0: keys and values of heads
+    attention: int  # of a layer's weights, projections that attention's heads divide
     whole: int  # of a layer's weights, those that every tensor-parallel rank holds whole
+    rope_dim: int = 0  # of a latent, what no value is computed from
 
     @property
     def share(self) -> float:
@@ -54,14 +56,7 @@ class ModelWork:
         """Returns the same in an engine, which multiplies with the latent itself where the cache holds latents."""
         if not self.latent:
             return self.attention_flops
-        return 2.0 * self.num_heads * (2 * self.latent - (self.latent - self.v_latent))
-
-    @property
-    def v_latent(self) -> int:
-        """Returns the part of a latent that values are computed from."""
-        return self.latent - self.rope_dim
-
-    rope_dim: int = 0
+        return 2.0 * self.num_heads * (2 * self.latent - self.rope_dim)
 
     def cache_bytes(self, attention_tp: int, width: int = ITEM) -> int:
         """Returns the bytes of one token in one rank's cache.
@@ -82,7 +77,7 @@ class ModelWork:
 def model_work(arch: Architecture) -> ModelWork:
     """Counts the tensors of a model."""
     dense, expert = [0] * arch.num_layers, [0] * arch.num_layers
-    whole = expert_size = 0
+    whole = attention = expert_size = 0
     for spec in model_tensors(arch):
         words = spec.name.split(".")
         if words[:2] != ["model", "layers"]:
@@ -92,11 +87,15 @@ def model_work(arch: Architecture) -> ModelWork:
             expert[index] += spec.size
         else:
             dense[index] += spec.size
-            if index == arch.num_layers - 1 and (spec.kind != "matrix" or _is_whole(words[-2])):
+            if index < arch.num_layers - 1:
+                continue
+            if spec.kind != "matrix" or _is_whole(words[-2]):
                 whole += spec.size
+            elif words[3] == "self_attn":
+                attention += spec.size
     if arch.num_experts:
         expert_size = 3 * arch.hidden_size * arch.expert_ffn_size
-    mla = arch.mla
+    mla = getattr(arch, "mla", None)
     vocabulary = arch.vocab_size * arch.hidden_size
     return ModelWork(
         layers=tuple(LayerWork(*counts) for counts in zip(dense, expert, strict=True)),
@@ -112,6 +111,7 @@ def model_work(arch: Architecture) -> ModelWork:
         qk_dim=mla.nope_dim + mla.rope_dim if mla else arch.head_dim,
         v_dim=mla.v_dim if mla else arch.head_dim,
         latent=mla.kv_lora_rank + mla.rope_dim if mla else 0,
+        attention=attention,
         whole=whole,
         rope_dim=mla.rope_dim if mla else 0,
     )
