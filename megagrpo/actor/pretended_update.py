@@ -1,0 +1,204 @@
+"""Measures the memory of a trainer rank that is not there: its real update runs in a pretended world, on shapes alone.
+
+Megatron's model, gradient buffers, optimiser and schedule, our head and our loss are the ones that train; only numbers
+are missing, see shapes_only.py. bench/plan_memory.py compares the figures with those of real ranks.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from megagrpo.actor import step
+from megagrpo.actor.attention import CausalAttention
+from megagrpo.actor.live_bytes import LiveBytes, storage_bytes
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.pretended import pretended_world
+from megagrpo.actor.shapes_only import META, AsOnDevice, ShapesOnly
+from megagrpo.algo import logprob
+from megagrpo.config.actor import ActorConfig
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.mesh import Mesh
+from megagrpo.types import Batch
+
+HEAD, STEP, ACTIVATIONS = "head", "optimiser step", "activations"
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank: what stays, and of the phases what they add at their peak, by what made it."""
+
+    parameters: int
+    gradients: int
+    optimiser: int
+    logprobs: Mapping[str, int]
+    update: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a rank is given: micro-batches alike, of sequences with these lengths in tokens."""
+
+    lengths: tuple[int, ...]  # of one micro-batch
+    micro_batches: int
+    imbalance: float = 1.0  # tokens that the experts of this rank get, over the mean
+
+    def batch(self) -> Batch:
+        """Returns samples that are cut into such micro-batches; all tokens but the first are trained on."""
+        lengths = torch.tensor(self.lengths * self.micro_batches)
+        count, width = len(lengths), int(lengths.max())
+        columns = torch.arange(width)
+        mask = ((columns < lengths[:, None]) & (columns > 0)).float()
+        return Batch(
+            sample_ids=torch.arange(count),
+            group_ids=torch.arange(count),
+            num_groups=count,
+            tokens=mask.long(),
+            lengths=lengths,
+            prompt_lengths=torch.ones(count, dtype=torch.int64),
+            loss_mask=mask,
+            rollout_logprobs=torch.zeros(count, width),
+            rewards=torch.zeros(count, dtype=torch.float64),
+            valid=torch.ones(count, dtype=torch.bool),
+            truncated=torch.zeros(count, dtype=torch.bool),
+            advantages=mask.clone(),
+            seen_logprobs=torch.zeros(count, width),
+            updates=((tuple(range(count)),),),
+        )
+
+
+def pretended_bytes(
+    model: Path, config: ActorConfig, algorithm: AlgorithmConfig, work: Work, rank: int, cuda: bool
+) -> RankBytes:
+    """Measures rank `rank` of `config.world_size`, of a model of which `model` has the config.json.
+
+    cuda: count what kernels of a GPU keep, not those of a CPU. The process must be in no process group.
+    """
+    config = config.model_copy(update={"transformer_engine": False})
+    live = LiveBytes()
+    with pretended_world(config, rank), _own_mesh(), live, ShapesOnly(), AsOnDevice(cuda):
+        actor = MegatronActor(
+            model_path=model, config=config, optimizer=config.optimizer, num_updates=1, seed=0, device=META
+        )
+        return measure(actor, algorithm, work, live)
+
+
+def measure(actor: MegatronActor, algorithm: AlgorithmConfig, work: Work, live: LiveBytes) -> RankBytes:
+    """Collective. Measures an actor, real or pretended, whose tensors `live` has counted from the first."""
+    _route(actor, work.imbalance)
+    batch = work.batch()
+    with _labels(actor, live):
+
+        def update() -> None:
+            step.update(actor, batch, algorithm, 1.0, int(batch.lengths.max()))
+
+        update()  # makes the optimiser's state
+        peaks = {}
+        for name, run in (("logprobs", lambda: step.token_logprobs(actor, batch, 1.0)), ("update", update)):
+            before = live.by_label()
+            live.restart()
+            run()
+            peaks[name] = {label: size - before.get(label, 0) for label, size in live.at_peak.items()}
+    trained = [t for chunk in actor.model for t in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
+    gradients = [buffer.grad_data for buffer in trained]
+    state = [*_tensors(actor.optimizer)]
+    return RankBytes(
+        parameters=storage_bytes(parameters),
+        gradients=storage_bytes(gradients),
+        optimiser=storage_bytes([*state, *parameters]) - storage_bytes(parameters),
+        logprobs=peaks["logprobs"],
+        update=peaks["update"],
+    )
+
+
+def _tensors(optimizer: Any) -> Iterator[Tensor]:
+    """Yields the optimiser's state and what it steps: the weights themselves, or its float32 copies of them."""
+    for part in optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]:
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+
+
+@contextmanager
+def _labels(actor: MegatronActor, live: LiveBytes) -> Iterator[None]:
+    def labelled(label: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with live.labelled(label):
+                return function(*args, **kwargs)
+
+        return run
+
+    head = logprob._LogProbs
+    with (
+        patch.object(head, "forward", staticmethod(labelled(HEAD, head.forward))),
+        patch.object(head, "backward", staticmethod(labelled(HEAD, head.backward))),
+        patch.object(actor.optimizer, "step", labelled(STEP, actor.optimizer.step)),
+        live.labelled(ACTIVATIONS),
+    ):
+        yield
+
+
+def _route(actor: MegatronActor, imbalance: float) -> None:
+    """Lets every router choose experts evenly, but that this rank's get `imbalance` times as many tokens."""
+
+    def hook(module: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        own = mpu.get_expert_model_parallel_rank(), mpu.get_expert_model_parallel_world_size()
+        return output[0], routing(len(output[1]), actor.arch.num_experts, actor.arch.experts_per_token, own, imbalance)
+
+    for chunk in actor.chunks:
+        for layer in chunk.decoder.layers:
+            if hasattr(layer.mlp, "router"):
+                layer.mlp.router.register_forward_hook(hook)
+
+
+def routing(tokens: int, experts: int, each: int, own: tuple[int, int], imbalance: float) -> Tensor:
+    """Returns which experts get which tokens, [tokens, experts] bool with `each` in every row.
+
+    own: the expert-parallel rank that gets `imbalance` times the mean, and the number of them.
+    """
+    place, size = own
+    local = experts // size
+    mine, rest = torch.arange(place * local, (place + 1) * local), torch.arange(experts - local)
+    rest = rest + local * (rest >= place * local)
+    share = min(imbalance * each / size, each, local)
+    counts = ((torch.arange(tokens) + 1) * share).floor() - (torch.arange(tokens) * share).floor()
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool)
+    for group, number in ((mine, counts.long()), (rest, each - counts.long())):
+        if len(group):
+            first = number.cumsum(0) - number
+            for k in range(int(number.max())):
+                rows = number > k
+                chosen[torch.arange(tokens)[rows], group[((first + k) % len(group))[rows]]] = True
+    return chosen
+
+
+@contextmanager
+def _own_mesh() -> Iterator[None]:
+    """Describes a rank that is alone in a pretended world, where nobody answers who is where."""
+
+    def start(config: ActorConfig, device: torch.device) -> Mesh:
+        return Mesh(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            dp_rank=mpu.get_data_parallel_rank(),
+            dp_size=mpu.get_data_parallel_world_size(),
+            dp_group=mpu.get_data_parallel_group(),
+            replica_group=mpu.get_model_parallel_group(),
+            leader=0,
+            device=device,
+        )
+
+    with (
+        patch("megagrpo.actor.megatron_actor.start_distributed", start),
+        patch.object(dist, "broadcast_object_list", lambda *args, **kwargs: None),
+    ):
+        yield

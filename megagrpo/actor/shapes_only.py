@@ -1,0 +1,110 @@
+"""Lets the real code of a trainer rank run where floating-point tensors have a shape and no memory.
+
+Integers and booleans are computed, so token positions, routing maps and split sizes are real; numbers live on the meta
+device. What is read from them, a norm for instance, is 1. Messages between ranks arrive at once and carry nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork, Work
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+META = torch.device("meta")
+_ATEN = torch.ops.aten
+_READ = _ATEN._local_scalar_dense.default
+_FACTORIES = {
+    getattr(_ATEN, name).default for name in ("empty_strided", "ones", "zeros", "full", "rand", "randn", "scalar_tensor")
+} | {_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.new_zeros.default, _ATEN.new_full.default}
+
+
+class ShapesOnly(TorchDispatchMode):
+    """Makes new floating-point tensors without memory, and mixes them with real integers."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _FACTORIES:
+            return func(*args, **_without_memory(func, args, kwargs))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        on_meta = [tensor.is_meta for tensor in tensors]
+        if not any(on_meta):
+            return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return _arrived(func, args)
+        if func is _READ:
+            return torch.ones((), dtype=args[0].dtype, device="cpu").item()
+        if func is _ATEN._to_copy.default and _leaves_meta(kwargs):
+            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="cpu")
+        if func is _ATEN.masked_select.default and not args[1].is_meta:
+            return args[0].new_empty(int(args[1].sum()))
+        if func is _ATEN.copy_.default and not args[0].is_meta:
+            return args[0]
+        if all(on_meta):
+            return func(*args, **kwargs)
+        mixed_args, mixed_kwargs = tree_map_only(Tensor, lambda t: t.to(META), (args, kwargs))
+        out = func(*mixed_args, **mixed_kwargs)
+        if func._schema.is_mutable:  # the tensor that was passed in, not the one in its place
+            return kwargs["out"] if "out" in kwargs else args[0]
+        return out
+
+
+def _arrived(func: Callable, args: tuple) -> Any:
+    """Returns what a message between ranks returns: its first argument where it has an output, and what to wait for."""
+    work = Work.boxed(FakeWork())
+    return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _without_memory(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    dtype = kwargs.get("dtype")
+    if func in (_ATEN.new_empty.default, _ATEN.new_zeros.default, _ATEN.new_full.default):
+        floating = (dtype or args[0].dtype).is_floating_point
+    elif dtype is None and func in (_ATEN.full.default, _ATEN.scalar_tensor.default):
+        floating = isinstance(args[-1], float)
+    else:
+        floating = (dtype or torch.get_default_dtype()).is_floating_point
+    return {**kwargs, "device": META} if floating else kwargs
+
+
+def _leaves_meta(kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != "meta"
+
+
+class AsOnDevice(TorchFunctionMode):
+    """Answers for tensors without memory what code asks before it chooses a kernel: those of a CPU, or of a GPU."""
+
+    def __init__(self, cuda: bool):
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]  # a getter of C
+            return self._cuda and args[0].is_meta
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and args[0].is_meta:
+            return {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}[args[0].dtype]
+        if func is torch.tensor and isinstance(args[0], list) and _holds_meta(args[0]):
+            return torch.empty(len(args[0]))  # it would read them before a dispatch mode can answer
+        if func is torch.nn.functional.scaled_dot_product_attention and not self._cuda:
+            return _cpu_attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _holds_meta(values: list) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(values))
+
+
+def _cpu_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
+    """Runs the kernel that a CPU chooses; of tensors on meta torch would choose the one that keeps all scores."""
+    if attn_mask is not None:
+        attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    out, _ = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+    )
+    return out
