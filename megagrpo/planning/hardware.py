@@ -86,7 +86,7 @@ EFFICIENCY = {
         "backward, causal masks and the lengths of packed samples reach less",
     ),
     "memory": Measured(
-        0.80, "estimate: large copies reach 0.90 of HBM's bandwidth, decode kernels with small batches less"
+        0.70, "estimate: large copies reach 0.90 of HBM's bandwidth, experts with few tokens each and short caches less"
     ),
     "decode matmul": Measured(0.50, "estimate: skinny matrix products of a decode batch of some hundred rows"),
     "nvlink": Measured(
@@ -107,6 +107,9 @@ EFFICIENCY = {
     "all-reduce latency between us": Measured(45.0, "estimate: NCCL's tree over two to four nodes, small messages"),
     "decode step ms": Measured(
         2.0, "estimate: scheduling, sampling and the gaps between CUDA graphs of one decode step; overlapped in part"
+    ),
+    "decode layer us": Measured(
+        60.0, "estimate: kernels of a layer in a decode step that do not get shorter however few samples there are"
     ),
     "layer overhead us": Measured(
         60.0,

@@ -5,9 +5,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 
 import numpy as np
+import torch
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.run_folder import RunFolder
@@ -135,4 +135,4 @@ def _through(mean: float, median: float, p99: float, longest: float) -> np.ndarr
 
 def _scores() -> np.ndarray:
     """Returns standard normal quantiles, float64 [_POINTS]."""
-    return np.array([NormalDist().inv_cdf((k + 0.5) / _POINTS) for k in range(_POINTS)])
+    return torch.special.ndtri((torch.arange(_POINTS, dtype=torch.float64) + 0.5) / _POINTS).numpy()

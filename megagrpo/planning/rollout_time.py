@@ -72,7 +72,7 @@ class EngineSpeed:
             "cache": cache,
             "compute": max(0.0, compute - weights - cache),
             "communication": self._all_reduces(batch, 1),
-            "overhead": efficiency("decode step ms") / 1e3,
+            "overhead": efficiency("decode step ms") / 1e3 + len(work.layers) * efficiency("decode layer us") / 1e6,
         }
 
     def prefill(self, tokens: float, length: float) -> float:

@@ -87,12 +87,18 @@ class TrainSpeed:
     """The roofline of one trainer rank."""
 
     def __init__(self, work: ModelWork, actor: ActorConfig, hardware: Hardware, gpus_per_node: int):
-        self._actor, self._hardware, self._gpus = actor, hardware, gpus_per_node
+        self._work, self._actor, self._hardware, self._gpus = work, actor, hardware, gpus_per_node
         experts = "experts" if actor.transformer_engine else "experts one by one"
         dense, expert = (sum(flops) for flops in zip(*map(work.forward_flops, work.layers), strict=True))
         share = expert / (dense + expert)
         # one rate for both kinds of products: the time of each adds up
         self._matmul = 1 / ((1 - share) / efficiency("matmul") + share / efficiency(experts))
+
+    def model_flops(self, schedule: Schedule) -> float:
+        """Returns the FLOPs of the whole model in the forward of one micro-batch, were experts equally full."""
+        work = self._work
+        token = sum(sum(work.forward_flops(layer)) for layer in work.layers) + 2.0 * work.head
+        return schedule.tokens * token + schedule.pairs * work.attention_flops * len(work.layers)
 
     def stage(self, cost: StageCost, schedule: Schedule) -> PassTime:
         """Returns one stage's seconds with one micro-batch of the schedule."""
@@ -161,8 +167,6 @@ def train_time(
         "waiting for the slowest rank": (schedule.slowest - 1) * both[slowest] * busy,
         **{name: seconds * updates for name, seconds in rest.items()},
     }
-    pairs = schedule.pairs / p.cp
-    flops = sum(cost.flops * schedule.tokens / cost.tokens + cost.pair_flops * pairs for cost in costs)
     rounds = schedule.count * schedule.slowest + depth
     return TrainTime(
         forward=rounds * max(stage.forward for stage in stages) * updates / passes,
@@ -172,5 +176,5 @@ def train_time(
         micro_batches=schedule.count,
         filled=schedule.tokens / actor.micro_batch_tokens,
         waiting=schedule.waiting,
-        model_flops=3 * flops * schedule.count * updates * actor.world_size / p.pp,
+        model_flops=3 * speed.model_flops(schedule) * schedule.count * actor.dp * updates,
     )

@@ -71,7 +71,7 @@ class ModelWork:
     def total(self) -> int:
         """Counts all weights."""
         layers = sum(layer.dense + layer.expert for layer in self.layers)
-        return layers + self.embedding + (0 if self.tied else self.head)
+        return layers + self.embedding + (0 if self.tied else self.head) + self.hidden  # and the last norm
 
 
 def model_work(arch: Architecture) -> ModelWork:
@@ -95,7 +95,7 @@ def model_work(arch: Architecture) -> ModelWork:
                 attention += spec.size
     if arch.num_experts:
         expert_size = 3 * arch.hidden_size * arch.expert_ffn_size
-    mla = getattr(arch, "mla", None)
+    mla = arch.mla
     vocabulary = arch.vocab_size * arch.hidden_size
     return ModelWork(
         layers=tuple(LayerWork(*counts) for counts in zip(dense, expert, strict=True)),
