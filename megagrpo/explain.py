@@ -2,12 +2,13 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from megagrpo.checkpoint_cost import checkpoint_cost
 from megagrpo.config.schema import ExperimentConfig, RewardConfig
 from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import ParameterCounts, architecture_of, model_problems, parameter_counts
+from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.layout import layout_problems, rank_coordinates
 from megagrpo.preflight import is_made, longest_samples, model_description, preflight
 from megagrpo.rewards.graders import SERVICES
@@ -27,7 +28,7 @@ def explain(config: ExperimentConfig, trial: Trial | None = None) -> str:
     steps = _num_steps(config)
     title = f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, seed {config.seed}"
     parts = [
-        _model(config, None if hf is None else hf.get("model_type"), counts),
+        _model(config, hf, counts),
         _layout(config),
         _step(config, steps),
         _rollout(config),
@@ -55,8 +56,9 @@ def _trial(trial: Trial) -> list[str]:
     ]
 
 
-def _model(config: ExperimentConfig, family: str | None, counts: ParameterCounts | None) -> list[str]:
-    if counts is None:
+def _model(config: ExperimentConfig, hf: dict[str, Any] | None, counts: ParameterCounts | None) -> list[str]:
+    family = None if hf is None else hf.get("model_type")
+    if hf is None or counts is None:
         made = not Path(config.model.path).exists() and is_made(config, config.model.path)
         missing = f"not there yet: made by megagrpo {_makers(config)}" if made else "no config.json there"
         return [f"model      {config.model.path} ({family or missing})"]
@@ -69,6 +71,7 @@ def _model(config: ExperimentConfig, family: str | None, counts: ParameterCounts
         reference = "the reference is the model without adapters, no copy"
     return [
         f"model      {config.model.path}: {family}, {_count(counts.total)} parameters{active}{there}",
+        *(f"  left out {text}" for text in left_out(hf)),
         f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, "
         f"{algorithm.aggregation}; {reference}",
         f"  loss     {algorithm.formula}",

@@ -3,6 +3,8 @@
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
 
+_WITHOUT_ADAPTERS = ("mixtral", "glm4_moe", "deepseek_v3", "kimi_k2")  # actor/lora.py does not know their layers
+
 
 def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
     """Returns every clash of the model with actor.parallel, each with its numbers and the sizes that would do.
@@ -10,16 +12,15 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
     Rules between the sizes themselves (world_size, vpp) are the schema's.
     """
     p = config.parallel
-    rules = [
-        ("num_attention_heads", arch.num_heads, "tp", p.tp),
-        ("num_key_value_heads", arch.num_kv_heads, "tp", p.tp),
-    ]
+    rules = [("num_attention_heads", arch.num_heads, "tp", p.tp)]
+    if arch.mla is None:
+        rules.append(("num_key_value_heads", arch.num_kv_heads, "tp", p.tp))
     if arch.is_moe:
-        rules += [
-            ("num_experts", arch.num_experts, "ep", p.ep),
-            ("moe_intermediate_size", arch.expert_ffn_size, "etp", p.etp),
-        ]
-    else:
+        width = "intermediate_size" if arch.family == "mixtral" else "moe_intermediate_size"
+        rules += [("num_experts", arch.num_experts, "ep", p.ep), (width, arch.expert_ffn_size, "etp", p.etp)]
+    if arch.shared_ffn_size:
+        rules.append(("n_shared_experts x moe_intermediate_size", arch.shared_ffn_size, "tp", p.tp))
+    if not arch.is_moe or arch.dense_layers:
         rules.append(("intermediate_size", arch.ffn_size, "tp", p.tp))
     problems = [
         f"actor.parallel.{key} = {by} does not divide the model's {what} = {number}; it may be {divisors(number, by)}"
@@ -33,6 +34,8 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
             f"actor.lora has targets in experts, which needs an actor.parallel.etp that divides tp = {p.tp}; "
             f"{p.etp} does not: the gradient norm would count their adapters twice"
         )
+    if config.lora is not None and arch.family in _WITHOUT_ADAPTERS:
+        problems.append(f"actor.lora is not supported with a {arch.family} model: train all weights, or another family")
     if not arch.is_moe:
         problems += [
             f"actor.parallel.{key} = {size}, but a {arch.family} model has no experts; {key} must be 1"

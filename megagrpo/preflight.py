@@ -91,7 +91,7 @@ def _engine_problems(config: ExperimentConfig, arch: Architecture) -> list[str]:
             f"rollout.tp = {tp} does not divide the model's num_attention_heads = {heads}; "
             f"it may be {divisors(heads, tp)}"
         )
-    if kv_heads % tp and tp % kv_heads:
+    if arch.mla is None and kv_heads % tp and tp % kv_heads:
         problems.append(
             f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's num_key_value_heads = {kv_heads}"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,17 @@ COMMON_SIZE_KEYS = frozenset(
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Holds the widths of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); of the heads: of one each."""
+
+    q_lora_rank: int | None  # None: queries are one projection
+    kv_lora_rank: int  # of the latent that keys and values are computed from
+    nope_dim: int  # of queries and keys without a position
+    rope_dim: int  # of queries and keys with one; all key heads share it
+    v_dim: int
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Holds the numbers of one HF config.json that the actor needs, with the family's defaults filled in."""
 
@@ -54,7 +65,7 @@ class Architecture:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of a query
     ffn_size: int  # intermediate width of a dense MLP
     vocab_size: int
     max_positions: int  # tokens
@@ -68,6 +79,15 @@ class Architecture:
     experts_per_token: int = 0
     expert_ffn_size: int = 0
     norm_topk_prob: bool = True
+    mla: LatentAttention | None = None  # None: grouped-query attention
+    rotary_fraction: float = 1.0  # of a head's dimensions that turn, the first ones
+    sigmoid_router: bool = False  # scores are sigmoids; else a softmax
+    router_bias: bool = False  # a float32 for each expert, added to scores for the choice alone
+    router_groups: int = 1  # equal groups of experts, of which a token's experts come from the best
+    router_top_groups: int = 1
+    routed_scale: float = 1.0  # times the output of routed experts
+    dense_layers: int = 0  # first layers, which have one MLP and no experts
+    shared_ffn_size: int = 0  # of the experts that every token meets, together; 0: none
 
     @property
     def is_moe(self) -> bool:
@@ -80,14 +100,27 @@ class Architecture:
 
         Attention's own products are queries with keys and weights with values, under a causal mask.
         """
-        heads = self.num_heads * self.head_dim
-        projections = 2 * self.hidden_size * (heads + self.num_kv_heads * self.head_dim)
-        feed_forward = (
-            3 * self.hidden_size * (self.experts_per_token * self.expert_ffn_size if self.is_moe else self.ffn_size)
-        )
         # of a token at the end of a sequence of n: heads * n multiply-adds, twice, and half of that on average
-        per_layer = projections + feed_forward + self.hidden_size * self.vocab_size // self.num_layers
-        return max(per_layer // heads, 1)
+        heads = self.num_heads * (self.head_dim + (self.mla.v_dim if self.mla else self.head_dim)) // 2
+        feed_forward = self.dense_layers * self._mlp(self.ffn_size)
+        width = self.experts_per_token * self.expert_ffn_size + self.shared_ffn_size if self.is_moe else self.ffn_size
+        feed_forward += (self.num_layers - self.dense_layers) * self._mlp(width)
+        whole = feed_forward + self.hidden_size * self.vocab_size
+        return max((self._projections() + whole // self.num_layers) // heads, 1)
+
+    def _mlp(self, width: int) -> int:
+        """Counts the elements of a gated MLP's matrices."""
+        return 3 * self.hidden_size * width
+
+    def _projections(self) -> int:
+        """Counts the elements of a layer's matrices before and after attention."""
+        mla, hidden, heads = self.mla, self.hidden_size, self.num_heads
+        if mla is None:
+            return 2 * hidden * (heads + self.num_kv_heads) * self.head_dim
+        queries = heads * (mla.nope_dim + mla.rope_dim)
+        down = mla.kv_lora_rank + mla.rope_dim + (mla.q_lora_rank or 0)
+        up = mla.kv_lora_rank * heads * (mla.nope_dim + mla.v_dim) + (mla.q_lora_rank or hidden) * queries
+        return hidden * down + up + heads * mla.v_dim * hidden
 
 
 def missing_keys(hf: Mapping[str, Any], keys: tuple[str, ...] = ()) -> list[str]:
@@ -95,14 +128,34 @@ def missing_keys(hf: Mapping[str, Any], keys: tuple[str, ...] = ()) -> list[str]
     return [f"config.json lacks {key}" for key in (*_REQUIRED_KEYS, *keys) if key not in hf]
 
 
-def common_refusals(hf: Mapping[str, Any]) -> list[str]:
-    """Returns what no family's decoder layer of ours computes, each problem by the name of its key."""
+def llama3_refusals(scaling: Mapping[str, Any]) -> list[str]:
+    """Returns a problem unless a rotary scaling is Llama 3's, with any factor."""
+    if {key: scaling.get(key) for key in _LLAMA3_SCALING} == _LLAMA3_SCALING:
+        return []
+    return [f"rope scaling {scaling} is not supported; supported: none, or {_LLAMA3_SCALING} with any factor"]
+
+
+def every_scaling_refused(scaling: Mapping[str, Any]) -> list[str]:
+    """Returns a problem with any rotary scaling: the family is computed without."""
+    return [f"rope scaling {scaling} is not supported by this family; supported: none"]
+
+
+def common_refusals(
+    hf: Mapping[str, Any],
+    of_scaling: Callable[[Mapping[str, Any]], list[str]] = llama3_refusals,
+    partial_rotary: bool = False,
+) -> list[str]:
+    """Returns what the family's decoder layer of ours does not compute, each problem by the name of its key.
+
+    of_scaling: what is wrong with a rotary scaling, where there is one. partial_rotary: whether part of a head may
+    turn.
+    """
     problems = []
     scaling = _rope_scaling(hf)
-    if scaling and {key: scaling.get(key) for key in _LLAMA3_SCALING} != _LLAMA3_SCALING:
-        problems.append(
-            f"rope scaling {scaling} is not supported; supported: none, or {_LLAMA3_SCALING} with any factor"
-        )
+    if scaling:
+        problems += of_scaling(scaling)
+    if not partial_rotary and rotary_fraction(hf) != 1.0:
+        problems.append(f"partial_rotary_factor {rotary_fraction(hf)} is not supported by this family; it must be 1")
     if hf.get("mlp_bias"):
         problems.append("mlp_bias puts biases on projections that are not loaded; it must be false")
     if hf.get("hidden_act", "silu") != "silu":
@@ -150,6 +203,12 @@ def decoder_architecture(
         expert_ffn_size=expert_ffn_size,
         norm_topk_prob=norm_topk_prob,
     )
+
+
+def rotary_fraction(hf: Mapping[str, Any], default: float = 1.0) -> float:
+    """Returns which part of a head turns with the position; `default` where config.json does not say."""
+    rope = hf.get("rope_parameters") or {}
+    return float(hf.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or default)
 
 
 def _rope_scaling(hf: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.tensors import layer_prefix
+from megagrpo.families.tensors import GATED_NAMES, GatedNames, layer_prefix
 
 if TYPE_CHECKING:
     from megatron.core.transformer.attention import SelfAttention
@@ -82,10 +82,12 @@ def load_mlp(mlp: MLP, hf: Mapping[str, Tensor], prefix: str, shard: Shard) -> N
     _load_gated(mlp.linear_fc1.weight, mlp.linear_fc2.weight, hf, prefix, shard)
 
 
-def load_experts(mlp: MoELayer, hf: Mapping[str, Tensor], prefix: str, shard: Shard) -> None:
+def load_experts(
+    mlp: MoELayer, hf: Mapping[str, Tensor], prefix: str, shard: Shard, names: GatedNames = GATED_NAMES
+) -> None:
     """Loads this rank's experts, each a gated MLP named by its number after `prefix`."""
     for place, index in enumerate(mlp.local_expert_indices):
-        _load_gated(*_expert_weights(mlp.experts, place), hf, f"{prefix}{index}.", shard)
+        _load_gated(*_expert_weights(mlp.experts, place), hf, f"{prefix}{index}.", shard, names)
 
 
 def load_vocabulary(weight: Tensor, hf: Tensor, shard: Shard) -> None:
@@ -129,9 +131,11 @@ def _load_qkv(
         target[:, place].copy_(shard.rows(source))
 
 
-def _load_gated(fc1: Tensor, fc2: Tensor, hf: Mapping[str, Tensor], prefix: str, shard: Shard) -> None:
+def _load_gated(
+    fc1: Tensor, fc2: Tensor, hf: Mapping[str, Tensor], prefix: str, shard: Shard, names: GatedNames = GATED_NAMES
+) -> None:
     """Loads fc1 [2 width / tp, hidden], gate above up, and fc2 [hidden, width / tp]."""
-    gate, up = (shard.rows(hf[f"{prefix}{name}_proj.weight"]) for name in ("gate", "up"))
+    gate, up = (shard.rows(hf[f"{prefix}{name}.weight"]) for name in (names.gate, names.up))
     fc1[: len(gate)].copy_(gate)
     fc1[len(gate) :].copy_(up)
-    fc2.copy_(shard.columns(hf[prefix + "down_proj.weight"]))
+    fc2.copy_(shard.columns(hf[f"{prefix}{names.down}.weight"]))

@@ -15,12 +15,13 @@ from megagrpo.families.architecture import (
 )
 from megagrpo.families.loading import load_moe_layer
 from megagrpo.families.tensors import moe_layer_tensors
-from megagrpo.families.tiny import TinySizes
+from megagrpo.families.tiny import TinySizes, experts_suffice
 
 HF_CLASS = "Qwen3MoeForCausalLM"
 SIZE_KEYS = COMMON_SIZE_KEYS | {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}
 load_layer = load_moe_layer
 layer_tensors = moe_layer_tensors
+tiny_problems = experts_suffice
 
 
 def refusals(hf: Mapping[str, Any]) -> list[str]:
@@ -61,13 +62,6 @@ def tiny_options(sizes: TinySizes) -> dict[str, Any]:
         "mlp_only_layers": [],
         "router_aux_loss_coef": 0.0,
     }
-
-
-def tiny_problems(sizes: TinySizes) -> list[str]:
-    """Returns what of these sizes the family cannot have."""
-    if sizes.experts_per_token > sizes.num_experts:
-        return [f"experts_per_token {sizes.experts_per_token} is more than num_experts {sizes.num_experts}"]
-    return []
 
 
 def _num_experts(hf: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megagrpo.families import llama, qwen2, qwen3, qwen3_moe
+from megagrpo.families import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.tensors import TensorSpec
 from megagrpo.families.tiny import TinySizes
@@ -57,7 +57,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "mixtral": mixtral,
+    "glm4_moe": glm4_moe,
+    "deepseek_v3": deepseek_v3,
+    "kimi_k2": deepseek_v3,
 }
+_PREDICTION_LAYERS = "num_nextn_predict_layers"
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class ParameterCounts:
 
     dense: int
     expert: int  # of all routed experts
-    active: int  # that one token meets
+    active: int  # that one token is multiplied with; its row of an untied input embedding is not
 
     @property
     def total(self) -> int:
@@ -130,4 +135,29 @@ def parameter_counts(arch: Architecture) -> ParameterCounts:
         else:
             dense += spec.size
     share = expert * arch.experts_per_token // arch.num_experts if arch.is_moe else 0
-    return ParameterCounts(dense=dense, expert=expert, active=dense + share)
+    looked_up = 0 if arch.tied else arch.vocab_size * arch.hidden_size
+    return ParameterCounts(dense=dense, expert=expert, active=dense + share - looked_up)
+
+
+def left_out(hf: Mapping[str, Any]) -> list[str]:
+    """Returns what of a model with this config.json is not loaded, trained, published or exported, in words."""
+    layers = hf.get(_PREDICTION_LAYERS) or 0
+    if not layers:
+        return []
+    first = hf["num_hidden_layers"]
+    names = f"model.layers.{first}" + (f" to {first + layers - 1}" if layers > 1 else "")
+    return [f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only speculate"]
+
+
+def is_left_out(hf: Mapping[str, Any], tensor: str) -> bool:
+    """Tells whether a tensor of a model's checkpoint belongs to what `left_out` says, or follows from config.json."""
+    if tensor.endswith("rotary_emb.inv_freq"):
+        return True
+    prefix, _, rest = tensor.partition("model.layers.")
+    number = rest.partition(".")[0]
+    return not prefix and number.isdecimal() and int(number) >= hf["num_hidden_layers"]
+
+
+def exported_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of what is exported and published: the model's own, without what is left out."""
+    return {**hf, **({_PREDICTION_LAYERS: 0} if left_out(hf) else {})}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megagrpo.families.architecture import Architecture
 
@@ -18,11 +18,24 @@ class TensorSpec:
     shape: tuple[int, ...]  # a matrix: (outputs, inputs)
     kind: Literal["matrix", "norm", "bias"]  # begins random, 1 and 0
     expert: bool = False  # one of a layer's routed experts, of which a token sees some
+    dtype: str | None = None  # that it keeps whatever the model's is
+    trained: bool = True  # it has a gradient
 
     @property
     def size(self) -> int:
         """Counts the elements."""
         return math.prod(self.shape)
+
+
+class GatedNames(NamedTuple):
+    """Says what a family calls the three projections of a gated MLP."""
+
+    gate: str
+    up: str
+    down: str
+
+
+GATED_NAMES = GatedNames("gate_proj", "up_proj", "down_proj")
 
 
 def layer_prefix(index: int) -> str:
@@ -55,15 +68,20 @@ def moe_layer_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
     """Yields the tensors of a layer with grouped-query attention, a router and experts."""
     prefix = layer_prefix(index) + "mlp."
     yield from attention_tensors(arch, index)
-    yield TensorSpec(prefix + "gate.weight", (arch.num_experts, arch.hidden_size), "matrix")
+    yield router_tensor(arch, prefix)
     for expert in range(arch.num_experts):
         yield from mlp_tensors(arch.hidden_size, arch.expert_ffn_size, f"{prefix}experts.{expert}.", expert=True)
 
 
+def router_tensor(arch: Architecture, prefix: str) -> TensorSpec:
+    """Returns the matrix that scores a token's experts."""
+    return TensorSpec(prefix + "gate.weight", (arch.num_experts, arch.hidden_size), "matrix")
+
+
 def attention_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
     """Yields projections, biases and norms of a layer's grouped-query attention, then the layer's two norms."""
-    prefix, hidden, dim = layer_prefix(index), arch.hidden_size, arch.head_dim
-    attention = prefix + "self_attn."
+    hidden, dim = arch.hidden_size, arch.head_dim
+    attention = layer_prefix(index) + "self_attn."
     outputs = {"q_proj": arch.num_heads * dim, "k_proj": arch.num_kv_heads * dim, "v_proj": arch.num_kv_heads * dim}
     for name, rows in outputs.items():
         yield TensorSpec(f"{attention}{name}.weight", (rows, hidden), "matrix")
@@ -74,12 +92,19 @@ def attention_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
     if arch.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield TensorSpec(f"{attention}{name}.weight", (dim,), "norm")
+    yield from layer_norms(arch, index)
+
+
+def layer_norms(arch: Architecture, index: int) -> Iterator[TensorSpec]:
+    """Yields the norms before a layer's attention and before its MLP."""
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield TensorSpec(f"{prefix}{name}.weight", (hidden,), "norm")
+        yield TensorSpec(f"{layer_prefix(index)}{name}.weight", (arch.hidden_size,), "norm")
 
 
-def mlp_tensors(hidden: int, width: int, prefix: str, expert: bool = False) -> Iterator[TensorSpec]:
+def mlp_tensors(
+    hidden: int, width: int, prefix: str, expert: bool = False, names: GatedNames = GATED_NAMES
+) -> Iterator[TensorSpec]:
     """Yields the three projections of a gated MLP of `width` between `hidden` inputs and outputs."""
-    yield TensorSpec(prefix + "gate_proj.weight", (width, hidden), "matrix", expert)
-    yield TensorSpec(prefix + "up_proj.weight", (width, hidden), "matrix", expert)
-    yield TensorSpec(prefix + "down_proj.weight", (hidden, width), "matrix", expert)
+    yield TensorSpec(f"{prefix}{names.gate}.weight", (width, hidden), "matrix", expert)
+    yield TensorSpec(f"{prefix}{names.up}.weight", (width, hidden), "matrix", expert)
+    yield TensorSpec(f"{prefix}{names.down}.weight", (hidden, width), "matrix", expert)

@@ -30,3 +30,10 @@ def heads_fill_hidden(sizes: TinySizes) -> list[str]:
         f"{sizes.family} needs num_heads x head_dim = hidden_size, "
         f"not {sizes.num_heads} x {sizes.head_dim} != {sizes.hidden_size}"
     ]
+
+
+def experts_suffice(sizes: TinySizes) -> list[str]:
+    """Returns a problem when a token would meet more experts than there are."""
+    if sizes.experts_per_token > sizes.num_experts:
+        return [f"experts_per_token {sizes.experts_per_token} is more than num_experts {sizes.num_experts}"]
+    return []

@@ -31,7 +31,15 @@ DIGESTS = {
     ("qwen3", True): "75b95264e32c067d",
     ("qwen3_moe", False): "911ed5d72666db44",
     ("qwen3_moe", True): "4b40db2a44e7b811",
+    ("mixtral", False): "69d7cf484c065c90",
+    ("glm4_moe", False): "418d5b826b9c4988",
+    ("deepseek_v3", False): "b5cab126e366b585",
+    ("kimi_k2", False): "b5cab126e366b585",
 }
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 TOY = '''
 """A family whose MLP has Mixtral's names."""
 
@@ -132,13 +140,15 @@ def test_what_would_be_silently_wrong_is_refused_by_name(family, tmp_path):
         "hidden_act": "gelu",
         "mlp_bias": True,
         "use_sliding_window": True,
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
     }
     for key, value in wrong.items():
         problems = model_problems(hf | {key: value})
         assert len(problems) == 1 and key.replace("rope_scaling", "rope scaling") in problems[0]
     assert len(model_problems(hf | wrong)) == len(wrong)
-    assert bool(model_problems(hf | {"attention_bias": True})) == (family != "qwen2")
+    assert bool(model_problems(hf | {"attention_bias": True})) == (family not in ("qwen2", "glm4_moe"))
+    assert bool(model_problems(hf | {"partial_rotary_factor": 0.25})) == (family != "glm4_moe")
+    assert bool(model_problems(hf | {"rope_scaling": LLAMA3})) == (family in ("glm4_moe", "deepseek_v3", "kimi_k2"))
     del hf["rms_norm_eps"]
     (tmp_path / "config.json").write_text(json.dumps(hf))
     with pytest.raises(ValueError, match=r"config\.json: config\.json lacks rms_norm_eps"):
@@ -175,8 +185,10 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     table = package / "families" / "table.py"
     text = table.read_text()
     rows = "FAMILIES: dict[str, Family] = {\n"
-    assert text.count(rows) == 1 and text.count("import llama, ") == 1
-    table.write_text(text.replace(rows, f'{rows}    "toy": toy,\n').replace("import llama, ", "import toy, llama, "))
+    assert text.count(rows) == 1 and text.count("families import ") == 1
+    table.write_text(
+        text.replace(rows, f'{rows}    "toy": toy,\n').replace("families import ", "families import toy, ")
+    )
     (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", TRIES_THE_TOY, str(QUICKSTART), str(tmp_path)],

@@ -1,0 +1,209 @@
+"""Mixtral, GLM-4.5, DeepSeek-V3, Kimi-K2, Moonlight: published sizes, refusals by name, what is left out."""
+
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import TinyModelConfig
+from megagrpo.families.table import (
+    architecture_of,
+    exported_config,
+    is_left_out,
+    left_out,
+    model_problems,
+    model_tensors,
+    parameter_counts,
+)
+from megagrpo.layout import layout_problems
+from megagrpo.tiny.description import hf_config
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "rope_theta": 1e6}
+YARN = {
+    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
+
+
+def config(model_type: str, hidden: int, layers: int, heads: int, ffn: int, vocab: int, **more) -> dict:
+    """What the config.json of a published model says of its sizes."""
+    return COMMON | {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+def qwen3_moe(hidden: int, layers: int, heads: int, kv: int, ffn: int, width: int) -> dict:
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": width, "norm_topk_prob": True}
+    sizes = {"num_key_value_heads": kv, "head_dim": 128}
+    return config("qwen3_moe", hidden, layers, heads, ffn, 151936, **sizes, **experts)
+
+
+def sigmoid_moe(dense: int, experts: int, top: int, width: int, shared: int, scale: float, groups: tuple = (1, 1)):
+    return {
+        "first_k_dense_replace": dense,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": top,
+        "moe_intermediate_size": width,
+        "n_shared_experts": shared,
+        "routed_scaling_factor": scale,
+        "norm_topk_prob": True,
+        "n_group": groups[0],
+        "topk_group": groups[1],
+    }
+
+
+def glm(hidden: int, layers: int, ffn: int, qk_norm: bool, moe: dict) -> dict:
+    attention = {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "use_qk_norm": qk_norm}
+    more = {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1, "rope_scaling": None}
+    return config("glm4_moe", hidden, layers, 96, ffn, 151552, **attention, **more, **moe)
+
+
+def deepseek(
+    name: str, hidden: int, layers: int, heads: int, ffn: int, vocab: int, q_lora: int | None, yarn: dict | None, **moe
+):
+    sizes = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    more = {"num_key_value_heads": heads, "q_lora_rank": q_lora, "rope_scaling": yarn, "moe_layer_freq": 1}
+    more |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "attention_bias": False}
+    return config(name, hidden, layers, heads, ffn, vocab, **sizes, **more, **moe)
+
+
+V3 = deepseek(
+    "deepseek_v3", 7168, 61, 128, 18432, 129280, 1536, YARN,
+    **sigmoid_moe(3, 256, 8, 2048, 1, 2.5, (8, 4)), num_nextn_predict_layers=1,
+)  # fmt: skip
+K2 = deepseek(
+    "kimi_k2", 7168, 61, 64, 18432, 163840, 1536, YARN | {"factor": 32.0, "beta_fast": 1.0},
+    **sigmoid_moe(1, 384, 8, 2048, 1, 2.827), num_nextn_predict_layers=0,
+)  # fmt: skip
+MOONLIGHT = deepseek("deepseek_v3", 2048, 27, 16, 11264, 163840, None, None, **sigmoid_moe(1, 64, 6, 1408, 2, 2.446))
+GLM = glm(5120, 92, 12288, True, sigmoid_moe(3, 160, 8, 1536, 1, 2.5))
+AIR = glm(4096, 46, 10944, False, sigmoid_moe(1, 128, 8, 1408, 1, 1.0))
+MIXTRAL = config(
+    "mixtral", 4096, 32, 32, 14336, 32000, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2,
+    sliding_window=None, tie_word_embeddings=False,
+)  # fmt: skip
+# name -> config.json, parameters in billions: all, and active without the input embedding
+PUBLISHED = {
+    "Qwen3-30B-A3B": (qwen3_moe(2048, 48, 32, 4, 6144, 768), 30.5, 3.0),
+    "Qwen3-235B-A22B": (qwen3_moe(4096, 94, 64, 4, 12288, 1536), 235.1, 21.6),
+    "GLM-4.5": (GLM, 352.8, 32.9),
+    "GLM-4.5-Air": (AIR, 106.9, 12.8),
+    "DeepSeek-V3": (V3, 671.0, 36.6),
+    "Kimi-K2": (K2, 1026.4, 31.7),
+    "Moonlight-16B-A3B": (MOONLIGHT, 16.0, 2.6),
+    "Mixtral-8x7B": (MIXTRAL, 46.7, 12.7),
+}
+# what of DeepSeek-V3's config.json would be computed wrongly -> what names it
+WRONG_OF_V3 = {
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "moe_layer_freq": 2,
+    "rope_interleave": False,
+    "topk_group": 2,
+    "n_group": 7,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 61,
+    "attention_bias": True,
+    "num_key_value_heads": 8,
+    "rope_scaling": YARN | {"type": "linear"},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_published_models(name):
+    hf, total, active = PUBLISHED[name]
+    counts = parameter_counts(architecture_of(hf))
+    assert (round(counts.total / 1e9, 1), round(counts.active / 1e9, 1)) == (total, active)
+
+
+@pytest.mark.parametrize("key", WRONG_OF_V3)
+def test_what_would_be_wrong_of_deepseek_is_refused_by_name(key):
+    assert model_problems(V3) == []
+    problems = model_problems(V3 | {key: WRONG_OF_V3[key]})
+    assert len(problems) == 1 and key.replace("rope_scaling", "rope scaling") in problems[0]
+
+
+def test_yarn_needs_every_number():
+    """Where one is missing, Megatron and transformers take other defaults."""
+    for key in YARN.keys() - {"type"}:
+        less = {name: value for name, value in YARN.items() if name != key}
+        assert [key in problem for problem in model_problems(V3 | {"rope_scaling": less})] == [True]
+    assert "attention_factor" in model_problems(V3 | {"rope_scaling": YARN | {"attention_factor": 1.2}})[0]
+    assert "yarn" in model_problems(GLM | {"rope_scaling": YARN})[0]
+
+
+def test_groups_score_their_best_two():
+    """Megatron takes the best experts_per_token // topk_group."""
+    for chosen, top, right in ((8, 4, True), (9, 4, True), (12, 4, False), (8, 8, False), (4, 1, False)):
+        hf = V3 | {"num_experts_per_tok": chosen, "topk_group": top}
+        assert (model_problems(hf) == []) == right, (chosen, top)
+    assert model_problems(K2 | {"num_experts_per_tok": 6}) == [], "one group scores nothing"
+    assert "num_experts_per_tok 1" in model_problems(GLM | {"num_experts_per_tok": 1})[0]
+
+
+def test_refusals_of_glm_and_mixtral():
+    assert "sliding_window 4096" in model_problems(MIXTRAL | {"sliding_window": 4096})[0]
+    assert "partial_rotary_factor" in model_problems(GLM | {"partial_rotary_factor": 0.3})[0]
+    assert "norm_topk_prob" in model_problems(GLM | {"norm_topk_prob": False})[0]
+    for key in ("n_group", "first_k_dense_replace", "routed_scaling_factor"):
+        assert model_problems({name: value for name, value in GLM.items() if name != key}) == [
+            f"config.json lacks {key}"
+        ]
+
+
+def test_both_spellings_of_rotary_options_are_read():
+    """Published files have rope_theta and rope_scaling, transformers 5 writes rope_parameters."""
+    written = {key: value for key, value in V3.items() if key not in ("rope_theta", "rope_scaling")}
+    rope = {key: value for key, value in YARN.items() if key != "type"} | {"rope_type": "yarn", "rope_theta": 1e4}
+    arch = architecture_of(written | {"rope_parameters": rope})
+    assert arch.rope_theta == 1e4 and arch.rope_scaling["factor"] == 40
+    plain = {key: value for key, value in GLM.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    half = {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.25}
+    assert architecture_of(plain).rotary_fraction == 0.5
+    arch = architecture_of(plain | {"rope_parameters": half})
+    assert (arch.rotary_fraction, arch.rope_theta, arch.rope_scaling) == (0.25, 5e5, None)
+
+
+def test_layers_that_only_speculate_are_left_out():
+    assert "multi-token-prediction layer (model.layers.61)" in left_out(V3)[0]
+    assert left_out(K2) == left_out(MOONLIGHT) == left_out(MIXTRAL) == []
+    assert exported_config(V3) == V3 | {"num_nextn_predict_layers": 0} and exported_config(MIXTRAL) == MIXTRAL
+    assert is_left_out(V3, "model.layers.61.eh_proj.weight")
+    assert is_left_out(K2, "model.layers.3.self_attn.rotary_emb.inv_freq")
+    assert not any(is_left_out(V3, spec.name) for spec in model_tensors(architecture_of(V3)))
+
+
+def test_the_router_bias_alone_keeps_its_dtype():
+    found = {spec.name for spec in model_tensors(architecture_of(AIR)) if spec.dtype is not None}
+    assert found == {f"model.layers.{index}.mlp.gate.e_score_correction_bias" for index in range(1, 46)}
+
+
+def test_every_width_that_is_cut_must_be_divided():
+    """Latent attention has no heads of keys to divide; dense, shared and routed experts' widths each have a rule."""
+    layout = ["actor.world_size=12", "actor.parallel={tp: 12, etp: 6}"]
+    actor = load_config(QUICKSTART, layout).actor
+    problems = layout_problems(architecture_of(V3 | {"intermediate_size": 18431}), actor)
+    assert [text.split("the model's ")[1].split(" = ")[0] for text in problems] == [
+        "num_attention_heads",
+        "moe_intermediate_size",
+        "n_shared_experts x moe_intermediate_size",
+        "intermediate_size",
+    ]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3", "kimi_k2"])
+def test_tiny_models(family):
+    sizes = TinyModelConfig(path="x", family=family)
+    arch = architecture_of(hf_config(sizes))
+    assert arch.family == family and arch.num_experts == sizes.num_experts and arch.dense_layers < arch.num_layers
+    assert arch.router_groups == (2 if family == "deepseek_v3" else 1)
+    with pytest.raises(ValueError, match="experts_per_token 9"):
+        hf_config(sizes.model_copy(update={"experts_per_token": 9}))
