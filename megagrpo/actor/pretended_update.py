@@ -4,6 +4,7 @@ Megatron's model, gradient buffers, optimiser and schedule, our head and our los
 are missing, see shapes_only.py. bench/plan_memory.py compares the figures with those of real ranks.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megagrpo.actor import step
-from megagrpo.actor.attention import CausalAttention
 from megagrpo.actor.live_bytes import LiveBytes, storage_bytes
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.pretended import pretended_world
@@ -95,21 +95,26 @@ def pretended_bytes(
 def measure(actor: MegatronActor, algorithm: AlgorithmConfig, work: Work, live: LiveBytes) -> RankBytes:
     """Collective. Measures an actor, real or pretended, whose tensors `live` has counted from the first."""
     _route(actor, work.imbalance)
-    with _watched(actor, live) as watch:
+    parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
+    buffers = [b for chunk in actor.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    held = storage_bytes(parameters) + storage_bytes([buffer.grad_data for buffer in buffers])
+
+    def state() -> int:
+        return storage_bytes([*_tensors(actor.optimizer), *parameters]) - storage_bytes(parameters)
+
+    with _watched(actor, live, lambda: held + state()) as watch:
         step.token_logprobs(actor, work.batch(1), 1.0)
-        logprobs = live.peak - watch.start
+        logprobs = live.peak - held - state()
         peaks = []
         for count in (1, 2):
             batch = work.batch(count)
             watch.begin()
             step.update(actor, batch, algorithm, 1.0, int(batch.lengths.max()))
             peaks.append(watch.before_step)
-    buffers = [b for chunk in actor.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
     return RankBytes(
         parameters=storage_bytes(parameters),
-        gradients=storage_bytes([buffer.grad_data for buffer in buffers]),
-        optimiser=storage_bytes([*_tensors(actor.optimizer), *parameters]) - storage_bytes(parameters),
+        gradients=held - storage_bytes(parameters),
+        optimiser=state(),
         logprobs=logprobs,
         one_in_flight=peaks[0],
         two_in_flight=peaks[1],
@@ -128,31 +133,29 @@ def _tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 class _Watch:
-    """Splits an update's peak into that of forward and backward, and that of the optimiser's step."""
+    """Splits an update's peak, beside what is held, into that of forward and backward and that of the step."""
 
-    def __init__(self, live: LiveBytes):
-        self.live = live
+    def __init__(self, live: LiveBytes, held: Callable[[], int]):
+        self.live, self.held = live, held
         self.before_step = self.head = self.step = 0
-        self.begin()
 
     def begin(self) -> None:
         """Counts from here."""
+        gc.collect()
         self.live.restart()
-        self.start, self.start_head = self.live.now, self.live.by_label().get(_HEAD, 0)
 
     def stepping(self, step_of_optimiser: Callable) -> Any:
         """Runs the optimiser's step."""
-        self.before_step = self.live.peak - self.start
-        self.head = self.live.at_peak.get(_HEAD, 0) - self.start_head
+        self.before_step = self.live.peak - self.held()
+        self.head = self.live.at_peak.get(_HEAD, 0)
         self.live.restart()
-        before = self.live.now
         out = step_of_optimiser()
-        self.step = self.live.peak - max(before, self.live.now)  # the first one leaves its state
+        self.step = self.live.peak - self.held()
         return out
 
 
 @contextmanager
-def _watched(actor: MegatronActor, live: LiveBytes) -> Iterator[_Watch]:
+def _watched(actor: MegatronActor, live: LiveBytes, held: Callable[[], int]) -> Iterator[_Watch]:
     def in_head(function: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Any:
             with live.labelled(_HEAD):
@@ -160,7 +163,7 @@ def _watched(actor: MegatronActor, live: LiveBytes) -> Iterator[_Watch]:
 
         return run
 
-    watch, head, take_step = _Watch(live), logprob._LogProbs, actor.optimizer.step
+    watch, head, take_step = _Watch(live, held), logprob._LogProbs, actor.optimizer.step
     with (
         patch.object(head, "forward", staticmethod(in_head(head.forward))),
         patch.object(head, "backward", staticmethod(in_head(head.backward))),

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from megagrpo.actor.live_bytes import tensors_in
 
 META = torch.device("meta")
 _ATEN = torch.ops.aten
@@ -31,8 +33,7 @@ class ShapesOnly(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _FACTORIES:
             return func(*args, **_without_memory(func, args, kwargs))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        on_meta = [tensor.is_meta for tensor in tensors]
+        on_meta = [tensor.device.type == "meta" for tensor in tensors_in((args, *kwargs.values()))]
         if not any(on_meta):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
@@ -104,7 +105,7 @@ def as_on_device(cuda: bool) -> Iterator[None]:
 
 
 def _holds_meta(values: list) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(values))
+    return any(tensor.is_meta for tensor in tensors_in(values))
 
 
 def _cpu_attention(
