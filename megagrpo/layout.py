@@ -3,6 +3,8 @@
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
 
+_WITHOUT_ADAPTERS = ("mixtral", "glm4_moe", "deepseek_v3", "kimi_k2")  # actor/lora.py does not know their layers
+
 
 def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
     """Returns every clash of the model with actor.parallel, each with its numbers and the sizes that would do.
@@ -32,6 +34,8 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
             f"actor.lora has targets in experts, which needs an actor.parallel.etp that divides tp = {p.tp}; "
             f"{p.etp} does not: the gradient norm would count their adapters twice"
         )
+    if config.lora is not None and arch.family in _WITHOUT_ADAPTERS:
+        problems.append(f"actor.lora is not supported with a {arch.family} model: train all weights, or another family")
     if not arch.is_moe:
         problems += [
             f"actor.parallel.{key} = {size}, but a {arch.family} model has no experts; {key} must be 1"

@@ -66,6 +66,8 @@ class CausalAttention(torch.nn.Module):
         attention_type,
         cp_comm_type=None,
         softmax_scale=None,
+        k_channels=None,
+        v_channels=None,
         pg_collection=None,
     ):
         super().__init__()
@@ -75,10 +77,10 @@ class CausalAttention(torch.nn.Module):
     def forward(
         self, query, key, value, attention_mask, /, *, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """Maps q [s, b, heads, d], k and v [s, b, groups, d] to [s, b, heads d]; packed: no b, to [T, heads d].
+        """Maps q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, e] to [s, b, heads e]; packed: without b.
 
-        s and T are this context rank's. Padding is at the right, so the causal mask alone keeps it away from real
-        tokens.
+        e is d except in latent attention. s, packed T, are this context rank's. Padding is at the right, so the causal
+        mask alone keeps it away from real tokens.
         """
         if self.cp_size > 1:
             key, value = (
@@ -91,7 +93,7 @@ class CausalAttention(torch.nn.Module):
         return self._packed(query, key, value, packed_seq_params)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attends from query [b, heads, places, d] to key and value [b, groups, places, d].
+        """Attends from query [b, heads, places, d] to key [b, groups, places, d] and value [b, groups, places, e].
 
         mask: [b, 1, queries, keys], True where a query sees a key; None: a plain causal one.
         """
@@ -132,8 +134,11 @@ class CausalAttention(torch.nn.Module):
 
         cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
         causal = (-1, 0)  # all of the past, nothing of the future
+        width = value.shape[-1]
+        if width < query.shape[-1]:  # the kernel wants heads of one width
+            value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
         out = varlen_attn(
             query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal, enable_gqa=True
         )
         assert isinstance(out, Tensor), "no log-sum-exp was asked for"
-        return out.flatten(1)
+        return out[..., :width].flatten(1)

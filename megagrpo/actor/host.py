@@ -94,6 +94,20 @@ def _fill_megatron_gaps() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
 
 
+def _admit_whole_linear() -> None:
+    """Lets latent attention take our down projections: it knows four classes by name, of which one is ModelOpt's.
+
+    Without Transformer Engine it believes to have it all the same, and would ask for instances of no class.
+    """
+    from megatron.core.transformer import multi_latent_attention
+
+    from megagrpo.actor.whole_linear import WholeLinear
+
+    multi_latent_attention.Linear = WholeLinear
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+
+
 def prepare_host() -> torch.device:
     """Makes Megatron-Core importable and runnable here, and returns the device to compute on.
 
@@ -101,6 +115,7 @@ def prepare_host() -> torch.device:
     """
     if torch.cuda.is_available():
         _name_missing_gemm()
+        _admit_whole_linear()
         return torch.device("cuda")
     if torch.cuda.Stream is not _InOrder:
         # On a machine with a GPU that is not to be seen: Megatron would call its CUDA kernels because it is installed.
@@ -110,4 +125,7 @@ def prepare_host() -> torch.device:
         _OnCpu().__enter__()  # for the life of the process
         _name_missing_gemm()
         _fill_megatron_gaps()
+        _admit_whole_linear()
+        # what Megatron compiles, a router's counting, costs minutes of a C++ compiler and computes the same
+        torch.compiler.set_stance("force_eager")
     return CPU

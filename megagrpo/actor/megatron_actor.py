@@ -19,12 +19,19 @@ from torch import Tensor
 from megagrpo import environment
 from megagrpo.actor import lora
 from megagrpo.actor.megatron_config import check_layout, check_transformer_engine, transformer_config
-from megagrpo.actor.model import HiddenStatesModel, adapter_parameters, build_chunks, chunk_parameters, load_hf
+from megagrpo.actor.model import (
+    HiddenStatesModel,
+    adapter_parameters,
+    build_chunks,
+    chunk_parameters,
+    load_hf,
+    routers,
+)
 from megagrpo.actor.reference import AdaptersOff, HostReference
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import read_architecture
+from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.record import Specs, record_copies
@@ -176,8 +183,10 @@ class MegatronActor:
         return chunk_parameters(self.chunks)
 
     def trained(self) -> dict[str, Tensor]:
-        """Returns those of this rank's live parameters that have gradients: adapters alone where there are any."""
-        return self.parameters() if self.config.lora is None else adapter_parameters(self.chunks)
+        """Returns those of this rank's live tensors that have gradients: adapters alone where there are any."""
+        if self.config.lora is not None:
+            return adapter_parameters(self.chunks)
+        return {name: tensor for name, tensor in self.parameters().items() if tensor.requires_grad}
 
     def merged(self) -> AbstractContextManager[None]:
         """Lets `parameters` be what is published inside: with adapters, their product is added to the weights."""
@@ -194,9 +203,14 @@ class MegatronActor:
         lora.load_adapters(self.chunks, whole)
 
     def trained_weights(self, weights: ActorWeights) -> ActorWeights:
-        """Returns where the tensors with gradients lie: `weights` of the HF model, or the adapters of any slices."""
+        """Returns where the tensors with gradients lie: `weights` of the HF model without biases of routers, or the
+        adapters of any slices.
+        """
         if self.config.lora is None:
-            return weights
+            untrained = {spec.name for spec in model_tensors(self.arch) if not spec.trained}
+            copies = [copy for copy in weights.copies if copy.hf not in untrained]
+            kept = {name: spec for name, spec in weights.hf_specs.items() if name not in untrained}
+            return ActorWeights(copies, kept, self.trained)
         specs = self.adapter_specs()
         return ActorWeights(record_copies(self.load_adapters, specs, self.trained()), specs, self.trained)
 
@@ -255,8 +269,8 @@ class _ExpertLoad:
         self.counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64, device=device)
         self.enabled = False
         for chunk in chunks:
-            for layer in chunk.decoder.layers if arch.is_moe else []:
-                layer.mlp.router.register_forward_hook(self._hook(layer.layer_number - 1))
+            for layer, router in routers(chunk).items():
+                router.register_forward_hook(self._hook(layer))
 
     def _hook(self, layer: int):
         def count(module, inputs, output):

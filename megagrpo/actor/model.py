@@ -8,21 +8,13 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from megagrpo.actor.attention import CausalAttention
+from megagrpo.actor.layer_specs import block_spec
 from megagrpo.actor.lora import add_adapters, is_adapter
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
@@ -30,14 +22,6 @@ from megagrpo.families.loading import RankPlace, Shard, load_vocabulary
 from megagrpo.families.table import FAMILIES
 
 _SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-
-
-class RmsNorm(torch.nn.RMSNorm):
-    """Marks torch's RMSNorm so that Megatron sums its gradient over sequence-parallel ranks; its own refuses them."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
 
 
 class HiddenStatesModel(GPTModel):
@@ -53,62 +37,22 @@ class HiddenStatesModel(GPTModel):
         return self.output_layer.weight
 
 
-def _block_spec(
-    config: TransformerConfig, vp_stage: int | None, transformer_engine: bool
-) -> TransformerBlockSubmodules:
-    """Returns the layers of torch or of Transformer Engine.
-
-    Both have parameters of the same names, but for experts: norms stay modules of their own.
-    """
-    if transformer_engine:
-        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-        backend = TESpecProvider()
-        norm, attention = backend.layer_norm(rms_norm=True), backend.core_attention()
-    else:
-        backend, norm, attention = LocalSpecProvider(), RmsNorm, CausalAttention
-    head_norm = norm if config.qk_layernorm else IdentityOp
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=backend.column_parallel_linear(),
-                    core_attention=attention,
-                    linear_proj=backend.row_parallel_linear(),
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=get_mlp_module_spec_for_backend(
-                backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
-            ),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=norm)
-
-
 def build_chunk(
     arch: Architecture, config: TransformerConfig, vp_stage: int | None, transformer_engine: bool
 ) -> HiddenStatesModel:
     """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights uninitialised."""
-    scaling = arch.rope_scaling
+    scaling = arch.rope_scaling if arch.mla is None else None  # latent attention's is in the configuration
     tp = config.tensor_model_parallel_size
     chunk = HiddenStatesModel(
         config,
-        _block_spec(config, vp_stage, transformer_engine),
+        block_spec(config, vp_stage, transformer_engine),
         vocab_size=-(-arch.vocab_size // tp) * tp,
         max_sequence_length=arch.max_positions,
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=arch.tied,
         position_embedding_type="rope",
+        rotary_percent=arch.rotary_fraction,
         rotary_base=arch.rope_theta,
         rope_scaling=scaling is not None,
         rope_scaling_factor=scaling["factor"] if scaling else 8.0,
@@ -140,11 +84,28 @@ def build_chunks(
         for chunk in chunks:
             add_adapters(chunk, arch, config.lora, _place(), transformer.params_dtype)
             chunk.to(device)
-    return [chunk.bfloat16() for chunk in chunks] if transformer.bf16 else chunks
+    return [_in_bfloat16(chunk) for chunk in chunks] if transformer.bf16 else chunks
+
+
+def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
+    """Casts a chunk but the biases of its routers: rounded, they would send tokens to other experts."""
+    chunk.bfloat16()
+    for router in routers(chunk).values():
+        router._maintain_float32_expert_bias()
+    return chunk
+
+
+def routers(chunk: HiddenStatesModel) -> dict[int, TopKRouter]:
+    """Returns the routers of a chunk's layers by the layers' numbers in the whole model, from 0; some have none."""
+    found = {layer.layer_number - 1: getattr(layer.mlp, "router", None) for layer in chunk.decoder.layers}
+    return {index: router for index, router in found.items() if router is not None}
 
 
 def chunk_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:
-    """Returns a rank's live parameters of the HF model, adapters left out, by a name that is unique on it."""
+    """Returns a rank's live tensors of the HF model, adapters left out, by a name that is unique on it.
+
+    A router's bias is one of them and no parameter: it has no gradient, and keeps float32.
+    """
     return {name: p for name, p in _named_parameters(chunks) if not is_adapter(name)}
 
 
@@ -154,7 +115,12 @@ def adapter_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:
 
 
 def _named_parameters(chunks: list[HiddenStatesModel]) -> Iterator[tuple[str, Tensor]]:
-    return ((f"{i}.{name}", p) for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters())
+    for i, chunk in enumerate(chunks):
+        for name, tensor in chunk.named_parameters():
+            yield f"{i}.{name}", tensor
+        for name, tensor in chunk.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                yield f"{i}.{name}", tensor
 
 
 def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str, Tensor]) -> None:

@@ -4,7 +4,8 @@ Megatron's model, gradient buffers, optimiser and schedule, our head and our los
 are missing, see shapes_only.py. bench/plan_memory.py compares the figures with those of real ranks.
 """
 
-from collections.abc import Iterator, Mapping
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,29 +18,31 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megagrpo.actor import step
-from megagrpo.actor.attention import CausalAttention
 from megagrpo.actor.live_bytes import LiveBytes, storage_bytes
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.pretended import pretended_world
-from megagrpo.actor.shapes_only import META, AsOnDevice, ShapesOnly
+from megagrpo.actor.shapes_only import META, ShapesOnly, as_on_device
 from megagrpo.algo import logprob
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch
 
-HEAD, STEP, ACTIVATIONS = "head", "optimiser step", "activations"
+_HEAD = "head"
 
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank: what stays, and of the phases what they add at their peak, by what made it."""
+    """Bytes of one rank: what stays, and what phases add at their peak."""
 
     parameters: int
     gradients: int
     optimiser: int
-    logprobs: Mapping[str, int]
-    update: Mapping[str, int]
+    logprobs: int
+    one_in_flight: int  # of forward and backward, with one micro-batch
+    two_in_flight: int  # with two: on all pipeline stages but the last both are kept at once
+    head: int  # what of the last figure the head made
+    step: int  # of the optimiser's step, beside its state
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,11 @@ class Work:
     """What a rank is given: micro-batches alike, of sequences with these lengths in tokens."""
 
     lengths: tuple[int, ...]  # of one micro-batch
-    micro_batches: int
     imbalance: float = 1.0  # tokens that the experts of this rank get, over the mean
 
-    def batch(self) -> Batch:
-        """Returns samples that are cut into such micro-batches; all tokens but the first are trained on."""
-        lengths = torch.tensor(self.lengths * self.micro_batches)
+    def batch(self, micro_batches: int) -> Batch:
+        """Returns samples that are cut into so many micro-batches; all tokens but the first are trained on."""
+        lengths = torch.tensor(self.lengths * micro_batches)
         count, width = len(lengths), int(lengths.max())
         columns = torch.arange(width)
         mask = ((columns < lengths[:, None]) & (columns > 0)).float()
@@ -81,9 +83,9 @@ def pretended_bytes(
 
     cuda: count what kernels of a GPU keep, not those of a CPU. The process must be in no process group.
     """
-    config = config.model_copy(update={"transformer_engine": False})
+    config = config.model_copy(update={"transformer_engine": False, "micro_batch_tokens": sum(work.lengths)})
     live = LiveBytes()
-    with pretended_world(config, rank), _own_mesh(), live, ShapesOnly(), AsOnDevice(cuda):
+    with pretended_world(config, rank), _own_mesh(), live, ShapesOnly(), as_on_device(cuda):
         actor = MegatronActor(
             model_path=model, config=config, optimizer=config.optimizer, num_updates=1, seed=0, device=META
         )
@@ -93,29 +95,31 @@ def pretended_bytes(
 def measure(actor: MegatronActor, algorithm: AlgorithmConfig, work: Work, live: LiveBytes) -> RankBytes:
     """Collective. Measures an actor, real or pretended, whose tensors `live` has counted from the first."""
     _route(actor, work.imbalance)
-    batch = work.batch()
-    with _labels(actor, live):
-
-        def update() -> None:
-            step.update(actor, batch, algorithm, 1.0, int(batch.lengths.max()))
-
-        update()  # makes the optimiser's state
-        peaks = {}
-        for name, run in (("logprobs", lambda: step.token_logprobs(actor, batch, 1.0)), ("update", update)):
-            before = live.by_label()
-            live.restart()
-            run()
-            peaks[name] = {label: size - before.get(label, 0) for label, size in live.at_peak.items()}
-    trained = [t for chunk in actor.model for t in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
-    gradients = [buffer.grad_data for buffer in trained]
-    state = [*_tensors(actor.optimizer)]
+    buffers = [b for chunk in actor.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    held = storage_bytes(parameters) + storage_bytes([buffer.grad_data for buffer in buffers])
+
+    def state() -> int:
+        return storage_bytes([*_tensors(actor.optimizer), *parameters]) - storage_bytes(parameters)
+
+    with _watched(actor, live, lambda: held + state()) as watch:
+        step.token_logprobs(actor, work.batch(1), 1.0)
+        logprobs = live.peak - held - state()
+        peaks = []
+        for count in (1, 2):
+            batch = work.batch(count)
+            watch.begin()
+            step.update(actor, batch, algorithm, 1.0, int(batch.lengths.max()))
+            peaks.append(watch.before_step)
     return RankBytes(
         parameters=storage_bytes(parameters),
-        gradients=storage_bytes(gradients),
-        optimiser=storage_bytes([*state, *parameters]) - storage_bytes(parameters),
-        logprobs=peaks["logprobs"],
-        update=peaks["update"],
+        gradients=held - storage_bytes(parameters),
+        optimiser=state(),
+        logprobs=logprobs,
+        one_in_flight=peaks[0],
+        two_in_flight=peaks[1],
+        head=watch.head,
+        step=watch.step,
     )
 
 
@@ -128,23 +132,44 @@ def _tensors(optimizer: Any) -> Iterator[Tensor]:
             yield from group["params"]
 
 
+class _Watch:
+    """Splits an update's peak, beside what is held, into that of forward and backward and that of the step."""
+
+    def __init__(self, live: LiveBytes, held: Callable[[], int]):
+        self.live, self.held = live, held
+        self.before_step = self.head = self.step = 0
+
+    def begin(self) -> None:
+        """Counts from here."""
+        gc.collect()
+        self.live.restart()
+
+    def stepping(self, step_of_optimiser: Callable) -> Any:
+        """Runs the optimiser's step."""
+        self.before_step = self.live.peak - self.held()
+        self.head = self.live.at_peak.get(_HEAD, 0)
+        self.live.restart()
+        out = step_of_optimiser()
+        self.step = self.live.peak - self.held()
+        return out
+
+
 @contextmanager
-def _labels(actor: MegatronActor, live: LiveBytes) -> Iterator[None]:
-    def labelled(label: str, function: Any) -> Any:
+def _watched(actor: MegatronActor, live: LiveBytes, held: Callable[[], int]) -> Iterator[_Watch]:
+    def in_head(function: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Any:
-            with live.labelled(label):
+            with live.labelled(_HEAD):
                 return function(*args, **kwargs)
 
         return run
 
-    head = logprob._LogProbs
+    watch, head, take_step = _Watch(live, held), logprob._LogProbs, actor.optimizer.step
     with (
-        patch.object(head, "forward", staticmethod(labelled(HEAD, head.forward))),
-        patch.object(head, "backward", staticmethod(labelled(HEAD, head.backward))),
-        patch.object(actor.optimizer, "step", labelled(STEP, actor.optimizer.step)),
-        live.labelled(ACTIVATIONS),
+        patch.object(head, "forward", staticmethod(in_head(head.forward))),
+        patch.object(head, "backward", staticmethod(in_head(head.backward))),
+        patch.object(actor.optimizer, "step", lambda: watch.stepping(take_step)),
     ):
-        yield
+        yield watch
 
 
 def _route(actor: MegatronActor, imbalance: float) -> None:
@@ -197,8 +222,11 @@ def _own_mesh() -> Iterator[None]:
             device=device,
         )
 
+    def names_of_metrics(box: list, **_: Any) -> None:  # which the last pipeline stage would send
+        box[:] = [box[0] or ["loss/total"]]
+
     with (
         patch("megagrpo.actor.megatron_actor.start_distributed", start),
-        patch.object(dist, "broadcast_object_list", lambda *args, **kwargs: None),
+        patch.object(dist, "broadcast_object_list", names_of_metrics),
     ):
         yield

@@ -4,21 +4,25 @@ Integers and booleans are computed, so token positions, routing maps and split s
 device. What is read from them, a norm for instance, is 1. Messages between ranks arrive at once and carry nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, Work
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from megagrpo.actor.live_bytes import tensors_in
 
 META = torch.device("meta")
 _ATEN = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
 _FACTORIES = {
-    getattr(_ATEN, name).default for name in ("empty_strided", "ones", "zeros", "full", "rand", "randn", "scalar_tensor")
+    getattr(_ATEN, name).default
+    for name in ("empty_strided", "ones", "zeros", "full", "rand", "randn", "scalar_tensor")
 } | {_ATEN.empty.memory_format, _ATEN.new_empty.default, _ATEN.new_zeros.default, _ATEN.new_full.default}
 
 
@@ -29,8 +33,7 @@ class ShapesOnly(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in _FACTORIES:
             return func(*args, **_without_memory(func, args, kwargs))
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        on_meta = [tensor.is_meta for tensor in tensors]
+        on_meta = [tensor.device.type == "meta" for tensor in tensors_in((args, *kwargs.values()))]
         if not any(on_meta):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
@@ -74,32 +77,39 @@ def _leaves_meta(kwargs: dict[str, Any]) -> bool:
     return device is not None and torch.device(device).type != "meta"
 
 
-class AsOnDevice(TorchFunctionMode):
-    """Answers for tensors without memory what code asks before it chooses a kernel: those of a CPU, or of a GPU."""
+@contextmanager
+def as_on_device(cuda: bool) -> Iterator[None]:
+    """Answers for tensors without memory what code asks before it chooses a kernel: those of a GPU, or of a CPU.
 
-    def __init__(self, cuda: bool):
-        super().__init__()
-        self._cuda = cuda
+    By replacing functions: a mode for functions would not be on while a layer is computed again in a backward.
+    """
+    tensor_type, make, attend = torch.Tensor.type, torch.tensor, torch.nn.functional.scaled_dot_product_attention
+    names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]  # a getter of C
-            return self._cuda and args[0].is_meta
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs and args[0].is_meta:
-            return {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}[args[0].dtype]
-        if func is torch.tensor and isinstance(args[0], list) and _holds_meta(args[0]):
-            return torch.empty(len(args[0]))  # it would read them before a dispatch mode can answer
-        if func is torch.nn.functional.scaled_dot_product_attention and not self._cuda:
-            return _cpu_attention(*args, **kwargs)
-        return func(*args, **kwargs)
+    def own_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return names[self.dtype] if self.is_meta and not args and not kwargs else tensor_type(self, *args, **kwargs)
+
+    def own_tensor(values: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(values, list) and _holds_meta(values):
+            return torch.empty(len(values))  # the original reads them without asking a dispatch mode
+        return make(values, *args, **kwargs)
+
+    with (
+        patch.object(torch.Tensor, "is_cuda", property(lambda self: cuda and self.is_meta), create=True),
+        patch.object(torch.Tensor, "type", own_type),
+        patch.object(torch, "tensor", own_tensor),
+        patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        patch.object(torch.nn.functional, "scaled_dot_product_attention", attend if cuda else _cpu_attention),
+    ):
+        yield
 
 
 def _holds_meta(values: list) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves(values))
+    return any(tensor.is_meta for tensor in tensors_in(values))
 
 
 def _cpu_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
     """Runs the kernel that a CPU chooses; of tensors on meta torch would choose the one that keeps all scores."""
     if attn_mask is not None:

@@ -311,5 +311,5 @@ def _expert_metrics(actor: MegatronActor) -> dict[str, float]:
     counts = actor.expert_load.take()
     if actor.mesh.world_size > 1:
         dist.all_reduce(counts)
-    load = counts.double()
+    load = counts[actor.arch.dense_layers :].double()
     return {"moe/load_imbalance": float((load.amax(1) / load.mean(1).clamp(min=1e-9)).mean())}

@@ -133,8 +133,8 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
             actor.load_hf(HfFolder(folder / "reference"))
             actor.keep_reference()
         weights = load_initial_weights(actor, config.model.path)
+        weights = actor.trained_weights(weights)
         if config.actor.lora is not None:
-            weights = actor.trained_weights(weights)
             actor.load_adapters(_trained_a_little(actor))
             actor.weights_loaded()
         plant(actor)

@@ -115,7 +115,8 @@ def feed_forward_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]
         yield from mlp_tensors(hidden, arch.ffn_size, prefix)
         return
     yield router_tensor(arch, prefix)
-    yield TensorSpec(prefix + "gate.e_score_correction_bias", (arch.num_experts,), "bias", dtype="float32")
+    bias = prefix + "gate.e_score_correction_bias"
+    yield TensorSpec(bias, (arch.num_experts,), "bias", dtype="float32", trained=False)
     if arch.shared_ffn_size:
         yield from mlp_tensors(hidden, arch.shared_ffn_size, prefix + "shared_experts.")
     for expert in range(arch.num_experts):

@@ -19,6 +19,7 @@ class TensorSpec:
     kind: Literal["matrix", "norm", "bias"]  # begins random, 1 and 0
     expert: bool = False  # one of a layer's routed experts, of which a token sees some
     dtype: str | None = None  # that it keeps whatever the model's is
+    trained: bool = True  # it has a gradient
 
     @property
     def size(self) -> int:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megagrpo.families.table import is_left_out, read_description
 from megagrpo.hf_files import HfFolder, ReadingProgress, write_hf_folder
 from megagrpo.mesh import Mesh
 from megagrpo.weights.plan import gather_to_main, make_gather_plan
@@ -52,15 +53,25 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     stays where no file holds an element, such as padding of a vocabulary.
     """
     hf, parameters = HfFolder(path), actor.parameters()
-    copies = record_copies(actor.load_hf, hf.specs, parameters)
+    specs = _used(hf)
+    copies = record_copies(actor.load_hf, specs, parameters)
     if overwritten:
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.zero_()
     else:
-        actor.load_hf(ReadingProgress(hf, _bytes_by_tensor(copies, hf.specs), shown=_is_main_rank()))
+        actor.load_hf(ReadingProgress(hf, _bytes_by_tensor(copies, specs), shown=_is_main_rank()))
         actor.weights_loaded()
-    return ActorWeights(copies, hf.specs, actor.parameters, actor.merged)
+    return ActorWeights(copies, specs, actor.parameters, actor.merged)
+
+
+def _used(hf: HfFolder) -> Specs:
+    """Returns what a folder holds without layers that only speculate, which nobody loads."""
+    description = hf.path / "config.json"
+    if not description.is_file():
+        return hf.specs
+    config = read_description(description)
+    return {name: spec for name, spec in hf.specs.items() if not is_left_out(config, name)}
 
 
 def _bytes_by_tensor(copies: list[Copy], specs: Specs) -> dict[str, int]:

@@ -128,7 +128,7 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
         "logprobs": logprob_error,
         "seen_logprobs": float(seen_error) if math.isfinite(seen_error) else math.inf,  # a maximum would drop NaN
         "loss": abs(loss - truth["loss"]),
-        "gradients": ratios(weights, actor.gradients(), hf_gradients, actor.mesh),
+        "gradients": ratios(actor.trained_weights(weights), actor.gradients(), hf_gradients, actor.mesh),
     }
     export_hf(folder / "exported", weights, actor.mesh, like=job["model"], dtype="float32")
     if actor.mesh.is_main:

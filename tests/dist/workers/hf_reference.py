@@ -7,11 +7,18 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, VOCAB, WIDTH, samples
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -28,39 +35,45 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192, "rope_theta": 5e5,
 }  # fmt: skip
 CONFIGS = {
-    "qwen3": lambda: Qwen3Config(**_SIZES, head_dim=32),
-    "qwen3_tied": lambda: Qwen3Config(**(_SIZES | {"tie_word_embeddings": True}), head_dim=32),
-    "qwen3_moe": lambda: Qwen3MoeConfig(**_SIZES, **_MOE, norm_topk_prob=True),
-    "qwen3_moe_raw": lambda: Qwen3MoeConfig(**_SIZES, **_MOE, norm_topk_prob=False),
-    "qwen2": lambda: Qwen2Config(**_SIZES),
-    "llama": lambda: LlamaConfig(**_SIZES, rope_parameters=_LLAMA3),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
+    "qwen3_tied": lambda: Qwen3Config(**(SIZES | {"tie_word_embeddings": True}), head_dim=32),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **_MOE, norm_topk_prob=True),
+    "qwen3_moe_raw": lambda: Qwen3MoeConfig(**SIZES, **_MOE, norm_topk_prob=False),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "llama": lambda: LlamaConfig(**SIZES, rope_parameters=_LLAMA3),
 }
 
 
 def main(folder: Path) -> None:
-    batch = samples()
     for name, make in CONFIGS.items():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(make(), attn_implementation="eager").float().eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:  # norms of one and biases of zero would hide a mistake
-                    parameter += 0.2 * torch.randn_like(parameter)
-        model.save_pretrained(folder / name)
-        logits = torch.zeros(NUM_SAMPLES, WIDTH, VOCAB)
-        loss = torch.zeros(())
-        for i, length in enumerate(LENGTHS):
-            tokens = batch["tokens"][i, :length]
-            row = model(tokens[None]).logits[0]
-            logits[i, :length] = row.detach()
-            chosen = row.log_softmax(-1)[torch.arange(length - 1), tokens[1:]]
-            loss = loss - (chosen * batch["advantages"][i, 1:length]).sum() / batch["mask"].sum()
-        loss.backward()
-        torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")
-        # written by the model's own saver, gradients get the checkpoint's names and shapes
-        for parameter in model.parameters():
-            parameter.data = parameter.grad
-        model.save_pretrained(folder / f"{name}.gradients")
+        write_model(folder, name, make())
+
+
+def write_model(folder: Path, name: str, config: PretrainedConfig) -> None:
+    """Leaves the folder `name`, `name`.gradients beside it, and logits and loss in `name`.pt."""
+    batch = samples()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    biases = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *biases]:
+            if tensor.dim() == 1:  # norms of one and biases of zero would hide a mistake
+                tensor += 0.2 * torch.randn_like(tensor)
+    model.save_pretrained(folder / name)
+    logits = torch.zeros(NUM_SAMPLES, WIDTH, VOCAB)
+    loss = torch.zeros(())
+    for i, length in enumerate(LENGTHS):
+        tokens = batch["tokens"][i, :length]
+        row = model(tokens[None]).logits[0]
+        logits[i, :length] = row.detach()
+        chosen = row.log_softmax(-1)[torch.arange(length - 1), tokens[1:]]
+        loss = loss - (chosen * batch["advantages"][i, 1:length]).sum() / batch["mask"].sum()
+    loss.backward()
+    torch.save({"logits": logits, "loss": float(loss)}, folder / f"{name}.pt")
+    # written by the model's own saver, gradients get the checkpoint's names and shapes
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(folder / f"{name}.gradients")
 
 
 if __name__ == "__main__":
