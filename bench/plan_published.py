@@ -4,7 +4,8 @@
 
 Plans each published run on its own GPUs with its own layout, batch and lengths: whether both sides fit, and where a
 step or a publish was timed, how the prediction compares. Where nothing was published, the cell says so. Runs that share
-their GPUs between the sides are planned phase by phase, each with all of them. Writes bench/results/plan_published.{json,md}.
+their GPUs between the sides are planned phase by phase, each with all of them. Writes
+bench/results/plan_published.{json,md}.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from megagrpo.planning.step_time import Plan, usable_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 NEMO = "NeMo-RL docs/about/performance-summary.md, v0.4, DGX-H100, bf16"
+VERL = "verl examples/grpo_trainer/"
 MILES = "miles docs/en/advanced/p2p-weight-transfer.md, H100, RDMA between ranks"
 HEADER = (
     "run", "GPUs", "trainers", "engines", "trainer GB of", "engine cache tokens", "step s: published", "predicted",
@@ -66,10 +68,10 @@ RUNS = (
     Run("NeMo-RL Qwen3-235B-A22B, one step off", "Qwen3-235B-A22B", NEMO, "H100",
         (128, "tp=4 ep=16 pp=8 first_stage_layers=11 last_stage_layers=11"), (16, 8), 16, 32, 8192, 5691,
         shared=False, off_policy=True, memory_fraction=0.8, step_s=241),
-    Run("NeMo-RL DeepSeek-V3", "DeepSeek-V3", NEMO, "H100",
+    Run("NeMo-RL DeepSeek-V3", "DeepSeek-V3-0324", NEMO, "H100",
         (256, "ep=16 pp=16 first_stage_layers=3 last_stage_layers=2"), (8, 32), 32, 16, 1536, 745,
         memory_fraction=0.6, step_s=154),
-    Run("NeMo-RL DeepSeek-V3, one step off", "DeepSeek-V3", NEMO, "H100",
+    Run("NeMo-RL DeepSeek-V3, one step off", "DeepSeek-V3-0324", NEMO, "H100",
         (256, "ep=16 pp=16 first_stage_layers=3 last_stage_layers=2"), (8, 32), 32, 16, 1536, 744,
         shared=False, off_policy=True, memory_fraction=0.8, step_s=77.9),
     Run("slime Qwen3-30B-A3B", "Qwen3-30B-A3B", "slime scripts/run-qwen3-30B-A3B.sh", "H100", (8, "tp=4 ep=8"), (1, 8),
@@ -80,15 +82,15 @@ RUNS = (
     Run("slime GLM-4.5-355B", "GLM-4.5", "slime scripts/run-glm4.5-355B-A32B.sh", "H100",
         (64, "tp=8 pp=4 cp=2 ep=16"), (2, 32), 128, 8, 34816, updates=4, micro_batch_tokens=32768, attention_dp=4,
         memory_fraction=0.7, off_host=_HOST),
-    Run("slime DeepSeek-R1 671B", "DeepSeek-V3", "slime scripts/run-deepseek-r1.sh", "H100",
+    Run("slime DeepSeek-R1 671B", "DeepSeek-V3-0324", "slime scripts/run-deepseek-r1.sh", "H100",
         (128, "tp=8 pp=4 cp=4 ep=32 last_stage_layers=13"), (2, 64), 128, 8, 34816, updates=4,
         micro_batch_tokens=65536, attention_dp=8, memory_fraction=0.7, off_host=_HOST),
-    Run("verl Qwen3-30B-A3B", "Qwen3-30B-A3B", "verl examples/grpo_trainer/run_qwen3moe-30b_megatron_96gb.sh", "H20",
+    Run("verl Qwen3-30B-A3B", "Qwen3-30B-A3B", VERL + "run_qwen3moe-30b_megatron_96gb.sh", "H20",
         (8, "ep=8"), (2, 4), 512, 16, 10240, updates=4, memory_fraction=0.7, off_host=_HOST),
-    Run("verl Qwen3-235B-A22B", "Qwen3-235B-A22B", "verl examples/grpo_trainer/run_qwen3-235b_megatron_96gb.sh", "H20",
+    Run("verl Qwen3-235B-A22B", "Qwen3-235B-A22B", VERL + "run_qwen3-235b_megatron_96gb.sh", "H20",
         (32, "tp=4 pp=8 ep=4 first_stage_layers=11 last_stage_layers=11"), (4, 8), 32, 8, 11680, updates=2,
         memory_fraction=0.85, off_host=_HOST),
-    Run("verl DeepSeek-V3 671B", "DeepSeek-V3", "verl examples/grpo_trainer/run_deepseek671b_math_megatron_96gb.sh", "H20",
+    Run("verl DeepSeek-V3 671B", "DeepSeek-V3-0324", VERL + "run_deepseek671b_math_megatron_96gb.sh", "H20",
         (96, "tp=8 pp=12 ep=8 last_stage_layers=6"), (3, 32), 96, 8, 11680, updates=3, memory_fraction=0.6,
         off_host=_HOST),
     Run("miles publish, Qwen3-30B-A3B", "Qwen3-30B-A3B", MILES, "H100", (16, "tp=4 ep=8"), (2, 8), 8, 8, 8192,
@@ -176,8 +178,9 @@ def _line(run: Run, plan: Plan) -> list[str]:
     gpus = f"{ranks} {run.hardware}, shared" if run.shared else f"{ranks} + {engines * tp} {run.hardware}"
     cache = f"{plan.engine.cache_tokens:,}" if not plan.engine.problems else f"DOES NOT FIT: {plan.engine.problems[0]}"
     short = layout.replace("=", " ").replace("_stage_layers", "")
+    attention = f", attention dp {run.attention_dp}" if run.attention_dp > 1 else ""
     return [
-        run.name, gpus, short, f"{engines} x tp {tp}" + (f", attention dp {run.attention_dp}" if run.attention_dp > 1 else ""),
+        run.name, gpus, short, f"{engines} x tp {tp}{attention}",
         f"{used / 1e9:.1f} of {room / 1e9:.1f}{host}{fits}", cache,
         *_compared(run.step_s, _step(run, plan)), *_compared(run.publish_s, plan.seconds["publish"]), run.source,
     ]  # fmt: skip
@@ -206,9 +209,10 @@ def _record(run: Run, plan: Plan) -> dict:
     }
 
 
-NOTES = """Times are of different systems: other engines (vLLM in NeMo-RL), colocated weights that are swapped rather than
-sent, no digests. Trainer memory is what this program would need, with float32 gradients; NeMo-RL's are bf16. Lengths where
-none were published: assumed, see docs/planning.md. Recomputation where a script does not state it: full.
+NOTES = """Times are of different systems: other engines (vLLM in NeMo-RL), weights that are swapped on shared GPUs and
+gathered before they are sent, which their step times have and the predictions have not. Trainer memory is what this
+program would need, with float32 gradients; NeMo-RL's are bf16. Lengths where none were published: assumed, see
+docs/planning.md. Recomputation where a script does not state it: full.
 """
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Records one side of exchanges in a process of its own: `python -m megagrpo.planning.child SIDE FOLDER ...`.
 
 Megatron's host patches and SGLang's are not for one process. A folder holds config.yaml and model/config.json; for the
-trainers ranks.json, a list of ranks; for the engine arguments.json, its command line on a CPU, and server.json, that on a
-GPU with what the driver says of it. Leaves SIDE.pickle there; the process `engine` server.pickle, too. A file that is not
-there is not asked for.
+trainers ranks.json, a list of ranks; for the engine arguments.json, its command line on a CPU, and server.json, that on
+a GPU with what the driver says of it. Leaves SIDE.pickle there; the process `engine` leaves server.pickle, too. A file
+that is not there is not asked for.
 """
 
 import json

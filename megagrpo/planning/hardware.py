@@ -68,7 +68,7 @@ class Measured:
 EFFICIENCY = {
     "matmul": Measured(
         0.60,
-        "estimate from the Llama 3 paper (arXiv 2407.21783, table 4): 0.38 to 0.43 of the peak on H100 in bf16 with all "
+        "estimate from the Llama 3 paper (arXiv 2407.21783, table 4): 0.38 to 0.43 of the peak on H100, bf16, with all "
         "communication and bubbles included; matrix products alone are taken as 1.4 to 1.5 times that",
     ),
     "experts": Measured(
@@ -82,7 +82,7 @@ EFFICIENCY = {
     ),
     "attention": Measured(
         0.50,
-        "estimate from the FlashAttention-3 paper (arXiv 2407.08608): up to 740 TFLOPS (0.75 of the peak) forward on H100; "
+        "estimate from the FlashAttention-3 paper (arXiv 2407.08608): up to 740 TFLOPS (0.75 of the peak) forward; "
         "backward, causal masks and the lengths of packed samples reach less",
     ),
     "memory": Measured(
@@ -94,14 +94,16 @@ EFFICIENCY = {
         "estimate: NCCL's ring inside a node, large messages, without NVLink SHARP",
     ),
     "network": Measured(
-        0.80, "DeepEP V1 (docs/legacy.md): 43 GB/s between two nodes of H800 with 400 Gb/s cards; NCCL is taken as a little less"
+        0.80,
+        "DeepEP V1 (docs/legacy.md): 43 GB/s between two nodes of H800 with 400 Gb/s cards; NCCL is taken as less",
     ),
     "all-to-all inside": Measured(
         0.34,
-        "DeepEP V1 (docs/legacy.md): 153 to 158 GB/s in a node of H800, whose links have 160; taken for NCCL on 450, too",
+        "DeepEP V1 (docs/legacy.md): 153 to 158 GB/s in a node of H800, whose links have 160; the same for NCCL on 450",
     ),
     "all-to-all between": Measured(
-        0.50, "estimate: NCCL's plain all-to-all between nodes, in which each token travels once for each of its experts"
+        0.50,
+        "estimate: NCCL's plain all-to-all between nodes, in which each token travels once for each of its experts",
     ),
     "all-reduce latency us": Measured(12.0, "estimate: SGLang's one-shot all-reduce of some hundred kB inside a node"),
     "all-reduce latency between us": Measured(45.0, "estimate: NCCL's tree over two to four nodes, small messages"),
@@ -119,9 +121,7 @@ EFFICIENCY = {
     "expert imbalance": Measured(
         1.3, "estimate: tokens of the fullest expert rank over the mean, without an auxiliary loss and without replay"
     ),
-    "fragmentation": Measured(
-        0.04, "estimate: memory that PyTorch's allocator cannot use, with expandable segments"
-    ),
+    "fragmentation": Measured(0.04, "estimate: memory that PyTorch's allocator cannot use, with expandable segments"),
     "host copy GB/s": Measured(20.0, "estimate: from a GPU to its host's memory, all of a node at once, PCIe 5 x16"),
     "context bytes": Measured(
         1.5e9, "estimate: CUDA context, NCCL communicators and library handles of an engine rank before the weights"

@@ -73,8 +73,11 @@ def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
         raise ValueError(f"--lengths {text}: give MEAN or MEAN/P50/P99 in tokens, all positive")
     longest = config.sampling.max_response_tokens
     if len(numbers) == 1:
-        return Lengths(prompt, _with_mean(numbers[0], longest), f"log-normal with mean {numbers[0]:g}, at most {longest}")
-    return Lengths(prompt, _through(*numbers, longest), f"mean {numbers[0]:g}, p50 {numbers[1]:g}, p99 {numbers[2]:g}")
+        return Lengths(
+            prompt, _with_mean(numbers[0], longest), f"log-normal with mean {numbers[0]:g}, at most {longest}"
+        )
+    mean, median, p99 = numbers
+    return Lengths(prompt, _through(mean, median, p99, longest), f"mean {mean:g}, p50 {median:g}, p99 {p99:g}")
 
 
 def lengths_of_run(folder: Path, config: ExperimentConfig) -> Lengths:
@@ -129,7 +132,9 @@ def _through(mean: float, median: float, p99: float, longest: float) -> np.ndarr
     bump = np.where((share > 0.5) & (share < 0.99), (share - 0.5) * (0.99 - share), 0.0) * p99
     bent = straight + bump * (mean - straight.mean()) / max(bump.mean(), 1e-12)
     if (np.diff(bent) < -1e-6 * longest).any() or bent.max() > longest * (1 + 1e-9):
-        raise ValueError(f"--lengths: no distribution like a log-normal one has mean {mean:g}, p50 {median:g}, p99 {p99:g}")
+        raise ValueError(
+            f"--lengths: no distribution like a log-normal one has mean {mean:g}, p50 {median:g}, p99 {p99:g}"
+        )
     return bent
 
 

@@ -1,9 +1,9 @@
 """Runs `megagrpo plan`: what an experiment needs and how long its steps take, before there is a GPU."""
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from json import dumps
 from pathlib import Path
 
 import megagrpo
@@ -16,7 +16,7 @@ from megagrpo.planning.lengths import Lengths, assumed_lengths, given_lengths, l
 from megagrpo.planning.links import place_ranks
 from megagrpo.planning.plan_report import as_json, proposal_words, proposals, report
 from megagrpo.planning.recordings import describe_model, record_all
-from megagrpo.planning.search import search
+from megagrpo.planning.search import best_layouts
 from megagrpo.planning.step_time import Plan, Target, engines_of, make_target, plan_step, trainer_problems, trainers_of
 from megagrpo.planning.weights_report import forecast_publish
 from megagrpo.preflight import longest_samples, model_description
@@ -33,13 +33,13 @@ class Options:
     gpus_per_node: int = 8
     lengths: str | None = None
     lengths_from: Path | None = None
-    nodes: int | None = None  # to search layouts for
+    search: int | None = None  # nodes to search layouts for
     quick: bool = False  # closed forms alone: SGLang is not asked, and no rank is recorded
-    output: Path | None = None
+    json: Path | None = None  # where all figures go
 
 
 def plan_command(config: ExperimentConfig, options: Options) -> tuple[str, bool]:
-    """Returns the plan as text, and whether the experiment fits; writes all figures to `options.output` as JSON.
+    """Returns the plan as text, and whether the experiment fits; writes all figures to `options.json` as JSON.
 
     Raises ValueError for a model that is not known or that layouts or nodes cannot hold.
     """
@@ -51,17 +51,17 @@ def plan_command(config: ExperimentConfig, options: Options) -> tuple[str, bool]
         remedy = next(_fitting_changes(config, target), [])
     lines = report(plan, remedy, options.hardware)
     found: list[Plan] = []
-    if options.nodes is not None:
-        found = search(config, target, options.nodes)
-        lines += ["", *proposals(found, options.nodes), *proposal_words(found, plan)]
-    if options.output is not None:
+    if options.search is not None:
+        found = best_layouts(config, target, options.search)
+        lines += ["", *proposals(found, options.search), *proposal_words(found, plan)]
+    if options.json is not None:
         data = {"plan": as_json(plan), "proposals": [as_json(other) for other in found]}
-        write_whole(options.output, json.dumps(data, indent=1, default=float) + "\n")
+        write_whole(options.json, dumps(data, indent=1, default=float) + "\n")
     return "\n".join(lines), not plan.problems
 
 
 def with_model(config: ExperimentConfig) -> ExperimentConfig:
-    """Returns the experiment with a folder that has the model's config.json: its own, or the shipped one of that name."""
+    """Returns the experiment with a folder that has the model's config.json: its own, or the one that is shipped."""
     shipped = _SHIPPED_MODELS / Path(config.model.path).name
     if model_description(config) is None and (shipped / "config.json").is_file():
         return config.model_copy(update={"model": ModelConfig(path=str(shipped))})
@@ -73,7 +73,9 @@ def target_of(config: ExperimentConfig, options: Options) -> Target:
     arch = architecture_of(describe_model(config))
     hardware = hardware_of(options.hardware)
     rollout = config.rollout
-    place_ranks(config.actor.world_size, rollout.num_engines, rollout.tp, rollout.nodes_per_engine, options.gpus_per_node)
+    place_ranks(
+        config.actor.world_size, rollout.num_engines, rollout.tp, rollout.nodes_per_engine, options.gpus_per_node
+    )
     return make_target(arch, hardware, options.gpus_per_node, _lengths(config, options))
 
 
@@ -139,7 +141,9 @@ def _trainer_changes(config: ExperimentConfig) -> Iterator[tuple[list[str], Expe
     for own, layout in options:
         parallel = p.model_copy(update=layout)
         changed = actor.model_copy(update={**own, "parallel": parallel})
-        if changed.world_size % math.lcm(parallel.tp * parallel.pp * parallel.cp, parallel.etp * parallel.ep * parallel.pp):
+        if changed.world_size % math.lcm(
+            parallel.tp * parallel.pp * parallel.cp, parallel.etp * parallel.ep * parallel.pp
+        ):
             continue
         words = [f"actor.{key}={value}" for key, value in own.items()]
         words += [f"actor.parallel.{key}={value}" for key, value in layout.items()]

@@ -38,14 +38,16 @@ def _head(plan: Plan, hardware_name: str) -> list[str]:
     layout = " ".join(f"{key} {getattr(p, key)}" for key in names if getattr(p, key) not in (None, 1))
     active = sum(layer.dense + layer.expert * work.share for layer in work.layers) + work.head
     lengths = target.lengths
+    trainer_nodes, engine_nodes = -(-actor.world_size // gpus), -(-rollout.num_engines * rollout.tp // gpus)
     return [
-        f"{config.name} on {hardware_name} nodes of {gpus}: {work.total / 1e9:.1f} B parameters, {active / 1e9:.1f} B active",
+        f"{config.name} on {hardware_name} nodes of {gpus}: {work.total / 1e9:.1f} B parameters, "
+        f"{active / 1e9:.1f} B active",
         f"lengths    {lengths.origin}: mean {lengths.mean:,.0f}, p50 {lengths.percentile(0.5):,.0f}, "
         f"p99 {lengths.percentile(0.99):,.0f}; prompts {lengths.prompt:,.0f}",
-        f"trainers   {actor.world_size} ranks on {-(-actor.world_size // gpus)} nodes ({layout or 'one rank each'}, dp {actor.dp}), "
+        f"trainers   {actor.world_size} ranks on {trainer_nodes} nodes ({layout or 'one rank each'}, dp {actor.dp}), "
         f"{actor.micro_batch_tokens:,} tokens a micro-batch, recompute {actor.recompute}",
-        f"engines    {rollout.num_engines} of tp {rollout.tp}, ep {rollout.ep}, {rollout.nodes_per_engine} node(s) each: "
-        f"{-(-rollout.num_engines * rollout.tp // gpus)} nodes",
+        f"engines    {rollout.num_engines} on {engine_nodes} nodes, each tp {rollout.tp}, ep {rollout.ep} "
+        f"over {rollout.nodes_per_engine} node(s)",
     ]
 
 
@@ -54,7 +56,13 @@ def _trainer_memory(plan: Plan) -> list[str]:
     rows = [["trainers", "fullest rank", "GB", f"of {room / 1e9:.1f}", "parts in GB"]]
     for phase, rank in plan.trainers.phases.items():
         rows.append(
-            [phase, f"{rank.rank} ({rank.kind})", f"{rank.total / 1e9:.1f}", f"{rank.total / room:.0%}", _parts(rank.parts)]
+            [
+                phase,
+                f"{rank.rank} ({rank.kind})",
+                f"{rank.total / 1e9:.1f}",
+                f"{rank.total / room:.0%}",
+                _parts(rank.parts),
+            ]
         )
     host = {name: size for name, size in plan.trainers.host_bytes.items() if size}
     return [*table_lines(rows), f"host memory of the fullest trainer node, in GB: {_parts(host)}"]
@@ -66,7 +74,9 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 def _engine_memory(plan: Plan) -> list[str]:
     engine, server = plan.engine, plan.engine.server
-    how = f"as SGLang resolves its arguments: attention by {server.backend}" if server.resolved else "from the experiment"
+    how = (
+        f"as SGLang resolves its arguments: attention by {server.backend}" if server.resolved else "from the experiment"
+    )
     samples = plan.config.train.num_prompts_per_step * plan.config.train.group_size / plan.config.rollout.num_engines
     return [
         f"engine rank {engine.total / 1e9:.1f} of {engine.capacity / 1e9:.1f} GB: {_parts(engine.parts)}",
@@ -90,9 +100,9 @@ def _step(plan: Plan) -> list[str]:
     used = train.model_flops / ranks / plan.seconds["update"] / (plan.target.hardware.bf16_tflops * 1e12)
     return [
         *table_lines(rows),
-        f"rollout    {rollout.at_once:.0f} samples in a decode step on average, {rollout.tokens_per_s:,.0f} tokens/s an "
-        f"engine; half of the samples after {rollout.half_done / rollout.seconds:.0%} of it, "
-        f"the last tenth takes {rollout.tail_seconds / rollout.seconds:.0%}; {rollout.retracted} put back for want of cache",
+        f"rollout    {rollout.at_once:.0f} samples in a decode step on average, {rollout.tokens_per_s:,.0f} tokens/s "
+        f"an engine; half of the samples after {rollout.half_done / rollout.seconds:.0%} of it, the last tenth takes "
+        f"{rollout.tail_seconds / rollout.seconds:.0%}; {rollout.retracted} put back for want of cache",
         f"update     {train.micro_batches} micro-batches, {train.filled:.0%} full; pipeline bubble {train.bubble:.0%}; "
         f"the mean rank waits {train.waiting:.1%} for the slowest; {used:.0%} of the peak without recomputation",
         f"idle       {plan.idle:.0%} of all GPUs' time, one side waiting for the other; one step off-policy a step "
@@ -104,7 +114,9 @@ def _step(plan: Plan) -> list[str]:
 def _shares(parts: Mapping[str, float]) -> str:
     whole = sum(parts.values())
     named = {name: seconds for name, seconds in parts.items() if seconds > _SMALL * whole}
-    return ", ".join(f"{name} {_seconds(seconds)}" for name, seconds in sorted(named.items(), key=lambda pair: -pair[1]))
+    return ", ".join(
+        f"{name} {_seconds(seconds)}" for name, seconds in sorted(named.items(), key=lambda pair: -pair[1])
+    )
 
 
 def _seconds(seconds: float) -> str:
@@ -113,7 +125,21 @@ def _seconds(seconds: float) -> str:
 
 def proposals(plans: Sequence[Plan], nodes: int) -> list[str]:
     """Returns what a search found as a table, and each proposal's words of `--set` below."""
-    rows = [["", "nodes", "step s", "rollout", "logprobs", "update", "publish", "trainer GB", "engine cache", "bubble", "off-policy s"]]
+    rows = [
+        [
+            "",
+            "nodes",
+            "step s",
+            "rollout",
+            "logprobs",
+            "update",
+            "publish",
+            "trainer GB",
+            "engine cache",
+            "bubble",
+            "off-policy s",
+        ]
+    ]
     for number, plan in enumerate(plans, 1):
         gpus, seconds = plan.target.gpus_per_node, plan.seconds
         trainers = -(-plan.config.actor.world_size // gpus)

@@ -1,7 +1,7 @@
-"""Proposes layouts of both sides for a number of nodes: closed forms over all that fit, the best ones planned exactly."""
+"""Proposes layouts of both sides for a number of nodes: closed forms over all that fit, the best ones planned again."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -44,7 +44,7 @@ class _Sampled:
     config: ExperimentConfig
 
 
-def search(config: ExperimentConfig, target: Target, nodes: int, proposals: int = 5) -> list[Plan]:
+def best_layouts(config: ExperimentConfig, target: Target, nodes: int, proposals: int = 5) -> list[Plan]:
     """Returns the plans with the shortest steps among those that fit on `nodes` nodes, the best first.
 
     Raises ValueError where nothing fits.
@@ -164,7 +164,7 @@ def _pipelines(layers: int, tp: int, pp: int, cp: int, ep: int) -> Iterator[Para
     middle = math.ceil(layers / pp)
     ends = layers - middle * (pp - 2)
     first = ends // 2
-    if 1 <= first and ends - first <= middle:
+    if first >= 1 and ends - first <= middle:
         yield ParallelConfig(
             tp=tp, pp=pp, cp=cp, ep=ep, first_stage_layers=first, last_stage_layers=ends - first
         )  # fmt: skip
@@ -227,14 +227,14 @@ def _engines(rollout: RolloutConfig, target: Target, nodes: int) -> Iterator[Rol
 
 def changes(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
     """Returns what a proposal sets differently, as words of `--set`."""
-    found = []
+    found: list[str] = []
     for section in ("actor", "rollout"):
         found += _changes(section, getattr(before, section).model_dump(), getattr(after, section).model_dump())
     return found
 
 
-def _changes(where: str, before: dict, after: dict) -> Sequence[str]:
-    out = []
+def _changes(where: str, before: dict, after: dict) -> list[str]:
+    out: list[str] = []
     for key, value in after.items():
         if isinstance(value, dict) and isinstance(before[key], dict):
             out += _changes(f"{where}.{key}", before[key], value)

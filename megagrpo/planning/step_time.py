@@ -189,7 +189,7 @@ def publish_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
 
 
 def _checkpoint_seconds(config: ExperimentConfig, target: Target) -> float:
-    """Returns a step's share of the saves: what is copied to host memory, or all that is written where training waits."""
+    """Returns a step's share of the saves: copied to host memory, and written where training waits for it."""
     checkpoint, actor = config.checkpoint, config.actor
     if not checkpoint.every:
         return 0.0

@@ -60,7 +60,7 @@ class PassTime:
         return self.compute + sum(self.sent.values()) + self.overhead
 
     def with_backward(self, recomputed: float) -> float:
-        """Returns the seconds of forward and backward: twice the products, everything sent again, and what is redone."""
+        """Returns the seconds with the backward: twice the products, all sent again, and what is recomputed."""
         return self.forward * (2 + recomputed) + self.compute
 
 
