@@ -119,6 +119,18 @@ def _add_preparation(commands: _Commands) -> None:
 
 
 def _add_planning(commands: _Commands) -> None:
+    whole = commands.add_with_config(
+        "plan", _plan, "memory of both sides and the seconds of a step on the cluster, from the model's config.json alone"
+    )
+    whole.add_argument("--gpus-per-node", type=int, default=8, help="of every node (default 8)")
+    whole.add_argument("--hardware", default="H100", help="row of the hardware table: H100 (default), H200, H20, B200")
+    whole.add_argument("--lengths", help="of responses in tokens: MEAN, MEAN/P50/P99, or a file with one a line")
+    whole.add_argument("--lengths-from", type=Path, metavar="RUN", help="a run folder whose rollouts have the lengths")
+    whole.add_argument(
+        "--search", type=int, metavar="NODES", help="also propose the best layouts of so many nodes for both sides"
+    )
+    whole.add_argument("--quick", action="store_true", help="closed forms alone: asks neither SGLang nor Megatron")
+    whole.add_argument("--json", type=Path, metavar="FILE", help="also write all figures")
     plan = commands.add_with_config(
         "plan-weights", _plan_weights, "what a publish will move on the cluster, from the model's config.json alone"
     )
@@ -291,8 +303,25 @@ def _certify(args: argparse.Namespace) -> int:
     return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts, args.plant)
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from megagrpo.planning.plan import Options, plan_command
+
+    options = Options(
+        hardware=args.hardware,
+        gpus_per_node=args.gpus_per_node,
+        lengths=args.lengths,
+        lengths_from=args.lengths_from,
+        nodes=args.search,
+        quick=args.quick,
+        output=args.json,
+    )
+    text, fits = plan_command(_config(args), options)
+    print(text)
+    return 0 if fits else 1
+
+
 def _plan_weights(args: argparse.Namespace) -> int:
-    from megagrpo.planning.links import rates_of
+    from megagrpo.planning.hardware import rates_of
     from megagrpo.planning.weights_report import plan_weights
 
     config = _config(args)

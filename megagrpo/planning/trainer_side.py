@@ -3,7 +3,7 @@
 Bytes of one rank are given by part; docs/planning_memory.md states the formula of each.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megagrpo.checkpoint_cost import checkpoint_cost
@@ -114,6 +114,15 @@ def trainer_side(
         stages=tuple(stage.cost() for stage in stages),
         ranks=ranks,
     )
+
+
+def stage_sides(
+    arch: Architecture, actor: ActorConfig, load: Load, held: Sequence["Held"], *, reference: bool = False
+) -> list[tuple[RankMemory, StageCost]]:
+    """Returns of every pipeline stage the memory of its update and its work, for weights that were counted before."""
+    layers = actor.parallel.stage_layers(arch.num_layers)
+    stages = [_Stage(arch, actor, load, number, layers[number], held[number]) for number in range(actor.parallel.pp)]
+    return [(stage.memory("update", reference, 0.0), stage.cost()) for stage in stages]
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,8 @@ import pytest
 import torch
 
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, TinyModelConfig
-from megagrpo.planning.links import (
-    HARDWARE,
-    Rates,
-    broadcast_forecast,
-    place_ranks,
-    rates_of,
-    reshard_forecast,
-)
+from megagrpo.planning.hardware import HARDWARE, Rates, rates_of
+from megagrpo.planning.links import broadcast_forecast, place_ranks, reshard_forecast
 from megagrpo.planning.recordings import Recordings, record_both_sides, representative_ranks
 from megagrpo.planning.weights_report import plan_weights
 from megagrpo.tiny.description import hf_config
