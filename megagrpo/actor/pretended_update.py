@@ -144,10 +144,13 @@ class _Watch:
         gc.collect()
         self.live.restart()
 
-    def stepping(self, step_of_optimiser: Callable) -> Any:
-        """Runs the optimiser's step."""
+    def gradients_done(self) -> None:
+        """Ends forward and backward: what gloo copies to sum gradients, NCCL does not."""
         self.before_step = self.live.peak - self.held()
         self.head = self.live.at_peak.get(_HEAD, 0)
+
+    def stepping(self, step_of_optimiser: Callable) -> Any:
+        """Runs the optimiser's step."""
         self.live.restart()
         out = step_of_optimiser()
         self.step = self.live.peak - self.held()
@@ -163,10 +166,17 @@ def _watched(actor: MegatronActor, live: LiveBytes, held: Callable[[], int]) -> 
 
         return run
 
-    watch, head, take_step = _Watch(live, held), logprob._LogProbs, actor.optimizer.step
+    watch, head = _Watch(live, held), logprob._LogProbs
+    take_step, end = actor.optimizer.step, actor.clock.gradients_done
+
+    def gradients_done() -> None:
+        watch.gradients_done()
+        end()
+
     with (
         patch.object(head, "forward", staticmethod(in_head(head.forward))),
         patch.object(head, "backward", staticmethod(in_head(head.backward))),
+        patch.object(actor.clock, "gradients_done", gradients_done),
         patch.object(actor.optimizer, "step", lambda: watch.stepping(take_step)),
     ):
         yield watch
