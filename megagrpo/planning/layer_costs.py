@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megagrpo.config.actor import ActorConfig
-from megagrpo.families.architecture import Architecture
+from megagrpo.families.architecture import Architecture, LatentAttention
 
 _FP32 = 4
 
@@ -53,6 +53,8 @@ def layer_cost(arch: Architecture, actor: ActorConfig, tokens: float, moe: bool,
 
 
 def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost:
+    if arch.mla is not None:
+        return _latent_attention(arch, arch.mla, actor, at)
     p = actor.parallel
     heads, groups = arch.num_heads / p.tp, arch.num_kv_heads / p.tp
     dim = arch.head_dim
@@ -69,6 +71,30 @@ def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost
         flops=2 * weights * at.whole,
         pair_flops=4 * heads * dim,
         sent={"tp": _gathers(arch, actor, at, 2), "cp": keys * (p.cp - 1)},
+    )
+
+
+def _latent_attention(arch: Architecture, mla: LatentAttention, actor: ActorConfig, at: _Tokens) -> LayerCost:
+    """Returns the cost of latent attention, which trainers multiply with keys and values of every head.
+
+    The first halves of its projections are whole on every rank and work on its part of the sequence.
+    """
+    p, hidden = actor.parallel, arch.hidden_size
+    heads, qk = arch.num_heads / p.tp, mla.nope_dim + mla.rope_dim
+    latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.rope_dim
+    queries = mla.q_lora_rank or hidden  # what queries are computed from
+    up = heads * (queries * qk + mla.kv_lora_rank * (mla.nope_dim + mla.v_dim))
+    saved = heads * (2 * qk + 2 * mla.v_dim) * at.whole * at.width + heads * at.whole * _FP32
+    gathered = (latents if mla.q_lora_rank else latents + hidden) * at.whole * at.width if p.tp > 1 else 0.0
+    keys = heads * (qk + mla.v_dim) * at.whole * at.width
+    sent = (latents + (0 if mla.q_lora_rank else hidden) + hidden) * at.part * (p.tp - 1) * at.width
+    return LayerCost(
+        kept=saved + heads * 2 * qk * at.whole * at.width + 2 * latents * at.part * at.width,  # before rope, and norms
+        transient=2 * heads * (2 * qk + mla.v_dim) * at.whole * at.width + gathered,
+        attention_kept=saved,
+        flops=2 * hidden * latents * at.part + 2 * (up + hidden * heads * mla.v_dim) * at.whole,
+        pair_flops=2 * heads * (qk + mla.v_dim),
+        sent={"tp": sent, "cp": keys * (p.cp - 1)},
     )
 
 
@@ -99,11 +125,15 @@ def _experts(arch: Architecture, actor: ActorConfig, at: _Tokens, imbalance: flo
     kept = router + dispatched + 4 * width * received * at.width + hidden * received * at.width
     flops = 6 * hidden * width * received + 2 * hidden * arch.num_experts * at.part
     far = (p.ep - 1) / p.ep
+    shared = _mlp(arch, actor, at, arch.shared_ffn_size / p.tp) if arch.shared_ffn_size else None
     sent = {
         "ep": 2 * copies * hidden * at.width * far,
-        "tp": 2 * copies * hidden * at.width * (p.etp - 1),
+        "tp": 2 * copies * hidden * at.width * (p.etp - 1) + (shared.sent["tp"] if shared else 0.0),
     }
-    return LayerCost(kept, 3 * dispatched + 3 * width * received * at.width, 0.0, flops, 0.0, sent)
+    transient = 3 * dispatched + 3 * width * received * at.width
+    if shared is not None:
+        kept, flops, transient = kept + shared.kept, flops + shared.flops, max(transient, shared.transient)
+    return LayerCost(kept, transient, 0.0, flops, 0.0, sent)
 
 
 def _gathers(arch: Architecture, actor: ActorConfig, at: _Tokens, count: int) -> float:

@@ -197,7 +197,7 @@ class _Stage:
         self.part = load.tokens / p.cp / p.tp
         self.first, self.last = number == 0, number == p.pp - 1
         stage_of_layer = _stage_of_layer(arch, actor)
-        dense = getattr(arch, "dense_layers", 0)
+        dense = arch.dense_layers
         self.layers: list[LayerCost] = [
             layer_cost(arch, actor, load.tokens, arch.is_moe and layer >= dense, load.expert_imbalance)
             for layer, stage in enumerate(stage_of_layer)

@@ -161,7 +161,7 @@ def test_a_full_cache_makes_samples_wait():
     tight = rollout_time(speed, replace(side, cache_tokens=60_000), lengths, 256, 8)
     assert tight.seconds > 1.2 * free.seconds and tight.at_once < 0.8 * free.at_once
     assert tight.retracted > 0 == free.retracted
-    assert free.tail_seconds > 0.3 * free.seconds  # the long quarter is alone in the second half
+    assert 0.05 * free.seconds < free.tail_seconds < free.seconds - free.half_done
     waiting = rollout_time(speed, replace(side, server=replace(side.server, running_requests=4)), lengths, 256, 8)
     assert waiting.most_at_once == 4 and waiting.seconds > free.seconds
 
@@ -202,6 +202,19 @@ def test_an_update_is_its_micro_batches_and_the_bubble():
     assert found.forward == pytest.approx(2 * (4 * 1.25 + 1) * max(stage.forward for stage in stages))
     assert found.update == pytest.approx(sum(found.parts.values())) and found.waiting == pytest.approx(0.2)
     assert 0.2 <= found.bubble < 0.25  # 1 of 5 rounds, and the head on one stage alone
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen3-30B-A3B", "GLM-4.5-Air", "DeepSeek-V3-0324"])
+def test_trainers_multiply_with_every_weight(name):
+    """The FLOPs that the trainers' side counts layer by layer are those of the model's own tensors."""
+    arch = read_architecture(MODELS / name)
+    actor = ActorConfig.model_validate({"world_size": 2, "dtype": "bfloat16", "parallel": {"tp": 2}})
+    (stage,) = trainer_side(arch, actor, Load(1000, 1000)).stages
+    work = model_work(arch)
+    norms = work.whole * len(work.layers)  # which are no products, nor are biases
+    token = sum(sum(work.forward_flops(layer)) for layer in work.layers) + 2 * work.head
+    assert stage.flops * 2 == pytest.approx(1000 * token, rel=0.01 + 2 * norms / token)
+    assert stage.pair_flops * 2 == pytest.approx(work.attention_flops * len(work.layers))
 
 
 def test_all_to_all_is_slow_between_nodes():
@@ -248,12 +261,13 @@ def test_the_plan_as_text_and_json(tmp_path):
 
 
 def test_what_does_not_fit_comes_with_a_change_that_does():
-    text, fits = plan_command(shipped("moe_235b", "actor.parallel.ep=8"), Options(quick=True))
+    large = "actor.micro_batch_tokens=200000"
+    text, fits = plan_command(shipped("qwen3_8b_gsm8k", large), Options(quick=True))
     assert not fits and "trainers do not fit: in update rank" in text
     (line,) = [line for line in text.splitlines() if "nearest change that fits" in line]
     words = [word for word in line.split() if "=" in word]
     assert words
-    again, fits = plan_command(shipped("moe_235b", "actor.parallel.ep=8", *words), Options(quick=True))
+    again, fits = plan_command(shipped("qwen3_8b_gsm8k", large, *words), Options(quick=True))
     assert fits, again
     with pytest.raises(ValueError, match="both say how long"):
         plan_command(shipped(), Options(quick=True, lengths="5", lengths_from=Path("x")))
