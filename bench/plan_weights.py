@@ -2,8 +2,8 @@
 
     python bench/plan_weights.py [--engines 8 16 32] [--hardware H100]
 
-Runs `megagrpo plan-weights configs/moe_235b.yaml` once for each number of engines, with nothing of the model but its
-config.json, and measures its seconds, the processor seconds of all its processes and their memory together. Writes
+Runs `megagrpo plan-weights configs/qwen3_235b_a22b.yaml` once for each number of engines, with nothing of the model but
+its config.json, and measures its seconds, the processor seconds of all its processes and their memory together. Writes
 bench/results/plan_weights_235b.{json,md}; ends with status 1 above 2 minutes or 8 GB.
 """
 
@@ -45,7 +45,7 @@ def main() -> None:
 def _run(engines: int, hardware: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "megagrpo.cli", "plan-weights", "configs/moe_235b.yaml"]
+        command = [sys.executable, "-m", "megagrpo.cli", "plan-weights", "configs/qwen3_235b_a22b.yaml"]
         command += ["--set", "model.path=configs/models/Qwen3-235B-A22B", "--engines", str(engines)]
         start, peak, cpu = time.monotonic(), 0, {}
         with (Path(folder) / "out.txt").open("w+") as out:

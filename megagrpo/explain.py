@@ -280,7 +280,7 @@ def _checkpoints(config: ExperimentConfig, arch: Architecture | None) -> list[st
 
 
 def _count(number: float) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:g}"

@@ -1,4 +1,7 @@
-"""HF checkpoint folders, read lazily and written atomically: one file or shards with an index, always safetensors."""
+"""HF checkpoint folders, read lazily and written atomically: one file or shards with an index, always safetensors.
+
+A tensor X in FP8 has the scales of its blocks in `X_scale_inv`; who reads it sees the bfloat16 tensor of the products.
+"""
 
 import hashlib
 import json
@@ -6,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 import torch
@@ -13,9 +17,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megagrpo.families.quantization import fp8_block
+from megagrpo.families.table import exported_config, read_description
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth"}
+_SCALES = "_scale_inv"  # after a tensor's name: the name of its blocks' scales
+_BAND_ELEMENTS = 1 << 21  # of an FP8 tensor at a time: 10 bytes each, in float32 twice and in bfloat16
 _SECONDS_BETWEEN_LINES, _BAR_WIDTH = 5.0, 24
 _DTYPES = {
     "F64": torch.float64,
@@ -28,6 +37,7 @@ _DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 
 
@@ -46,9 +56,14 @@ class HfFolder(Mapping[str, Tensor]):
                 f"{self.path}: no such folder; expected an HF checkpoint with config.json and *.safetensors"
             )
         self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # name -> shape and dtype, from the headers
+        self.bytes_read = 0  # by `read_into`, of the files
         self._handles: dict[str, safe_open] = {}  # by the names of the tensors; those of one file share a handle
         for file, names in self._names_by_file().items():
             self._read_header(self.path / file, names)
+        self._fp8 = {name for name, (_, dtype) in self.specs.items() if dtype == torch.float8_e4m3fn}
+        self._block = self._fp8_block() if self._fp8 else (1, 1)  # rows and columns with one scale
+        for name in self._fp8:
+            self._show_dequantised(name)
 
     def _names_by_file(self) -> dict[str, list[str]]:
         """Returns which tensors the index wants from which file; an empty list means all that are there."""
@@ -83,8 +98,78 @@ class HfFolder(Mapping[str, Tensor]):
             self.specs[name] = (tuple(part.get_shape()), _DTYPES[part.get_dtype()])
             self._handles[name] = handle
 
+    def _fp8_block(self) -> tuple[int, int]:
+        description = self.path / "config.json"
+        try:
+            block = fp8_block(read_description(description)) if description.is_file() else None
+        except ValueError as exc:
+            raise ValueError(f"{description}: {exc}") from None
+        if block is None:
+            raise ValueError(
+                f"{self.path}: tensor {min(self._fp8)} is in FP8, but config.json has no quantization_config, which "
+                "would say which elements share a scale"
+            )
+        return block
+
+    def _show_dequantised(self, name: str) -> None:
+        """Makes the spec of an FP8 tensor the one that it is read as, and hides its scales."""
+        shape, _ = self.specs[name]
+        scales, dtype = self.specs.pop(name + _SCALES, ((), torch.float32))
+        wanted = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=False))
+        if len(shape) != 2 or scales != wanted or not dtype.is_floating_point:
+            raise ValueError(
+                f"{self.path}: tensor {name} {shape} in FP8 needs scales {name}{_SCALES} of shape {wanted}, "
+                f"one for each block of {self._block}; the files have {scales or 'none'}"
+            )
+        self.specs[name] = (shape, torch.bfloat16)
+
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._fp8:
+            return self._stored(name)
+        whole = torch.empty(self.specs[name][0], dtype=torch.bfloat16)
+        self._dequantise(whole, name, (0, 0))
+        return whole
+
+    def read_into(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
+        """Copies the elements of a tensor from `start` on, as many as `target` has in every dimension, into `target`.
+
+        An FP8 tensor needs a bounded buffer beside it, and what lies between the target's dtype and bfloat16 is lost.
+        """
+        if name in self._fp8:
+            self._dequantise(target, name, start)
+            return
+        target.copy_(self._stored(name)[_box(start, target.shape)])
+        self.bytes_read += target.numel() * self.specs[name][1].itemsize
+
+    def stored_bytes(self, name: str, size: tuple[int, ...]) -> int:
+        """Returns how many bytes a part of `size` elements of a tensor has in the files, scales left out."""
+        return prod(size) * (1 if name in self._fp8 else self.specs[name][1].itemsize)
+
+    def _dequantise(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
+        """Computes bfloat16(float32(weight) * scale of its block), as SGLang's block_quant_dequant does.
+
+        A band of rows at a time, where `target` is: a device reads the stored bytes.
+        """
+        weight, scales = self._stored(name), self._stored(name + _SCALES)
+        rows, columns = (self._blocks(start[axis], target.shape[axis], axis, target.device) for axis in (0, 1))
+        corner = [first // block for first, block in zip(start, self._block, strict=True)]
+        part = scales[corner[0] :, corner[1] :][: int(rows[-1]) + 1, : int(columns[-1]) + 1]
+        self.bytes_read += target.numel() + part.numel() * part.element_size()
+        by_column = part.to(target.device, torch.float32)[:, columns]  # [blocks of rows, columns]
+        band = max(1, _BAND_ELEMENTS // target.shape[1])
+        for first in range(0, target.shape[0], band):
+            into = target[first : first + band]
+            values = weight[_box((start[0] + first, start[1]), into.shape)].to(target.device).float()
+            values *= by_column[rows[first : first + band]]
+            into.copy_(values.bfloat16())
+
+    def _stored(self, name: str) -> Tensor:
         return self._handles[name].get_tensor(name)
+
+    def _blocks(self, start: int, count: int, axis: int, device: torch.device) -> Tensor:
+        """Returns the block of each of `count` rows (axis 0) or columns from `start` on, the first one's being 0."""
+        block = self._block[axis]
+        return torch.arange(start, start + count, device=device) // block - start // block
 
     def fingerprint(self) -> str:
         """Returns what tells these weights from others: a digest of names, shapes, dtypes, and of every tensor's
@@ -103,46 +188,40 @@ class HfFolder(Mapping[str, Tensor]):
         return len(self.specs)
 
 
-class ReadingProgress(Mapping[str, Tensor]):
-    """Passes tensors on and says how far the reading is: a line every few seconds, so none for a small model.
+def _box(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
 
-    num_bytes: what this reader wants of each tensor. shown: whether to print; `bytes_read` is counted either way.
-    """
 
-    def __init__(self, tensors: Mapping[str, Tensor], num_bytes: Mapping[str, int], shown: bool):
-        self._tensors, self._left, self._shown = tensors, dict(num_bytes), shown
-        self._total = sum(num_bytes.values())
+class ReadingProgress:
+    """Says how far the reading of `total_bytes` is: a line every few seconds, so none for a small model."""
+
+    def __init__(self, total_bytes: int):
+        self._total = total_bytes
         self._started = self._told = time.monotonic()
-        self.bytes_read = 0
 
-    def __getitem__(self, name: str) -> Tensor:
+    def show(self, bytes_read: int) -> None:
+        """Prints a line when it is time for one."""
         now = time.monotonic()
-        if self._shown and now - self._told >= _SECONDS_BETWEEN_LINES:  # what was asked for before has been read
+        if now - self._told >= _SECONDS_BETWEEN_LINES:
             self._told = now
-            print(self._line(now - self._started), flush=True)
-        self.bytes_read += self._left.pop(name, 0)
-        return self._tensors[name]
+            print(self._line(bytes_read, now - self._started), flush=True)
 
-    def _line(self, seconds: float) -> str:
-        done = self.bytes_read / self._total if self._total else 1.0
+    def _line(self, bytes_read: int, seconds: float) -> str:
+        done = bytes_read / self._total if self._total else 1.0
         bar = "#" * int(done * _BAR_WIDTH)
         left = seconds / done - seconds if done else 0.0
         return (
-            f"reading the model [{bar:-<{_BAR_WIDTH}}] {self.bytes_read / 1e9:.1f} of {self._total / 1e9:.1f} GB "
+            f"reading the model [{bar:-<{_BAR_WIDTH}}] {bytes_read / 1e9:.1f} of {self._total / 1e9:.1f} GB "
             f"a rank, {seconds:.0f} s, {left:.0f} s left"
         )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 def write_hf_folder(
     target: str | Path, tensors: Iterator[dict[str, Tensor]], like: str | Path, dtype: torch.dtype
 ) -> int:
     """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
+
+    dtype: what config.json will say. The tensors are written in the dtypes that they have.
 
     The folder is written beside `target` and renamed when it is complete and on disk: `target` is whole or absent,
     and an older one is replaced. Returns the bytes of all tensors. Raises OSError (disk full, ...) naming the folder,
@@ -153,8 +232,8 @@ def write_hf_folder(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        size = _write_shards(partial, tensors, dtype)
-        _copy_description(like, partial, dtype)
+        size = _write_shards(partial, tensors)
+        write_description(like, partial, dtype)
         for file in partial.iterdir():
             _sync(file)
         _sync(partial)
@@ -173,7 +252,7 @@ def write_hf_folder(
     return size
 
 
-def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]], dtype: torch.dtype) -> int:
+def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> int:
     """Writes the shards, and the index if there are several; returns the bytes of all tensors."""
     files: list[tuple[Path, list[str]]] = []
     places: dict[str, str] = {}
@@ -182,7 +261,7 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]], dtype: tor
         if not shard:
             continue
         # A contiguous CPU copy of its own: safetensors refuses tensors that share memory.
-        shard = {name: t.detach().to("cpu", dtype, copy=True).contiguous() for name, t in shard.items()}
+        shard = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in shard.items()}
         file = folder / f"shard-{len(files) + 1:05d}.safetensors"
         save_file(shard, file, metadata={"format": "pt"})
         files.append((file, list(shard)))
@@ -200,17 +279,23 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]], dtype: tor
     return size
 
 
-def _copy_description(like: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Writes config.json with the dtype of the weights, and copies what is no weight (tokenizer, settings)."""
+def write_description(like: str | Path, target: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Writes what of an HF folder is no weight (tokenizer, settings) into another; config.json without quantisation.
+
+    dtype: of the weights that go beside it, if config.json is to name it. Raises ValueError when there is none.
+    """
+    like, folder = Path(like), Path(target)
     if not (like / "config.json").exists():
         raise ValueError(f"{like / 'config.json'}: missing; it describes the checkpoint to be written")
+    folder.mkdir(parents=True, exist_ok=True)
     for file in like.iterdir():
         weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
         if file.is_file() and not weights:
             shutil.copyfile(file, folder / file.name)
-    config = json.loads((like / "config.json").read_text())
-    for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
-        config[key] = str(dtype).removeprefix("torch.")
+    config = exported_config(read_description(like / "config.json"))
+    if dtype is not None:
+        for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
+            config[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -10,6 +10,7 @@ from megagrpo.checkpoint_folder import latest, layout_problem
 from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.quantization import load_format_problems
 from megagrpo.families.table import architecture_of, model_problems, read_description
 from megagrpo.layout import divisors, layout_problems
 from megagrpo.rewards.code import read_tests
@@ -59,6 +60,7 @@ def check_against_model(config: ExperimentConfig, hf: dict[str, Any], largest_to
     problems = [
         *layout_problems(arch, config.actor),
         *_engine_problems(config, arch),
+        *load_format_problems(hf, config.rollout.load_format),
         *_length_problems(config, arch),
     ]
     if largest_token_id is not None and largest_token_id >= arch.vocab_size:

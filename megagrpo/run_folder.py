@@ -3,6 +3,7 @@
 config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md  curve.png
 checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...: batches for `megagrpo replay`
 weights/        what transport `disk` publishes  sft/           metrics of the supervised warm-up
+engine_model/   what engines start from where model.path is quantised: its description in bfloat16
 timeline/       who did what when, of every rank trained/       samples as the update saw them, of every replica
 view.html  trace.json.gz                         what `megagrpo view` writes
 service.json    where the rollout service is     service.key    its key: readable by its owner, gone when it ends
@@ -64,6 +65,11 @@ class RunFolder:
     def weights(self) -> Path:
         """What transport `disk` publishes."""
         return self.path / "weights"
+
+    @property
+    def engine_model(self) -> Path:
+        """What engines start from where model.path is quantised: its description without that, and no weights."""
+        return self.path / "engine_model"
 
     @property
     def metrics(self) -> Path:

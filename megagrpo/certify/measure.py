@@ -26,7 +26,7 @@ from megagrpo.mesh import Mesh
 from megagrpo.run_folder import write_whole
 from megagrpo.types import AlgoState, Batch, RolloutGroup
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from megagrpo.weights.plan import gather_buckets, make_gather_plan
+from megagrpo.weights.plan import gather_buckets, make_gather_plan, published_specs
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)
@@ -60,7 +60,8 @@ def joined(
 
 def whole(weights: ActorWeights, values: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """Collective. Returns weights or gradients as whole HF tensors on the main rank, {} elsewhere."""
-    plan = make_gather_plan(mesh.gather_world(weights.copies), weights.hf_specs, torch.float32, 1 << 30)
+    specs = published_specs(weights.hf_specs, torch.float32)
+    plan = make_gather_plan(mesh.gather_world(weights.copies), specs, 1 << 30)
     return {name: tensor.clone() for bucket in gather_buckets(plan, values, mesh) for name, tensor in bucket.items()}
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megagrpo.families import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.quantization import dequantised_config, quantization_problems
 from megagrpo.families.tensors import TensorSpec
 from megagrpo.families.tiny import TinySizes
 
@@ -84,7 +85,7 @@ def model_problems(hf: Mapping[str, Any]) -> list[str]:
     name = hf.get("model_type")
     if name not in FAMILIES:
         return [f"model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"]
-    return FAMILIES[name].refusals(hf)
+    return [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
 
 
 def architecture_of(hf: Mapping[str, Any]) -> Architecture:
@@ -159,5 +160,5 @@ def is_left_out(hf: Mapping[str, Any], tensor: str) -> bool:
 
 
 def exported_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of what is exported and published: the model's own, without what is left out."""
-    return {**hf, **({_PREDICTION_LAYERS: 0} if left_out(hf) else {})}
+    """Returns the config.json of what is exported and published: without quantisation and what is left out."""
+    return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if left_out(hf) else {})}

@@ -19,8 +19,11 @@ from megagrpo.weights.record import Specs
 
 
 def hf_specs(model: Path, dtype: torch.dtype) -> Specs:
-    """Returns what the HF checkpoint of a folder with a config.json holds, all of it in one dtype."""
-    return {spec.name: (spec.shape, dtype) for spec in model_tensors(read_architecture(model))}
+    """Returns what the HF checkpoint of a folder with a config.json holds, all but what keeps another in one dtype."""
+    return {
+        spec.name: (spec.shape, getattr(torch, spec.dtype) if spec.dtype else dtype)
+        for spec in model_tensors(read_architecture(model))
+    }
 
 
 def _trainers(folder: Path) -> list:

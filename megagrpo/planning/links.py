@@ -170,13 +170,13 @@ class _BucketBytes:
 
 
 def _bucket_bytes(bucket: Bucket, plan: GatherPlan, same_dtype: bool) -> _BucketBytes:
-    item = plan.dtype.itemsize
-    sizes = [prod(plan.shapes[name]) * item for name in bucket.names]
+    item = bucket.dtype.itemsize
+    sizes = [prod(plan.specs[name][0]) * item for name in bucket.names]
     own = bucket.parts.get(0, ())
     as_they_lie = sum(
         prod(copy.size) * item
         for copy in own
-        if same_dtype and copy.size == plan.shapes[copy.hf] and copy.place.contiguous
+        if same_dtype and copy.size == plan.specs[copy.hf][0] and copy.place.contiguous
     )
     coming = {rank: sum(prod(c.size) for c in copies) * item for rank, copies in bucket.parts.items() if rank}
     unpacked = sent_unpacked(sizes)

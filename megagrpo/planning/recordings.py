@@ -16,6 +16,7 @@ import torch
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, ParallelConfig
 from megagrpo.environment import child_environment
+from megagrpo.families.table import exported_config
 from megagrpo.layout import rank_coordinates
 from megagrpo.planning.child import hf_specs
 from megagrpo.planning.hardware import Hardware
@@ -133,7 +134,7 @@ def _place(rank: int, world_size: int, parallel: ParallelConfig) -> dict[str, in
 def _write_jobs(folder: Path, config: ExperimentConfig, description: dict[str, Any]) -> None:
     model = folder / "model"
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(description))
+    (model / "config.json").write_text(json.dumps(exported_config(description)))
     # One node has all of an engine's ranks here: which node a rank is on does not change what it copies.
     rollout = config.rollout.model_copy(update={"nodes_per_engine": 1})
     here = config.model_copy(update={"model": ModelConfig(path=str(model)), "rollout": rollout})

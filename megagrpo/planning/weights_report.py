@@ -68,12 +68,11 @@ def forecast_publish(
     config: ExperimentConfig, recorded: Recordings, clusters: Sequence[Cluster], rates: Rates
 ) -> list[tuple[Forecast, Forecast]]:
     """Plans a publish to all engines of each cluster by `reshard` and by `broadcast`, as the transports do."""
-    dtype: torch.dtype = getattr(torch, config.rollout.dtype)
     bucket_bytes = int(config.weights.bucket_mb * 2**20)
     cover = make_cover(
-        trainer_atoms(recorded.trainers, recorded.specs), recorded.engine, dtype, piece_limit(bucket_bytes)
+        trainer_atoms(recorded.trainers, recorded.specs), recorded.engine, recorded.specs, piece_limit(bucket_bytes)
     )
-    gather = broadcast_plan(recorded.trainers, recorded.specs, dtype, bucket_bytes)
+    gather = broadcast_plan(recorded.trainers, recorded.specs, bucket_bytes)
     same_dtype = config.actor.dtype == config.rollout.dtype
     found = []
     for cluster in clusters:

@@ -2,20 +2,19 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.families.table import is_left_out, read_description
+from megagrpo.families.table import architecture_of, is_left_out, model_tensors, read_description
 from megagrpo.hf_files import HfFolder, ReadingProgress, write_hf_folder
 from megagrpo.mesh import Mesh
-from megagrpo.weights.plan import gather_to_main, make_gather_plan
-from megagrpo.weights.record import Copy, Specs, record_copies
+from megagrpo.weights.plan import gather_to_main, make_gather_plan, published_specs
+from megagrpo.weights.record import Copy, Recording, Specs, record_whole
 
 _SHARD_BYTES = 2 << 30
 
@@ -44,6 +43,8 @@ class ActorWeights:
     hf_specs: Specs  # of the whole model: name -> shape and dtype in the checkpoint
     parameters: Callable[[], Mapping[str, Tensor]]  # live, under the names in `copies`
     merged: Callable[[], AbstractContextManager[None]] = nullcontext  # around any use of them as the model's weights
+    # HF tensors that keep a dtype of their own wherever the model goes, such as a router's bias.
+    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
 def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = False) -> ActorWeights:
@@ -53,33 +54,44 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     stays where no file holds an element, such as padding of a vocabulary.
     """
     hf, parameters = HfFolder(path), actor.parameters()
-    specs = _used(hf)
-    copies = record_copies(actor.load_hf, specs, parameters)
+    description = hf.path / "config.json"
+    config = read_description(description) if description.is_file() else {}
+    specs = {name: spec for name, spec in hf.specs.items() if not (config and is_left_out(config, name))}
+    recording, kept = record_whole(actor.load_hf, specs, parameters), kept_dtypes(config)
+    _check_kept(recording.copies, parameters, kept)
     if overwritten:
         with torch.no_grad():
             for parameter in parameters.values():
                 parameter.zero_()
     else:
-        actor.load_hf(ReadingProgress(hf, _bytes_by_tensor(copies, specs), shown=_is_main_rank()))
+        read_recorded(hf, recording, parameters)
         actor.weights_loaded()
-    return ActorWeights(copies, specs, actor.parameters, actor.merged)
+    return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept)
 
 
-def _used(hf: HfFolder) -> Specs:
-    """Returns what a folder holds without layers that only speculate, which nobody loads."""
-    description = hf.path / "config.json"
-    if not description.is_file():
-        return hf.specs
-    config = read_description(description)
-    return {name: spec for name, spec in hf.specs.items() if not is_left_out(config, name)}
+def kept_dtypes(config: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """Returns the dtypes of those HF tensors of a model with this config.json that are not in the model's dtype."""
+    tensors = model_tensors(architecture_of(config)) if config else ()
+    return {spec.name: getattr(torch, spec.dtype) for spec in tensors if spec.dtype is not None}
 
 
-def _bytes_by_tensor(copies: list[Copy], specs: Specs) -> dict[str, int]:
-    """Returns how much of each HF tensor these copies read."""
-    out: dict[str, int] = {}
+def _check_kept(copies: list[Copy], parameters: Mapping[str, Tensor], kept: Mapping[str, torch.dtype]) -> None:
+    """Asserts that no parameter rounds what must not be rounded: every digest of rounded values would pass."""
     for copy in copies:
-        out[copy.hf] = out.get(copy.hf, 0) + prod(copy.size) * specs[copy.hf][1].itemsize
-    return out
+        wanted, found = kept.get(copy.hf), parameters[copy.parameter].dtype
+        assert wanted in (None, found), f"{copy.parameter} holds HF tensor {copy.hf} in {found}, not in {wanted}"
+
+
+def read_recorded(hf: HfFolder, recording: Recording, parameters: Mapping[str, Tensor]) -> None:
+    """Repeats what a loader was seen to do, on the tensors of `hf`: each copy reads its own part of a file alone."""
+    progress = ReadingProgress(sum(hf.stored_bytes(copy.hf, copy.size) for copy in recording.copies))
+    shown = _is_main_rank()
+    for fill in recording.fills:
+        fill.view(parameters).fill_(fill.value)
+    for copy in recording.copies:
+        hf.read_into(copy.view(parameters), copy.hf, copy.start)
+        if shown:
+            progress.show(hf.bytes_read)
 
 
 def _is_main_rank() -> bool:
@@ -89,10 +101,13 @@ def _is_main_rank() -> bool:
 def export_hf(target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, dtype: str) -> None:
     """Collective. Writes the live weights, adapters merged, as an HF folder, whole or not at all.
 
+    dtype: of all tensors but those that keep another (ActorWeights.kept).
+
     Raises LeaderError on every rank.
     """
     published: torch.dtype = getattr(torch, dtype)
-    plan = make_gather_plan(mesh.gather_world(weights.copies), weights.hf_specs, published, _SHARD_BYTES)
+    specs = published_specs(weights.hf_specs, published, weights.kept)
+    plan = make_gather_plan(mesh.gather_world(weights.copies), specs, _SHARD_BYTES)
     with weights.merged():
         gather_to_main(
             plan,

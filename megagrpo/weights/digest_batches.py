@@ -8,18 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.weights.record import Copy
+from megagrpo.weights.record import Copy, Specs
 from megagrpo.weights.views import Box
 
 _CAST_ELEMENTS = 1 << 26  # of a temporary in the published dtype
 
 
 class LiveBatch(NamedTuple):
-    """The live elements of k copies with one box."""
+    """The live elements of k copies with one box and one published dtype."""
 
     box: Box
     values: Tensor  # [k, *box.size], a view
     places: np.ndarray  # [k] int64: which copies these are, in the order in which CopyBatches was given them
+    dtype: torch.dtype  # published, perhaps not that of the values
 
 
 @dataclass(frozen=True)
@@ -34,38 +35,41 @@ class _Run:
 class CopyBatches:
     """Batches copies that share box, strides and storage and lie at constant distances, in whatever parameters.
 
-    Parameters may move to other storages between two calls; the batches follow.
+    specs: of the HF tensors, with published dtypes. Parameters may move to other storages between two calls; the
+    batches follow.
     """
 
-    def __init__(self, copies: Sequence[Copy]):
-        self._copies = copies
+    def __init__(self, copies: Sequence[Copy], specs: Specs):
+        self._copies, self._specs = copies, specs
         self._parameters = list(dict.fromkeys(copy.parameter for copy in copies))
         self._layout: list[tuple[int, int, torch.dtype]] = []
         self._runs: list[_Run] = []
 
-    def views(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[LiveBatch]:
+    def views(self, parameters: Mapping[str, Tensor]) -> Iterator[LiveBatch]:
         """Yields every copy once, in the parameters' own dtype.
 
-        Batches whose dtype is not `dtype` come in parts, because a cast makes a copy.
+        Batches whose dtype is not the published one come in parts, because a cast makes a copy.
         """
         layout = [_place_in_memory(parameters[name]) for name in self._parameters]
         if layout != self._layout:
             self._layout, self._runs = layout, self._plan(dict(zip(self._parameters, layout, strict=True)))
         for run in self._runs:
             parameter, copy, count = parameters[run.first.parameter].detach(), run.first, len(run.places)
+            dtype = self._specs[copy.hf][1]
             values = parameter.as_strided(
                 (count, *copy.size), (run.step, *copy.strides), parameter.storage_offset() + copy.offset
             )
             at_once = count if values.dtype == dtype else max(1, _CAST_ELEMENTS // max(copy.box.numel, 1))
             for first in range(0, count, at_once):
                 part = slice(first, first + at_once)
-                yield LiveBatch(copy.box, values[part], run.places[part])
+                yield LiveBatch(copy.box, values[part], run.places[part], dtype)
 
     def _plan(self, layout: Mapping[str, tuple[int, int, torch.dtype]]) -> list[_Run]:
         alike: dict[tuple, list[tuple[int, int]]] = {}
         for place, copy in enumerate(self._copies):
             storage, offset, dtype = layout[copy.parameter]
-            group = alike.setdefault((storage, dtype, copy.start, copy.size, copy.strides), [])
+            published = self._specs[copy.hf][1]
+            group = alike.setdefault((storage, dtype, published, copy.start, copy.size, copy.strides), [])
             group.append((offset + copy.offset, place))
         runs = []
         for group in alike.values():

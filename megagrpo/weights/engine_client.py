@@ -52,6 +52,7 @@ class EngineConnection:
         self.tp = tp
         self.deadline = Deadline(0)
         self.slices: list[list[Copy]] = []  # by rank, filled by `record`: what its parameters hold of which HF tensor
+        self.together: set[tuple[str, ...]] = set()  # likewise: names of HF tensors that one load_weights must bring
         self._asked: list[str] = []  # the calls that it has not answered yet; several threads call
         self.address = mailbox.address  # of this host, as the engine reaches it
         self.mailbox, self._patience_s = mailbox, patience_s
@@ -126,7 +127,7 @@ class EngineConnection:
             self.end()
 
     def record(self, specs: Specs, past_loader: bool, dummy_start: bool) -> None:
-        """Learns what every rank copies. past_loader: see Transport.
+        """Learns what every rank copies. specs: with published dtypes. past_loader: see Transport.
 
         dummy_start: the engine started with random values, in buffers of its checkpoint too. Raises RuntimeError naming
         parameters that these HF tensors do not fill, or what cannot be brought up to date.
@@ -147,6 +148,7 @@ class EngineConnection:
             ]
             for answer in answers
         ]
+        self.together = {tuple(names) for answer in answers for names in answer["together"]}
         if computed := {name: how for answer in answers for name, how in answer["computed"].items()}:
             lines = (f"{name} from {how}" for name, how in sorted(computed.items()))
             print(f"{self}: not copied but computed by its loader, which gets whole tensors: {', '.join(lines)}")
@@ -157,14 +159,18 @@ class EngineConnection:
                     f"{self} holds, beside parameters and buffers, {names}, which may be computed from weights when "
                     "they are loaded, and its model has no post_load_weights: use weights.transport: broadcast"
                 )
+        if unknown := sorted(
+            {name for answer in answers for name in answer["derived"] if name not in answer["proven"]}
+        ):
+            names = ", ".join(unknown)
             print(f"{self}: no digest covers what it holds beside parameters and buffers: {names}", flush=True)
 
-    def digests(self, dtype: torch.dtype, flush: bool) -> tuple[list[np.ndarray], list[str]]:
+    def digests(self, flush: bool) -> tuple[list[np.ndarray], list[str]]:
         """Returns digests of the live parameters, by rank int64 in the order of `slices`, and problems on the way.
 
         flush: with that, the engine forgets the keys and values that other weights have computed.
         """
-        answers = self.ask("digest", [{"dtype": str(dtype).removeprefix("torch.")}] * self.tp, flush)
+        answers = self.ask("digest", [{}] * self.tp, flush)
         problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         return [np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers], problems
 

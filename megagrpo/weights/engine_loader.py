@@ -52,6 +52,7 @@ class _WholeTensors:
     """HF tensors from which the model's own loader computes parameters, and what came of them in the last transfer."""
 
     copies: list[Copy]
+    specs: Specs  # with published dtypes
     digests: list[int] | None = None  # of the tensors as they arrived, by copy
     results: dict[str, int] = field(default_factory=dict)  # digests of the computed parameters, right after
 
@@ -108,8 +109,8 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     }
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     recording, whole = record_engine_model(model, specs, request["allow_computed"])
-    _recordings[model], _batches[model] = recording, CopyBatches(recording.copies)
-    _whole[model] = _WholeTensors(whole)
+    _recordings[model], _batches[model] = recording, CopyBatches(recording.copies, specs)
+    _whole[model] = _WholeTensors(whole, specs)
     problems = coverage_problems(recording, parameters)
     if request["dummy_start"]:
         problems += _random_buffers(model, recording)
@@ -117,7 +118,9 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
         "copies": [astuple(copy) for copy in [*recording.copies, *_whole[model].copies]],
         "problems": problems,
         "computed": {name: computed.how for name, computed in recording.computed.items()},
+        "together": sorted(recording.together),
         "derived": _derived_tensors(model),
+        "proven": [f"{name} {tuple(live.shape)}" for name, live, _ in _absorbed(model)],
         "post_load": hasattr(model, "post_load_weights"),
     }
 
@@ -131,33 +134,37 @@ def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     """Returns the digests, in the published dtype, of what the live parameters hold of every recorded copy, in the
     order of `_record`: int64, little-endian, as base64.
 
-    Problems: copies whose live values the published dtype cannot represent, and constants that have changed.
+    Problems: copies whose live values the published dtype cannot represent, constants that have changed, and matrices
+    that are not what they are computed from.
     """
-    recording, batches, dtype = _recordings[model], _batches[model], getattr(torch, request["dtype"])
+    recording, batches = _recordings[model], _batches[model]
     live = _live(model)
-    found, order, inexact = [], [], []
+    found, order = [], []
+    inexact: dict[int, torch.dtype] = {}  # by copy
     with torch.no_grad():
-        for box, values, places in batches.views(live, dtype):
+        for box, values, places, dtype in batches.views(live):
             published = values.to(dtype)
             found.append(batched_digest(published, box))
             order.append(places)
             if values.dtype != dtype:
                 wrong = (published.to(values.dtype) != values).unsqueeze(-1).flatten(1).any(1)
-                inexact += places[wrong.cpu().numpy()].tolist()
+                inexact |= dict.fromkeys(places[wrong.cpu().numpy()].tolist(), dtype)
         changed = [(fill.view(live) != fill.value).any() for fill in recording.fills]
+        absorbed = {name: (has != wanted).any() for name, has, wanted in _absorbed(model)}
     whole = _whole[model]
     digests = np.zeros(len(recording.copies) + len(whole.copies), dtype="<i8")
     if found:
         digests[np.concatenate(order)] = torch.cat(found).cpu().numpy()
     problems = [
         f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: holds values that {dtype} cannot represent"
-        for copy in (recording.copies[place] for place in sorted(inexact))
+        for copy, dtype in ((recording.copies[place], inexact[place]) for place in sorted(inexact))
     ]
     problems += [
         f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
         for fill, differs in zip(recording.fills, torch.stack(changed).tolist() if changed else [], strict=True)
         if differs
     ]
+    problems += [f"{name}: not what the live kv_b_proj.weight gives" for name, differs in absorbed.items() if differs]
     if whole.digests is not None:
         digests[len(recording.copies) :] = whole.digests
         problems += [
@@ -194,13 +201,15 @@ def _receive(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 def _take(model: torch.nn.Module, request: dict, store: TCPStore, live: dict[str, Tensor]) -> int:
     """Receives everything once, joining the trainers first if need be. Returns bytes staged at most."""
-    deadline, dtype = Deadline(request["left_s"]), getattr(torch, request["dtype"])
+    deadline = Deadline(request["left_s"])
     end = _ends.get(model)
     if end is None or end.group.name != request["group"]:
         end = _join(model, request, store)
     whole, device = _whole[model], next(model.parameters()).device
-    sent = {copy.parameter: torch.empty(copy.size, dtype=dtype, device=device) for copy in whole.copies}
-    traffic = receive_batches(end.group, end.batches, live | sent, dtype, deadline, request["patience_s"])
+    sent = {
+        copy.parameter: torch.empty(copy.size, dtype=whole.specs[copy.hf][1], device=device) for copy in whole.copies
+    }
+    traffic = receive_batches(end.group, end.batches, live | sent, deadline, request["patience_s"])
     if sent:  # the stock way, for these alone
         whole.digests = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in whole.copies]
         model.load_weights([(copy.hf, sent[copy.parameter]) for copy in whole.copies])  # type: ignore[operator]
@@ -229,8 +238,13 @@ def _join(model: torch.nn.Module, request: dict, store: TCPStore) -> _EngineEnd:
     group.set_timeout(request["left_s"])
     batches = [
         [
-            Message(peer, tag, tuple(Place(name, at, tuple(n), tuple(s)) for name, at, n, s in places))
-            for peer, tag, places in batch
+            Message(
+                peer,
+                tag,
+                getattr(torch, dtype),
+                tuple(Place(name, at, tuple(n), tuple(s)) for name, at, n, s in places),
+            )
+            for peer, tag, dtype, places in batch
         ]
         for batch in plan
     ]
@@ -271,6 +285,25 @@ def _derived_tensors(model: torch.nn.Module) -> list[str]:
             if matrix and value.untyped_storage()._cdata not in storages:
                 found.append(f"{path}.{name} {tuple(value.shape)}")
     return found
+
+
+def _absorbed(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yields name, live values and what they must be of the matrices that latent attention multiplies by instead of
+    kv_b_proj: w_kc [heads, nope, rank] and w_vc [heads, rank, v].
+
+    SGLang copies them from kv_b_proj.weight [heads * (nope + v), rank] at the end of load_weights and in
+    post_load_weights. Those that it computes otherwise (quantised) are left out.
+    """
+    for path, module in model.named_modules():
+        keys, values = getattr(module, "w_kc", None), getattr(module, "w_vc", None)
+        weight = getattr(getattr(module, "kv_b_proj", None), "weight", None)
+        if keys is None or values is None or weight is None or not keys.dtype == values.dtype == weight.dtype:
+            continue
+        heads = weight.detach().unflatten(0, (len(keys), -1))  # [heads, nope + v, rank]
+        nope, v = keys.shape[1], values.shape[2]
+        if heads.shape[1] == nope + v:
+            yield f"{path}.w_kc", keys, heads[:, :nope]
+            yield f"{path}.w_vc", values, heads[:, nope:].transpose(1, 2)
 
 
 @contextmanager

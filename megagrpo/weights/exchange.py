@@ -26,6 +26,7 @@ from megagrpo.weights.engine_client import EngineConnection, OnCall
 from megagrpo.weights.engine_fleet import EngineFleet, EngineRegistry
 from megagrpo.weights.expected_digests import ExpectedDigests, SliceKey
 from megagrpo.weights.moving import Traffic
+from megagrpo.weights.plan import published_specs
 from megagrpo.weights.record import Copy
 from megagrpo.weights.transport import TrainerWeights, Transport
 from megagrpo.weights.transport_broadcast import BroadcastTransport
@@ -57,19 +58,20 @@ class Exchange:
         on_call: OnCall = lambda engine, name, start, end: None,
     ):
         self._config, self._mesh, self._merged = config, mesh, weights.merged
-        self._dtype: torch.dtype = getattr(torch, config.rollout.dtype)
+        dtype: torch.dtype = getattr(torch, config.rollout.dtype)
+        specs = published_specs(weights.hf_specs, dtype, weights.kept)
         trainers = TrainerWeights(
             mesh=mesh,
-            specs=weights.hf_specs,
+            specs=specs,
             copies=_gather_distinct(weights.copies, mesh),
             parameters=weights.parameters,
-            dtype=self._dtype,
+            dtype=dtype,
             bucket_bytes=int(config.weights.bucket_mb * 2**20),
             num_engines=config.rollout.num_engines,
             folder=RunFolder(run_dir).weights,
             checkpoint=Path(config.model.path),
         )
-        self._num_bytes = sum(prod(shape) for shape, _ in weights.hf_specs.values()) * self._dtype.itemsize
+        self._num_bytes = sum(prod(shape) * each.itemsize for shape, each in specs.values())
         self._digests = ExpectedDigests(trainers)
         # By engine and rank: where among the expected digests those of its slices are.
         self._places: weakref.WeakKeyDictionary[EngineConnection, list[np.ndarray]] = weakref.WeakKeyDictionary()
@@ -77,7 +79,7 @@ class Exchange:
         self._fleet = EngineFleet(
             config,
             registry,
-            weights.hf_specs,
+            specs,
             drop=self._transport.drop,
             past_loader=self._transport.past_loader,
             on_call=on_call,
@@ -164,7 +166,7 @@ class Exchange:
 
     def _check(self, engine: EngineConnection, expected: np.ndarray, flush: bool) -> None:
         """Raises RuntimeError naming the engine, the parameters and the slices that differ from the actor's weights."""
-        digests, problems = engine.digests(self._dtype, flush)
+        digests, problems = engine.digests(flush)
         for rank, (copies, places, found) in enumerate(zip(engine.slices, self._places[engine], digests, strict=True)):
             problems += [
                 f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF tensor {copies[k].source}"

@@ -32,7 +32,7 @@ class ExpectedDigests:
         self._place: dict[SliceKey, int] = {}  # the same on every rank
         self._copies: list[Copy] = []  # this rank's parts of all slices
         self._slices = np.empty(0, dtype=np.int64)  # by part: the place of its slice
-        self._batches = CopyBatches(self._copies)
+        self._batches = CopyBatches(self._copies, self._weights.specs)
         self._stream: torch.cuda.Stream | None = None
 
     def unknown(self, copies: Iterable[Copy]) -> list[SliceKey]:
@@ -52,7 +52,7 @@ class ExpectedDigests:
                     parts.append(place)
         if parts:
             self._slices = np.concatenate([self._slices, np.array(parts, dtype=np.int64)])
-            self._batches = CopyBatches(self._copies)
+            self._batches = CopyBatches(self._copies, self._weights.specs)
 
     def places(self, copies: Sequence[Copy]) -> np.ndarray:
         """Returns where among the digests those of these copies' slices are: int64 [copies]. All must be added."""
@@ -87,10 +87,10 @@ class ExpectedDigests:
         return local.cpu().numpy()
 
     def _digest_share(self) -> Tensor:
-        parameters, dtype, device = self._weights.parameters(), self._weights.dtype, self._weights.mesh.device
+        parameters, device = self._weights.parameters(), self._weights.mesh.device
         totals = torch.zeros(len(self._place), dtype=torch.int64, device=device)
         found, slices = [], []
-        for box, values, places in self._batches.views(parameters, dtype):
+        for box, values, places, dtype in self._batches.views(parameters):
             found.append(batched_digest(values.to(dtype), box))
             slices.append(self._slices[places])
         if found:

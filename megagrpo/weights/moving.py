@@ -33,11 +33,10 @@ def send_batches(
     group: EngineGroup,
     batches: Batches,
     parameters: Mapping[str, Tensor],
-    dtype: torch.dtype,
     deadline: Deadline,
     patience_s: float,
 ) -> Traffic:
-    """Sends this rank's batches, cast to dtype.
+    """Sends this rank's batches, each message cast to its dtype.
 
     Raises PeerLost when one is not taken within patience_s, or by the deadline of all.
     """
@@ -46,7 +45,7 @@ def send_batches(
     for batch in batches:
         sends = []
         for message in batch:
-            values, staged = _read(message, parameters, dtype)
+            values, staged = _read(message, parameters)
             sends.append(Send(values, message.peer, message.tag))
             flying.hold(values.nbytes if staged else 0)
             traffic.wire_bytes += values.nbytes
@@ -61,19 +60,18 @@ def receive_batches(
     group: EngineGroup,
     batches: Batches,
     parameters: Mapping[str, Tensor],
-    dtype: torch.dtype,
     deadline: Deadline,
     patience_s: float,
 ) -> Traffic:
-    """Writes this rank's batches, which travel in dtype, into the parameters. Raises PeerLost as send_batches does."""
+    """Writes this rank's batches into the parameters. Raises PeerLost as send_batches does."""
     flying = _Flying(group, deadline, patience_s)
     device = next(iter(parameters.values())).device
     for batch in batches:
         receives, unpacks = [], []
         for message in batch:
-            values = _in_place(message, parameters, dtype)
+            values = _in_place(message, parameters)
             if values is None:
-                values = torch.empty(sum(place.numel for place in message.places), dtype=dtype, device=device)
+                values = torch.empty(sum(place.numel for place in message.places), dtype=message.dtype, device=device)
                 unpacks.append((message, values))
                 flying.hold(values.nbytes)
             receives.append(Receive(values, message.peer, message.tag))
@@ -120,21 +118,21 @@ class _Flying:
         self._bytes -= num_bytes
 
 
-def _in_place(message: Message, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor | None:
+def _in_place(message: Message, parameters: Mapping[str, Tensor]) -> Tensor | None:
     """Returns the live elements themselves [n], None where they must be packed or cast."""
     place = message.places[0]
-    if len(message.places) > 1 or not place.contiguous or parameters[place.parameter].dtype != dtype:
+    if len(message.places) > 1 or not place.contiguous or parameters[place.parameter].dtype != message.dtype:
         return None
     return place.view(parameters).reshape(-1)
 
 
-def _read(message: Message, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """Returns a message's values [n] of dtype and whether they are a copy."""
-    values = _in_place(message, parameters, dtype)
+def _read(message: Message, parameters: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
+    """Returns a message's values [n] in its dtype and whether they are a copy."""
+    values = _in_place(message, parameters)
     if values is not None:
         return values, False
     device = parameters[message.places[0].parameter].device
-    packed = torch.empty(sum(place.numel for place in message.places), dtype=dtype, device=device)
+    packed = torch.empty(sum(place.numel for place in message.places), dtype=message.dtype, device=device)
     _each(message, packed, parameters, lambda part, live: part.copy_(live))
     return packed, True
 

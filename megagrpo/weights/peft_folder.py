@@ -14,7 +14,7 @@ from torch import Tensor
 from megagrpo.config.actor import LoraConfig
 from megagrpo.mesh import Mesh
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.plan import gather_to_main, make_gather_plan
+from megagrpo.weights.plan import gather_to_main, make_gather_plan, published_specs
 
 _BUCKET_BYTES = 1 << 30
 _PREFIX = "base_model.model."  # of the model inside PEFT's two wrappers
@@ -59,7 +59,8 @@ class PeftFolder:
 def export_peft(folder: PeftFolder, adapters: ActorWeights, mesh: Mesh, dtype: str) -> None:
     """Collective. Writes the live adapters (MegatronActor.trained_weights). Raises LeaderError on every rank."""
     stored: torch.dtype = getattr(torch, dtype)
-    plan = make_gather_plan(mesh.gather_world(adapters.copies), adapters.hf_specs, stored, _BUCKET_BYTES)
+    specs = published_specs(adapters.hf_specs, stored)
+    plan = make_gather_plan(mesh.gather_world(adapters.copies), specs, _BUCKET_BYTES)
     tensors: dict[str, Tensor] = {}
 
     def write(buckets) -> None:

@@ -4,7 +4,7 @@ Every element of every HF tensor is contributed by exactly one trainer rank, fou
 backwards.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -25,6 +25,7 @@ class Bucket:
     """Names whole HF tensors that travel together, and by rank the slices that it contributes, in packed order."""
 
     names: tuple[str, ...]
+    dtype: torch.dtype  # of all of them, as they are published
     parts: dict[int, tuple[Copy, ...]]
 
 
@@ -32,9 +33,14 @@ class Bucket:
 class GatherPlan:
     """All buckets of a model, in the order in which they travel; the same on every rank."""
 
-    shapes: dict[str, tuple[int, ...]]  # of the HF tensors
-    dtype: torch.dtype  # published
+    specs: Specs  # of the HF tensors: name -> shape and published dtype
     buckets: tuple[Bucket, ...]
+
+
+def published_specs(specs: Specs, dtype: torch.dtype, kept: Mapping[str, torch.dtype] | None = None) -> Specs:
+    """Returns the specs with the dtypes in which the tensors are published: `dtype`, or what `kept` says."""
+    kept = kept or {}
+    return {name: (shape, kept.get(name, dtype)) for name, (shape, _) in specs.items()}
 
 
 def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[str, list[tuple[int, Copy]]]:
@@ -56,26 +62,54 @@ def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[s
     return shares
 
 
-def make_gather_plan(everyone: list[list[Copy]], specs: Specs, dtype: torch.dtype, bucket_bytes: int) -> GatherPlan:
-    """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order; a larger one has its own."""
+def make_gather_plan(
+    everyone: list[list[Copy]], specs: Specs, bucket_bytes: int, together: Iterable[tuple[str, ...]] = ()
+) -> GatherPlan:
+    """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order; a larger one has its own.
+
+    specs: with published dtypes; a bucket has one dtype, so those of another one come later. together: names of tensors
+    that no bucket's end may part. Raises ValueError when these have several dtypes.
+    """
     shares = share_out(everyone, specs, on_main=True)
+    buckets = []
+    for dtype, units in _units(specs, together).items():
+        for names in _filled(units, specs, bucket_bytes):
+            parts: dict[int, list[Copy]] = {}
+            for name in names:
+                for rank, copy in shares[name]:
+                    parts.setdefault(rank, []).append(copy)
+            buckets.append(Bucket(names, dtype, {rank: tuple(copies) for rank, copies in parts.items()}))
+    return GatherPlan(specs, tuple(buckets))
+
+
+def _units(specs: Specs, together: Iterable[tuple[str, ...]]) -> dict[torch.dtype, list[list[str]]]:
+    """Returns by dtype what stays together, mostly single tensors, in the order in which the first of each comes."""
+    unit_of, place = {name: [name] for name in specs}, {name: number for number, name in enumerate(specs)}
+    for group in together:
+        joined = list({id(unit_of[name]): unit_of[name] for name in group}.values())
+        names = sorted((name for unit in joined for name in unit), key=place.__getitem__)
+        if len({specs[name][1] for name in names}) > 1:
+            raise ValueError(f"an engine wants {', '.join(names)} together, which are published in several dtypes")
+        unit_of |= dict.fromkeys(names, names)
+    units: dict[torch.dtype, list[list[str]]] = {}
+    for name, unit in unit_of.items():
+        if unit[0] == name:
+            units.setdefault(specs[name][1], []).append(unit)
+    return units
+
+
+def _filled(units: list[list[str]], specs: Specs, bucket_bytes: int) -> list[tuple[str, ...]]:
+    """Returns the names of each bucket."""
     groups: list[list[str]] = [[]]
     size = 0
-    for name, (shape, _) in specs.items():
-        tensor_bytes = prod(shape) * dtype.itemsize
-        if groups[-1] and size + tensor_bytes > bucket_bytes:
+    for names in units:
+        unit_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in map(specs.__getitem__, names))
+        if groups[-1] and size + unit_bytes > bucket_bytes:
             groups.append([])
             size = 0
-        groups[-1].append(name)
-        size += tensor_bytes
-    buckets = []
-    for names in groups:
-        parts: dict[int, list[Copy]] = {}
-        for name in names:
-            for rank, copy in shares[name]:
-                parts.setdefault(rank, []).append(copy)
-        buckets.append(Bucket(tuple(names), {rank: tuple(copies) for rank, copies in parts.items()}))
-    return GatherPlan({name: shape for name, (shape, _) in specs.items()}, dtype, tuple(buckets))
+        groups[-1] += names
+        size += unit_bytes
+    return [tuple(names) for names in groups]
 
 
 def gather_to_main(
@@ -120,7 +154,7 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
         ours = bucket.parts.get(0, ())
         full = {copy.hf: live for copy in ours if _is_whole(live := copy.view(parameters), copy.hf, plan, mesh.device)}
         assembled = [name for name in bucket.names if name not in full]
-        full |= {name: torch.empty(plan.shapes[name], dtype=plan.dtype, device=mesh.device) for name in assembled}
+        full |= {name: torch.empty(plan.specs[name][0], dtype=bucket.dtype, device=mesh.device) for name in assembled}
         for copy in ours:
             if copy.hf in assembled:
                 _at(full[copy.hf], copy.box).copy_(copy.view(parameters))
@@ -140,20 +174,19 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
 
 def gather_traffic(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Traffic:
     """Returns what this rank sends to rank 0, and holds, when the plan's buckets are gathered."""
-    held = [0]  # for each bucket; those of two at a time
-    messages = sent = 0
+    held = [0]  # bytes, for each bucket; those of two at a time
+    messages = wire_bytes = 0
     for bucket in plan.buckets:
-        num = {rank: sum(copy.box.numel for copy in copies) for rank, copies in bucket.parts.items()}
+        item = bucket.dtype.itemsize
+        num = {rank: item * sum(copy.box.numel for copy in copies) for rank, copies in bucket.parts.items()}
         if mesh.is_main:
             ours = bucket.parts.get(0, ())
             uncopied = [c.box.numel for c in ours if _is_whole(c.view(parameters), c.hf, plan, mesh.device)]
-            held.append(2 * sum(num.values()) - num.get(0, 0) - sum(uncopied))  # assembled, from slices that arrived
+            held.append(2 * sum(num.values()) - num.get(0, 0) - item * sum(uncopied))  # assembled, of slices that came
         elif mesh.rank in num:
             held.append(num[mesh.rank])
-            messages, sent = messages + 1, sent + num[mesh.rank]
-    size = plan.dtype.itemsize
-    staged = max((a + b for a, b in pairwise(held)), default=0)
-    return Traffic(wire_bytes=sent * size, messages=messages, staging_bytes=staged * size)
+            messages, wire_bytes = messages + 1, wire_bytes + num[mesh.rank]
+    return Traffic(wire_bytes, messages, staging_bytes=max((a + b for a, b in pairwise(held)), default=0))
 
 
 def _exhaust(buckets: Iterator[dict[str, Tensor]]) -> None:
@@ -166,7 +199,7 @@ def _contribute(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) 
     for number, bucket in enumerate(plan.buckets):
         if mesh.rank in bucket.parts:
             packed = torch.cat(
-                [c.view(parameters).to(mesh.device, plan.dtype).reshape(-1) for c in bucket.parts[mesh.rank]]
+                [c.view(parameters).to(mesh.device, bucket.dtype).reshape(-1) for c in bucket.parts[mesh.rank]]
             )
             if sent is not None:
                 for work in sent[0]:
@@ -184,9 +217,10 @@ def _receive(plan: GatherPlan, number: int, mesh: Mesh) -> tuple[dict[int, Tenso
     """Returns by rank what will be filled, and what to wait for: one for each rank over gloo, one for all over NCCL."""
     if number == len(plan.buckets):
         return {}, []
+    bucket = plan.buckets[number]
     flats = {
-        rank: torch.empty(sum(c.box.numel for c in copies), dtype=plan.dtype, device=mesh.device)
-        for rank, copies in sorted(plan.buckets[number].parts.items())
+        rank: torch.empty(sum(c.box.numel for c in copies), dtype=bucket.dtype, device=mesh.device)
+        for rank, copies in sorted(bucket.parts.items())
         if rank != 0
     }
     return flats, dist.batch_isend_irecv(
@@ -203,8 +237,8 @@ def _wait(work: dist.Work, who: str) -> None:
 
 def _is_whole(live: Tensor, name: str, plan: GatherPlan, device: torch.device) -> bool:
     """Returns whether a slice of this rank's parameters is the whole HF tensor, as it is to be published."""
-    as_published = live.dtype == plan.dtype and live.device == device and live.is_contiguous()
-    return as_published and live.shape == plan.shapes[name]
+    shape, dtype = plan.specs[name]
+    return live.dtype == dtype and live.device == device and live.is_contiguous() and live.shape == shape
 
 
 def _at(tensor: Tensor, box: Box) -> Tensor:

@@ -5,17 +5,16 @@ mode that notes every `copy_` into a parameter and does not execute it. Run on t
 two lists of copies determine export, exchange and digests; no table of fused or sharded names exists anywhere.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megagrpo.weights.views import Box, Place, Untraceable, factor, row_major, split_into_boxes
+from megagrpo.weights.concatenation import Concatenation, JoinedPart
+from megagrpo.weights.views import Box, Place, Untraceable, factor, naming, overlap, row_major, split_into_boxes
 
 Load = Callable[[Mapping[str, Tensor]], object]
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # HF tensors: name -> shape and dtype
@@ -97,6 +96,8 @@ class Recording:
     copies: list[Copy] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)  # by parameter
+    # Names of HF tensors that the loader concatenates before it copies: it must be given them in one call.
+    together: set[tuple[str, ...]] = field(default_factory=set)
 
 
 def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> list[Copy]:
@@ -106,11 +107,16 @@ def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor])
     Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming the parameter when
     an element is written never or twice (elements that the loader sets to a constant count as written).
     """
+    return record_whole(load, hf_specs, parameters).copies
+
+
+def record_whole(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> Recording:
+    """Returns what record_copies does, with the constants that `load` sets."""
     recording = record(load, hf_specs, parameters)
     problems = coverage_problems(recording, parameters)
     if problems:
         raise ValueError("the loader does not write every parameter element exactly once:\n" + "\n".join(problems))
-    return recording.copies
+    return recording
 
 
 def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_computed: bool = False) -> Recording:
@@ -179,6 +185,7 @@ class _Recorder(TorchDispatchMode):
         self.traced = {
             _storage(t): _Traced(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()
         }
+        self.joined: dict[int, Concatenation] = {}  # storages that are concatenations of traced tensors
         self.lost: dict[int, Computed] = {}  # storages computed from HF tensors by something else than a copy
         self.parameters: dict[int, list[_Extent]] = {}  # by storage: many may share one flat buffer
         for name, tensor in parameters.items():
@@ -194,35 +201,52 @@ class _Recorder(TorchDispatchMode):
         if func in _FILLS and self._is_parameter(args[0]):
             return self._fill(args[0], 0.0 if func is _aten.zero_.default else float(args[1]))
         sources = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        written = [
-            args[i] for i, a in enumerate(func._schema.arguments[: len(args)]) if a.alias_info and a.alias_info.is_write
-        ]
+        arguments = zip(args, func._schema.arguments, strict=False)
+        written = [value for value, a in arguments if a.alias_info and a.alias_info.is_write]
         for tensor in written:
             if isinstance(tensor, Tensor) and self._is_parameter(tensor):
                 raise ValueError(
                     f"parameter {self._parameter(tensor)[0]} is written by {func}, "
                     "which is no copy: it cannot be traced"
                 )
-        origin = next((t for t in sources if _storage(t) in self.traced or _storage(t) in self.lost), None)
+        origin = next((t for t in sources if self._from_hf(t)), None)
         if origin is None:
             return func(*args, **kwargs)
-        if func in _REWRITES and _storage(origin) in self.traced:
+        if func in _REWRITES and _storage(origin) not in self.lost:
             return self._rewrite(origin, kwargs.get("dtype"))
+        if func is _aten.cat.default and all(_storage(t) in self.traced for t in sources):
+            return self._concatenate(sources, *args[1:], **kwargs)
         out = func(*args, **kwargs)
+        for tensor in written:
+            if isinstance(tensor, Tensor) and self._from_hf(tensor):
+                self._lose(tensor, sources, str(func))
         for tensor in torch.utils._pytree.tree_leaves(out):
             if isinstance(tensor, Tensor) and not self._known(tensor):
                 self._lose(tensor, sources, str(func))
         return out
 
     def _rewrite(self, source: Tensor, dtype: torch.dtype | None) -> Tensor:
+        if pieces := self._pieces(source, source.shape):
+            return self._concatenate([self._rewrite(piece.source, dtype) for piece in pieces], pieces[0].dim)
         out = torch.empty_like(source, dtype=dtype or source.dtype, memory_format=torch.preserve_format)
-        self.keep.append(out)
-        self._trace(out, source)
+        if _storage(source) in self.traced:
+            self.keep.append(out)
+            self._trace(out, source)
+        else:
+            self._lose(out, [source], "a rewritten tensor")
         return out
+
+    def _concatenate(self, parts: list[Tensor], dim: int = 0) -> Tensor:
+        joined = Concatenation.of(parts, dim)
+        self.keep += [joined.whole, *parts]
+        self.joined[_storage(joined.whole)] = joined
+        return joined.whole
 
     def _copy(self, target: Tensor, source: Tensor) -> Tensor:
         if target.numel() == 0:
             return target
+        if self._is_parameter(target) and (pieces := self._pieces(source, target.shape)):
+            return self._copy_pieces(target, source, pieces)
         lost = self.lost.get(_storage(source))
         if self._is_parameter(target):
             if lost and self.allow_computed:
@@ -235,13 +259,10 @@ class _Recorder(TorchDispatchMode):
                     f"{lost.how if lost else 'a tensor that is no HF tensor'}"
                 )
             self._record(target, source)
-        elif lost or _storage(source) in self.traced:  # through a temporary
+        elif self._from_hf(source):  # through a temporary
             self.keep.append(target)
-            whole = (
-                target.numel() * target.element_size() == target.untyped_storage().nbytes()
-                and target.shape == source.shape
-            )
-            if whole and not lost:
+            whole = target.nbytes == target.untyped_storage().nbytes() and target.shape == source.shape
+            if whole and _storage(source) in self.traced:
                 self._trace(target, source)
             else:
                 self._lose(target, [source, target], "a piecewise copy into a temporary")
@@ -249,17 +270,36 @@ class _Recorder(TorchDispatchMode):
             _aten.copy_.default(target, source)
         return target
 
+    def _pieces(self, source: Tensor, shape: torch.Size) -> list[JoinedPart]:
+        """Returns what a cut of a concatenation that is copied into this shape consists of, [] for another tensor."""
+        joined = self.joined.get(_storage(source))
+        if joined is None or source.numel() == 0:
+            return []
+        try:
+            return joined.pieces(source, shape)
+        except Untraceable as exc:
+            self._lose(source, [source], str(exc))
+            return []
+
+    def _copy_pieces(self, target: Tensor, source: Tensor, pieces: list[JoinedPart]) -> Tensor:
+        for piece in pieces:
+            self._copy(target.narrow(piece.dim, piece.start, piece.source.shape[piece.dim]), piece.source)
+        names = sorted(set(self._names(source)))
+        if len(names) > 1:
+            self.recording.together.add(tuple(names))
+        return target
+
     def _record(self, target: Tensor, source: Tensor) -> None:
         if source.numel() != target.numel():
             raise ValueError(
-                f"parameter {self._parameter(target)[0]} is filled by broadcasting {self._name(source)}: "
+                f"parameter {self._parameter(target)[0]} is filled by broadcasting {self.traced[_storage(source)].hf}: "
                 "it cannot be traced"
             )
         pad = target.dim() - source.dim()
         name, offset = self._parameter(target)
         shape, strides = (1,) * pad + tuple(source.shape), (0,) * pad + tuple(source.stride())
         view = self._hf_view(source, shape, strides)
-        with _naming(f"HF tensor {view.hf} -> parameter {name}"):
+        with naming(f"HF tensor {view.hf} -> parameter {name}"):
             pairs = split_into_boxes(
                 offset=view.offset,
                 shape=tuple(piece.size for piece in view.pieces),
@@ -274,7 +314,7 @@ class _Recorder(TorchDispatchMode):
     def _hf_view(self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> _HfView:
         """Returns what a traced tensor, read with this shape and these strides, is of its HF tensor."""
         origin = self.traced[_storage(tensor)]
-        with _naming(f"HF tensor {origin.hf}"):
+        with naming(f"HF tensor {origin.hf}"):
             first, pieces = factor(int(tensor.storage_offset()), shape, strides, origin.sizes)
         offset = origin.offset + sum(i * s for i, s in zip(first, origin.hf_strides, strict=True))
         strided = [_Strided(p.size, origin.hf_strides[p.base] * p.step, p.dim, p.scale) for p in pieces]
@@ -300,16 +340,24 @@ class _Recorder(TorchDispatchMode):
         """Notes that a tensor is no view of one HF tensor. how: what made it of the `origins`."""
         self.keep.append(tensor)
         earlier = [self.lost[_storage(t)] for t in origins if _storage(t) in self.lost]
-        names = [self.traced[_storage(t)].hf for t in origins if _storage(t) in self.traced]
+        names = [name for t in origins for name in self._names(t)]
         text = earlier[0].how if earlier else f"{how} of HF tensor {names[0]}"
         self.lost[_storage(tensor)] = Computed(text, set(names).union(*(part.hf for part in earlier)))
+        for known in (self.traced, self.joined):
+            known.pop(_storage(tensor), None)
 
-    def _name(self, tensor: Tensor) -> str:
-        origin = self.traced.get(_storage(tensor))
-        return origin.hf if origin else "(unknown)"
+    def _names(self, tensor: Tensor) -> list[str]:
+        """Returns the HF tensors that a traced tensor or a concatenation of such holds elements of."""
+        joined, origin = self.joined.get(_storage(tensor)), self.traced.get(_storage(tensor))
+        if joined is not None:
+            return [self.traced[_storage(part)].hf for part in joined.parts]
+        return [origin.hf] if origin else []
+
+    def _from_hf(self, tensor: Tensor) -> bool:
+        return any(_storage(tensor) in known for known in (self.traced, self.joined, self.lost))
 
     def _known(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self.traced or _storage(tensor) in self.lost or self._is_parameter(tensor)
+        return self._from_hf(tensor) or self._is_parameter(tensor)
 
     def _is_parameter(self, tensor: Tensor) -> bool:
         return _storage(tensor) in self.parameters
@@ -323,15 +371,6 @@ class _Recorder(TorchDispatchMode):
         raise ValueError("the loader writes between the parameters of a shared buffer")
 
 
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Adds to an Untraceable what could not be traced."""
-    try:
-        yield
-    except Untraceable as exc:
-        raise ValueError(f"{what}: {exc}") from None
-
-
 def _storage(tensor: Tensor) -> int:
     """Returns what tells storages apart, on the meta device too."""
     return tensor.untyped_storage()._cdata
@@ -342,9 +381,8 @@ def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) ->
 
     What happens inside a parameter that is computed is not known.
     """
-    writes: dict[str, list[Copy | Fill]] = {}
-    recorded: list[Copy | Fill] = [*recording.copies, *recording.fills]
-    for write in recorded:
+    writes: dict[str, list[Place]] = {}
+    for write in [*(copy.place for copy in recording.copies), *recording.fills]:
         writes.setdefault(write.parameter, []).append(write)
     problems, seen = [], set()
     for name, tensor in parameters.items():
@@ -357,25 +395,6 @@ def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) ->
             problems.append(
                 f"parameter {name} {tuple(tensor.shape)}: {total - done} of {total} elements are never written"
             )
-        elif done > total or _overlap(writes[name], tensor):
+        elif done > total or overlap(writes[name], tuple(tensor.shape), tensor.stride()):
             problems.append(f"parameter {name} {tuple(tensor.shape)}: some elements are written twice")
     return problems
-
-
-def _overlap(writes: list[Copy | Fill], tensor: Tensor) -> bool:
-    """Returns whether strided writes share an element of a dense tensor. Their sizes sum to the tensor's."""
-    in_memory = tuple(tensor.shape[d] for d in sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    try:
-        boxes = [
-            pair.box
-            for write in writes
-            for pair in split_into_boxes(write.offset, write.size, write.strides, in_memory, (0,) * len(write.size))
-        ]
-    except Untraceable:  # interleaved writes are no boxes: count element by element
-        count = torch.zeros(tensor.numel(), dtype=torch.uint8)
-        for write in writes:
-            count.as_strided(write.size, write.strides, write.offset).add_(1)
-        return bool((count != 1).any())
-    low = np.array([b.start for b in boxes]).reshape(len(boxes), -1)
-    high = low + np.array([b.size for b in boxes]).reshape(len(boxes), -1)
-    return any(((low[i + 1 :] < high[i]) & (low[i] < high[i + 1 :])).all(axis=1).any() for i in range(len(boxes) - 1))

@@ -39,6 +39,7 @@ class Message:
 
     peer: int
     tag: int
+    dtype: torch.dtype  # in which they travel
     places: tuple[Place, ...]
 
 
@@ -49,14 +50,17 @@ Batches = list[list[Message]]  # of one rank, in the order in which they travel
 class Cover:
     """Pieces that together are what the ranks of one engine hold. Arrays have an entry for every piece.
 
-    holders: place in `ranks` of the trainer ranks that have the piece. targets: the engine rank that needs it.
+    holders: place in `ranks` of the trainer ranks that have the piece. targets: the engine rank that needs it. kinds:
+    place in `dtypes` of its published dtype.
     """
 
     sent: list[Place]
     received: list[Place]
     ranks: list[tuple[int, ...]]
+    dtypes: list[torch.dtype]
     holders: np.ndarray  # int64 [pieces]
     targets: np.ndarray  # int64 [pieces]
+    kinds: np.ndarray  # int64 [pieces]
     num_bytes: np.ndarray  # int64 [pieces]
 
     @property
@@ -102,7 +106,8 @@ class TransferPlan:
             for _, together in groupby(batch, key=message_of.__getitem__):
                 message = list(together)
                 peer = int(peers[message[0]])
-                batches[-1].append(Message(peer, tags[peer], tuple(places[piece] for piece in message)))
+                dtype = self.cover.dtypes[self.cover.kinds[message[0]]]
+                batches[-1].append(Message(peer, tags[peer], dtype, tuple(places[piece] for piece in message)))
                 tags[peer] += 1
         return batches
 
@@ -137,29 +142,32 @@ def trainer_atoms(everyone: Sequence[Sequence[Copy]], specs: Specs) -> dict[str,
 
 
 def make_cover(
-    atoms: Mapping[str, list[Atom]], engine: Sequence[Sequence[Copy]], dtype: torch.dtype, piece_bytes: int
+    atoms: Mapping[str, list[Atom]], engine: Sequence[Sequence[Copy]], specs: Specs, piece_bytes: int
 ) -> Cover:
     """Returns the pieces of every slice of an engine, in the order of its ranks' memory, none above `piece_bytes`.
 
-    engine: what it copies, by rank. Raises ValueError for a slice whose elements are not all there exactly once.
+    engine: what it copies, by rank. specs: with published dtypes. Raises ValueError for a slice whose elements are not
+    all there exactly once.
     """
-    limit = max(piece_bytes // dtype.itemsize, 1)
     sent: list[Place] = []
     received: list[Place] = []
     holders: list[int] = []
     targets: list[int] = []
+    kinds: list[int] = []
+    dtypes = list(dict.fromkeys(dtype for _, dtype in specs.values()))
     numbers: dict[tuple[int, ...], int] = {}  # of sets of trainer ranks
     for target, copies in enumerate(engine):
         first = len(sent)
         for copy in sorted(copies, key=lambda c: (c.parameter, c.offset)):
-            found = 0
+            found, dtype = 0, specs[copy.hf][1]
+            limit, kind = max(piece_bytes // dtype.itemsize, 1), dtypes.index(dtype)
             for atom in atoms[copy.hf]:
                 common = atom.copy.box.intersect(copy.box)
                 for box in _split(common, limit) if common is not None else ():
                     found += box.numel
                     holder = numbers.setdefault(atom.ranks, len(numbers))
                     ours, theirs = atom.copy.restrict(box).place, copy.restrict(box).place
-                    if len(sent) > first and holders[-1] == holder:
+                    if len(sent) > first and holders[-1] == holder and kinds[-1] == kind:
                         joined = _joined(sent[-1], ours, limit), _joined(received[-1], theirs, limit)
                         if joined[0] is not None and joined[1] is not None:
                             sent[-1], received[-1] = joined[0], joined[1]
@@ -168,15 +176,20 @@ def make_cover(
                     received.append(theirs)
                     holders.append(holder)
                     targets.append(target)
+                    kinds.append(kind)
             if found != copy.box.numel:
                 raise ValueError(f"{copy.source}: the trainers hold {found} of its {copy.box.numel} elements")
     return Cover(
         sent=sent,
         received=received,
         ranks=list(numbers),
+        dtypes=dtypes,
         holders=np.array(holders, dtype=np.int64),
         targets=np.array(targets, dtype=np.int64),
-        num_bytes=np.array([place.numel * dtype.itemsize for place in sent], dtype=np.int64),
+        kinds=np.array(kinds, dtype=np.int64),
+        num_bytes=np.array(
+            [place.numel * dtypes[kind].itemsize for place, kind in zip(sent, kinds, strict=True)], dtype=np.int64
+        ),
     )
 
 
@@ -225,12 +238,13 @@ def _batches(cover: Cover, sources: np.ndarray, limit: int) -> np.ndarray:
 
 
 def _number_messages(cover: Cover, sources: np.ndarray, batches: np.ndarray) -> np.ndarray:
-    """Returns the message of every piece, int64 [pieces]: large ones travel alone, others with those of their batch."""
+    """Returns the message of every piece, int64 [pieces]: large ones travel alone, others with those of their batch
+    that have their dtype."""
     num_pieces = len(sources)
     pairs = sources * (int(cover.targets.max(initial=0)) + 1) + cover.targets
-    together = (pairs * (int(batches.max(initial=0)) + 1) + batches) * (num_pieces + 1)
+    together = (pairs * (int(batches.max(initial=0)) + 1) + batches) * len(cover.dtypes) + cover.kinds
     alone = np.where(cover.num_bytes >= _ALONE_BYTES, np.arange(num_pieces) + 1, 0)
-    return np.unique(together + alone, return_inverse=True)[1].reshape(-1)
+    return np.unique(together * (num_pieces + 1) + alone, return_inverse=True)[1].reshape(-1)
 
 
 def piece_limit(bucket_bytes: int) -> int:

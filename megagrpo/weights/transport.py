@@ -25,10 +25,10 @@ class TrainerWeights:
     """The trainers' side of every transfer. `copies`, `specs` and the settings are the same on every rank."""
 
     mesh: Mesh
-    specs: Specs  # of the HF tensors: name -> shape and dtype in the checkpoint
+    specs: Specs  # of the HF tensors: name -> shape and published dtype; values are cast to it before they travel
     copies: list[list[Copy]]  # by trainer rank: which slice of which HF tensor lies where in its parameters
     parameters: Callable[[], Mapping[str, Tensor]]  # this rank's live ones, under the names in `copies`
-    dtype: torch.dtype  # published: values are cast to it before they travel
+    dtype: torch.dtype  # published, of all tensors but those that the model keeps in another: what config.json says
     bucket_bytes: int  # staged by a rank at most, as far as the transport can choose
     num_engines: int  # that the experiment starts
     folder: Path  # of this run, for what is published through files

@@ -37,12 +37,14 @@ class BroadcastTransport:
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
-        self._plan = broadcast_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes)
+        self._together: set[tuple[str, ...]] = set()  # see EngineConnection
+        self._plan = broadcast_plan(weights.copies, weights.specs, weights.bucket_bytes)
         self._lines: dict[str, _Line] = {}  # by engine id; rank 0 only
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. See Transport."""
         weights = self._weights
+        self._follow(engines)
         traffic = gather_traffic(self._plan, weights.parameters(), weights.mesh)
 
         def send(buckets: Iterator[dict[str, Tensor]]) -> None:
@@ -77,6 +79,16 @@ class BroadcastTransport:
         if engine.id in self._lines:
             for group in self._lines[engine.id].groups:
                 engine.post("/destroy_weights_update_group", {"group_name": group.name})
+
+    def _follow(self, engines: EngineFleet) -> None:
+        """Collective. Makes the plan anew when it parts tensors that an engine's loader wants in one call."""
+        weights = self._weights
+        wanted = weights.mesh.from_main(
+            lambda: set().union(*(engine.together for engine in engines.alive)), "learn which tensors belong together"
+        )
+        if wanted - self._together:
+            self._together |= wanted
+            self._plan = broadcast_plan(weights.copies, weights.specs, weights.bucket_bytes, sorted(self._together))
 
     def _join(self, engine: EngineConnection) -> None:
         """Makes the groups of rank 0 and the engine's ranks, unless they are there; all wait until all have come."""
@@ -171,9 +183,11 @@ class _Line:
             raise EngineDown(f"rank 0 waits for {what}: {exc}") from exc
 
 
-def broadcast_plan(everyone: list[list[Copy]], specs: Specs, dtype: torch.dtype, bucket_bytes: int) -> GatherPlan:
+def broadcast_plan(
+    everyone: list[list[Copy]], specs: Specs, bucket_bytes: int, together: Sequence[tuple[str, ...]] = ()
+) -> GatherPlan:
     """Returns the buckets that are gathered and broadcast; rank 0 holds about `bucket_bytes` of them."""
-    return make_gather_plan(everyone, specs, dtype, bucket_bytes // _HELD)
+    return make_gather_plan(everyone, specs, bucket_bytes // _HELD, together)
 
 
 def sent_unpacked(num_bytes: Sequence[int]) -> bool:

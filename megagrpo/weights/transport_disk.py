@@ -21,7 +21,7 @@ class DiskTransport:
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
-        self._plan = make_gather_plan(weights.copies, weights.specs, weights.dtype, weights.bucket_bytes)
+        self._plan = make_gather_plan(weights.copies, weights.specs, weights.bucket_bytes)
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
         """Collective. See Transport. Earlier versions are removed from the folder."""
@@ -30,6 +30,7 @@ class DiskTransport:
 
         def write_and_load(buckets: Iterator[dict[str, Tensor]]) -> None:
             write_hf_folder(target, timer.waiting(buckets, "gather"), weights.checkpoint, weights.dtype)
+            # One load_weights call for all files, so it does not matter which of them a tensor is in.
             # The format, because the default is the one that the engine started with, which may be "dummy".
             body = {"model_path": str(target), "load_format": "auto", "flush_cache": False}
             engines.each(lambda engine: engine.post("/update_weights_from_disk", body))

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -26,7 +26,6 @@ from megagrpo.weights.record import Copy
 from megagrpo.weights.reshard_plan import (
     Batches,
     Cover,
-    Message,
     TransferPlan,
     make_cover,
     piece_limit,
@@ -147,7 +146,7 @@ class ReshardTransport:
         weights, rank = self._weights, self._weights.mesh.rank
         for recording in now.recordings:
             self._recordings.append(recording)
-            self._covers.append(make_cover(self._atoms, recording, weights.dtype, piece_limit(weights.bucket_bytes)))
+            self._covers.append(make_cover(self._atoms, recording, weights.specs, piece_limit(weights.bucket_bytes)))
         for link in now.links:
             key = (link.recording, link.slot)
             if key not in self._plans:
@@ -188,7 +187,6 @@ class ReshardTransport:
             "group": link.name,
             "size": len(trainers) + link.num_ranks,
             "num_ranks": link.num_ranks,
-            "dtype": str(self._weights.dtype).removeprefix("torch."),
             "patience_s": link.patience_s,
             "left_s": link.left_s,
             "join_s": link.join_s,
@@ -230,8 +228,7 @@ class _TrainerEnd:
         self.link = link
         self._rank, self._num_trainers = trainers.index(rank), len(trainers)
         self._batches = [  # with peers as ranks of the group, in which the trainers come first
-            [Message(self._num_trainers + message.peer, message.tag, message.places) for message in batch]
-            for batch in batches
+            [replace(message, peer=self._num_trainers + message.peer) for message in batch] for batch in batches
         ]
         self._group: EngineGroup | None = None
 
@@ -253,7 +250,7 @@ class _TrainerEnd:
         if self._group is None:
             self._group = self._join(device, link.join_s)
             self._group.set_timeout(link.left_s)
-        return send_batches(self._group, self._batches, weights.parameters(), weights.dtype, deadline, link.patience_s)
+        return send_batches(self._group, self._batches, weights.parameters(), deadline, link.patience_s)
 
     def abort(self) -> None:
         """Ends the group, whatever state the others are in."""
@@ -305,6 +302,9 @@ def _described(batches: Batches, trainers: list[int]) -> list:
     """Returns what an engine rank receives as JSON can carry it, with peers as ranks of the group."""
     ranks = {trainer: rank for rank, trainer in enumerate(trainers)}
     return [
-        [(ranks[message.peer], message.tag, [astuple(place) for place in message.places]) for message in batch]
+        [
+            (ranks[m.peer], m.tag, str(m.dtype).removeprefix("torch."), [astuple(place) for place in m.places])
+            for m in batch
+        ]
         for batch in batches
     ]

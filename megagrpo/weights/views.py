@@ -4,15 +4,27 @@ A *box* is a start and a size along each dimension. Copies of weights are kept a
 intersect, subtract and split without looking at elements; `factor` turns any view a loader makes into boxes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+import torch
 from torch import Tensor
 
 
 class Untraceable(ValueError):
     """Says why a view does not consist of boxes; the caller adds the tensor's name."""
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Adds to an Untraceable what could not be traced."""
+    try:
+        yield
+    except Untraceable as exc:
+        raise ValueError(f"{what}: {exc}") from None
 
 
 @dataclass(frozen=True)
@@ -177,3 +189,22 @@ def split_into_boxes(
                 for i in range(count)
             ]
     return [BoxPair(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]
+
+
+def overlap(places: Sequence[Place], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Returns whether places share an element of a dense tensor [*shape]. Their sizes sum to the tensor's."""
+    in_memory = tuple(shape[d] for d in sorted(range(len(shape)), key=strides.__getitem__, reverse=True))
+    try:
+        boxes = [
+            pair.box
+            for place in places
+            for pair in split_into_boxes(place.offset, place.size, place.strides, in_memory, (0,) * len(place.size))
+        ]
+    except Untraceable:  # interleaved places are no boxes: count element by element
+        count = torch.zeros(prod(shape), dtype=torch.uint8)
+        for place in places:
+            count.as_strided(place.size, place.strides, place.offset).add_(1)
+        return bool((count != 1).any())
+    low = np.array([b.start for b in boxes]).reshape(len(boxes), -1)
+    high = low + np.array([b.size for b in boxes]).reshape(len(boxes), -1)
+    return any(((low[i + 1 :] < high[i]) & (low[i] < high[i + 1 :])).all(axis=1).any() for i in range(len(boxes) - 1))

@@ -11,7 +11,14 @@ from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.weights.digest import slice_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.moving import Traffic
-from megagrpo.weights.plan import gather_buckets, gather_to_main, gather_traffic, make_gather_plan, share_out
+from megagrpo.weights.plan import (
+    gather_buckets,
+    gather_to_main,
+    gather_traffic,
+    make_gather_plan,
+    published_specs,
+    share_out,
+)
 from megagrpo.weights.record import Copy, record_copies
 from megagrpo.weights.transport import TrainerWeights
 from megagrpo.weights.views import Box
@@ -28,6 +35,7 @@ for layer in range(LAYERS):
     }
     SHAPES |= {f"{layer}.q": (4 * 2, HIDDEN), f"{layer}.k": (2 * 2, HIDDEN)}
 SPECS = {name: (shape, torch.float32) for name, shape in SHAPES.items()}
+KEPT = {f"{layer}.norm": torch.float32 for layer in range(LAYERS)}  # where the others are rounded
 
 
 def hf_tensors() -> dict[str, torch.Tensor]:
@@ -98,7 +106,7 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, set
     copies = record_copies(actor.load, SPECS, actor.live)
     actor.load(hf_tensors())
     everyone = mesh.gather_world(copies)
-    plan = make_gather_plan(everyone, SPECS, torch.float32, bucket_bytes=700)
+    plan = make_gather_plan(everyone, SPECS, bucket_bytes=700)
     full: dict = {}
     for bucket in gather_buckets(plan, actor.live, mesh):
         full |= bucket
@@ -108,7 +116,7 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, set
         if any(live.data_ptr() <= tensor.data_ptr() < live.data_ptr() + live.nbytes for live in actor.live.values())
     }
     traffic = gather_traffic(plan, actor.live, mesh)
-    half = make_gather_plan(everyone, SPECS, torch.bfloat16, bucket_bytes=700)
+    half = make_gather_plan(everyone, published_specs(SPECS, torch.bfloat16, KEPT), bucket_bytes=700)
     write = lambda buckets: write_hf_folder(folder / "out", buckets, folder / "like", torch.bfloat16)  # noqa: E731
     gather_to_main(half, actor.live, mesh, write, "export")
 
@@ -146,7 +154,8 @@ def test_gathered_tensors_are_bit_equal(tmp_path, world, tp, pp):
     assert (sent == 0) if world == 1 else (sum(4 * expected[name].numel() for name in whole - uncopied) <= sent)
     assert num_buckets > 5 and all(not results[rank][0] for rank in range(1, world))
     exported = HfFolder(tmp_path / "out")
-    assert all(torch.equal(exported[n], t.to(torch.bfloat16)) for n, t in expected.items())
+    assert {name for name in exported if exported[name].dtype == torch.float32} == KEPT.keys()
+    assert all(torch.equal(exported[n], t.to(KEPT.get(n, torch.bfloat16))) for n, t in expected.items())
     for name, tensor in expected.items():
         start, size = (0,) * tensor.dim(), tuple(tensor.shape)
         rest = slice_digest(tensor[1:], Box((1, *start[1:]), (size[0] - 1, *size[1:])))

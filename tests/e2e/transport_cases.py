@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -26,8 +27,14 @@ from megagrpo.types import EngineInfo
 from megagrpo.weights.exchange import Exchange
 from tests.dist.workers.pool import RankPool
 
-FAMILIES = ("qwen3", "qwen3_moe", "qwen2", "llama")
-MOE, TIED = ("qwen3_moe",), ("llama",)
+DENSE = ("qwen3", "qwen2", "llama")
+MOE = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "moonlight")
+FAMILIES, TIED = DENSE + MOE, ("llama",)
+# A name that is no family -> the family, and what its config.json has otherwise. transformers gives the norms of
+# latents an epsilon of 1e-6 always, Megatron and SGLang that of config.json, which is 1e-5 in the published Moonlight.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "moonlight": ("deepseek_v3", {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1}),
+}
 TRAINERS: dict[str, tuple[int, dict[str, int]]] = {  # ranks, layout
     "1": (1, {}),
     "TP2+SP": (2, {"tp": 2}),
@@ -65,9 +72,10 @@ class TransportCase:
 
 def make_model(folder: Path, family: str) -> Path:
     """A random model of two layers in which no parameter is zero or one throughout: that would hide a mistake."""
+    base, otherwise = VARIANTS.get(family, (family, {}))
     sizes = TinyModelConfig(
         path=str(folder),
-        family=family,
+        family=base,
         hidden_size=64,
         num_layers=2,
         head_dim=16,
@@ -75,7 +83,7 @@ def make_model(folder: Path, family: str) -> Path:
         expert_ffn_size=48,
         tie_embeddings=family in TIED,
     )
-    hf = hf_config(sizes) | {"vocab_size": _VOCAB}
+    hf = hf_config(sizes) | {"vocab_size": _VOCAB} | otherwise
     generator = torch.Generator().manual_seed(0)
     tensors = random_tensors(architecture_of(hf), generator)
     for tensor in tensors.values():
@@ -238,5 +246,5 @@ def checksums(info: EngineInfo) -> dict[str, str]:
 def lower_bound(exchange: Exchange) -> int:
     """Bytes of all elements that the engine ranks' parameters take from HF tensors, each once."""
     engines = exchange._fleet.alive  # what the engines themselves recorded
-    elements = sum(part.box.numel for engine in engines for part in engine.all_slices)
-    return elements * exchange._dtype.itemsize
+    specs = exchange._digests._weights.specs
+    return sum(part.box.numel * specs[part.hf][1].itemsize for engine in engines for part in engine.all_slices)

@@ -9,17 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.cluster.submit import Request, misfits
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import child_environment
 from megagrpo.explain import explain
 from megagrpo.families.table import architecture_of
-from megagrpo.preflight import check_against_model, model_description
+from megagrpo.preflight import check_against_model, longest_samples, model_description
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 MODELS = ROOT / "configs" / "models"
-OURS = {"gsm8k", "moe_235b"}  # not published elsewhere; nor are those that prepare their own model or data
+LARGE = {"qwen3_30b_a3b", "qwen3_235b_a22b", "glm45_355b", "glm45_air_106b", "kimi_k2_1t", "deepseek_v3_671b"}
+# not published elsewhere; nor are those that prepare their own model or data
+OURS = {"gsm8k", *LARGE} - {"deepseek_v3_671b"}
+GPUS = 8  # of a node
 BUILD = """
 import sys
 from megagrpo.actor.host import prepare_host
@@ -59,11 +63,38 @@ def test_every_experiment_fits_its_model_and_is_explained(path, tmp_path, monkey
 
 
 @cache
-def table() -> dict[str, list[str]]:
-    """The rows of docs/examples.md that name an experiment: its name -> the cells that quote its values."""
+def rows(columns: int) -> dict[str, list[str]]:
+    """The rows of docs/examples.md's table of so many columns: name of the experiment -> the cells that quote it."""
     page = (ROOT / "docs" / "examples.md").read_text()
-    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", page, re.MULTILINE)]
-    return {name[1]: row[2:] for row in rows if (name := re.fullmatch(r"`configs/(\w+)\.yaml`", row[1]))}
+    found = [
+        [cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", page, re.MULTILINE)
+    ]
+    named = [(row, re.fullmatch(r"`configs/(\w+)\.yaml`", row[1])) for row in found if len(row) == columns]
+    return {name[1]: row[2:] for row, name in named if name}
+
+
+def table() -> dict[str, list[str]]:
+    """The published examples' rows."""
+    return rows(9)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_experiment_stays_inside_nodes_and_is_submitted_as_its_head_says(name):
+    path = ROOT / "configs" / f"{name}.yaml"
+    config, parallel = load_config(path), load_config(path).actor.parallel
+    assert GPUS % parallel.tp == 0 and GPUS % (parallel.ep * parallel.etp) == 0, "no all-to-all between nodes"
+    assert config.rollout.tp // config.rollout.nodes_per_engine <= GPUS
+    assert config.actor.micro_batch_tokens >= longest_samples(config)["data"] == 2048 + 32768
+    (line,) = re.findall(r"^# (megagrpo submit .*)$", path.read_text(), re.MULTILINE)
+    *_, file, _, trainers, _, samplers, _, gpus, _, time = line.split()
+    request = Request("one-job", int(trainers), int(samplers), int(gpus), time)
+    assert (file, int(gpus)) == (f"configs/{name}.yaml", GPUS) and misfits(config, request) == []
+    engines = f"{config.rollout.num_engines} of tp {config.rollout.tp}"
+    assert rows(5)[name] == [
+        f"{config.train.num_prompts_per_step} x {config.train.group_size}",
+        f"{trainers}: tp {parallel.tp} pp {parallel.pp} ep {parallel.ep}",
+        f"{samplers}: {engines}",
+    ]
 
 
 def quoted(config: ExperimentConfig) -> list[str]:
@@ -91,10 +122,10 @@ def test_every_published_example_is_in_the_table():
     assert set(table()) == {path.stem for path in CONFIGS if load_config(path).prepare is None} - OURS
 
 
-def test_the_last_rank_of_every_published_example_is_built():
+def test_the_last_rank_of_every_example_is_built():
     """Megatron's own modules without memory, in a pretended world: one of each model and layout."""
     distinct = {}
-    for path in (ROOT / "configs" / f"{name}.yaml" for name in table()):
+    for path in (ROOT / "configs" / f"{name}.yaml" for name in [*table(), *sorted(LARGE - set(table()))]):
         config = described(path)
         layout = json.dumps([config.actor.layout, config.actor.recompute, Path(config.model.path).name])
         distinct[layout] = (str(path), config.model.path)

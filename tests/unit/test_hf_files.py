@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+from itertools import chain
 
 import pytest
 import torch
@@ -40,9 +41,12 @@ def test_round_trip(tmp_path, like, number):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like", "out"], "nothing temporary stays"
 
 
-def test_dtype_is_cast_and_written_into_the_config(tmp_path, like):
-    write_hf_folder(tmp_path / "out", shards(2), like, torch.bfloat16)
-    assert HfFolder(tmp_path / "out").specs["y"] == ((5,), torch.bfloat16)
+def test_the_dtype_is_written_into_the_config_and_tensors_keep_their_own(tmp_path, like):
+    kept = {"bias": torch.ones(3)}
+    half = ({name: tensor.bfloat16() for name, tensor in shard.items()} for shard in shards(2))
+    write_hf_folder(tmp_path / "out", chain(half, [kept]), like, torch.bfloat16)
+    specs = HfFolder(tmp_path / "out").specs
+    assert specs["y"] == ((5,), torch.bfloat16) and specs["bias"] == ((3,), torch.float32)
     assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "toy", "dtype": "bfloat16"}
 
 
@@ -110,19 +114,21 @@ def test_damage_is_named(tmp_path, like):
 def test_reading_a_large_model_says_how_far_it_is(monkeypatch, capsys):
     now = iter([0.0, 1.0, 7.0, 8.0, 20.0])
     monkeypatch.setattr(hf_files.time, "monotonic", lambda: next(now))
-    wanted = dict.fromkeys("abcd", 500_000_000)
-    tensors = ReadingProgress(dict.fromkeys("abcd", torch.zeros(1)), wanted, shown=True)
-    for name in "abcd":
-        assert tensors[name] is tensors._tensors[name]
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [
+    progress = ReadingProgress(2_000_000_000)
+    for read in range(4):
+        progress.show(read * 500_000_000)
+    assert capsys.readouterr().out.splitlines() == [
         "reading the model [######------------------] 0.5 of 2.0 GB a rank, 7 s, 21 s left",
         "reading the model [##################------] 1.5 of 2.0 GB a rank, 20 s, 7 s left",
     ]
-    assert tensors.bytes_read == 2_000_000_000
 
 
-def test_reading_a_small_model_says_nothing(capsys):
-    tensors = ReadingProgress(TENSORS, {"x": 48}, shown=True)
-    assert [tensors[name] is value for name, value in TENSORS.items()] == [True] * 3 and len(tensors) == 3
-    assert tensors.bytes_read == 48 and capsys.readouterr().out == ""
+def test_reading_a_small_model_says_nothing(tmp_path, like, capsys):
+    write_hf_folder(tmp_path / "out", shards(2), like, torch.float32)
+    folder, progress = HfFolder(tmp_path / "out"), ReadingProgress(48)
+    target = torch.zeros(2, 2, dtype=torch.float64)
+    folder.read_into(target, "x", (1, 0))
+    progress.show(folder.bytes_read)
+    assert torch.equal(target, TENSORS["x"][1:3, :2].double())
+    assert folder.bytes_read == 16 and folder.stored_bytes("x", (2, 2)) == 16
+    assert capsys.readouterr().out == ""

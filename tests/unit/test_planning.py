@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, TinyModelConfig
 from megagrpo.planning.hardware import HARDWARE, Rates, rates_of
@@ -21,7 +20,7 @@ PLAIN = Rates(between_gb_s=1, inside_gb_s=10, efficiency=0.5, message_us=0, call
 
 def cover_of(tp: int, ep: int, replicas: int, engine_tp: int, engine_ep: int, piece_bytes: int = 100) -> Cover:
     atoms = trainer_atoms(trainers(tp, ep, replicas), SPECS)
-    return make_cover(atoms, engine(engine_tp, engine_ep), torch.float32, piece_bytes)
+    return make_cover(atoms, engine(engine_tp, engine_ep), SPECS, piece_bytes)
 
 
 def staged(batches: Batches, cast: bool) -> int:
@@ -83,7 +82,7 @@ def test_replicas_share_the_work():
 @pytest.mark.parametrize("engines", [1, 3])
 def test_broadcast_sends_everything_to_every_rank(engines):
     everyone, tp = trainers(2, 2, 1), 2
-    plan = make_gather_plan(everyone, SPECS, torch.float32, 300)
+    plan = make_gather_plan(everyone, SPECS, 300)
     model = sum(int(np.prod(shape)) for shape, _ in SPECS.values()) * 4
     foreign = sum(c.box.numel * 4 for b in plan.buckets for r, copies in b.parts.items() if r for c in copies)
     forecast = broadcast_forecast(plan, place_ranks(4, engines, tp, 1, 2), 1, PLAIN)

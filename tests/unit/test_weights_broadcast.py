@@ -56,14 +56,19 @@ class ReceivingEnd:
             if self.num_buckets == self.dies_at:
                 self.groups.clear()
                 raise OSError("the process is gone")  # the server drops the connection
-            tensors = [torch.empty(shape) for shape in body["shapes"]]
+            forms = zip(body["shapes"], body["dtypes"], strict=True)
+            tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in forms]
             self.formats.append(body.get("load_format"))
-            values = tensors if self.formats[-1] is None else [torch.cat([tensor.reshape(-1) for tensor in tensors])]
+            flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+            values = tensors if self.formats[-1] is None else [flat]
             for part in values:
                 self.groups[body["group_name"]].broadcast([part], dist.BroadcastOptions()).wait()
             if self.formats[-1] is not None:
-                parts = values[0].split([tensor.numel() for tensor in tensors])
-                tensors = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+                parts = flat.split([tensor.nbytes for tensor in tensors])
+                tensors = [
+                    part.clone().view(tensor.dtype).view(tensor.shape)
+                    for part, tensor in zip(parts, tensors, strict=True)
+                ]
             if self.awaits_next and self.num_buckets < 3:
                 for _ in range(2):  # its own and the next one's
                     assert self.arrived.acquire(timeout=10), "the next call does not wait for the answer to this one"

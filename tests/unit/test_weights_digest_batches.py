@@ -14,7 +14,7 @@ from megagrpo.weights import digest_batches, engine_loader
 from megagrpo.weights.digest import batched_digest, slice_digest
 from megagrpo.weights.digest_batches import CopyBatches, constant_steps
 from megagrpo.weights.mailbox import encode
-from megagrpo.weights.record import Copy, record_copies
+from megagrpo.weights.record import Copy, Specs, record_copies
 from megagrpo.weights.views import Box
 
 EXPERTS, INNER, HIDDEN = 6, 4, 5
@@ -93,10 +93,16 @@ def trainer_parameters(dtype: torch.dtype, one_storage: bool) -> dict[str, torch
     return live
 
 
+def specs(hf: dict[str, torch.Tensor], dtype: torch.dtype) -> Specs:
+    """Of tensors that are published in dtype."""
+    return {name: (tuple(tensor.shape), dtype) for name, tensor in hf.items()}
+
+
 def digests(batches: CopyBatches, live: dict[str, torch.Tensor], count: int, dtype: torch.dtype) -> tuple[list, int]:
     """By copy, and how many batches it took."""
     found, calls = [None] * count, 0
-    for box, values, places in batches.views(live, dtype):
+    for box, values, places, published in batches.views(live):
+        assert published == dtype
         calls += 1
         for place, digest in zip(places, batched_digest(values.to(dtype), box).tolist(), strict=True):
             assert found[place] is None
@@ -116,8 +122,8 @@ def digests(batches: CopyBatches, live: dict[str, torch.Tensor], count: int, dty
 def test_batches_have_the_digests_of_their_copies(live, place, calls):
     hf = hf_tensors(torch.float32)
     copies = recorded(hf, live, place)
-    batches = CopyBatches(copies)
     for dtype in (torch.float32, torch.bfloat16):
+        batches = CopyBatches(copies, specs(hf, dtype))
         expected = [int(slice_digest(hf[copy.hf].to(dtype), copy.box)) for copy in copies]
         assert digests(batches, live, len(copies), dtype) == (expected, calls)
 
@@ -125,16 +131,17 @@ def test_batches_have_the_digests_of_their_copies(live, place, calls):
 def test_casts_come_in_parts(monkeypatch):
     hf, live = hf_tensors(torch.float32), engine_parameters(torch.float32)
     copies = recorded(hf, live, grouped)
-    whole, calls = digests(CopyBatches(copies), live, len(copies), torch.bfloat16)
+    half, single = (CopyBatches(copies, specs(hf, dtype)) for dtype in (torch.bfloat16, torch.float32))
+    whole, calls = digests(half, live, len(copies), torch.bfloat16)
     monkeypatch.setattr(digest_batches, "_CAST_ELEMENTS", 2 * INNER * HIDDEN)
-    assert digests(CopyBatches(copies), live, len(copies), torch.bfloat16) == (whole, EXPERTS + EXPERTS // 2 + 1)
-    assert digests(CopyBatches(copies), live, len(copies), torch.float32)[1] == calls
+    assert digests(half, live, len(copies), torch.bfloat16) == (whole, EXPERTS + EXPERTS // 2 + 1)
+    assert digests(single, live, len(copies), torch.float32)[1] == calls
 
 
 def test_batches_follow_parameters_to_other_storages():
     hf, live = hf_tensors(torch.float32), trainer_parameters(torch.float32, one_storage=True)
     copies = recorded(hf, live, sequential)
-    batches = CopyBatches(copies)
+    batches = CopyBatches(copies, specs(hf, torch.float32))
     before, few = digests(batches, live, len(copies), torch.float32)
     apart = {name: tensor.clone() for name, tensor in live.items()}
     after, many = digests(batches, apart, len(copies), torch.float32)
@@ -174,7 +181,7 @@ def test_an_engine_answers_in_the_order_of_its_copies_and_names_what_no_digest_c
     engine.load_weights(hf.items())
 
     def answer() -> tuple[list[int], list[str]]:
-        found = engine_loader._digest(engine, {"dtype": "bfloat16"}, None)
+        found = engine_loader._digest(engine, {}, None)
         return np.frombuffer(base64.b64decode(found["digests"]), "<i8").tolist(), found["problems"]
 
     boxes = [(name, Box(start, size)) for name, start, size, *_ in record["copies"]]

@@ -61,7 +61,21 @@ def padded(hf, p):
     p["x"][12:].zero_()
 
 
+def concatenated(hf, p):  # as DeepSeek's q_a_proj and kv_a_proj_with_mqa; along columns, cast and transposed
+    p["x"].copy_(torch.cat([hf["a"], hf["b"]]))
+    p["y"].copy_(torch.cat([hf["b"], hf["a"][:, 2:5]], dim=-1).double().t())
+
+
+def cut_from_concatenations(hf, p):
+    joined = torch.cat([hf["a"], hf["b"].to(torch.bfloat16).float(), hf["a"][:2]])
+    p["x"].copy_(joined[5:17, 1:4])  # the end of a, all of b, the beginning of a
+    p["y"].copy_(joined.t().contiguous()[2:4, 9:15])  # of b alone
+    p["z"].copy_(torch.cat([hf["e"][:, 1:3], hf["e"][:, :2]], 1).permute(2, 0, 1)[1:, :, 1:])
+
+
 CASES = [
+    (concatenated, {"x": (16, 6), "y": (9, 8)}),
+    (cut_from_concatenations, {"x": (12, 3), "y": (2, 6), "z": (4, 3, 3)}),
     (halves, {"x": (4, 6), "y": (8, 3)}),
     (fused, {"x": (16, 6)}),
     (interleaved, {"x": (16, 6)}),
@@ -97,6 +111,18 @@ def test_parameters_that_share_one_buffer_are_told_apart():
     assert torch.equal(parameters["y"], values()["b"]) and not buffer[:5].any() and not buffer[101:].any()
 
 
+def test_what_a_loader_concatenates_is_noted_as_belonging_together():
+    parameters = {"x": torch.zeros(16, 6), "y": torch.zeros(12)}
+
+    def load(hf):
+        joined = torch.cat([hf["b"], hf["a"]])
+        torch.cat([hf["a"], hf["e"].view(10, 6)])  # goes nowhere
+        parameters["x"].copy_(joined)
+        parameters["y"].copy_(torch.cat([hf["c"][6:], hf["c"][:6]]))  # of one tensor
+
+    assert record(load, SPECS, parameters).together == {("a", "b")}
+
+
 def test_meta_parameters_and_tied_names():
     model = nn.Linear(6, 8, bias=False, device="meta")
     parameters = {"embedding": model.weight, "head": model.weight}
@@ -119,10 +145,31 @@ def test_constants_are_recorded_with_their_value():
         (lambda hf, x: (x[:5].copy_(hf["a"][:5]), x[:3].copy_(hf["b"][:3])), (8, 6), "parameter x .* written twice"),
         (lambda hf, x: x.copy_(hf["a"] + 1), (8, 6), "parameter x is filled from aten.add.Tensor of HF tensor a"),
         (
-            lambda hf, x: x.copy_(torch.cat([hf["a"], hf["b"]])),
+            lambda hf, x: x.copy_(torch.cat([hf["a"], torch.zeros(8, 6, device="meta")])),
             (16, 6),
             "parameter x is filled from aten.cat.default of HF tensor a",
         ),
+        (
+            lambda hf, x: x.copy_(torch.cat([hf["a"], hf["b"]]).view(-1)),
+            (96,),
+            r"parameter x is filled from shape .96,. .* no range of a concatenation .16, 6. of HF tensor a",
+        ),
+        (
+            lambda hf, x: x.copy_(torch.cat([torch.cat([hf["a"], hf["b"]]), hf["a"]])),
+            (24, 6),
+            "parameter x is filled from aten.cat.default of HF tensor a",
+        ),
+        (
+            lambda hf, x: x.copy_(torch.cat([hf["a"], hf["b"]])[:1].expand(8, 6)),
+            (8, 6),
+            "parameter x is filled from .* no range of a concatenation",
+        ),
+        (
+            lambda hf, x: x.copy_(torch.cat([hf["a"], hf["b"]])[:8] * 2),
+            (8, 6),
+            "parameter x is filled from aten.mul.Tensor of HF tensor a",
+        ),
+        (lambda hf, x: x.copy_(hf["a"].clone().mul_(2)), (8, 6), "parameter x is filled from aten.mul_.Tensor of HF"),
         (lambda hf, x: x.add_(hf["a"]), (8, 6), "parameter x is written by aten.add_.Tensor"),
         (lambda hf, x: x.copy_(torch.ones(8, 6)), (8, 6), "parameter x is filled from a tensor that is no HF tensor"),
         (lambda hf, x: x.copy_(hf["a"][0]), (8, 6), "parameter x is filled by broadcasting a"),

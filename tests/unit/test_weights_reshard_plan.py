@@ -82,7 +82,7 @@ def test_what_arrives_is_what_the_loader_would_have_written(trainer_layout, engi
     hf = {name: torch.randn(shape, generator=generator) for name, (shape, _) in SPECS.items()}
     everyone, receivers, slots = trainers(*trainer_layout), engine(*engine_layout), 2
     atoms = trainer_atoms(everyone, SPECS)
-    cover = make_cover(atoms, receivers, torch.float32, piece_limit(bucket_bytes))
+    cover = make_cover(atoms, receivers, SPECS, piece_limit(bucket_bytes))
     assert cover.total_bytes == 4 * sum(c.box.numel for copies in receivers for c in copies)
     ours = [storage(copies, hf) for copies in everyone]
     for slot in range(slots):
@@ -111,7 +111,7 @@ def test_what_arrives_is_what_the_loader_would_have_written(trainer_layout, engi
 
 def test_tags_and_batches_agree_on_both_ends_and_batches_are_bounded():
     bucket_bytes = 256
-    cover = make_cover(trainer_atoms(trainers(2, 2, 2), SPECS), engine(2, 1), torch.float32, piece_limit(bucket_bytes))
+    cover = make_cover(trainer_atoms(trainers(2, 2, 2), SPECS), engine(2, 1), SPECS, piece_limit(bucket_bytes))
     plan = plan_transfer(cover, 0, 1, bucket_bytes)
     for end in (plan.sources, cover.targets):
         for rank in np.unique(end):
@@ -124,7 +124,7 @@ def test_tags_and_batches_agree_on_both_ends_and_batches_are_bounded():
 @pytest.mark.parametrize("slots", [1, 2, 3, 8])
 def test_replicas_share_the_work_evenly_and_serve_few_engines_each(slots):
     everyone = trainers(1, 1, 4)
-    cover = make_cover(trainer_atoms(everyone, SPECS), engine(2, 1), torch.float32, 16)
+    cover = make_cover(trainer_atoms(everyone, SPECS), engine(2, 1), SPECS, 16)
     sent, engines_of = Counter(), {rank: set() for rank in range(4)}
     for slot in range(slots):
         plan = plan_transfer(cover, slot, slots, 1 << 20)
@@ -137,7 +137,7 @@ def test_replicas_share_the_work_evenly_and_serve_few_engines_each(slots):
 
 
 def test_coalesced_runs_are_long_where_both_sides_are_contiguous():
-    cover = make_cover(trainer_atoms(trainers(1, 1, 1), SPECS), engine(1, 1), torch.float32, 1 << 20)
+    cover = make_cover(trainer_atoms(trainers(1, 1, 1), SPECS), engine(1, 1), SPECS, 1 << 20)
     fused = [place for place in cover.received if place.parameter == "w13"]
     assert [place.size for place in fused] == [(96,)] * 4, "gate and up of one expert are one run on both sides"
 

@@ -94,13 +94,45 @@ def no_amx(module) -> None:
     module.cpu_has_amx_support = lambda: False
 
 
+def absorb_latent_attention(module) -> None:
+    """For a backend that is not registered DeepSeek's attention follows Triton's: a fresh prefill expands keys and
+    values. torch_native reads them from the cache, which holds latents. With the absorbed form, which decoding and the
+    deterministic mode take anyway, what it reads is what it multiplies."""
+    module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
+
+
+def rotary_embedding_without_scaling(module) -> None:
+    """On a CPU DeepSeek's rotary embedding is one for YaRN alone, and asserts it; Moonlight has no scaling. The common
+    one, which other devices use, computes both."""
+    with_yarn = module.get_rope_wrapper
+
+    def get_rope_wrapper(
+        head_size,
+        rotary_dim,
+        max_position,
+        base,
+        is_neox_style=True,
+        rope_scaling=None,
+        dtype=None,
+        partial_rotary_factor=1.0,
+        device=None,
+    ):
+        where = device if rope_scaling is not None else None
+        scaling = (is_neox_style, rope_scaling, dtype, partial_rotary_factor)
+        return with_yarn(head_size, rotary_dim, max_position, base, *scaling, where)
+
+    module.get_rope_wrapper = get_rope_wrapper
+
+
 REPAIRS = {
     "torchvision.extension": define_torchvision_operators,
     "sglang.srt.utils.common": no_amx,
     "sglang.srt.mem_cache.pool_host.common": plain_host_buffers,
     "sglang.srt.utils.weight_checker": no_cuda_synchronize,
+    "sglang.srt.layers.rotary_embedding.factory": rotary_embedding_without_scaling,
     "sglang.srt.layers.moe.fused_moe_native": skip_remote_experts,
     "sglang.srt.arg_groups.choices": allow_deterministic_attention,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latent_attention,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": batch_invariant_products,
 }
 

@@ -27,6 +27,7 @@ from aiohttp import web
 
 from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.rollout.service.node import free_port, own_address, reachable_host
 from megagrpo.rollout.service.ray_cluster import RayNotStarted, in_ray_cluster
 from megagrpo.rollout.service.router import Router, RouterFailed
@@ -44,7 +45,7 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
 
     ray_address: "host:port" of a running Ray cluster to join; without it a private one is started on this machine. When
     the engines are up, run_dir/service.json holds {"url": ...}. Raises ValueError when rollout.host is nothing of this
-    machine.
+    machine, and for a quantised model that engines cannot start from.
     """
     folder = RunFolder(run_dir.absolute())
     folder.service.unlink(missing_ok=True)  # an older run's URL would mislead trainers
@@ -52,7 +53,7 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     try:
         with in_ray_cluster(config.rollout, ray_address):
             cuda = ray.cluster_resources().get("GPU", 0) > 0
-            return asyncio.run(_Service(config, folder, cuda=cuda, api_key=api_key).run())
+            return asyncio.run(_Service(as_engines_see_it(config, folder), folder, cuda=cuda, api_key=api_key).run())
     except RayNotStarted as exc:
         print(f"rollout service failed: {exc}", flush=True)
         return 1

@@ -273,14 +273,14 @@ def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
 def weights_unreadable() -> Iterator[None]:
     """Inside, asking an HF folder for a tensor is an error; its headers can be read."""
 
-    def refuse(folder: HfFolder, name: str):
+    def refuse(folder: HfFolder, target: torch.Tensor, name: str, start: tuple[int, ...]):
         raise AssertionError(f"{name} of {folder.path} was read")
 
-    read, HfFolder.__getitem__ = HfFolder.__getitem__, refuse
+    read, HfFolder.read_into = HfFolder.read_into, refuse
     try:
         yield
     finally:
-        HfFolder.__getitem__ = read
+        HfFolder.read_into = read
 
 
 def near_initial(actor: MegatronActor) -> dict[str, torch.Tensor]:

@@ -1,0 +1,31 @@
+"""Where engines find the model: its own folder, or for a quantised one a description of it in bfloat16.
+
+With its quantization_config SGLang would build FP8 layers, whose parameters no publish of bfloat16 weights fills.
+"""
+
+from pathlib import Path
+
+from megagrpo.config.schema import ExperimentConfig, ModelConfig
+from megagrpo.families.quantization import fp8_block, load_format_problems
+from megagrpo.families.table import read_description
+from megagrpo.hf_files import write_description
+from megagrpo.run_folder import RunFolder
+
+
+def as_engines_see_it(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:
+    """Returns the experiment with the folder that its engines start from as model.path, which it writes if need be.
+
+    All nodes must see the run folder. Raises ValueError where engines would read quantised weights themselves.
+    """
+    model = Path(config.model.path)
+    description = model / "config.json"
+    hf = read_description(description) if description.is_file() else {}
+    if fp8_block(hf) is None:
+        return config
+    problems = load_format_problems(hf, config.rollout.load_format)
+    if problems:
+        raise ValueError("; ".join(problems))
+    write_description(model, folder.engine_model)
+    tokenizer = config.model.tokenizer or config.model.path
+    seen = ModelConfig(path=str(folder.engine_model), tokenizer=tokenizer)
+    return config.model_copy(update={"model": seen})
