@@ -152,7 +152,7 @@ def _plan(run: Run, quick: bool) -> Plan:
         words.append(f'rollout.extra_args=["--enable-dp-attention", "--dp-size", "{run.attention_dp}"]')
     if "NeMo" in run.source:  # their loss has a KL term and corrects for the engines' probabilities
         words += ["algorithm.kl={loss_coef: 0.01}", "algorithm.mismatch={weight: {name: tis}}"]
-    config = load_config(ROOT / "configs/moe_235b.yaml", words)
+    config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)
     lengths = None if run.mean is None else str(run.mean - prompt // 4)
     options = Options(hardware=run.hardware, lengths=lengths)
     target = target_of(config, options)

@@ -15,13 +15,14 @@ from megagrpo.planning.hardware import hardware_of
 from megagrpo.planning.lengths import Lengths, assumed_lengths, given_lengths, lengths_of_run
 from megagrpo.planning.links import place_ranks
 from megagrpo.planning.plan_report import as_json, proposal_words, proposals, report
-from megagrpo.planning.recordings import describe_model, record_all
+from megagrpo.planning.recordings import describe_model, record_all, representative_ranks, resolve_all
 from megagrpo.planning.search import best_layouts
 from megagrpo.planning.step_time import Plan, Target, engines_of, make_target, plan_step, trainer_problems, trainers_of
 from megagrpo.planning.weights_report import forecast_publish
 from megagrpo.preflight import longest_samples, model_description
 from megagrpo.run_folder import write_whole
 
+_MAX_RECORDED = 64  # different trainer ranks: about a second each
 _SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
 
 
@@ -95,16 +96,21 @@ def quick_plan(config: ExperimentConfig, target: Target) -> Plan:
 
 
 def exact_plan(config: ExperimentConfig, target: Target, options: Options) -> Plan:
-    """Plans with SGLang's own arguments and with the transfer as the transports would make it."""
-    (recorded,) = record_all([config], (target.hardware, options.gpus_per_node))
-    rollout = config.rollout
+    """Plans with SGLang's own arguments, and with the transfer as the transports would make it.
+
+    Not the transfer from so many different ranks that recording them takes minutes: `megagrpo plan-weights` does that.
+    """
+    gpu, rollout = (target.hardware, options.gpus_per_node), config.rollout
+    if len(set(representative_ranks(config.actor))) > _MAX_RECORDED or config.weights.transport == "disk":
+        (server,) = resolve_all([config], gpu)
+        return plan_step(config, target, server_of(rollout, server))
+    (recorded,) = record_all([config], gpu)
     cluster = place_ranks(
         config.actor.world_size, rollout.num_engines, rollout.tp, rollout.nodes_per_engine, options.gpus_per_node
     )
     ((reshard, broadcast),) = forecast_publish(config, recorded, [cluster], target.hardware.rates)
-    forecast = {"reshard": reshard, "broadcast": broadcast}.get(config.weights.transport)
-    publish = None if forecast is None else (forecast.seconds, forecast.limit)
-    return plan_step(config, target, server_of(rollout, recorded.server), publish)
+    forecast = {"reshard": reshard, "broadcast": broadcast}[config.weights.transport]
+    return plan_step(config, target, server_of(rollout, recorded.server), (forecast.seconds, forecast.limit))
 
 
 def _fitting_changes(config: ExperimentConfig, target: Target) -> Iterator[list[str]]:

@@ -17,6 +17,9 @@ from megagrpo.planning.work import ITEM, ModelWork, model_work
 from megagrpo.preflight import longest_samples
 
 
+_ESTIMATED = ", by the fullest link; `megagrpo plan-weights` plans every piece"
+
+
 @dataclass(frozen=True)
 class Target:
     """What an experiment is planned on, and with which samples."""
@@ -178,14 +181,14 @@ def publish_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
     width = ITEM if rollout.dtype == "bfloat16" else 4
     speed = rates.between_gb_s * 1e9 * rates.efficiency
     if config.weights.transport == "broadcast":
-        return target.work.total * width * rollout.num_engines / speed, "sending from trainer 0"
+        return target.work.total * width * rollout.num_engines / speed, f"sending from trainer 0{_ESTIMATED}"
     if config.weights.transport == "disk":
         engines = rollout.num_engines
         return target.work.total * width * (1 + engines) / (config.checkpoint.disk_gb_s * 1e9), "the shared disk"
     received = engine.weights / speed
     sent = engine.weights * rollout.tp * rollout.num_engines / config.actor.world_size / speed
     seconds = max(received, sent) + rates.call_ms / 1e3
-    return seconds, "sending from the trainers" if sent > received else "receiving on an engine"
+    return seconds, ("sending from the trainers" if sent > received else "receiving on an engine") + _ESTIMATED
 
 
 def _checkpoint_seconds(config: ExperimentConfig, target: Target) -> float:

@@ -29,8 +29,13 @@ H100 = HARDWARE["H100"]
 CLUSTER = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if load_config(path).actor.world_size >= 16]
 
 
-def shipped(name: str = "moe_235b", *words: str) -> ExperimentConfig:
-    return with_model(load_config(ROOT / "configs" / f"{name}.yaml", words))
+LARGE = "qwen3_235b_a22b"
+SHORT = ("sampling.max_response_tokens=8192", "rollout.tp=8", "rollout.ep=8", "rollout.nodes_per_engine=1")
+
+
+def shipped(name: str = LARGE, *words: str) -> ExperimentConfig:
+    here = SHORT if name == LARGE else ()
+    return with_model(load_config(ROOT / "configs" / f"{name}.yaml", [*here, *words]))
 
 
 def lengths_of(*responses: float, prompt: float = 0.0) -> Lengths:
@@ -119,11 +124,11 @@ def test_the_cache_is_what_weights_leave():
     free = H100.memory_bytes - efficiency("context bytes")
     assert found.cache_tokens == int((free * 0.85 - found.weights) / (47 * 1024))
     assert found.at_once == int(found.cache_tokens / (500 + 5e6 / 4000)) and not found.problems
-    few = engine(shipped("moe_235b", "rollout.max_running_requests=3"), lengths)
+    few = engine(shipped(LARGE, "rollout.max_running_requests=3"), lengths)
     assert few.at_once == 3
-    (problem,) = engine(shipped("moe_235b", "rollout.tp=4", "rollout.ep=4"), lengths).problems
+    (problem,) = engine(shipped(LARGE, "rollout.tp=4", "rollout.ep=4"), lengths).problems
     assert "rank's weights are 117.6 GB, but rollout.mem_fraction 0.85 leaves 71.4 GB" in problem
-    (problem,) = engine(shipped("moe_235b", "rollout.max_total_tokens=9000"), lengths).problems
+    (problem,) = engine(shipped(LARGE, "rollout.max_total_tokens=9000"), lengths).problems
     assert problem == "an engine's cache holds 9,000 tokens, but a sample may have 10,240"
 
 
@@ -225,14 +230,16 @@ def test_all_to_all_is_slow_between_nodes():
 
 
 def test_a_publish_fills_the_fullest_link():
-    config, lengths = shipped("moe_235b", "weights.transport=reshard"), lengths_of(1000)
+    config, lengths = shipped(LARGE, "weights.transport=reshard"), lengths_of(1000)
     target = target_of(config, Options())
     side = engine(config, lengths)
     seconds, limit = publish_seconds(config, target, side)
-    assert seconds == pytest.approx(side.weights / (50e9 * 0.8) + 0.005) and limit == "receiving on an engine"
+    assert seconds == pytest.approx(side.weights / (50e9 * 0.8) + 0.005) and limit.startswith("receiving on an engine")
     many = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_engines": 32})})
     seconds, limit = publish_seconds(many, target, side)
-    assert seconds == pytest.approx(side.weights * 256 / 128 / 40e9 + 0.005) and limit == "sending from the trainers"
+    assert seconds == pytest.approx(side.weights * 256 / 128 / 40e9 + 0.005) and limit.startswith(
+        "sending from the trainers"
+    )
 
 
 @pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
@@ -289,6 +296,6 @@ def test_a_search_proposes_what_fits():
 
 @pytest.mark.slow
 def test_a_search_is_no_worse_than_the_shipped_file():
-    config = shipped("moe_235b")
+    config = shipped(LARGE)
     target = target_of(config, Options())
     assert best_layouts(config, target, 24)[0].step <= quick_plan(config, target).step
