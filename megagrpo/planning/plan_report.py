@@ -78,10 +78,13 @@ def _engine_memory(plan: Plan) -> list[str]:
         f"as SGLang resolves its arguments: attention by {server.backend}" if server.resolved else "from the experiment"
     )
     samples = plan.config.train.num_prompts_per_step * plan.config.train.group_size / plan.config.rollout.num_engines
+    staged = min(2 * plan.config.weights.bucket_mb * 2**20, engine.weights)
     return [
         f"engine rank {engine.total / 1e9:.1f} of {engine.capacity / 1e9:.1f} GB: {_parts(engine.parts)}",
         f"  settings {how}, memory fraction {server.memory_fraction:g}, prefill {server.prefill_tokens:,} tokens, "
         f"at most {server.running_requests} requests",
+        f"  phases   load and rollout as above; a publish stages at most {staged / 1e9:.1f} GB where activations lie, "
+        "which are idle then",
         f"  cache    {engine.cache_tokens:,} tokens an engine; {engine.at_once} samples of these lengths run at once "
         f"in a full engine, of {samples:,.0f} that it gets a step",
     ]

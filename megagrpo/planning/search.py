@@ -104,7 +104,9 @@ class _TrainerSearch:
         gpus = self._target.gpus_per_node
         tps = [tp for tp in _POWERS if tp <= gpus]
         eps = [ep for ep in _POWERS if arch.num_experts % ep == 0] if arch.is_moe else [1]
-        for tp, pp, cp, ep in product(tps, _DEPTHS, (1, 2, 4, 8), eps):
+        # without Transformer Engine, context-parallel attention on a GPU builds whole masks
+        cps = (1, 2, 4, 8) if actor.transformer_engine else (1,)
+        for tp, pp, cp, ep in product(tps, _DEPTHS, cps, eps):
             if world % (tp * pp * cp) or world % (ep * pp) or pp > arch.num_layers:
                 continue
             if world // (tp * pp * cp) > len(self._samples) or not self._static_fits(world, tp, pp, ep):

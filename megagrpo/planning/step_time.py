@@ -16,7 +16,6 @@ from megagrpo.planning.trainer_side import Load, TrainerSide, trainer_side
 from megagrpo.planning.work import ITEM, ModelWork, model_work
 from megagrpo.preflight import longest_samples
 
-
 _ESTIMATED = ", by the fullest link; `megagrpo plan-weights` plans every piece"
 
 
