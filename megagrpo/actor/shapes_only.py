@@ -84,6 +84,7 @@ def as_on_device(cuda: bool) -> Iterator[None]:
     By replacing functions: a mode for functions would not be on while a layer is computed again in a backward.
     """
     tensor_type, make, attend = torch.Tensor.type, torch.tensor, torch.nn.functional.scaled_dot_product_attention
+    norm = torch.nn.functional.rms_norm
     names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
 
     def own_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +101,27 @@ def as_on_device(cuda: bool) -> Iterator[None]:
         patch.object(torch, "tensor", own_tensor),
         patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         patch.object(torch.nn.functional, "scaled_dot_product_attention", attend if cuda else _cpu_attention),
+        patch.object(torch.nn.functional, "rms_norm", _gpu_norm if cuda else norm),
     ):
         yield
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps what a GPU's RMSNorm keeps, its input and a float32 a row; on meta torch would take it into pieces."""
+
+    @staticmethod
+    def forward(ctx, values, weight):
+        ctx.save_for_backward(values, weight, values.new_empty(values.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        values, weight, _ = ctx.saved_tensors
+        return torch.empty_like(values), torch.empty_like(weight)
+
+
+def _gpu_norm(values: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+    return _FusedNorm.apply(values, weight)
 
 
 def _holds_meta(values: list) -> bool:
