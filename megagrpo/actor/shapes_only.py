@@ -48,7 +48,7 @@ class ShapesOnly(TorchDispatchMode):
             return args[0]
         if all(on_meta):
             return func(*args, **kwargs)
-        mixed_args, mixed_kwargs = tree_map_only(Tensor, lambda t: t.to(META), (args, kwargs))
+        mixed_args, mixed_kwargs = tree_map_only(Tensor, _shape_of, (args, kwargs))
         out = func(*mixed_args, **mixed_kwargs)
         if func._schema.is_mutable:  # the tensor that was passed in, not the one in its place
             return kwargs["out"] if "out" in kwargs else args[0]
@@ -70,6 +70,13 @@ def _without_memory(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict
     else:
         floating = (dtype or torch.get_default_dtype()).is_floating_point
     return {**kwargs, "device": META} if floating else kwargs
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor without memory in its place; an expanded one stays as small as it is."""
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def _leaves_meta(kwargs: dict[str, Any]) -> bool:
