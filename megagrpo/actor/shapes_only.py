@@ -48,7 +48,7 @@ class ShapesOnly(TorchDispatchMode):
             return args[0]
         if all(on_meta):
             return func(*args, **kwargs)
-        mixed_args, mixed_kwargs = tree_map_only(Tensor, lambda t: t.to(META), (args, kwargs))
+        mixed_args, mixed_kwargs = tree_map_only(Tensor, _shape_of, (args, kwargs))
         out = func(*mixed_args, **mixed_kwargs)
         if func._schema.is_mutable:  # the tensor that was passed in, not the one in its place
             return kwargs["out"] if "out" in kwargs else args[0]
@@ -72,6 +72,13 @@ def _without_memory(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict
     return {**kwargs, "device": META} if floating else kwargs
 
 
+def _shape_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor without memory in its place; an expanded one stays as small as it is."""
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
 def _leaves_meta(kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     return device is not None and torch.device(device).type != "meta"
@@ -84,6 +91,7 @@ def as_on_device(cuda: bool) -> Iterator[None]:
     By replacing functions: a mode for functions would not be on while a layer is computed again in a backward.
     """
     tensor_type, make, attend = torch.Tensor.type, torch.tensor, torch.nn.functional.scaled_dot_product_attention
+    norm = torch.nn.functional.rms_norm
     names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
 
     def own_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +108,27 @@ def as_on_device(cuda: bool) -> Iterator[None]:
         patch.object(torch, "tensor", own_tensor),
         patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         patch.object(torch.nn.functional, "scaled_dot_product_attention", attend if cuda else _cpu_attention),
+        patch.object(torch.nn.functional, "rms_norm", _gpu_norm if cuda else norm),
     ):
         yield
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps what a GPU's RMSNorm keeps, its input and a float32 a row; on meta torch would take it into pieces."""
+
+    @staticmethod
+    def forward(ctx, values, weight):
+        ctx.save_for_backward(values, weight, values.new_empty(values.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        values, weight, _ = ctx.saved_tensors
+        return torch.empty_like(values), torch.empty_like(weight)
+
+
+def _gpu_norm(values: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+    return _FusedNorm.apply(values, weight)
 
 
 def _holds_meta(values: list) -> bool:

@@ -197,9 +197,8 @@ class _Stage:
         self.part = load.tokens / p.cp / p.tp
         self.first, self.last = number == 0, number == p.pp - 1
         stage_of_layer = _stage_of_layer(arch, actor)
-        dense = arch.dense_layers
         self.layers: list[LayerCost] = [
-            layer_cost(arch, actor, load.tokens, arch.is_moe and layer >= dense, load.expert_imbalance)
+            layer_cost(arch, actor, load.tokens, arch.is_moe and layer >= arch.dense_layers, load.expert_imbalance)
             for layer, stage in enumerate(stage_of_layer)
             if stage == number
         ]
@@ -214,7 +213,7 @@ class _Stage:
         if phase == "reference" and self.actor.lora is None:
             parts["live weights"] = self.weights
         if phase == "update":
-            parts |= {"activations": self._activations(), "head": self._head(backward=True)}
+            parts |= self._update()
         if phase == "publish":
             parts["staging"] = min(2 * bucket_bytes, self.weights)
             if self.actor.lora is not None:
@@ -245,20 +244,21 @@ class _Stage:
         chunks = min((p.pp - self.number - 1) * 2 + (p.vpp - 1) * p.pp + 1, 2 * p.pp * p.vpp)
         return chunks / p.vpp
 
-    def _activations(self) -> float:
+    def _update(self) -> dict[str, float]:
+        """Returns the fullest moment of forward and backward: the head's backward, or the largest layer's."""
         hidden = self.arch.hidden_size * self.part * self.width
         if self.actor.recompute == "full":
             kept = hidden * len(self.layers)
             again = max((layer.kept for layer in self.layers), default=0.0)
-        else:
-            dropped = 1.0 if self.actor.recompute == "selective" else 0.0
-            kept = sum(layer.kept - dropped * layer.attention_kept * 0.25 for layer in self.layers)
-            again = 0.0
-        transient = max((layer.transient for layer in self.layers), default=0.0)
-        return kept * self._in_flight() + again + transient
+        else:  # what attention keeps is its inputs and output, which its neighbours keep anyway
+            kept, again = sum(layer.kept for layer in self.layers), 0.0
+        kept = (kept + hidden) * self._in_flight()  # and a message of the pipeline, or the final norm
+        layer = again + max((layer.transient for layer in self.layers), default=0.0)
+        head = self._head(backward=True)
+        return {"activations": kept, "head": head} if head > layer else {"activations": kept + layer}
 
     def _forward_only(self) -> float:
-        return max((layer.kept + layer.transient for layer in self.layers), default=0.0)
+        return max((layer.kept / 2 + layer.transient for layer in self.layers), default=0.0)
 
     def _head(self, backward: bool) -> float:
         """Returns the bytes of log-probabilities from hidden states: tiles of logits, and in the backward gradients."""
