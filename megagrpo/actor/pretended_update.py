@@ -90,10 +90,10 @@ def pretended_bytes(
         actor = MegatronActor(
             model_path=model, config=config, optimizer=config.optimizer, num_updates=1, seed=0, device=META
         )
-        return measure(actor, algorithm, work, live)
+        return measured_bytes(actor, algorithm, work, live)
 
 
-def measure(actor: MegatronActor, algorithm: AlgorithmConfig, work: Work, live: LiveBytes) -> RankBytes:
+def measured_bytes(actor: MegatronActor, algorithm: AlgorithmConfig, work: Work, live: LiveBytes) -> RankBytes:
     """Collective. Measures an actor, real or pretended, whose tensors `live` has counted from the first."""
     _route(actor, work.imbalance)
     parameters = [p for chunk in actor.chunks for p in chunk.parameters()]

@@ -90,8 +90,7 @@ def as_on_device(cuda: bool) -> Iterator[None]:
 
     By replacing functions: a mode for functions would not be on while a layer is computed again in a backward.
     """
-    tensor_type, make, attend = torch.Tensor.type, torch.tensor, torch.nn.functional.scaled_dot_product_attention
-    norm = torch.nn.functional.rms_norm
+    tensor_type, make, norm = torch.Tensor.type, torch.tensor, torch.nn.functional.rms_norm
     names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
 
     def own_type(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +106,7 @@ def as_on_device(cuda: bool) -> Iterator[None]:
         patch.object(torch.Tensor, "type", own_type),
         patch.object(torch, "tensor", own_tensor),
         patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
-        patch.object(torch.nn.functional, "scaled_dot_product_attention", attend if cuda else _cpu_attention),
+        patch.object(torch.nn.functional, "scaled_dot_product_attention", _ANY_ATTENTION if cuda else _cpu_attention),
         patch.object(torch.nn.functional, "rms_norm", _gpu_norm if cuda else norm),
     ):
         yield
@@ -139,6 +138,8 @@ def _cpu_attention(
     query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool, scale: float
 ) -> Tensor:
     """Runs the kernel that a CPU chooses; of tensors on meta torch would choose the one that keeps all scores."""
+    if value.shape[-1] != query.shape[-1]:  # no kernel takes these: all scores are kept on a CPU, too
+        return _ANY_ATTENTION(query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
     if attn_mask is not None:
         attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
     out, _ = _ATEN._scaled_dot_product_flash_attention_for_cpu(

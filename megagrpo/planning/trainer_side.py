@@ -164,7 +164,7 @@ def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[Held]:
     stage_of_layer = _stage_of_layer(arch, actor)
     counts = [{"dense": 0.0, "expert": 0.0, "trained_dense": 0.0, "trained_expert": 0.0} for _ in range(p.pp)]
     for spec in [*model, *adapters]:
-        trained = actor.lora is None or ".lora_" in spec.name
+        trained = spec.trained and (actor.lora is None or ".lora_" in spec.name)
         for stage in _stages_of(spec, arch, p.pp, stage_of_layer):
             size = elements_held(spec, arch, actor)
             kind = "expert" if spec.expert else "dense"
@@ -172,6 +172,14 @@ def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[Held]:
             if trained:
                 counts[stage]["trained_" + kind] += size
     return [Held(**count) for count in counts]
+
+
+def trained_elements(arch: Architecture, actor: ActorConfig) -> int:
+    """Counts what of the whole model has gradients: its parameters, or those of its adapters."""
+    tensors = model_tensors(arch)
+    if actor.lora is not None:
+        tensors = adapter_tensors(tensors, actor.lora.targets, actor.lora.rank)
+    return sum(spec.size for spec in tensors if spec.trained)
 
 
 def _stage_of_layer(arch: Architecture, actor: ActorConfig) -> list[int]:

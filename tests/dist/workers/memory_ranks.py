@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from megagrpo.actor import step
 from megagrpo.actor.live_bytes import LiveBytes
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.pretended_update import Work, measure, pretended_bytes
+from megagrpo.actor.pretended_update import Work, measured_bytes, pretended_bytes
 from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, AlgorithmConfig
 
@@ -35,8 +35,8 @@ def real_bytes(config: ActorConfig, work: Work, model: str, store: Path) -> dict
         joined(store, config=config, optimizer=config.optimizer, model_path=model, device=DEVICE) as actor,
     ):
         _draw(actor)
-        found = measure(actor, ALGORITHM, work, live)
-        return {**asdict(found), "allocator": _allocated(actor, work)}
+        found = measured_bytes(actor, ALGORITHM, work, live)
+        return {**asdict(found), "allocator": _allocated(actor, work) if config.world_size == 1 else 0}
 
 
 def _draw(actor: MegatronActor) -> None:
