@@ -113,7 +113,8 @@ AUTOMODEL = "NeMo AutoModel docs/performance-summary.md, April 2026, H100, bf16,
 # model, ranks, layout, samples of an update, samples of a micro-batch, seconds of an update, what is different there
 PRETRAINED = (
     ("Qwen3-30B-A3B", 8, "ep=8", 512, 4, 21.77, "efficiency `experts` is fitted to this"),
-    ("DeepSeek-V3-0324", 256, "pp=4 ep=64 first_stage_layers=15 last_stage_layers=14", 512, 1, 8.18, "8 virtual stages"),
+    ("DeepSeek-V3-0324", 256, "pp=4 ep=64 first_stage_layers=15 last_stage_layers=14", 512, 1, 8.18,
+     "8 virtual stages"),
     ("DeepSeek-V3-0324", 1024, "pp=4 ep=64 first_stage_layers=15 last_stage_layers=14", 8192, 1, 37.87,
      "8 virtual stages"),
     ("Kimi-K2-Instruct", 256, "pp=8 ep=32 first_stage_layers=6 last_stage_layers=7", 512, 2, 8.86, "4 virtual stages"),
@@ -143,6 +144,7 @@ def _plan(run: Run, quick: bool) -> Plan:
         f"data.max_prompt_tokens={prompt}",
         f"sampling.max_response_tokens={run.longest - prompt}",
         "eval=null",
+        "algorithm.reward.overlong=null",
         f"train.num_prompts_per_step={run.prompts}",
         f"train.group_size={run.group}",
         f"train.num_updates_per_step={run.updates}",
@@ -189,18 +191,8 @@ def _pretrained(
     config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)
     target = replace(target_of(config, Options()), lengths=Lengths(0.0, np.full(2, 4096.0), "given"))
     side = trainer_side(target.arch, config.actor, Load(4096 * rows, 4096))
-    predicted = training_of(config, target, side).update
-    short = layout.replace("=", " ").replace("_stage_layers", "")
-    return [
-        model,
-        str(ranks),
-        short,
-        f"{published:g}",
-        f"{predicted:.3g}",
-        f"{predicted / published:.2f}",
-        other,
-        AUTOMODEL,
-    ]
+    compared = _compared(published, training_of(config, target, side).update)
+    return [model, str(ranks), layout.replace("=", " ").replace("_stage_layers", ""), *compared, other, AUTOMODEL]
 
 
 def _trainer_bytes(run: Run, plan: Plan) -> float:
@@ -258,7 +250,8 @@ gathered before they are sent, which their step times have and the predictions h
 program would need, with float32 gradients; NeMo-RL's are bf16. Lengths where none were published: assumed, see
 docs/planning.md. Recomputation where a script does not state it: full.
 
-Training alone, without recomputation. Their all-to-all between nodes is DeepEP's and overlaps; ours is NCCL's, and does not.
+Training alone, without recomputation. Between nodes their all-to-all is DeepEP's and overlaps; ours is NCCL's and does
+not.
 """
 
 if __name__ == "__main__":
