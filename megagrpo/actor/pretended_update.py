@@ -38,6 +38,7 @@ class RankBytes:
     parameters: int
     gradients: int
     optimiser: int
+    load: int  # while the model is built
     logprobs: int
     one_in_flight: int  # of forward and backward, with one micro-batch
     two_in_flight: int  # with two: on all pipeline stages but the last both are kept at once
@@ -102,7 +103,9 @@ def measure(actor: MegatronActor, algorithm: AlgorithmConfig, work: Work, live: 
     def state() -> int:
         return storage_bytes([*_tensors(actor.optimizer), *parameters]) - storage_bytes(parameters)
 
+    load = live.peak - held - state()
     with _watched(actor, live, lambda: held + state()) as watch:
+        watch.begin()
         step.token_logprobs(actor, work.batch(1), 1.0)
         logprobs = live.peak - held - state()
         peaks = []
@@ -115,6 +118,7 @@ def measure(actor: MegatronActor, algorithm: AlgorithmConfig, work: Work, live: 
         parameters=storage_bytes(parameters),
         gradients=held - storage_bytes(parameters),
         optimiser=state(),
+        load=load,
         logprobs=logprobs,
         one_in_flight=peaks[0],
         two_in_flight=peaks[1],

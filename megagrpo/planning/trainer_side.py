@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megagrpo.checkpoint_cost import checkpoint_cost
-from megagrpo.config.actor import ActorConfig
+from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import model_tensors
 from megagrpo.families.tensors import TensorSpec, adapter_tensors
@@ -31,6 +31,12 @@ class Load:
     def tokens(self) -> int:
         """Returns the most tokens of a micro-batch."""
         return max(self.micro_batch_tokens, self.longest)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Returns the sequences of a full micro-batch: as many of the longest as fit, and the rest."""
+        whole, rest = divmod(self.tokens, self.longest)
+        return (self.longest,) * whole + ((rest,) if rest else ())
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def trainer_side(
     }
     cost = checkpoint_cost(arch, actor, min(ranks_per_node, actor.world_size))
     node = min(ranks_per_node, actor.world_size)
-    weights = max(sum(stage.weights for stage in stages[:1]), *(stage.weights for stage in stages))
+    weights = max(stage.weights for stage in stages)
     host = {
         "reference": weights * node if reference and actor.lora is None else 0.0,
         "checkpoint": max(cost.save_host_bytes.values()),
@@ -133,6 +139,17 @@ class Held:
     expert: float
     trained_dense: float
     trained_expert: float
+
+
+def in_flight(parallel: ParallelConfig, stage: int) -> float:
+    """Returns how many micro-batches' worth of a stage's activations exist at the peak of Megatron's schedule.
+
+    For as many micro-batches as stages at least, with virtual stages twice as many.
+    """
+    p = parallel
+    if p.vpp == 1:
+        return p.pp - stage
+    return min((p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp + 1, 2 * p.pp * p.vpp) / p.vpp
 
 
 _ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the inputs: their A is, and B is whole; of the others it is B
@@ -209,7 +226,8 @@ class _Stage:
         """Returns the bytes of a rank of this stage in one of PHASES."""
         parts = {"parameters": self.weights, **self._training_state(), "NCCL": self._communicators()}
         if phase in ("logprobs", "reference"):
-            parts |= {"activations": self._forward_only(), "head": self._head(backward=False)}
+            layer, head = self._forward_only(), self._head(backward=False)
+            parts |= {"head": head} if head > layer else {"activations": layer}
         if phase == "reference" and self.actor.lora is None:
             parts["live weights"] = self.weights
         if phase == "update":
@@ -236,14 +254,6 @@ class _Stage:
         groups = [actor.world_size, p.tp, p.pp, p.cp, actor.dp, p.ep, p.etp, expert_copies]
         return _NCCL_BYTES * sum(size > 1 for size in groups)
 
-    def _in_flight(self) -> float:
-        """Returns how many micro-batches' worth of this stage's activations exist at the peak of the schedule."""
-        p = self.actor.parallel
-        if p.vpp == 1:
-            return p.pp - self.number
-        chunks = min((p.pp - self.number - 1) * 2 + (p.vpp - 1) * p.pp + 1, 2 * p.pp * p.vpp)
-        return chunks / p.vpp
-
     def _update(self) -> dict[str, float]:
         """Returns the fullest moment of forward and backward: the head's backward, or the largest layer's."""
         hidden = self.arch.hidden_size * self.part * self.width
@@ -252,7 +262,9 @@ class _Stage:
             again = max((layer.kept for layer in self.layers), default=0.0)
         else:  # what attention keeps is its inputs and output, which its neighbours keep anyway
             kept, again = sum(layer.kept for layer in self.layers), 0.0
-        kept = (kept + hidden) * self._in_flight()  # and a message of the pipeline, or the final norm
+        kept = (kept + hidden) * in_flight(
+            self.actor.parallel, self.number
+        )  # and a message of the pipeline, or the final norm
         layer = again + max((layer.transient for layer in self.layers), default=0.0)
         head = self._head(backward=True)
         return {"activations": kept, "head": head} if head > layer else {"activations": kept + layer}
