@@ -10,14 +10,17 @@ bench/results/plan_published.{json,md}.
 
 import argparse
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 from common import RESULTS, provenance, write_results
 
 from megagrpo.config.load import load_config
+from megagrpo.planning.lengths import Lengths
 from megagrpo.planning.plan import Options, exact_plan, quick_plan, target_of
-from megagrpo.planning.step_time import Plan, usable_bytes
+from megagrpo.planning.step_time import Plan, training_of, usable_bytes
+from megagrpo.planning.trainer_side import Load, trainer_side
 
 ROOT = Path(__file__).resolve().parent.parent
 NEMO = "NeMo-RL docs/about/performance-summary.md, v0.4, DGX-H100, bf16"
@@ -27,6 +30,8 @@ HEADER = (
     "run", "GPUs", "trainers", "engines", "trainer GB of", "engine cache tokens", "step s: published", "predicted",
     "ratio", "publish s: published", "predicted", "ratio", "source",
 )  # fmt: skip
+TRAINED = ("pretraining", "GPUs", "trainers", "update s: published", "predicted", "ratio", "different there", "source")
+RULE = ("---",) * len(TRAINED)
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,16 @@ RUNS = (
         off_host=_HOST, extra=("weights.transport=broadcast",)),
 )  # fmt: skip
 NOT_PUBLISHED = "not published"
+AUTOMODEL = "NeMo AutoModel docs/performance-summary.md, April 2026, H100, bf16, balanced experts, DeepEP"
+# model, ranks, layout, samples of an update, samples of a micro-batch, seconds of an update, what is different there
+PRETRAINED = (
+    ("Qwen3-30B-A3B", 8, "ep=8", 512, 4, 21.77, "efficiency `experts` is fitted to this"),
+    ("DeepSeek-V3-0324", 256, "pp=4 ep=64 first_stage_layers=15 last_stage_layers=14", 512, 1, 8.18,
+     "8 virtual stages"),
+    ("DeepSeek-V3-0324", 1024, "pp=4 ep=64 first_stage_layers=15 last_stage_layers=14", 8192, 1, 37.87,
+     "8 virtual stages"),
+    ("Kimi-K2-Instruct", 256, "pp=8 ep=32 first_stage_layers=6 last_stage_layers=7", 512, 2, 8.86, "4 virtual stages"),
+)  # fmt: skip
 
 
 def main() -> None:
@@ -115,8 +130,9 @@ def main() -> None:
     data = provenance() | {"quick": args.quick, "load": os.getloadavg()[1]}
     data["runs"] = [_record(run, plan) for run, plan in zip(RUNS, found, strict=True)]
     write_results("plan_published", data, HEADER, lines)
+    trained = [_pretrained(*row) for row in PRETRAINED]
     with (RESULTS / "plan_published.md").open("a") as file:
-        file.write(f"\n{NOTES}")
+        file.write("\n".join(["", NOTES, *(f"| {' | '.join(cells)} |" for cells in (TRAINED, RULE, *trained)), ""]))
 
 
 def _plan(run: Run, quick: bool) -> Plan:
@@ -128,6 +144,7 @@ def _plan(run: Run, quick: bool) -> Plan:
         f"data.max_prompt_tokens={prompt}",
         f"sampling.max_response_tokens={run.longest - prompt}",
         "eval=null",
+        "algorithm.reward.overlong=null",
         f"train.num_prompts_per_step={run.prompts}",
         f"train.group_size={run.group}",
         f"train.num_updates_per_step={run.updates}",
@@ -158,6 +175,24 @@ def _plan(run: Run, quick: bool) -> Plan:
     target = target_of(config, options)
     # piece by piece only where a publish was timed: recording both sides takes minutes
     return quick_plan(config, target) if quick or run.publish_s is None else exact_plan(config, target, options)
+
+
+def _pretrained(
+    model: str, ranks: int, layout: str, samples: int, rows: int, published: float, other: str
+) -> list[str]:
+    """The row of a published pretraining step: every sample has 4,096 tokens, experts are equally full."""
+    words = [
+        f"model.path={ROOT / 'configs/models' / model}", "eval=null", "algorithm.reward.overlong=null",
+        "data.max_prompt_tokens=1", "sampling.max_response_tokens=4095", "train.group_size=2",
+        f"train.num_prompts_per_step={samples // 2}", "train.num_updates_per_step=1", f"actor.world_size={ranks}",
+        "actor.parallel={tp: 1}", *(f"actor.parallel.{word}" for word in layout.split()),
+        "actor.transformer_engine=true", f"actor.micro_batch_tokens={4096 * rows}", "actor.recompute=none",
+    ]  # fmt: skip
+    config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)
+    target = replace(target_of(config, Options()), lengths=Lengths(0.0, np.full(2, 4096.0), "given"))
+    side = trainer_side(target.arch, config.actor, Load(4096 * rows, 4096))
+    compared = _compared(published, training_of(config, target, side).update)
+    return [model, str(ranks), layout.replace("=", " ").replace("_stage_layers", ""), *compared, other, AUTOMODEL]
 
 
 def _trainer_bytes(run: Run, plan: Plan) -> float:
@@ -214,6 +249,9 @@ NOTES = """Times are of different systems: other engines (vLLM in NeMo-RL), weig
 gathered before they are sent, which their step times have and the predictions have not. Trainer memory is what this
 program would need, with float32 gradients; NeMo-RL's are bf16. Lengths where none were published: assumed, see
 docs/planning.md. Recomputation where a script does not state it: full.
+
+Training alone, without recomputation. Between nodes their all-to-all is DeepEP's and overlaps; ours is NCCL's and does
+not.
 """
 
 if __name__ == "__main__":
