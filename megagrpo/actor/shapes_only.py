@@ -19,6 +19,7 @@ from megagrpo.actor.live_bytes import tensors_in
 
 META = torch.device("meta")
 _ATEN = torch.ops.aten
+_ANY_ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _READ = _ATEN._local_scalar_dense.default
 _FACTORIES = {
     getattr(_ATEN, name).default
