@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
@@ -10,14 +11,24 @@ import megagrpo
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.layout import layout_problems
-from megagrpo.planning.engine_side import server_of
+from megagrpo.planning.engine_side import Server, server_of
 from megagrpo.planning.hardware import hardware_of
 from megagrpo.planning.lengths import Lengths, assumed_lengths, given_lengths, lengths_of_run
 from megagrpo.planning.links import place_ranks
 from megagrpo.planning.plan_report import as_json, proposal_words, proposals, report
 from megagrpo.planning.recordings import describe_model, record_all, representative_ranks, resolve_all
 from megagrpo.planning.search import best_layouts
-from megagrpo.planning.step_time import Plan, Target, engines_of, make_target, plan_step, trainer_problems, trainers_of
+from megagrpo.planning.step_time import (
+    Plan,
+    Target,
+    engines_of,
+    load_of,
+    make_target,
+    plan_step,
+    trainer_problems,
+    trainers_of,
+)
+from megagrpo.planning.trainer_measured import measured
 from megagrpo.planning.weights_report import forecast_publish
 from megagrpo.preflight import longest_samples, model_description
 from megagrpo.run_folder import write_whole
@@ -96,21 +107,32 @@ def quick_plan(config: ExperimentConfig, target: Target) -> Plan:
 
 
 def exact_plan(config: ExperimentConfig, target: Target, options: Options) -> Plan:
-    """Plans with SGLang's own arguments, and with the transfer as the transports would make it.
+    """Plans with SGLang's own arguments, Megatron's own memory, and the transfer as the transports would make it.
 
     Not the transfer from so many different ranks that recording them takes minutes: `megagrpo plan-weights` does that.
     """
+    actor = config.actor.model_copy(update={"transformer_engine": False})  # which needs CUDA, and keeps as much
+    with ThreadPoolExecutor(1) as beside:
+        trainers = beside.submit(
+            measured, trainers_of(config, target), describe_model(config), actor, load_of(config, target)
+        )
+        server, publish = _engines_and_publish(config, target, options)
+        return plan_step(config, target, server, publish, trainers=trainers.result())
+
+
+def _engines_and_publish(
+    config: ExperimentConfig, target: Target, options: Options
+) -> tuple[Server, tuple[float, str] | None]:
     gpu, rollout = (target.hardware, options.gpus_per_node), config.rollout
     if len(set(representative_ranks(config.actor))) > _MAX_RECORDED or config.weights.transport == "disk":
-        (server,) = resolve_all([config], gpu)
-        return plan_step(config, target, server_of(rollout, server))
+        return server_of(rollout, resolve_all([config], gpu)[0]), None
     (recorded,) = record_all([config], gpu)
     cluster = place_ranks(
         config.actor.world_size, rollout.num_engines, rollout.tp, rollout.nodes_per_engine, options.gpus_per_node
     )
     ((reshard, broadcast),) = forecast_publish(config, recorded, [cluster], target.hardware.rates)
     forecast = {"reshard": reshard, "broadcast": broadcast}[config.weights.transport]
-    return plan_step(config, target, server_of(rollout, recorded.server), (forecast.seconds, forecast.limit))
+    return server_of(rollout, recorded.server), (forecast.seconds, forecast.limit)
 
 
 def _fitting_changes(config: ExperimentConfig, target: Target) -> Iterator[list[str]]:

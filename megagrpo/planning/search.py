@@ -9,19 +9,19 @@ from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.layout import layout_problems
-from megagrpo.planning.hardware import efficiency
 from megagrpo.planning.rollout_time import RolloutTime
 from megagrpo.planning.step_time import (
     Plan,
     Target,
     engines_of,
+    load_of,
     plan_step,
     publish_seconds,
     sampling_of,
     usable_bytes,
 )
 from megagrpo.planning.train_time import Schedule, TrainSpeed, schedule_of, train_time
-from megagrpo.planning.trainer_side import Held, Load, stage_sides
+from megagrpo.planning.trainer_side import Held, stage_sides
 from megagrpo.preflight import longest_samples
 
 _DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # pipeline stages
@@ -134,8 +134,7 @@ class _TrainerSearch:
     def _side(self, actor: ActorConfig) -> _Trained | None:
         target, config = self._target, self._config
         held = _held(target, actor)
-        imbalance = efficiency("expert imbalance") if target.arch.is_moe and actor.parallel.ep > 1 else 1.0
-        load = Load(actor.micro_batch_tokens, self._longest, imbalance)
+        load = load_of(config.model_copy(update={"actor": actor}), target)
         stages = stage_sides(target.arch, actor, load, held, reference=config.algorithm.uses_reference)
         if max(memory.total for memory, _ in stages) > self._room:
             return None

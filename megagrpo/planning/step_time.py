@@ -84,13 +84,14 @@ def plan_step(
     publish: tuple[float, str] | None = None,
     schedule: Schedule | None = None,
     rollout: RolloutTime | None = None,
+    trainers: TrainerSide | None = None,
 ) -> Plan:
     """Plans one step.
 
     server: as SGLang resolved it, else as the experiment says. publish: seconds and what takes them, from the transfer
-    that was planned; else from the bytes of the fullest link. schedule, rollout: where they are known already.
+    that was planned; else from the bytes of the fullest link. schedule, rollout, trainers: where they are known.
     """
-    trainers = trainers_of(config, target)
+    trainers = trainers or trainers_of(config, target)
     engine = engines_of(config, target, server)
     rollout = rollout or sampling_of(config, target, engine)
     train = training_of(config, target, trainers, schedule)
@@ -109,14 +110,18 @@ def plan_step(
     return Plan(config, target, trainers, engine, rollout, train, seconds, publish[1], problems)
 
 
+def load_of(config: ExperimentConfig, target: Target) -> Load:
+    """Returns what a trainer rank is given to compute: full micro-batches of the longest samples."""
+    imbalance = efficiency("expert imbalance") if target.arch.is_moe and config.actor.parallel.ep > 1 else 1.0
+    return Load(config.actor.micro_batch_tokens, longest_samples(config)["data"], imbalance)
+
+
 def trainers_of(config: ExperimentConfig, target: Target) -> TrainerSide:
     """Returns the trainers' memory and work."""
-    longest = longest_samples(config)["data"]
-    imbalance = efficiency("expert imbalance") if target.arch.is_moe and config.actor.parallel.ep > 1 else 1.0
     return trainer_side(
         target.arch,
         config.actor,
-        Load(config.actor.micro_batch_tokens, longest, imbalance),
+        load_of(config, target),
         reference=config.algorithm.uses_reference,
         bucket_mb=config.weights.bucket_mb,
         ranks_per_node=target.gpus_per_node,
