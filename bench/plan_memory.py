@@ -1,6 +1,6 @@
 """The memory that `megagrpo plan` counts for trainer ranks, beside what real ranks take, on a CPU.
 
-    python bench/plan_memory.py MODEL [--tokens 512]
+    python bench/plan_memory.py MODEL [--tokens 512] [--ranks 1 2]
 
 MODEL: a folder with the config.json of a model, which is drawn at random; its layers and heads must suit the layouts.
 Real ranks make updates in gloo worlds, their live tensors counted, and those that torch's allocator gave; pretended
@@ -54,11 +54,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder with a config.json")
     parser.add_argument("--tokens", type=int, default=512, help="of a micro-batch of the model")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="sizes of worlds")
     arguments = parser.parse_args()
     rows = []
     try:
         with tempfile.TemporaryDirectory() as name:
-            for world in (1, 2):
+            for world in arguments.ranks:
                 rows += _measure(world, _jobs(world, arguments, Path(name)), Path(name) / f"world{world}")
     finally:
         POOL.stop()
