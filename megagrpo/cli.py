@@ -119,6 +119,17 @@ def _add_preparation(commands: _Commands) -> None:
 
 
 def _add_planning(commands: _Commands) -> None:
+    whole = commands.add_with_config(
+        "plan",
+        _plan,
+        "memory of both sides and the seconds of a step on the cluster, from the model's config.json alone",
+    )
+    whole.add_argument("--lengths", help="of responses in tokens: MEAN, MEAN/P50/P99, or a file with one a line")
+    whole.add_argument("--lengths-from", type=Path, metavar="RUN", help="a run folder whose rollouts have the lengths")
+    whole.add_argument(
+        "--search", type=int, metavar="NODES", help="also propose the best layouts of so many nodes for both sides"
+    )
+    whole.add_argument("--quick", action="store_true", help="closed forms alone: asks neither SGLang nor Megatron")
     plan = commands.add_with_config(
         "plan-weights", _plan_weights, "what a publish will move on the cluster, from the model's config.json alone"
     )
@@ -128,14 +139,15 @@ def _add_planning(commands: _Commands) -> None:
         metavar="8,16,32",
         help="numbers of engines to plan for; default: rollout.num_engines",
     )
-    plan.add_argument("--gpus-per-node", type=int, default=8, help="of every node (default 8)")
-    plan.add_argument("--hardware", default="H100", help="row of the bandwidth table: H100 (default), H200, H20, B200")
     plan.add_argument("--between-gb-s", type=float, help="GB/s of one rank between nodes, instead of the table's")
     plan.add_argument("--inside-gb-s", type=float, help="GB/s of one rank inside a node")
     plan.add_argument("--efficiency", type=float, help="share of these rates that transfers reach")
     plan.add_argument("--message-us", type=float, help="microseconds that a rank needs for a message")
     plan.add_argument("--call-ms", type=float, help="milliseconds of an HTTP call to an engine")
-    plan.add_argument("--json", type=Path, metavar="FILE", help="also write all figures, with every pair of nodes")
+    for command in (whole, plan):
+        command.add_argument("--gpus-per-node", type=int, default=8, help="of every node (default 8)")
+        command.add_argument("--hardware", default="H100", help="row of the table: H100 (default), H200, H20, B200")
+        command.add_argument("--json", type=Path, metavar="FILE", help="also write all figures")
 
 
 def _add_checkpoints(commands: _Commands) -> None:
@@ -291,8 +303,17 @@ def _certify(args: argparse.Namespace) -> int:
     return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts, args.plant)
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from megagrpo.planning.plan import Options, plan_command
+
+    names = ("hardware", "gpus_per_node", "lengths", "lengths_from", "search", "quick", "json")
+    text, fits = plan_command(_config(args), Options(**{name: getattr(args, name) for name in names}))
+    print(text)
+    return 0 if fits else 1
+
+
 def _plan_weights(args: argparse.Namespace) -> int:
-    from megagrpo.planning.links import rates_of
+    from megagrpo.planning.hardware import rates_of
     from megagrpo.planning.weights_report import plan_weights
 
     config = _config(args)

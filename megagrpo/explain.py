@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.checkpoint_cost import checkpoint_cost
-from megagrpo.config.schema import ExperimentConfig, RewardConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.layout import layout_problems, rank_coordinates
+from megagrpo.planning.trainer_side import Load, TrainerSide, trained_elements, trainer_side
 from megagrpo.preflight import is_made, longest_samples, model_description, preflight
 from megagrpo.rewards.graders import SERVICES
 from megagrpo.rewards.sandbox import isolation
-from megagrpo.trainer_memory import TrainerMemory, trainer_memory
 from megagrpo.trial_loading import Trial
 
 _MAX_RANK_ROWS = 32
@@ -199,32 +199,51 @@ def _rollout(config: ExperimentConfig) -> list[str]:
 
 
 def _memory(config: ExperimentConfig, arch: Architecture | None, counts: ParameterCounts | None) -> list[str]:
-    """Counts weights, gradients and optimiser state alone: activations depend on the kernels."""
+    """Says what the fullest ranks hold, by the closed forms of docs/planning_memory.md."""
     if arch is None or counts is None:
         return ["memory     unknown without the model's config.json"]
-    held = trainer_memory(arch, config.actor)
-    r = config.rollout
+    if layout_problems(arch, config.actor):
+        return ["memory     unknown: the layout does not cut the model"]
+    side = _trainer_side(config, arch, config.actor)
+    r, held, (phase, fullest) = config.rollout, side.phases["rollout"].parts, side.peak
     engine = counts.total / r.tp * (2 if r.dtype == "bfloat16" else 4)
+    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in fullest.parts.items())
+    weights_and_gradients = _bytes(held["parameters"] + held["gradients"])
     return [
-        f"memory     a trainer rank holds about {_bytes(held.weights + held.gradients)} of weights and gradients"
-        f" + {_bytes(held.optimiser)} of optimiser state, before activations",
-        *_lora(config, arch, held),
+        f"memory     a trainer rank holds about {weights_and_gradients} of weights and gradients"
+        f" + {_bytes(held['optimiser'])} of optimiser state",
+        f"  at most  {_bytes(fullest.total)} on a GPU, in {phase}, rank {fullest.rank} ({fullest.kind}): {parts}",
+        *_lora(config, arch, side),
         f"  an engine rank holds about {_bytes(engine)} of weights, before its cache",
     ]
 
 
-def _lora(config: ExperimentConfig, arch: Architecture, held: TrainerMemory) -> list[str]:
+def _trainer_side(config: ExperimentConfig, arch: Architecture, actor: ActorConfig) -> TrainerSide:
+    return trainer_side(
+        arch,
+        actor,
+        Load(actor.micro_batch_tokens, longest_samples(config)["data"]),
+        reference=config.algorithm.uses_reference,
+        bucket_mb=config.weights.bucket_mb,
+    )
+
+
+def _lora(config: ExperimentConfig, arch: Architecture, side: TrainerSide) -> list[str]:
     """Says what adapters save of gradients and optimiser state."""
     lora = config.actor.lora
     if lora is None:
         return []
-    whole = trainer_memory(arch, config.actor.model_copy(update={"lora": None}))
-    with_lora, without = held.gradients + held.optimiser, whole.gradients + whole.optimiser
+    all_weights = config.actor.model_copy(update={"lora": None})
+    held = side.phases["rollout"].parts
+    whole = _trainer_side(config, arch, all_weights).phases["rollout"].parts
+    saved = sum(whole[name] - held[name] for name in ("gradients", "optimiser"))
     return [
         f"  lora       rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(lora.targets)}: "
-        f"{_count(held.trained)} of {_count(whole.trained)} parameters are trained",
-        f"  saved      of a trainer rank: gradients {_bytes(held.gradients)} + optimiser {_bytes(held.optimiser)} "
-        f"instead of {_bytes(whole.gradients)} + {_bytes(whole.optimiser)}: {_bytes(without - with_lora)} less",
+        f"{_count(trained_elements(arch, config.actor))} of {_count(trained_elements(arch, all_weights))} "
+        "parameters are trained",
+        f"  saved      of a trainer rank: gradients {_bytes(held['gradients'])} + optimiser "
+        f"{_bytes(held['optimiser'])} "
+        f"instead of {_bytes(whole['gradients'])} + {_bytes(whole['optimiser'])}: {_bytes(saved)} less",
         "  publish    merges the adapters into the weights and keeps a copy of the targeted ones meanwhile",
     ]
 

@@ -31,7 +31,7 @@ def record_trainer_rank(
 
     Where: its number among the ranks of "tp", "pp", "ep" and "etp". The process must be in no process group.
     """
-    with _pretended_world(config, rank), _META:
+    with pretended_world(config, rank), _META:
         tensor_parallel.model_parallel_cuda_manual_seed(0)  # Megatron asks for the state even where nothing is drawn
         chunks = build_chunks(arch, config, transformer_config(arch, config), _META)
         wanted = {name: specs[name] for name in _names_read(chunks, arch, specs)}
@@ -46,14 +46,31 @@ def record_trainer_rank(
 
 
 @contextmanager
-def _pretended_world(config: ActorConfig, rank: int) -> Iterator[None]:
+def pretended_world(config: ActorConfig, rank: int) -> Iterator[None]:
+    """Makes this process rank `rank` of a world in which nobody answers."""
     dist.init_process_group("fake", rank=rank, world_size=config.world_size, store=FakeStore())
     try:
-        make_parallel_groups(config, with_gloo=False)  # gloo would wait for the other ranks
+        with _only_fake_groups():
+            make_parallel_groups(config)
         yield
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@contextmanager
+def _only_fake_groups() -> Iterator[None]:
+    """Makes every new group a fake one: gloo's would wait for the other ranks."""
+    original = dist.new_group
+
+    def new_group(ranks=None, timeout=None, backend=None, pg_options=None, **options):
+        return original(ranks, backend="fake", **options)
+
+    dist.new_group = new_group  # type: ignore[assignment]  # without the parameters that are passed on by name
+    try:
+        yield
+    finally:
+        dist.new_group = original
 
 
 class _Noting(Mapping[str, Tensor]):

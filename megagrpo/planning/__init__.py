@@ -1,1 +1,1 @@
-"""Says what an experiment will do on its cluster, from the model's config.json alone: `megagrpo plan-weights`."""
+"""Says what an experiment will need and do on its cluster, from the model's config.json alone: `megagrpo plan`."""

@@ -1,7 +1,9 @@
 """Records one side of exchanges in a process of its own: `python -m megagrpo.planning.child SIDE FOLDER ...`.
 
 Megatron's host patches and SGLang's are not for one process. A folder holds config.yaml and model/config.json; for the
-trainers ranks.json, a list of ranks; for the engine arguments.json, its command line. Leaves SIDE.pickle there.
+trainers ranks.json, a list of ranks; for the engine arguments.json, its command line on a CPU, and server.json, that on
+a GPU with what the driver says of it. Leaves SIDE.pickle there; the process `engine` leaves server.pickle, too. A file
+that is not there is not asked for.
 """
 
 import json
@@ -47,9 +49,25 @@ def _engine(folder: Path) -> list:
     return list(record_engine(arguments, hf_specs(folder / "model", dtype)))
 
 
-_SIDES = {"trainers": _trainers, "engine": _engine}
+def _servers(folders: list[Path]) -> None:
+    """Resolves the engines' arguments on their GPUs, after everything that needs the CPU: it replaces the device."""
+    from megagrpo.rollout.pretended_server import Device, resolve_servers
+
+    jobs = [json.loads((folder / "server.json").read_text()) for folder in folders]
+    device = Device(**jobs[0]["device"])
+    for folder, found in zip(folders, resolve_servers([job["arguments"] for job in jobs], device), strict=True):
+        (folder / "server.pickle").write_bytes(pickle.dumps(found))
+
+
+def _main(side: str, folders: list[Path]) -> None:
+    record, wanted = {"trainers": (_trainers, "ranks.json"), "engine": (_engine, "arguments.json")}[side]
+    for folder in folders:
+        if (folder / wanted).exists():
+            (folder / f"{side}.pickle").write_bytes(pickle.dumps(record(folder)))
+    on_gpus = [folder for folder in folders if (folder / "server.json").exists()]
+    if side == "engine" and on_gpus:
+        _servers(on_gpus)
+
 
 if __name__ == "__main__":
-    side = sys.argv[1]
-    for where in map(Path, sys.argv[2:]):
-        (where / f"{side}.pickle").write_bytes(pickle.dumps(_SIDES[side](where)))
+    _main(sys.argv[1], list(map(Path, sys.argv[2:])))

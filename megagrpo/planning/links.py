@@ -4,47 +4,17 @@ Trainer ranks fill nodes in order; engines begin on the next one, unless everyth
 link of its own between nodes and one inside its node, each as fast in both directions at once.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 
 import numpy as np
 
+from megagrpo.planning.hardware import Rates
 from megagrpo.weights.plan import Bucket, GatherPlan
 from megagrpo.weights.reshard_plan import Cover, plan_transfer
 from megagrpo.weights.transport_broadcast import sent_unpacked
-
-
-@dataclass(frozen=True)
-class Rates:
-    """A bandwidth table: what links carry at best, and what share of it transfers reach."""
-
-    between_gb_s: float  # of one rank, to and from other nodes
-    inside_gb_s: float  # of one rank, to and from the ranks of its node
-    efficiency: float = 0.8
-    message_us: float = 20.0  # that a rank needs for each message
-    call_ms: float = 5.0  # of one HTTP call to an engine
-
-
-# One direction, per GPU: NVLink as NVIDIA's data sheets give it, and one 400 Gb/s network card for each GPU.
-HARDWARE = {
-    "H100": Rates(between_gb_s=50, inside_gb_s=450),
-    "H200": Rates(between_gb_s=50, inside_gb_s=450),
-    "H20": Rates(between_gb_s=50, inside_gb_s=450),
-    "B200": Rates(between_gb_s=50, inside_gb_s=900),
-}
-
-
-def rates_of(hardware: str, changes: Mapping[str, float | None]) -> Rates:
-    """Returns a row of HARDWARE with those of `changes` that are not None. Raises ValueError naming what is wrong."""
-    if hardware not in HARDWARE:
-        raise ValueError(f"--hardware {hardware} is not in the bandwidth table, which has {', '.join(HARDWARE)}")
-    given = {name: value for name, value in changes.items() if value is not None}
-    for name, value in given.items():
-        if value < 0 or (value == 0 and name not in ("message_us", "call_ms")):
-            raise ValueError(f"--{name.replace('_', '-')} {value:g} must be positive")
-    return replace(HARDWARE[hardware], **given)
 
 
 @dataclass(frozen=True)

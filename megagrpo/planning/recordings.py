@@ -19,6 +19,7 @@ from megagrpo.environment import child_environment
 from megagrpo.families.table import exported_config
 from megagrpo.layout import rank_coordinates
 from megagrpo.planning.child import hf_specs
+from megagrpo.planning.hardware import Hardware
 from megagrpo.preflight import check_against_model, model_description
 from megagrpo.processes import spawn, stop_tree
 from megagrpo.rollout.service.engine_command import (
@@ -46,6 +47,7 @@ class Recordings:
     engine: list[list[Copy]]  # by rank of one engine; all engines are alike
     specs: Specs
     seconds: float = 0.0  # that recording took, of all experiments recorded with it
+    server: dict[str, Any] | None = None  # the engine's arguments as SGLang resolves them on a GPU, where asked for
 
 
 def record_both_sides(config: ExperimentConfig) -> Recordings:
@@ -53,25 +55,43 @@ def record_both_sides(config: ExperimentConfig) -> Recordings:
     return record_all([config])[0]
 
 
-def record_all(configs: Sequence[ExperimentConfig]) -> list[Recordings]:
+def record_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int] | None = None) -> list[Recordings]:
     """Records the distinct trainer ranks and the ranks of one engine of each, both sides in a process of its own.
 
-    Of the models only config.json is read. Raises ValueError for a model that the layouts cannot cut, and with the end
-    of its output when one of the processes fails.
+    gpu: on which SGLang resolves the engine's arguments, too, and how many of them a node has. Of the models only
+    config.json is read. Raises ValueError for a model that the layouts cannot cut, and with the end of its output when
+    one of the processes fails.
     """
     start = time.monotonic()
-    descriptions = [_description(config) for config in configs]
+    descriptions = [describe_model(config) for config in configs]
     with tempfile.TemporaryDirectory(prefix="megagrpo-plan-") as name:
         folders = [Path(name) / str(number) for number in range(len(configs))]
         for folder, config, description in zip(folders, configs, descriptions, strict=True):
             _write_jobs(folder, config, description)
-        _run_children(Path(name), folders, configs[0])
+            if gpu is not None:
+                _write_server_job(folder, config, *gpu)
+        _run_children(Path(name), folders, configs[0], ("trainers", "engine"))
         found = [_recorded(folder, config) for folder, config in zip(folders, configs, strict=True)]
     return [replace(recorded, seconds=time.monotonic() - start) for recorded in found]
 
 
-def _description(config: ExperimentConfig) -> dict[str, Any]:
-    """Returns the model's config.json, which the layouts can cut."""
+def resolve_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]) -> list[dict[str, Any]]:
+    """Returns what SGLang makes of the engines' arguments on a GPU of this kind, of which a node has so many.
+
+    Raises ValueError with the end of its output where it refuses them.
+    """
+    with tempfile.TemporaryDirectory(prefix="megagrpo-plan-") as name:
+        folders = [Path(name) / str(number) for number in range(len(configs))]
+        for folder, config in zip(folders, configs, strict=True):
+            (folder / "model").mkdir(parents=True)
+            (folder / "model" / "config.json").write_text(json.dumps(describe_model(config)))
+            _write_server_job(folder, config, *gpu)
+        _run_children(Path(name), folders, configs[0], ("engine",))
+        return [_read(folder, "server") for folder in folders]
+
+
+def describe_model(config: ExperimentConfig) -> dict[str, Any]:
+    """Returns the model's config.json, which the layouts can cut. Raises ValueError with every problem."""
     description = model_description(config)
     if description is None:
         raise ValueError(f"model.path: {config.model.path} holds no config.json; no other file of the model is needed")
@@ -87,11 +107,13 @@ def _recorded(folder: Path, config: ExperimentConfig) -> Recordings:
     for rank, (place, _) in found.items():
         expected = _place(rank, config.actor.world_size, config.actor.parallel)
         assert place == expected, f"rank {rank}: Megatron says {place}, this program {expected}"
+    server = folder / "server.pickle"
     return Recordings(
         trainers=[found[rank][1] for rank in representatives],
         distinct=len(found),
         engine=_read(folder, "engine"),
         specs=hf_specs(folder / "model", getattr(torch, config.rollout.dtype)),
+        server=_read(folder, "server") if server.exists() else None,
     )
 
 
@@ -123,11 +145,25 @@ def _write_jobs(folder: Path, config: ExperimentConfig, description: dict[str, A
     (folder / "arguments.json").write_text(json.dumps(words[first:]))
 
 
-def _engine_place() -> ServerPlace:
-    return ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
+def _write_server_job(folder: Path, config: ExperimentConfig, hardware: Hardware, gpus_per_node: int) -> None:
+    here = config.model_copy(update={"model": ModelConfig(path=str(folder / "model"))})
+    words = engine_command(here, _engine_place(cuda=True))
+    first = next(number for number, word in enumerate(words) if word.startswith("--"))
+    device = {
+        "name": hardware.device_name,
+        "memory_mib": hardware.memory_mib,
+        "capability": hardware.capability,
+        "processors": hardware.processors,
+        "gpus": gpus_per_node,
+    }
+    (folder / "server.json").write_text(json.dumps({"arguments": words[first:], "device": device}))
 
 
-def _run_children(folder: Path, jobs: Sequence[Path], config: ExperimentConfig) -> None:
+def _engine_place(cuda: bool = False) -> ServerPlace:
+    return ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=cuda, num_cores=1)
+
+
+def _run_children(folder: Path, jobs: Sequence[Path], config: ExperimentConfig, sides: Sequence[str]) -> None:
     place = _engine_place()
     environments = {
         "trainers": child_environment(_NO_GPU),
@@ -138,9 +174,9 @@ def _run_children(folder: Path, jobs: Sequence[Path], config: ExperimentConfig) 
     children: dict[str, subprocess.Popen] = {}
     deadline = time.monotonic() + _LIMIT_S
     try:
-        for side, env in environments.items():
+        for side in sides:
             command = [sys.executable, "-m", "megagrpo.planning.child", side, *map(str, jobs)]
-            children[side] = spawn(command, env, log=folder / f"{side}.log")
+            children[side] = spawn(command, environments[side], log=folder / f"{side}.log")
         while any(child.poll() is None for child in children.values()):
             _raise_failed(folder, children)
             if time.monotonic() > deadline:

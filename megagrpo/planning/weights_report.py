@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.planning.links import Cluster, Forecast, Rates, broadcast_forecast, place_ranks, reshard_forecast
+from megagrpo.planning.hardware import Rates
+from megagrpo.planning.links import Cluster, Forecast, broadcast_forecast, place_ranks, reshard_forecast
 from megagrpo.planning.recordings import Recordings, record_both_sides
 from megagrpo.run_folder import write_whole
 from megagrpo.weights.reshard_plan import make_cover, piece_limit, trainer_atoms
@@ -56,7 +57,7 @@ def plan_weights(
         [
             *_head(config, recorded, clusters[0], rates),
             "",
-            *_table([_COLUMNS, *map(_row, rows)]),
+            *table_lines([_COLUMNS, *map(_row, rows)]),
             "",
             *(line for lines in links for line in lines),
         ]
@@ -133,10 +134,11 @@ def _nodes(cluster: Cluster, forecast: Forecast) -> list[str]:
     lines = [
         [f"node {row}", *(f"{value / 1e9:.1f}" for value in values)] for row, values in zip(rows, block, strict=True)
     ]
-    return [title, *_table([header, *lines])]
+    return [title, *table_lines([header, *lines])]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns rows of cells as lines with columns of one width."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -8,7 +8,7 @@ import pytest
 
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.table import read_architecture
-from megagrpo.trainer_memory import trainer_memory
+from megagrpo.planning.trainer_side import Load, trainer_side
 from tests.dist.cases import LAYOUTS
 from tests.dist.workers.launch import run_peft_reference, run_ranks
 
@@ -95,10 +95,10 @@ def memory_problems(case: Case, world: int, models: Path, result: dict) -> list[
     config = ActorConfig.model_validate(
         {"world_size": world, "parallel": LAYOUTS[case.layout], "lora": case.lora, "optimizer": optimizer}
     )
-    said = trainer_memory(read_architecture(models / case.model), config)
+    said = trainer_side(read_architecture(models / case.model), config, Load(64, 64)).phases["rollout"].parts
     figures = {
-        "gradients": (result["gradient_bytes"], said.gradients),
-        "optimiser state": (result["state_bytes"], said.optimiser),
+        "gradients": (result["gradient_bytes"], said["gradients"]),
+        "optimiser state": (result["state_bytes"], said["optimiser"]),
     }
     allowed = 0.1 if "distributed" in case.options else 0.0  # its buffers and its shards are padded
     return [

@@ -6,7 +6,8 @@ from pathlib import Path
 from transport_cases import ENGINES, TRAINERS, TransportCase, experiment, make_model
 
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
-from megagrpo.planning.links import HARDWARE, Forecast, place_ranks
+from megagrpo.planning.hardware import HARDWARE
+from megagrpo.planning.links import Forecast, place_ranks
 from megagrpo.planning.recordings import record_all
 from megagrpo.planning.weights_report import forecast_publish
 
@@ -19,7 +20,7 @@ def plan_cases(cases: Sequence[TransportCase], folder: Path) -> list[Forecast]:
     for config, recorded in zip(configs, record_all(configs), strict=True):
         rollout = config.rollout
         cluster = place_ranks(config.actor.world_size, rollout.num_engines, rollout.tp, rollout.nodes_per_engine, 8)
-        forecasts.append(forecast_publish(config, recorded, [cluster], HARDWARE["H100"])[0][0])
+        forecasts.append(forecast_publish(config, recorded, [cluster], HARDWARE["H100"].rates)[0][0])
     return forecasts
 
 

@@ -22,10 +22,10 @@ LAYERS = (
     {"mesh", "hf_files", "algo", "layout", "torchvision_ops"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
     {"actor", "rollout", "checkpoint", "dump", "selection", "doctor", "view"},
-    {"preflight", "checkpoint_cost", "trainer_memory"},
-    {"trial_loading"},
+    {"preflight", "checkpoint_cost"},
+    {"trial_loading", "planning"},
     {"explain", "run"},
-    {"evaluation", "sft", "replay", "export", "planning"},
+    {"evaluation", "sft", "replay", "export"},
     {"train"},
     {"entrypoints", "cluster"},
     {"certify"},
@@ -36,8 +36,9 @@ LAYERS = (
 ONLY_IN = {
     "megatron": r"actor/",
     "ray": r"rollout/service/",
-    # rollout/pretended.py builds the engine's model to see what it would load; it runs in a process of its own
-    "sglang": r"weights/engine_loader\.py|rollout/service/engine_process\.py|rollout/pretended\.py|rollout/cpu/",
+    # rollout/pretended.py builds the engine's model to see what it would load, rollout/pretended_server.py resolves its
+    # arguments as on a GPU; both run in a process of their own
+    "sglang": r"weights/engine_loader\.py|rollout/service/engine_process\.py|rollout/pretended|rollout/cpu/",
     "sgl_kernel": r"rollout/cpu/",
     "triton": r"weights/digest_triton\.py",
     "matplotlib": r"monitor/report\.py",

@@ -14,8 +14,8 @@ from megagrpo.families.table import architecture_of, model_tensors
 from megagrpo.families.tensors import adapter_tensors
 from megagrpo.hf_files import HfFolder, write_hf_folder
 from megagrpo.layout import layout_problems
+from megagrpo.planning.trainer_side import Load, trained_elements, trainer_side
 from megagrpo.tiny.description import hf_config
-from megagrpo.trainer_memory import trainer_memory
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 DENSE, MOE = (architecture_of(hf_config(TinyModelConfig(path="x", family=family))) for family in ("qwen3", "qwen3_moe"))
@@ -71,14 +71,16 @@ def test_adapters_have_peft_names_and_shapes():
 def test_a_rank_holds_the_half_that_is_cut_and_the_whole_other_half():
     lora = {"rank": 4, "targets": list(TARGETS)}
     options = {"world_size": 4, "parallel": {"tp": 2}, "lora": lora, "dtype": "bfloat16"}
-    held = trainer_memory(DENSE, ActorConfig.model_validate(options))
+    load = Load(micro_batch_tokens=64, longest=64)
+    held = trainer_side(DENSE, ActorConfig.model_validate(options), load).phases["rollout"].parts
     hidden, heads, width = DENSE.hidden_size, DENSE.num_heads * DENSE.head_dim, DENSE.ffn_size
     elements = DENSE.num_layers * 4 * (hidden + heads / 2 + width / 2 + hidden)
-    assert held.gradients == elements * 4
-    assert held.optimiser == elements * 12 / 2  # divided over two data-parallel ranks
-    whole = trainer_memory(DENSE, ActorConfig.model_validate(options | {"lora": None}))
-    assert held.weights == whole.weights + elements * 2
-    assert whole.trained == sum(math.prod(spec.shape) for spec in model_tensors(DENSE))
+    assert held["gradients"] == elements * 4
+    assert held["optimiser"] == elements * 12 / 2  # divided over two data-parallel ranks
+    all_weights = ActorConfig.model_validate(options | {"lora": None})
+    whole = trainer_side(DENSE, all_weights, load).phases["rollout"].parts
+    assert held["parameters"] == whole["parameters"] + elements * 2
+    assert trained_elements(DENSE, all_weights) == sum(math.prod(spec.shape) for spec in model_tensors(DENSE))
 
 
 def test_check_says_what_is_saved_and_a_checkpoint_holds_adapters_alone():

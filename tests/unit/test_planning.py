@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, TinyModelConfig
-from megagrpo.planning.links import (
-    HARDWARE,
-    Rates,
-    broadcast_forecast,
-    place_ranks,
-    rates_of,
-    reshard_forecast,
-)
+from megagrpo.planning.hardware import HARDWARE, Rates, rates_of
+from megagrpo.planning.links import broadcast_forecast, place_ranks, reshard_forecast
 from megagrpo.planning.recordings import Recordings, record_both_sides, representative_ranks
 from megagrpo.planning.weights_report import plan_weights
 from megagrpo.tiny.description import hf_config
@@ -116,9 +110,9 @@ def test_ranks_fill_nodes():
 
 
 def test_rates_are_the_tables_unless_told():
-    assert rates_of("H100", {"efficiency": None, "call_ms": None}) == HARDWARE["H100"]
+    assert rates_of("H100", {"efficiency": None, "call_ms": None}) == HARDWARE["H100"].rates
     assert rates_of("B200", {"between_gb_s": 100.0}).between_gb_s == 100
-    with pytest.raises(ValueError, match="--hardware A1 is not in the bandwidth table, which has H100"):
+    with pytest.raises(ValueError, match="--hardware A1 is not in the table, which has H100"):
         rates_of("A1", {})
     with pytest.raises(ValueError, match="--inside-gb-s 0 must be positive"):
         rates_of("H100", {"inside_gb_s": 0.0})

@@ -1,0 +1,258 @@
+"""What does `megagrpo plan` say of the layouts and times that others have published?
+
+    python bench/plan_published.py [--quick]
+
+Plans each published run on its own GPUs with its own layout, batch and lengths: whether both sides fit, and where a
+step or a publish was timed, how the prediction compares. Where nothing was published, the cell says so. Runs that share
+their GPUs between the sides are planned phase by phase, each with all of them. Writes
+bench/results/plan_published.{json,md}.
+"""
+
+import argparse
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from common import RESULTS, provenance, write_results
+
+from megagrpo.config.load import load_config
+from megagrpo.planning.lengths import Lengths
+from megagrpo.planning.plan import Options, exact_plan, quick_plan, target_of
+from megagrpo.planning.step_time import Plan, training_of, usable_bytes
+from megagrpo.planning.trainer_side import Load, trainer_side
+
+ROOT = Path(__file__).resolve().parent.parent
+NEMO = "NeMo-RL docs/about/performance-summary.md, v0.4, DGX-H100, bf16"
+VERL = "verl examples/grpo_trainer/"
+MILES = "miles docs/en/advanced/p2p-weight-transfer.md, H100, RDMA between ranks"
+HEADER = (
+    "run", "GPUs", "trainers", "engines", "trainer GB of", "engine cache tokens", "step s: published", "predicted",
+    "ratio", "publish s: published", "predicted", "ratio", "source",
+)  # fmt: skip
+TRAINED = ("pretraining", "GPUs", "trainers", "update s: published", "predicted", "ratio", "different there", "source")
+RULE = ("---",) * len(TRAINED)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run. `off_host`: parts of a trainer's memory that it keeps on the host, which we do not do."""
+
+    name: str
+    model: str
+    source: str
+    hardware: str
+    trainers: tuple[int, str]  # ranks, layout
+    engines: tuple[int, int]  # number, ranks of each
+    prompts: int
+    group: int
+    longest: int  # tokens of prompt and response
+    mean: int | None = None  # of prompt and response; None: not published
+    updates: int = 1
+    micro_batch_tokens: int | None = None  # default: one sample of the longest kind
+    recompute: str = "full"
+    attention_dp: int = 1
+    memory_fraction: float = 0.85
+    off_host: tuple[str, ...] = ()
+    shared: bool = True  # both sides on the same GPUs
+    off_policy: bool = False
+    step_s: float | None = None
+    publish_s: float | None = None
+    extra: tuple[str, ...] = field(default=())
+
+
+_HOST = ("optimiser",)
+RUNS = (
+    Run("NeMo-RL Qwen3-30B-A3B", "Qwen3-30B-A3B", NEMO, "H100", (32, "tp=2 ep=8"), (8, 4), 64, 32, 4096, 3154,
+        updates=4, recompute="none", memory_fraction=0.6, step_s=225),
+    Run("NeMo-RL Qwen3-30B-A3B, one step off", "Qwen3-30B-A3B", NEMO, "H100", (16, "ep=8 pp=2"), (8, 2), 64, 32, 4096,
+        3158, updates=4, recompute="none", shared=False, off_policy=True, step_s=244),
+    Run("NeMo-RL Qwen3-235B-A22B", "Qwen3-235B-A22B", NEMO, "H100",
+        (128, "tp=2 cp=2 ep=16 pp=8 first_stage_layers=11 last_stage_layers=11"), (8, 16), 16, 32, 8192, 5671,
+        memory_fraction=0.6, step_s=506),
+    Run("NeMo-RL Qwen3-235B-A22B, one step off", "Qwen3-235B-A22B", NEMO, "H100",
+        (128, "tp=4 ep=16 pp=8 first_stage_layers=11 last_stage_layers=11"), (16, 8), 16, 32, 8192, 5691,
+        shared=False, off_policy=True, memory_fraction=0.8, step_s=241),
+    Run("NeMo-RL DeepSeek-V3", "DeepSeek-V3-0324", NEMO, "H100",
+        (256, "ep=16 pp=16 first_stage_layers=3 last_stage_layers=2"), (8, 32), 32, 16, 1536, 745,
+        memory_fraction=0.6, step_s=154),
+    Run("NeMo-RL DeepSeek-V3, one step off", "DeepSeek-V3-0324", NEMO, "H100",
+        (256, "ep=16 pp=16 first_stage_layers=3 last_stage_layers=2"), (8, 32), 32, 16, 1536, 744,
+        shared=False, off_policy=True, memory_fraction=0.8, step_s=77.9),
+    Run("slime Qwen3-30B-A3B", "Qwen3-30B-A3B", "slime scripts/run-qwen3-30B-A3B.sh", "H100", (8, "tp=4 ep=8"), (1, 8),
+        8, 4, 10240, micro_batch_tokens=20480, memory_fraction=0.7, off_host=_HOST),
+    Run("slime Qwen3-235B-A22B", "Qwen3-235B-A22B", "slime scripts/run-qwen3-235B-A22B.sh", "H100",
+        (64, "tp=4 pp=4 cp=2 ep=16 last_stage_layers=22"), (2, 32), 8, 8, 10240, micro_batch_tokens=32768,
+        attention_dp=4, memory_fraction=0.7, off_host=_HOST, shared=False),
+    Run("slime GLM-4.5-355B", "GLM-4.5", "slime scripts/run-glm4.5-355B-A32B.sh", "H100",
+        (64, "tp=8 pp=4 cp=2 ep=16"), (2, 32), 128, 8, 34816, updates=4, micro_batch_tokens=32768, attention_dp=4,
+        memory_fraction=0.7, off_host=_HOST),
+    Run("slime DeepSeek-R1 671B", "DeepSeek-V3-0324", "slime scripts/run-deepseek-r1.sh", "H100",
+        (128, "tp=8 pp=4 cp=4 ep=32 last_stage_layers=13"), (2, 64), 128, 8, 34816, updates=4,
+        micro_batch_tokens=65536, attention_dp=8, memory_fraction=0.7, off_host=_HOST),
+    Run("verl Qwen3-30B-A3B", "Qwen3-30B-A3B", VERL + "run_qwen3moe-30b_megatron_96gb.sh", "H20",
+        (8, "ep=8"), (2, 4), 512, 16, 10240, updates=4, memory_fraction=0.7, off_host=_HOST),
+    Run("verl Qwen3-235B-A22B", "Qwen3-235B-A22B", VERL + "run_qwen3-235b_megatron_96gb.sh", "H20",
+        (32, "tp=4 pp=8 ep=4 first_stage_layers=11 last_stage_layers=11"), (4, 8), 32, 8, 11680, updates=2,
+        memory_fraction=0.85, off_host=_HOST),
+    Run("verl DeepSeek-V3 671B", "DeepSeek-V3-0324", VERL + "run_deepseek671b_math_megatron_96gb.sh", "H20",
+        (96, "tp=8 pp=12 ep=8 last_stage_layers=6"), (3, 32), 96, 8, 11680, updates=3, memory_fraction=0.6,
+        off_host=_HOST),
+    Run("miles publish, Qwen3-30B-A3B", "Qwen3-30B-A3B", MILES, "H100", (16, "tp=4 ep=8"), (2, 8), 8, 8, 8192,
+        shared=False, publish_s=2.160),
+    Run("miles publish, Qwen3-235B-A22B", "Qwen3-235B-A22B", MILES, "H100",
+        (64, "tp=4 pp=4 cp=2 ep=16 last_stage_layers=22"), (2, 32), 8, 8, 8192, shared=False, publish_s=3.162,
+        off_host=_HOST),
+    Run("miles publish by broadcast, Qwen3-235B-A22B", "Qwen3-235B-A22B",
+        MILES.replace("RDMA between ranks", "NCCL broadcast from each pipeline stage"), "H100",
+        (64, "tp=4 pp=4 cp=2 ep=16 last_stage_layers=22"), (2, 32), 8, 8, 8192, shared=False, publish_s=10.754,
+        off_host=_HOST, extra=("weights.transport=broadcast",)),
+)  # fmt: skip
+NOT_PUBLISHED = "not published"
+AUTOMODEL = "NeMo AutoModel docs/performance-summary.md, April 2026, H100, bf16, balanced experts, DeepEP"
+# model, ranks, layout, samples of an update, samples of a micro-batch, seconds of an update, what is different there
+PRETRAINED = (
+    ("Qwen3-30B-A3B", 8, "ep=8", 512, 4, 21.77, "efficiency `experts` is fitted to this"),
+    ("DeepSeek-V3-0324", 256, "pp=4 ep=64 first_stage_layers=15 last_stage_layers=14", 512, 1, 8.18,
+     "8 virtual stages"),
+    ("DeepSeek-V3-0324", 1024, "pp=4 ep=64 first_stage_layers=15 last_stage_layers=14", 8192, 1, 37.87,
+     "8 virtual stages"),
+    ("Kimi-K2-Instruct", 256, "pp=8 ep=32 first_stage_layers=6 last_stage_layers=7", 512, 2, 8.86, "4 virtual stages"),
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="closed forms alone: no process is started")
+    args = parser.parse_args()
+    found = [_plan(run, args.quick) for run in RUNS]
+    lines = [_line(run, plan) for run, plan in zip(RUNS, found, strict=True)]
+    data = provenance() | {"quick": args.quick, "load": os.getloadavg()[1]}
+    data["runs"] = [_record(run, plan) for run, plan in zip(RUNS, found, strict=True)]
+    write_results("plan_published", data, HEADER, lines)
+    trained = [_pretrained(*row) for row in PRETRAINED]
+    with (RESULTS / "plan_published.md").open("a") as file:
+        file.write("\n".join(["", NOTES, *(f"| {' | '.join(cells)} |" for cells in (TRAINED, RULE, *trained)), ""]))
+
+
+def _plan(run: Run, quick: bool) -> Plan:
+    prompt = min(2048, run.longest // 8)
+    ranks, layout = run.trainers
+    engines, tp = run.engines
+    words = [
+        f"model.path={ROOT / 'configs/models' / run.model}",
+        f"data.max_prompt_tokens={prompt}",
+        f"sampling.max_response_tokens={run.longest - prompt}",
+        "eval=null",
+        "algorithm.reward.overlong=null",
+        f"train.num_prompts_per_step={run.prompts}",
+        f"train.group_size={run.group}",
+        f"train.num_updates_per_step={run.updates}",
+        f"actor.world_size={ranks}",
+        "actor.parallel={tp: 1}",
+        *(f"actor.parallel.{word}" for word in layout.split()),
+        "actor.transformer_engine=true",
+        f"actor.micro_batch_tokens={run.micro_batch_tokens or run.longest}",
+        f"actor.recompute={run.recompute}",
+        f"rollout.num_engines={engines}",
+        "rollout.min_healthy_engines=1",
+        f"rollout.tp={tp}",
+        "rollout.ep=1",
+        f"rollout.nodes_per_engine={max(1, tp // 8)}",
+        "rollout.max_running_requests=1024",
+        f"rollout.mem_fraction={run.memory_fraction}",
+        "weights.transport=reshard",
+        "checkpoint.every=0",
+        *run.extra,
+    ]
+    if run.attention_dp > 1:
+        words.append(f'rollout.extra_args=["--enable-dp-attention", "--dp-size", "{run.attention_dp}"]')
+    if "NeMo" in run.source:  # their loss has a KL term and corrects for the engines' probabilities
+        words += ["algorithm.kl={loss_coef: 0.01}", "algorithm.mismatch={weight: {name: tis}}"]
+    config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)
+    lengths = None if run.mean is None else str(run.mean - prompt // 4)
+    options = Options(hardware=run.hardware, lengths=lengths)
+    target = target_of(config, options)
+    # piece by piece only where a publish was timed: recording both sides takes minutes
+    return quick_plan(config, target) if quick or run.publish_s is None else exact_plan(config, target, options)
+
+
+def _pretrained(
+    model: str, ranks: int, layout: str, samples: int, rows: int, published: float, other: str
+) -> list[str]:
+    """The row of a published pretraining step: every sample has 4,096 tokens, experts are equally full."""
+    words = [
+        f"model.path={ROOT / 'configs/models' / model}", "eval=null", "algorithm.reward.overlong=null",
+        "data.max_prompt_tokens=1", "sampling.max_response_tokens=4095", "train.group_size=2",
+        f"train.num_prompts_per_step={samples // 2}", "train.num_updates_per_step=1", f"actor.world_size={ranks}",
+        "actor.parallel={tp: 1}", *(f"actor.parallel.{word}" for word in layout.split()),
+        "actor.transformer_engine=true", f"actor.micro_batch_tokens={4096 * rows}", "actor.recompute=none",
+    ]  # fmt: skip
+    config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)
+    target = replace(target_of(config, Options()), lengths=Lengths(0.0, np.full(2, 4096.0), "given"))
+    side = trainer_side(target.arch, config.actor, Load(4096 * rows, 4096))
+    compared = _compared(published, training_of(config, target, side).update)
+    return [model, str(ranks), layout.replace("=", " ").replace("_stage_layers", ""), *compared, other, AUTOMODEL]
+
+
+def _trainer_bytes(run: Run, plan: Plan) -> float:
+    """Bytes of the fullest rank without what the published run keeps on the host."""
+    ranks = [rank.parts for rank in plan.trainers.phases.values()]
+    return max(sum(size for name, size in parts.items() if name not in run.off_host) for parts in ranks)
+
+
+def _step(run: Run, plan: Plan) -> float:
+    return plan.asynchronous if run.off_policy else plan.step
+
+
+def _line(run: Run, plan: Plan) -> list[str]:
+    engines, tp = run.engines
+    ranks, layout = run.trainers
+    room, used = usable_bytes(plan.target), _trainer_bytes(run, plan)
+    host = " (optimiser on the host)" if run.off_host else ""
+    fits = "" if used <= room else " DOES NOT FIT"
+    gpus = f"{ranks} {run.hardware}, shared" if run.shared else f"{ranks} + {engines * tp} {run.hardware}"
+    cache = f"{plan.engine.cache_tokens:,}" if not plan.engine.problems else f"DOES NOT FIT: {plan.engine.problems[0]}"
+    short = layout.replace("=", " ").replace("_stage_layers", "")
+    attention = f", attention dp {run.attention_dp}" if run.attention_dp > 1 else ""
+    return [
+        run.name, gpus, short, f"{engines} x tp {tp}{attention}",
+        f"{used / 1e9:.1f} of {room / 1e9:.1f}{host}{fits}", cache,
+        *_compared(run.step_s, _step(run, plan)), *_compared(run.publish_s, plan.seconds["publish"]), run.source,
+    ]  # fmt: skip
+
+
+def _compared(published: float | None, predicted: float) -> list[str]:
+    if published is None:
+        return [NOT_PUBLISHED, f"{predicted:.3g}", ""]
+    return [f"{published:g}", f"{predicted:.3g}", f"{predicted / published:.2f}"]
+
+
+def _record(run: Run, plan: Plan) -> dict:
+    return {
+        "name": run.name,
+        "source": run.source,
+        "trainer_bytes": _trainer_bytes(run, plan),
+        "usable_bytes": usable_bytes(plan.target),
+        "engine_problems": list(plan.engine.problems),
+        "seconds": dict(plan.seconds),
+        "rollout_parts": dict(plan.rollout.parts),
+        "update_parts": dict(plan.train.parts),
+        "step": _step(run, plan),
+        "published_step": run.step_s,
+        "publish": plan.seconds["publish"],
+        "published_publish": run.publish_s,
+    }
+
+
+NOTES = """Times are of different systems: other engines (vLLM in NeMo-RL), weights that are swapped on shared GPUs and
+gathered before they are sent, which their step times have and the predictions have not. Trainer memory is what this
+program would need, with float32 gradients; NeMo-RL's are bf16. Lengths where none were published: assumed, see
+docs/planning.md. Recomputation where a script does not state it: full.
+
+Training alone, without recomputation. Between nodes their all-to-all is DeepEP's and overlaps; ours is NCCL's and does
+not.
+"""
+
+if __name__ == "__main__":
+    main()

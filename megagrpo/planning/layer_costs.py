@@ -1,0 +1,132 @@
+"""What one decoder layer costs a trainer rank: bytes kept for the backward, multiply-adds, bytes sent. Closed forms.
+
+docs/planning_memory.md states each formula. Counted for CUDA, where attention keeps no scores. Loads no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megagrpo.config.actor import ActorConfig
+from megagrpo.families.architecture import Architecture, LatentAttention
+
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on one rank, for one micro-batch."""
+
+    kept: float  # bytes from its forward to its backward, without recomputation
+    transient: float  # bytes beside those while its backward runs
+    flops: float  # of a forward, without attention's scores
+    pair_flops: float  # of a forward, for each query and key that it sees
+    sent: Mapping[str, float]  # bytes in a forward, by "tp", "cp", "ep"
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    whole: float  # of a context rank
+    part: float  # of a tensor-parallel rank under sequence parallelism
+    width: int  # bytes a number
+
+
+def layer_cost(arch: Architecture, actor: ActorConfig, tokens: float, moe: bool, imbalance: float) -> LayerCost:
+    """Returns the cost of one layer of a micro-batch of `tokens`.
+
+    imbalance: tokens that the fullest expert rank gets, over the mean.
+    """
+    p = actor.parallel
+    at = _Tokens(tokens / p.cp, tokens / p.cp / p.tp, 2 if actor.dtype == "bfloat16" else 4)
+    attention = _attention(arch, actor, at)
+    feed_forward = _experts(arch, actor, at, imbalance) if moe else _mlp(arch, actor, at, arch.ffn_size)
+    norms = 4 * arch.hidden_size * at.part * at.width  # input and output of both
+    sent = {key: attention.sent.get(key, 0.0) + feed_forward.sent.get(key, 0.0) for key in ("tp", "cp", "ep")}
+    return LayerCost(
+        kept=attention.kept + feed_forward.kept + norms,
+        transient=max(attention.transient, feed_forward.transient),
+        flops=attention.flops + feed_forward.flops,
+        pair_flops=attention.pair_flops,
+        sent=sent,
+    )
+
+
+def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost:
+    if arch.mla is not None:
+        return _latent_attention(arch, arch.mla, actor, at)
+    p, dim = actor.parallel, arch.head_dim
+    heads, groups = arch.num_heads / p.tp, arch.num_kv_heads / p.tp
+    qkv = (heads + 2 * groups) * dim
+    # the projection; queries before their norm; queries and keys turned; attention's output and its log-sum-exp
+    kept = (qkv + heads * dim * arch.qk_norm + (heads + groups) * dim + heads * dim) * at.width + heads * _FP32
+    return LayerCost(
+        kept=kept * at.whole,
+        transient=2 * qkv * at.whole * at.width + _gathered(arch, actor, at),
+        flops=2 * arch.hidden_size * (qkv + heads * dim) * at.whole,
+        pair_flops=4 * heads * dim,
+        sent={"tp": _gathers(arch, actor, at, 2), "cp": 2 * groups * dim * at.whole * at.width * (p.cp - 1)},
+    )
+
+
+def _latent_attention(arch: Architecture, mla: LatentAttention, actor: ActorConfig, at: _Tokens) -> LayerCost:
+    p = actor.parallel
+    heads, dim = arch.num_heads / p.tp, mla.nope_dim + mla.rope_dim
+    queries, values = mla.q_lora_rank or 0, mla.kv_lora_rank
+    low = 2 * queries + 2 * values + mla.rope_dim  # down projections and their norms' outputs
+    # queries, keys' and values' projection, queries and keys with their turned parts, values and output as wide as
+    # keys: the kernel takes no narrower ones
+    high = heads * (dim + mla.nope_dim + mla.v_dim + 4 * dim)
+    down = arch.hidden_size * (queries + values + mla.rope_dim)  # whole on every tensor-parallel rank
+    up = heads * ((queries or arch.hidden_size) * dim + values * (mla.nope_dim + mla.v_dim))
+    out = heads * mla.v_dim * arch.hidden_size
+    return LayerCost(
+        kept=low * at.part * at.width + high * at.whole * at.width + heads * at.whole * _FP32,
+        transient=3 * heads * dim * at.whole * at.width + _gathered(arch, actor, at),
+        flops=2 * (down * at.part + (up + out) * at.whole),
+        pair_flops=2 * heads * (dim + mla.v_dim),
+        sent={
+            "tp": (_gathers(arch, actor, at, 1) + (queries + values) * at.part * (p.tp - 1) * at.width),
+            "cp": heads * (dim + mla.v_dim) * at.whole * at.width * (p.cp - 1),
+        },
+    )
+
+
+def _mlp(arch: Architecture, actor: ActorConfig, at: _Tokens, width: int) -> LayerCost:
+    """Returns the cost of a gated MLP of `width` over all tensor-parallel ranks."""
+    own = width / actor.parallel.tp * at.whole
+    return LayerCost(
+        kept=5 * own * at.width,  # gate and up, silu(gate), up + 0, their product
+        transient=1.5 * own * at.width + 2 * _gathered(arch, actor, at),
+        flops=6 * arch.hidden_size * own,
+        pair_flops=0.0,
+        sent={"tp": _gathers(arch, actor, at, 2)},
+    )
+
+
+def _experts(arch: Architecture, actor: ActorConfig, at: _Tokens, imbalance: float) -> LayerCost:
+    p, hidden, each = actor.parallel, arch.hidden_size, arch.experts_per_token
+    copies = at.part * each  # tokens that a rank sends to experts
+    most = min(imbalance, p.ep, arch.num_experts / each)  # all tokens at most
+    received = copies * p.etp * most
+    inside = arch.expert_ffn_size / p.etp * received
+    shared = _mlp(arch, actor, at, arch.shared_ffn_size)
+    scores = 6 * arch.num_experts * at.part * _FP32
+    # experts' input; gate and up, silu(gate), up + 0, their product, and that times the router's weight
+    kept = (hidden * received + 6 * inside) * at.width + scores
+    # before and after both exchanges, sorted by expert and not
+    transient = 2 * hidden * (copies + received) * at.width + _gathered(arch, actor, at)
+    sent = {
+        "ep": 2 * copies * hidden * at.width * (p.ep - 1) / p.ep,
+        "tp": 2 * copies * hidden * at.width * (p.etp - 1) + shared.sent["tp"] * bool(arch.shared_ffn_size),
+    }
+    flops = 6 * hidden * inside + 2 * hidden * arch.num_experts * at.part
+    return LayerCost(kept + shared.kept, transient, flops + shared.flops, 0.0, sent)
+
+
+def _gathers(arch: Architecture, actor: ActorConfig, at: _Tokens, count: int) -> float:
+    """Returns the bytes a rank sends in `count` gathers or scatters of hidden states along the sequence."""
+    return count * arch.hidden_size * at.part * (actor.parallel.tp - 1) * at.width
+
+
+def _gathered(arch: Architecture, actor: ActorConfig, at: _Tokens) -> float:
+    """Returns the bytes of hidden states gathered along the sequence, where it is cut."""
+    return arch.hidden_size * at.whole * at.width if actor.parallel.tp > 1 else 0.0
