@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import psutil
-from common import provenance, write_results
+from common import RESULTS, provenance, write_results
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = (
@@ -33,7 +33,8 @@ def main() -> None:
     runs = [_run(name, words, limit) for name, words, limit in RUNS]
     data = provenance() | {"load": os.getloadavg()[1], "runs": runs}
     write_results("plan_command", data, HEADER, [_line(run) for run in runs])
-    print(f"load {data['load']:.0f}")
+    with (RESULTS / "plan_command.md").open("a") as file:
+        file.write(f"\nLoad of the machine meanwhile: {data['load']:.0f}.\n")
     slow = [run["name"] for run in runs if run["seconds"] > run["limit_s"] or run["peak_gb"] > MAX_GB]
     worse = [run["name"] for run in runs if run["proposal_s"] is not None and run["proposal_s"] > run["step_s"]]
     if slow or worse:
