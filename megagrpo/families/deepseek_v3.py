@@ -55,6 +55,8 @@ def refusals(hf: Mapping[str, Any]) -> list[str]:
         return problems
     if not hf.get("rope_interleave", True):
         problems.append("rope_interleave false is not supported: rows of the projections would have to be permuted")
+    if "moe_layer_freq" not in hf:
+        problems.append('config.json lacks "moe_layer_freq": 1, which engines read; transformers 5 does not write it')
     heads, kv_heads = hf["num_attention_heads"], hf.get("num_key_value_heads", hf["num_attention_heads"])
     if heads != kv_heads:
         problems.append(f"num_key_value_heads {kv_heads} must be num_attention_heads {heads} in latent attention")

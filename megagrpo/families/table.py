@@ -155,8 +155,8 @@ def is_left_out(hf: Mapping[str, Any], tensor: str) -> bool:
     if tensor.endswith("rotary_emb.inv_freq"):
         return True
     prefix, _, rest = tensor.partition("model.layers.")
-    number = rest.partition(".")[0]
-    return not prefix and number.isdecimal() and int(number) >= hf["num_hidden_layers"]
+    number, layers = rest.partition(".")[0], hf.get("num_hidden_layers")
+    return not prefix and number.isdecimal() and layers is not None and int(number) >= layers
 
 
 def exported_config(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     recording, whole = record_engine_model(model, specs, request["allow_computed"])
     _recordings[model], _batches[model] = recording, CopyBatches(recording.copies, specs)
     _whole[model] = _WholeTensors(whole, specs)
-    problems = coverage_problems(recording, parameters)
+    problems = coverage_problems(recording, parameters) + _copies_of_the_start(model)
     if request["dummy_start"]:
         problems += _random_buffers(model, recording)
     return {
@@ -285,6 +285,16 @@ def _derived_tensors(model: torch.nn.Module) -> list[str]:
             if matrix and value.untyped_storage()._cdata not in storages:
                 found.append(f"{path}.{name} {tuple(value.shape)}")
     return found
+
+
+def _copies_of_the_start(model: torch.nn.Module) -> list[str]:
+    """Returns a line for each matrix that SGLang gathers once of what an engine starts with, for all ranks."""
+    return [
+        f"{path}.{name}: no publish brings it up to date; leave out --dcp-replicate-q-proj"
+        for path, module in model.named_modules()
+        for name in ("w_kc_qrep", "q_b_proj_qrep_weight")
+        if getattr(module, name, None) is not None
+    ]
 
 
 def _absorbed(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -28,4 +28,5 @@ def layout_figures(request: pytest.FixtureRequest) -> Iterator[LayoutFigures]:
     figures = LayoutFigures()
     yield figures
     if request.config.getoption("--figures"):
-        figures.write()
+        name = request.module.__name__.rpartition(".")[2]
+        figures.write({"test_actor_layouts": "layouts", "test_actor_families": "layouts_families"}[name])

@@ -1,6 +1,10 @@
 """Gathers the table of layouts x model families while the actor's tests run; `launch/test.sh --full` writes it."""
 
+import re
+
 from bench.common import provenance, write_results
+
+_FAMILY = re.compile("_(tied|raw|air|plain)$")  # checkpoints of one family
 
 
 class LayoutFigures:
@@ -11,7 +15,7 @@ class LayoutFigures:
         self._bit_equal: dict[tuple[str, str], bool] = {}
 
     def add(self, model: str, layout: str, what: str, result: dict) -> None:
-        key = (layout, model.removesuffix("_tied").removesuffix("_raw"))
+        key = (layout, _FAMILY.sub("", model))
         worst = self._worst.setdefault(key, {})
         found = {
             "gradients_hf" if what.startswith("forward") else "gradients": max(
@@ -24,15 +28,15 @@ class LayoutFigures:
         if "export" in result:
             self._bit_equal[key] = result["export"] and self._bit_equal.get(key, True)
 
-    def write(self) -> None:
-        """bench/results/layouts.json and .md."""
+    def write(self, name: str) -> None:
+        """bench/results/NAME.json and .md."""
         layouts, families = (list(dict.fromkeys(key[place] for key in self._worst)) for place in (0, 1))
         rows = [
             {"layout": at[0], "family": at[1], **worst, "bit_equal": self._bit_equal[at]}
             for at, worst in self._worst.items()
         ]
         lines = [(layout, *(self._cell(layout, family) for family in families)) for layout in layouts]
-        write_results("layouts", {**provenance(), "rows": rows}, ("layout", *families), lines)
+        write_results(name, {**provenance(), "rows": rows}, ("layout", *families), lines)
 
     def _cell(self, layout: str, family: str) -> str:
         worst = self._worst.get((layout, family))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -75,13 +76,13 @@ def test_biases_of_routers_stay_and_travel(one_rank: Path):
     once = {"do": "checkpoint", "model": model, "distributed": True, "warm": 1}
     once |= {"then": str(one_rank / "one.pt"), "save": str(saved)}
     run_ranks(1, one_rank / "save", [once])
-    layout = {"model": model, "parallel": LAYOUTS["TP2xEP2"]}
-    moved = {"do": "checkpoint", **layout, "distributed": True}
-    moved |= {"then": str(one_rank / "two.pt"), "load": str(saved / "step_000001")}
-    _, found = run_ranks(2, one_rank / "load", [moved, {"do": "biases", **layout, "dtype": "bfloat16"}])
-    one, two = (torch.load(one_rank / name) for name in ("one.pt", "two.pt"))
-    for number in (10, 11):  # with biases of 0, as before loading, tokens would take other experts
-        assert abs(one[f"loss{number}"] - two[f"loss{number}"]) < 2e-6
+    layouts = {name: {"model": model, "parallel": LAYOUTS[name]} for name in ("TP2xEP2", "PP2")}
+    load = {"do": "checkpoint", "distributed": True, "load": str(saved / "step_000001")}
+    jobs = [{**load, **layout, "then": str(one_rank / f"{name}.pt")} for name, layout in layouts.items()]
+    *_, found = run_ranks(2, one_rank / "load", [*jobs, {"do": "biases", **layouts["TP2xEP2"], "dtype": "bfloat16"}])
+    one = torch.load(one_rank / "one.pt")
+    for name, number in product(layouts, (10, 11)):  # with biases of 0, as before loading, tokens would go elsewhere
+        assert abs(torch.load(one_rank / f"{name}.pt")[f"loss{number}"] - one[f"loss{number}"]) < 2e-6
     assert found["float32"] and found["unmoved"] and found["layers"] == [1, 2, 3] and found["trained"] == []
     assert found["busy"] == 3 and found["imbalance_off"] < 1e-6
 

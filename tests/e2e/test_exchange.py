@@ -41,7 +41,7 @@ class PlainSource:
     """An actor whose parameters are this rank's rows of the HF tensors."""
 
     def __init__(self, folder: Path, rank: int = 0, world: int = 1):
-        self.hf_specs, self.rank, self.world = HfFolder(folder).specs, rank, world
+        self.hf_specs, self.kept, self.rank, self.world = HfFolder(folder).specs, {}, rank, world
         self.live = {
             name: torch.zeros(self._rows(torch.empty(shape, device="meta")).shape)
             for name, (shape, _) in self.hf_specs.items()

@@ -8,19 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_logprobs import logprob_difference
 from planned_cases import plan_cases, planning_problems
 from transport_cases import (
+    COMPUTED,
     DENSE,
     ENGINES,
     FAMILIES,
     TRAINERS,
     TransportCase,
-    make_model,
     problems_of,
-    run_case,
+    run_computed,
     run_engine_cases,
-    running_engines,
 )
 
 from megagrpo.planning.links import Forecast
@@ -33,18 +31,6 @@ CASES = {  # (family, engines) -> trainers: an engine start each
     ("qwen3", "TP2"): ("PP2", "DP2"),
 }
 
-# The same, published by each of these transports; the first is disk, to which parameters are compared.
-COMPUTED = {
-    ("deepseek_v3", "TP2"): ("TP2xEP2",),
-    ("deepseek_v3", "TP1"): ("1", "PP2", "TP2xPP2"),
-    ("deepseek_v3", "TP2xEP2"): ("EP2",),
-    ("moonlight", "TP1"): ("TP2+SP",),
-    ("moonlight", "TP2"): ("PP2", "EP2"),
-    ("glm4_moe", "TP1"): ("DP2", "TP2xEP2"),
-    ("glm4_moe", "TP2xEP2"): ("TP2xPP2",),
-    ("mixtral", "TP1"): ("TP2+SP",),
-    ("mixtral", "TP2"): ("TP2xEP2", "PP2"),
-}
 IN_EVERY_RUN = ("deepseek_v3", "TP2")
 
 
@@ -77,16 +63,10 @@ def test_parameters_are_those_of_disk_and_no_byte_travels_twice(family, engines,
     ("family", "engines"), [pytest.param(*case, marks=[pytest.mark.slow] * (case != IN_EVERY_RUN)) for case in COMPUTED]
 )
 def test_engines_compute_what_transformers_does(family, engines, ranks, tmp_path: Path):
-    model = make_model(tmp_path / family, family)
     transports = ["broadcast", "reshard"] if (family, engines) == IN_EVERY_RUN else ["disk", "broadcast", "reshard"]
-    with running_engines(model, engines, tmp_path) as infos:
-        for trainers in COMPUTED[family, engines]:
-            for transport in transports:
-                (row,) = run_case(ranks, TransportCase(family, trainers, engines), model, infos, [transport])
-                assert not problems_of(row)
-                found = logprob_difference(infos[0].url, model)
-                print(f"{family}, trainers {trainers}, engines {engines}, {transport}: {found}")
-                assert found.mean < 1e-5 and found.largest < 1e-4
+    rows = list(run_computed(ranks, family, engines, tmp_path, transports))
+    assert len(rows) == len(transports) * len(COMPUTED[family, engines])
+    assert not [problem for row in rows for problem in problems_of(row)]
 
 
 def test_every_family_and_layout_is_in_some_case():

@@ -51,6 +51,20 @@ ENGINES: dict[str, dict[str, int]] = {  # section `rollout`
     "two engines": {"num_engines": 2, "min_healthy_engines": 2},
     "two nodes": {"tp": 2, "nodes_per_engine": 2},
 }
+# (family, engines) -> trainers after whose publishes log-probabilities are compared with transformers': an engine start
+# each. Of the families that no other test of real engines has.
+COMPUTED = {
+    ("deepseek_v3", "TP2"): ("TP2xEP2",),
+    ("deepseek_v3", "TP1"): ("1", "TP2xPP2"),
+    ("deepseek_v3", "TP2xEP2"): ("PP2", "EP2"),
+    ("moonlight", "TP1"): ("TP2+SP",),
+    ("moonlight", "TP2"): ("PP2", "EP2"),
+    ("glm4_moe", "TP1"): ("DP2", "TP2xEP2"),
+    ("glm4_moe", "TP2xEP2"): ("TP2xPP2",),
+    ("mixtral", "TP1"): ("TP2+SP",),
+    ("mixtral", "TP2"): ("TP2xEP2", "PP2"),
+}
+_MOST_MEAN, _MOST = 1e-5, 1e-4  # distance of log-probabilities
 _VOCAB = 131  # not divisible: padded vocabularies on both sides
 _BUCKET_MB = 0.05  # of some 0.5 MiB: several buckets
 _PUBLISH_S = 120.0
@@ -142,6 +156,20 @@ def run_engine_cases(
                 yield from run_case(pool, case, model, infos, transports)
 
 
+def run_computed(pool: RankPool, family: str, engines: str, folder: Path, transports: Sequence[str]) -> Iterator[dict]:
+    """Yields the rows of COMPUTED's cases of one engine start, with "logprobs": their distance to transformers'."""
+    from engine_logprobs import logprob_difference  # imports transformers: in the process that asks engines only
+
+    model = make_model(folder / family, family)
+    with running_engines(model, engines, folder) as infos:
+        for trainers in COMPUTED[family, engines]:
+            for transport in transports:
+                (row,) = run_case(pool, TransportCase(family, trainers, engines), model, infos, [transport])
+                found = logprob_difference(infos[0].url, model)
+                print(f"{family}, trainers {trainers}, engines {engines}, {transport}: {found}", flush=True)
+                yield row | {"logprobs": found._asdict()}
+
+
 def problems_of(row: dict) -> list[str]:
     """What of a row is not as it must be."""
     name = f"{row['family']}, trainers {row['trainers']}, engines {row['engines']}, {row['transport']}"
@@ -154,6 +182,9 @@ def problems_of(row: dict) -> list[str]:
         problems.append(f"{name}: {row['report']['wire_bytes']:.0f} bytes on the wire, not {row['lower_bound']}")
     if row["transport"] == "reshard" and row["report"]["staging_bytes"] > _BUCKET_MB * 2**20:
         problems.append(f"{name}: {row['report']['staging_bytes']:.0f} bytes staged, more than weights.bucket_mb")
+    distance = row.get("logprobs", {"mean": 0.0, "largest": 0.0})
+    if distance["mean"] > _MOST_MEAN or distance["largest"] > _MOST:
+        problems.append(f"{name}: log-probabilities are {distance} from transformers'")
     return problems
 
 

@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 CUDA = torch.device("cuda")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim, width", [(64, 64), (128, 128), (192, 128)])  # of values: latent attention's are narrower
 @pytest.mark.parametrize("heads, groups", [(8, 8), (8, 2), (4, 1)])
-def test_packed_attention_in_bfloat16(dim, heads, groups):
+def test_packed_attention_in_bfloat16(dim, width, heads, groups):
     """Forward and gradients of every sequence against float32 attention over that sequence alone."""
     from megagrpo.actor.host import prepare_host
 
@@ -36,9 +36,10 @@ def test_packed_attention_in_bfloat16(dim, heads, groups):
     lengths = [1, 7, 130, 64, 33]
     generator = torch.Generator().manual_seed(0)
     parts = [
-        torch.randn(sum(lengths), n, dim, generator=generator).to(CUDA, torch.bfloat16) for n in (heads, groups, groups)
+        torch.randn(sum(lengths), n, size, generator=generator).to(CUDA, torch.bfloat16)
+        for n, size in ((heads, dim), (groups, dim), (groups, width))
     ]
-    weight = torch.randn(sum(lengths), heads * dim, generator=generator).to(CUDA)
+    weight = torch.randn(sum(lengths), heads * width, generator=generator).to(CUDA)
     cu = torch.tensor([0, *lengths], device=CUDA).cumsum(0).int()
     packed = [p.clone().requires_grad_() for p in parts]
     out = attention(*packed, None, packed_seq_params=SimpleNamespace(cu_seqlens_q=cu, max_seqlen_q=max(lengths)))
@@ -102,7 +103,7 @@ def test_digest_has_the_same_bits(dtype, fused, monkeypatch):
 def test_digests_in_a_side_thread_have_the_same_bits(tmp_path):
     """As ExpectedDigests runs them while the transfer goes on: in a thread and a stream of their own."""
     values = torch.randn(6, 700, 300, generator=torch.Generator().manual_seed(0))
-    specs = {str(k): ((700, 300), torch.float32) for k in range(6)}
+    specs = {str(k): ((700, 300), torch.bfloat16) for k in range(6)}
     copies = [Copy(str(k), (0, 0), (700, 300), "experts", k * 210_000, (300, 1)) for k in range(6)]
     mesh = make_mesh(0, 1, torch.device("cuda", 0), deadline_s=30)
     live = {"experts": values.to(CUDA)}

@@ -1,11 +1,13 @@
 """Mixtral, GLM-4.5, DeepSeek-V3, Kimi-K2, Moonlight: published sizes, refusals by name, what is left out."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import TinyModelConfig
+from megagrpo.explain import explain
 from megagrpo.families.table import (
     architecture_of,
     exported_config,
@@ -131,6 +133,12 @@ def test_what_would_be_wrong_of_deepseek_is_refused_by_name(key):
     assert len(problems) == 1 and key.replace("rope_scaling", "rope scaling") in problems[0]
 
 
+def test_what_engines_read_must_be_there():
+    for hf in (V3, K2):
+        (problem,) = model_problems({key: value for key, value in hf.items() if key != "moe_layer_freq"})
+        assert 'lacks "moe_layer_freq": 1, which engines read' in problem
+
+
 def test_yarn_needs_every_number():
     """Where one is missing, Megatron and transformers take other defaults."""
     for key in YARN.keys() - {"type"}:
@@ -197,6 +205,25 @@ def test_every_width_that_is_cut_must_be_divided():
         "n_shared_experts x moe_intermediate_size",
         "intermediate_size",
     ]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_length_at_which_attention_costs_as_much_as_the_rest(name):
+    """By the model's matrices that a token is multiplied with, but the router, and products over half of a sequence."""
+    arch = architecture_of(PUBLISHED[name][0])
+    elements = arch.vocab_size * arch.hidden_size  # the output layer's
+    for spec in model_tensors(arch):
+        if spec.kind == "matrix" and ".layers." in spec.name and not spec.name.endswith("gate.weight"):
+            elements += spec.size * arch.experts_per_token // arch.num_experts if spec.expert else spec.size
+    heads = arch.num_heads * (arch.head_dim + (arch.mla.v_dim if arch.mla else arch.head_dim)) / 2
+    assert arch.attention_length == pytest.approx(elements / arch.num_layers / heads, abs=2)
+
+
+def test_check_says_what_is_left_out(tmp_path):
+    hf = hf_config(TinyModelConfig(path="x", family="deepseek_v3")) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(hf))
+    config = load_config(QUICKSTART, [f"model.path={tmp_path}", "sft=null"])
+    assert "  left out 1 multi-token-prediction layer (model.layers.4)" in explain(config)
 
 
 @pytest.mark.parametrize("hf", [V3, K2, GLM, MIXTRAL])

@@ -7,6 +7,7 @@ fake one that loads as SGLang loads DeepSeek-V3.
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, running, write_checkpoint
 from test_weights_broadcast import ReceivingEnd
 
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
+from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.tiny.model import make_tiny_model
+from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.exchange import TRANSPORTS, Exchange
 from megagrpo.weights.plan import make_gather_plan, published_specs
 from megagrpo.weights.record import record_copies
@@ -151,6 +154,13 @@ def test_a_stale_absorbed_matrix_is_found(trainer, name):
     trainer.publish()
 
 
+def test_matrices_that_no_publish_refreshes_are_refused(tmp_path):
+    with running(FakeEngine(models=[LatentModel()])) as engine:
+        engine.model.w_kc_qrep = engine.model.w_kc.clone()
+        with pytest.raises(LeaderError, match=r"w_kc_qrep: no publish brings it .* leave out --dcp-replicate-q-proj"):
+            Trainer(tmp_path, engine, "disk").publish()
+
+
 def test_down_projections_in_different_calls_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(BroadcastTransport, "_follow", lambda self, engines: None)
     with running(FakeEngine(models=[LatentModel()])) as engine:
@@ -174,3 +184,34 @@ def test_the_plan_keeps_a_concatenation_in_one_bucket_and_each_bucket_in_one_dty
     assert plan.buckets[0].names == (Q_A, "q_b_proj", KV_B, KV_A), "what has a member in common is one"
     with pytest.raises(ValueError, match=f"wants {Q_A}, {BIAS} together, which are published in several dtypes"):
         make_gather_plan(copies, specs, bucket_bytes=1, together=[(Q_A, BIAS)])
+
+
+class PlainActor:
+    """Holds the HF tensors as they are, all in bfloat16 but those named."""
+
+    def __init__(self, specs, kept: set[str]):
+        dtypes = {name: torch.float32 if name in kept else torch.bfloat16 for name in specs}
+        self.live = {name: torch.zeros(shape, dtype=dtypes[name]) for name, (shape, _) in specs.items()}
+
+    def load_hf(self, hf) -> None:
+        for name, tensor in self.live.items():
+            tensor.copy_(hf[name])
+
+    def parameters(self):
+        return self.live
+
+    def merged(self):
+        return nullcontext()
+
+    def weights_loaded(self) -> None:
+        pass
+
+
+def test_an_actor_that_rounds_the_bias_does_not_load(tmp_path):
+    make_tiny_model(TinyModelConfig(path=str(tmp_path / "model"), family="glm4_moe", num_layers=2), seed=0)
+    specs = HfFolder(tmp_path / "model").specs
+    (bias,) = [name for name in specs if name.endswith("e_score_correction_bias")]
+    weights = load_initial_weights(PlainActor(specs, {bias}), str(tmp_path / "model"))
+    assert weights.kept == {bias: torch.float32}
+    with pytest.raises(AssertionError, match=f"{bias} holds HF tensor {bias} in torch.bfloat16, not in torch.float32"):
+        load_initial_weights(PlainActor(specs, set()), str(tmp_path / "model"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megagrpo.weights.plan import published_specs
 from megagrpo.weights.record import Copy
 from megagrpo.weights.reshard_plan import make_cover, piece_limit, plan_transfer, trainer_atoms
 
@@ -140,6 +141,17 @@ def test_coalesced_runs_are_long_where_both_sides_are_contiguous():
     cover = make_cover(trainer_atoms(trainers(1, 1, 1), SPECS), engine(1, 1), SPECS, 1 << 20)
     fused = [place for place in cover.received if place.parameter == "w13"]
     assert [place.size for place in fused] == [(96,)] * 4, "gate and up of one expert are one run on both sides"
+
+
+def test_a_message_travels_in_one_dtype():
+    kept = {"norm": torch.float32, "scale": torch.float32}
+    specs, receivers = published_specs(SPECS, torch.bfloat16, kept), engine(2, 1)
+    cover = make_cover(trainer_atoms(trainers(2, 1, 1), specs), receivers, specs, 1 << 20)
+    assert cover.total_bytes == sum(c.box.numel * (4 if c.hf in kept else 2) for copies in receivers for c in copies)
+    plan = plan_transfer(cover, 0, 1, 1 << 20)
+    for batches in [plan.sent_by(rank) for rank in range(2)] + [plan.received_by(rank) for rank in range(2)]:
+        for message in (message for batch in batches for message in batch):
+            assert {kept.get(place.parameter, torch.bfloat16) for place in message.places} == {message.dtype}
 
 
 def test_a_tensor_that_no_trainer_holds_is_named():

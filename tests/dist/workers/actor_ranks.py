@@ -133,8 +133,9 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     export_hf(folder / "exported", weights, actor.mesh, like=job["model"], dtype="float32")
     if actor.mesh.is_main:
         written, source = HfFolder(folder / "exported"), HfFolder(job["model"])
-        same = all(torch.equal(written[name].view(torch.int32), source[name].view(torch.int32)) for name in source)
-        result["export"] = same and written.keys() == source.keys()
+        result["export"] = written.keys() == source.keys() and all(
+            torch.equal(written[name].view(torch.int32), source[name].view(torch.int32)) for name in source
+        )
     return result
 
 

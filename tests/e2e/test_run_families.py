@@ -1,0 +1,49 @@
+"""`megagrpo run` and `export` with Mixtral, GLM-4.5 and DeepSeek-V3, in float32, and in bfloat16 with exact biases."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from run_megagrpo import megagrpo, metrics, transformers_accepts, write_experiment
+
+from megagrpo.hf_files import HfFolder
+
+BIAS = "e_score_correction_bias"
+NUM_STEPS = 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype", "mismatch"),  # the largest mean of |trainer - rollout| log-probabilities
+    [
+        ("deepseek_v3", "float32", 1e-5),
+        ("glm4_moe", "float32", 1e-5),
+        ("mixtral", "float32", 1e-5),
+        ("deepseek_v3", "bfloat16", 0.05),  # the same weights and routing biases, other roundings of activations
+    ],
+)
+def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, tmp_path: Path):
+    config = write_experiment(
+        tmp_path / family,
+        prepare={"model": {"family": family}},
+        train={"num_steps": NUM_STEPS},
+        actor={"dtype": dtype},
+        rollout={"dtype": dtype, "start_timeout_s": 900},
+        checkpoint={"every": NUM_STEPS},
+    )
+    for command in ("prepare", "run"):
+        done = megagrpo(command, config, timeout_s=900)
+        assert done.status == 0, done.stderr
+    entries = metrics(tmp_path / family)
+    for step in range(1, NUM_STEPS + 1):
+        print(f"{family}, {dtype}, step {step}: mismatch {entries[step]['mismatch/logprob_abs_mean']:.2e}")
+        assert entries[step]["mismatch/logprob_abs_mean"] <= mismatch
+        assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
+    assert megagrpo("export", config, tmp_path / "exported").status == 0
+    exported = HfFolder(tmp_path / "exported")
+    for name, (_, found) in exported.specs.items():
+        assert found == (torch.float32 if name.endswith(BIAS) else getattr(torch, dtype)), name
+    before = HfFolder(tmp_path / "model")
+    assert before.keys() == exported.keys()
+    assert all(torch.equal(before[name], exported[name]) for name in before if name.endswith(BIAS))
+    assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
