@@ -4,7 +4,7 @@ Integers and booleans are computed, so token positions, routing maps and split s
 device. What is read from them, a norm for instance, is 1. Messages between ranks arrive at once and carry nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, Work
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -56,13 +57,13 @@ class ShapesOnly(TorchDispatchMode):
         return out
 
 
-def _arrived(func: Callable, args: tuple) -> Any:
+def _arrived(func: OpOverload, args: tuple) -> Any:
     """Returns what a message between ranks returns: its first argument where it has an output, and what to wait for."""
     work = Work.boxed(FakeWork())
     return work if len(func._schema.returns) == 1 else (args[0], work)
 
 
-def _without_memory(func: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_memory(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     dtype = kwargs.get("dtype")
     if func in (_ATEN.new_empty.default, _ATEN.new_zeros.default, _ATEN.new_full.default):
         floating = (dtype or args[0].dtype).is_floating_point
