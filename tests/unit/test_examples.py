@@ -78,7 +78,7 @@ def table() -> dict[str, list[str]]:
     return rows(9)
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", sorted(LARGE))
 def test_a_large_experiment_stays_inside_nodes_and_is_submitted_as_its_head_says(name):
     path = ROOT / "configs" / f"{name}.yaml"
     config, parallel = load_config(path), load_config(path).actor.parallel
