@@ -14,15 +14,16 @@ _kept: list[Any] = []  # operators live as long as the library object that defin
 
 
 def define_torchvision_operators() -> None:
-    """Defines, without code, the operators that an unloadable torchvision lacks; nothing where it loads or is absent.
+    """Defines, without code, the operators that an unloadable torchvision lacks.
 
-    Called before transformers is imported. No text model calls these operators.
+    Nothing where it loads or is absent, or where they are defined: an engine's process has a repair of its own. Called
+    before transformers is imported. No text model calls these operators.
     """
     import torch
 
     spec = importlib.util.find_spec("torchvision")  # found, not imported
     extension = Path(spec.origin).parent / "_C.so" if spec is not None and spec.origin else None
-    if extension is None or not extension.is_file() or _kept:
+    if extension is None or not extension.is_file() or hasattr(torch.ops.torchvision, "nms"):
         return
     try:
         torch.ops.load_library(str(extension))
