@@ -1,12 +1,15 @@
 """Mixtral, GLM-4.5, DeepSeek-V3, Kimi-K2, Moonlight: published sizes, refusals by name, what is left out."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import TinyModelConfig
+from megagrpo.environment import child_environment
 from megagrpo.explain import explain
 from megagrpo.families.table import (
     architecture_of,
@@ -124,6 +127,48 @@ def test_parameters_of_published_models(name):
     hf, total, active = PUBLISHED[name]
     counts = parameter_counts(architecture_of(hf))
     assert (round(counts.total / 1e9, 1), round(counts.active / 1e9, 1)) == (total, active)
+
+
+# Megatron's modules of a rank that holds every layer and one expert of each, on the meta device in a pretended world
+COUNT = """
+import json, sys
+from megagrpo.actor.host import prepare_host
+prepare_host()
+import torch
+from megatron.core import tensor_parallel
+from megagrpo.actor.megatron_config import transformer_config
+from megagrpo.actor.model import build_chunks, chunk_parameters
+from megagrpo.actor.pretended import pretended_world
+from megagrpo.config.actor import ActorConfig
+from megagrpo.families.table import architecture_of
+meta = torch.device("meta")
+for name, hf in json.load(sys.stdin).items():
+    arch = architecture_of(hf)
+    actor = ActorConfig(world_size=arch.num_experts, parallel={"ep": arch.num_experts}, dtype="bfloat16")
+    with pretended_world(actor, 0), meta:
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        sizes = chunk_parameters(build_chunks(arch, actor, transformer_config(arch, actor), meta))
+        expert = sum(p.numel() for n, p in sizes.items() if ".experts." in n)
+        rest = sum(p.numel() for p in sizes.values()) - expert
+        embedding = sum(p.numel() for n, p in sizes.items() if "word_embeddings" in n)
+    print(name, rest + arch.num_experts * expert, rest - embedding + arch.experts_per_token * expert)
+"""
+
+
+def test_parameters_of_the_modules_that_are_built():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COUNT],
+        input=json.dumps({name: hf for name, (hf, _, _) in PUBLISHED.items()}),
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = {
+        name: tuple(round(int(n) / 1e9, 1) for n in rest) for name, *rest in map(str.split, done.stdout.splitlines())
+    }
+    assert built == {name: (total, active) for name, (_, total, active) in PUBLISHED.items()}
 
 
 @pytest.mark.parametrize("key", WRONG_OF_V3)
