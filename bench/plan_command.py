@@ -31,7 +31,7 @@ HEADER = ("plan", "s", "processor s", "peak GB", "limit s", "step s", "first pro
 
 def main() -> None:
     runs = [_run(name, words, limit) for name, words, limit in RUNS]
-    data = provenance() | {"load": os.getloadavg()[1], "runs": runs}
+    data = provenance() | {"load": os.getloadavg()[0], "runs": runs}
     write_results("plan_command", data, HEADER, [_line(run) for run in runs])
     with (RESULTS / "plan_command.md").open("a") as file:
         file.write(f"\nLoad of the machine meanwhile: {data['load']:.0f}.\n")
