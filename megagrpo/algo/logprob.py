@@ -70,22 +70,26 @@ class _LogProbs(torch.autograd.Function):
         entropy = (log_mass - moment / mass).masked_fill(ignored, 0.0)
         ctx.save_for_backward(hidden, weight, local_targets, ignored, log_z, entropy)
         ctx.options = (temperature, chunk_tokens, columns)
+        ctx.set_materialize_grads(False)  # what the loss does not use has no gradient, and costs nothing in backward
         return (chosen - log_z).masked_fill(ignored, 0.0), entropy
 
     @staticmethod
     def backward(ctx, grad_logprob, grad_entropy):
         hidden, weight, local_targets, ignored, log_z, entropy = ctx.saved_tensors
         temperature, chunk_tokens, columns = ctx.options
-        scale_logprob = (grad_logprob / temperature).masked_fill(ignored, 0.0)
-        scale_entropy = (grad_entropy / temperature).masked_fill(ignored, 0.0)
-        with_entropy = bool((scale_entropy != 0).any())
+        scale_logprob, scale_entropy = (
+            None if grad is None else (grad / temperature).masked_fill(ignored, 0.0)
+            for grad in (grad_logprob, grad_entropy)
+        )
+        if scale_logprob is None:
+            scale_logprob = torch.zeros_like(log_z)
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
         # frozen under adapters: then its gradient, as large as the largest weight, is not computed
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for rows, cols, logits in _tiles(hidden, weight, temperature, chunk_tokens, columns):
             logits -= log_z[rows, None]  # log p
             # d logprob = onehot - p, d entropy = -p (log p + H), both over temperature
-            if with_entropy:
+            if scale_entropy is not None:
                 factor = (logits + entropy[rows, None]).mul_(scale_entropy[rows, None]).add_(scale_logprob[rows, None])
                 grad = logits.exp_().mul_(factor).neg_()
             else:

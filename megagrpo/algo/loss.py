@@ -74,7 +74,7 @@ def objective(
     )
     value = policy.value if inputs.policy_weights is None else policy.value * inputs.policy_weights
     terms = {"policy": value}
-    if algorithm.entropy_coef:  # at 0 no gradient of the entropy is asked for, which the backward of the head notices
+    if algorithm.entropy_coef:  # at 0 no gradient of the entropy is asked for, and the head's backward leaves it out
         terms["entropy"] = -algorithm.entropy_coef * inputs.entropy
     kl = _kl_to_reference(inputs, algorithm)
     if kl is not None and algorithm.kl.loss_coef:
