@@ -12,6 +12,8 @@ from megagrpo.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120.0  # marking an engine ready waits until the router lists it
+# Several threads call: one might close a connection, for having idled too long, that another was just given.
+_NO_IDLE_CONNECTIONS = httpx.Limits(max_keepalive_connections=0)
 
 
 class ServiceUnreachable(RuntimeError):
@@ -37,7 +39,13 @@ class ServiceControl:
 
     def __init__(self, url: str, api_key: str):
         self.url, self.api_key = url, api_key
-        self._http = httpx.Client(base_url=url, timeout=_CONTROL_TIMEOUT_S, trust_env=False, headers=bearer(api_key))
+        self._http = httpx.Client(
+            base_url=url,
+            timeout=_CONTROL_TIMEOUT_S,
+            trust_env=False,
+            headers=bearer(api_key),
+            limits=_NO_IDLE_CONNECTIONS,
+        )
 
     def status(self) -> ServiceStatus:
         """Returns the present state of the router and of every engine."""

@@ -58,7 +58,12 @@ class EngineConnection:
         self.mailbox, self._patience_s = mailbox, patience_s
         self._sockets: list[socket.socket] = []  # of the HTTP connections, one for each call at a time
         self._closed, self._lock, self._on_call = False, threading.Lock(), on_call
-        self._http = httpx.Client(base_url=info.url, trust_env=False, headers={"Authorization": f"Bearer {api_key}"})
+        self._http = httpx.Client(
+            base_url=info.url,
+            trust_env=False,
+            headers={"Authorization": f"Bearer {api_key}"},
+            limits=httpx.Limits(max_keepalive_connections=0),  # or a call may close a connection that another was given
+        )
 
     def __str__(self) -> str:
         return f"engine {self.id} ({self.url}, incarnation {self.incarnation})"
