@@ -1,4 +1,4 @@
-"""Settings that go to a library: read from its source, checked by name and type, refused where they are not the user's."""
+"""Settings for a library: read from its source, checked by name and type, refused where they are not the user's."""
 
 import dataclasses
 import subprocess
