@@ -245,8 +245,8 @@ def _lora(config: ExperimentConfig, arch: Architecture, side: TrainerSide) -> li
         f"{_count(trained_elements(arch, config.actor))} of {_count(trained_elements(arch, all_weights))} "
         "parameters are trained",
         f"  saved      of a trainer rank: gradients {_bytes(held['gradients'])} + optimiser "
-        f"{_bytes(held['optimiser'])} "
-        f"instead of {_bytes(whole['gradients'])} + {_bytes(whole['optimiser'])}: {_bytes(saved)} less",
+        f"{_bytes(held.get('optimiser', 0))} "
+        f"instead of {_bytes(whole['gradients'])} + {_bytes(whole.get('optimiser', 0))}: {_bytes(saved)} less",
         "  publish    merges the adapters into the weights and keeps a copy of the targeted ones meanwhile",
     ]
 
