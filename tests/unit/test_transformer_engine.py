@@ -14,12 +14,13 @@ from tests.stand_ins.signatures import FILES, STAND_IN, TABLE, released, stand_i
 TABLE_OF_RELEASED = json.loads(TABLE.read_text())
 
 
-def run(code: str, *, stand_in: bool) -> str:
-    paths = [str(STAND_IN.parent)] if stand_in else []
+def run(code: str) -> list[str]:
+    """What a process prints that could import the stand-in."""
+    paths = [str(STAND_IN.parent)]
     env = environment.child_environment({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, paths)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.split()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -41,7 +42,7 @@ def test_the_installed_package_takes_the_same():
     assert found == TABLE_OF_RELEASED["parameters"]
 
 
-ADAM_WITH = """
+WITH = """
 import copy, torch
 from megagrpo.actor.host import prepare_host
 prepare_host(transformer_engine=True)
@@ -85,10 +86,10 @@ print("ok")
 
 def test_adam_of_the_stand_in_is_adam():
     """Moments of few bits and master weights, whole or as remainders, beside torch's AdamW."""
-    assert run(ADAM_WITH, stand_in=True).split() == ["ok"]
+    assert run(WITH) == ["ok"]
 
 
-ROTARY = """
+WITHOUT = """
 import torch
 from megagrpo.actor import host
 share, host._share_angles = host._share_angles, lambda: None
@@ -119,8 +120,8 @@ for latent in (False, True):
         cu = cu.clone()  # what is known of it is of one layout
         exact = theirs[1](packed.bfloat16().double(), cu, freqs.double(), False, latent, 1.0, place)
         rounded = [f(packed.bfloat16(), cu, freqs, False, latent, 1.0, place) for f in (theirs[1], ours[1])]
-        off = [float((r.double() - exact).abs().max() / exact.abs().max()) for r in rounded]
-        assert rounded[1].dtype == torch.bfloat16 and off[1] <= 2**-9 < off[0], off
+        off = [float((r != exact.bfloat16()).float().mean()) for r in rounded]
+        assert rounded[1].dtype == torch.bfloat16 and off[1] < 0.01 and off[0] > 0.1, off
         cu = cu.clone()
 read = []
 values = torch.Tensor.tolist, torch.Tensor.item
@@ -128,10 +129,17 @@ torch.Tensor.tolist = torch.Tensor.item = lambda self: read.append(1)
 ours[1](packed, cu, freqs, False, False, 1.0, place)
 torch.Tensor.tolist, torch.Tensor.item = values
 assert not read, "it read a value back"
-print("ok")
+from megatron.core import optimizer
+from megatron.core.optimizer import clip_grads, distrib_optimizer
+print(optimizer.Adam.__module__, optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.USING_TE_OPTIMIZER)
+print(clip_grads.l2_norm_impl.__module__)
 """
 
 
-def test_rotary_embeddings():
-    """To the last bit Megatron's in float32; in bfloat16 rounded once, at the end; no length is read back."""
-    assert run(ROTARY, stand_in=False).split() == ["ok"]
+def test_without_its_layers_megatron_does_not_find_it():
+    """Installed, it would give Megatron its optimizer and its norms, which need CUDA, whatever the layers are.
+
+    Rotary embeddings are ours then: to the last bit Megatron's in float32; in bfloat16 rounded once, at the end; and no
+    length is read back.
+    """
+    assert run(WITHOUT) == ["torch.optim.adamw", "True", "False", "megatron.core.utils"]
