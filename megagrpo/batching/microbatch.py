@@ -34,8 +34,9 @@ def plan_micro_batches(
 
     budget: tokens of a micro-batch of several samples, at most. Under context parallelism a rank gets its zigzag part
     of every sequence, so sequences are padded to multiples of 2 cp; whole micro-batches are multiples of tp as well,
-    since sequence parallelism cuts them; of each rank's part the tokens are a multiple of `multiple`. With pipeline stages all micro-batches of all ranks have one shape, and with
-    virtual ones their number is a multiple of pp: Megatron's schedule asks for both.
+    since sequence parallelism cuts them; each rank's part of a row has a multiple of `multiple` tokens. With pipeline
+    stages all micro-batches of all ranks have one shape, and with virtual ones their number is a multiple of pp:
+    Megatron's schedule asks for both.
     """
     unit = 2 * layout.cp if layout.cp > 1 else 1
     lengths = [_up(int(batch.lengths[r]), unit) for r in rows]

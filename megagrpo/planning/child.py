@@ -10,6 +10,7 @@ import json
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ def _trainers(folder: Path) -> list:
 
     # Transformer Engine and settings for it need CUDA; its layers take the same slices. Adapters are merged before they
     # travel.
-    changes = {"transformer_engine": False, "lora": None, "megatron": {}}
+    changes: dict[str, Any] = {"transformer_engine": False, "lora": None, "megatron": {}}
     actor = load_config(folder / "config.yaml").actor.model_copy(update=changes)
     arch = read_architecture(folder / "model")
     specs = hf_specs(folder / "model", getattr(torch, actor.dtype))
