@@ -169,17 +169,13 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
 
 def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Two updates, the second's forward right behind the first's step, kept in job["kept"]; norms of both.
-
-    And whether every rank then holds the same parameters, which they publish.
-    """
+    """Two updates, the second's forward right behind the first's step; does every rank hold the same parameters then?"""
     trained, norms = actor.trained_weights(weights), []
     for number in range(2):
         loss = gradient(actor, batch_of(actor.mesh, shift=number), RICH)
         norms.append([loss, actor.optimizer_step(loss, followed=True)["optim/grad_norm"]])
     actor.gather_parameters()
-    own = {name: p.detach().clone() for name, p in actor.parameters().items()}
-    everyone: list = [None] * actor.mesh.world_size
+    own, everyone = dict(actor.parameters()), [None] * actor.mesh.world_size
     dist.all_gather_object(everyone, own)
     kept = whole(trained, actor.trained(), actor.mesh)
     if actor.mesh.is_main:
