@@ -3,12 +3,15 @@
 Float32, gloo. tests/dist/cases.py says which cases run; a failing check is named by model, layout and what was done.
 """
 
+import shutil
 from collections.abc import Iterable
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from megagrpo.hf_files import HfFolder
 from tests.dist.cases import BATCHES, CHOICES, CI, LAYOUTS, MODELS, MOE, REST, LayoutCase, has, of_ci
 from tests.dist.figures import LayoutFigures
 from tests.dist.workers.launch import run_ranks
@@ -122,6 +125,20 @@ def test_few_samples_distributed_optimizer_and_recompute(one_rank: Path, layout_
         assert calls[layout, f"update recompute {kind}"] == 2 * calls[layout, "update recompute none"], (
             "it was computed once more"
         )
+
+
+def test_an_output_layer_stored_beside_a_tied_embedding_is_not_loaded(one_rank: Path):
+    """As published Qwen3 models have it: read, computed, and exported without it, over two stages and ranks."""
+    source, folder = one_rank / "qwen3_tied", one_rank / "stored"
+    for suffix in ("", ".gradients"):
+        shutil.copytree(f"{source}{suffix}", f"{folder}{suffix}")
+    shutil.copy(f"{source}.pt", f"{folder}.pt")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
+    jobs = [{"do": "forward", "model": str(folder), "parallel": LAYOUTS[layout]} for layout in ("TP2+SP", "PP2")]
+    for result in run_ranks(2, one_rank / "stored_ranks", jobs):
+        assert result["logits"] < LOGIT_BOUND and not result["export"], "it lacks what the source has"
+    assert HfFolder(one_rank / "stored_ranks" / "exported").keys() == HfFolder(source).keys()
 
 
 def test_four_ranks(one_rank: Path, layout_figures: LayoutFigures):

@@ -60,7 +60,8 @@ def check(folder: Path, reference: Callable[[str], Path], cases: list[tuple]) ->
         base = {"model": str(folder / model), "reference": str(reference(model)), "transformer_engine": True}
         base |= {"parallel": LAYOUTS[layout], **BATCHES[batch]}
         jobs.append({**base, "do": "forward"})
-        jobs.append({**base, "do": "layout", "recompute": recompute, "distributed": distributed})
+        fused = {"gradient_accumulation_fusion": recompute == "full"}  # weight gradients go into Megatron's buffers
+        jobs.append({**base, "do": "layout", "recompute": recompute, "distributed": distributed, "megatron": fused})
     results = run_ranks(2, folder / f"te_{len(jobs)}", jobs, pool=TRANSFORMER_ENGINE_POOL)
     problems = []
     for job, result in zip(jobs, results, strict=True):

@@ -231,6 +231,7 @@ def test_layers_that_only_speculate_are_left_out():
     assert exported_config(V3) == V3 | {"num_nextn_predict_layers": 0} and exported_config(MIXTRAL) == MIXTRAL
     assert is_left_out(V3, "model.layers.61.eh_proj.weight")
     assert is_left_out(K2, "model.layers.3.self_attn.rotary_emb.inv_freq")
+    assert is_left_out(V3 | {"tie_word_embeddings": True}, "lm_head.weight") and not is_left_out(V3, "lm_head.weight")
     assert not any(is_left_out(V3, spec.name) for spec in model_tensors(architecture_of(V3)))
 
 
