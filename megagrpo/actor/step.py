@@ -20,7 +20,7 @@ from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tok
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.model import HiddenStatesModel
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
-from megagrpo.batching.microbatch import plan_micro_batches, targets
+from megagrpo.batching.microbatch import plan_micro_batches
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
@@ -57,9 +57,9 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
     parts: list[Tensor] = []
 
     def keep(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
-        flat, rows, columns = targets(micro, batch)
-        index[rows, columns] = sum(len(part) for part in parts) + torch.arange(len(flat), device=index.device)
-        parts.append(gathered(actor, hidden)[flat].clone())
+        found, seen = micro.targets, sum(len(part) for part in parts)
+        index[found.rows, found.columns] = seen + torch.arange(len(found.flat), device=index.device)
+        parts.append(gathered(actor, hidden)[found.flat].clone())
         return hidden.sum() * 0.0, {}
 
     with torch.no_grad():
@@ -247,14 +247,18 @@ def _run(
     layout, cp_rank = config.parallel, mpu.get_context_parallel_rank()
     bias, router_losses = (None, None) if forward_only else (actor.router_bias, actor.router_losses)
     micros = plan_micro_batches(batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank)
+    lengths = batch.lengths.tolist()
+    real = sum(lengths[row] for row in rows)
+    padded = sum(m.tokens.numel() for m in micros) * layout.cp
     counts = {
-        "padded": torch.tensor(float(sum(m.tokens.numel() for m in micros) * layout.cp), device=device),
-        "real": batch.lengths[list(rows)].sum(),
+        name: torch.full((), float(count), dtype=torch.float64, device=device)
+        for name, count in (("padded", padded), ("real", real))
     }
 
     def loss(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         value, sums = on_last_stage(micro, chunk, hidden)
-        return value, torch.tensor(0, dtype=torch.int, device=device), sums  # 0 tokens: Megatron divides by nothing
+        none = torch.zeros((), dtype=torch.int, device=device)  # 0 tokens: Megatron divides by nothing
+        return value, none, sums
 
     def forward_step(iterator: Iterator[MicroBatch], model):
         micro = next(iterator)
@@ -267,8 +271,7 @@ def _run(
         return hidden, partial(loss, micro, model.module)
 
     if router_losses is not None:
-        counted = torch.tensor([len(rows), int(batch.lengths[list(rows)].sum())])
-        router_losses.begin(*actor.mesh.reduce(counted, "sum").tolist())
+        router_losses.begin(*actor.mesh.reduce(torch.tensor([len(rows), real]), "sum").tolist())
     iterators = [iter(micros) for _ in actor.model]
     collected = get_forward_backward_func()(
         forward_step_func=forward_step,

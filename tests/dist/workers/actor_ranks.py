@@ -79,27 +79,31 @@ def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig) -> 
 @contextmanager
 def recorded_logits() -> Iterator[list[tuple]]:
     """Inside, every call of token_values leaves (rows, columns, logits [T, vocabulary]) of its positions."""
-    seen, places, targets, token_values = [], None, head.targets, head.token_values
+    seen, places, over_tokens, token_values = [], None, step.over_tokens, head.token_values
 
-    def noting_targets(micro, batch):
-        nonlocal places
-        places = targets(micro, batch)
-        return places
+    def noting_places(*args):
+        from_hidden = over_tokens(*args)
+
+        def noting(micro, chunk, hidden):
+            nonlocal places
+            places = micro.targets
+            return from_hidden(micro, chunk, hidden)
+
+        return noting
 
     def noting_values(actor, chunk, hidden, flat, tokens, temperature):
         states = head.gather_from_sequence_parallel_region(hidden) if actor.config.parallel.tp > 1 else hidden
         local = states.transpose(0, 1).flatten(0, 1)[flat] @ chunk.output_weight().T
         shards = [torch.empty_like(local) for _ in range(actor.config.parallel.tp)]
         dist.all_gather(shards, local.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        _, rows, columns = places
-        seen.append((rows, columns, torch.cat(shards, 1)[:, :VOCAB]))
+        seen.append((places.rows, places.columns, torch.cat(shards, 1)[:, :VOCAB]))
         return token_values(actor, chunk, hidden, flat, tokens, temperature)
 
-    head.targets, head.token_values = noting_targets, noting_values
+    step.over_tokens, head.token_values = noting_places, noting_values
     try:
         yield seen
     finally:
-        head.targets, head.token_values = targets, token_values
+        step.over_tokens, head.token_values = over_tokens, token_values
 
 
 def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
