@@ -33,6 +33,7 @@ class PackedSequences(PackedSeqParams):
     @staticmethod
     def make(cu_seqlens: Tensor, max_seqlen: int) -> "PackedSequences":
         """Describes k sequences by cu_seqlens [k + 1] int32, from 0 to T; a dummy tail is one too."""
+        cp_size = mpu.get_context_parallel_world_size()
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
