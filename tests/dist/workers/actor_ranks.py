@@ -235,11 +235,11 @@ def optimiser_state(actor: MegatronActor) -> list[torch.Tensor]:
 
 
 def count_mlp_calls(actor: MegatronActor) -> list:
-    """Grows by one whenever the experts or the MLP of a layer compute, in the forward or again in the backward."""
+    """Grows by one whenever the router or the MLP of a layer computes, in the forward or again in the backward."""
     calls: list = []
     for chunk in actor.chunks:
         for layer in chunk.decoder.layers:
-            layer.mlp.register_forward_hook(lambda *_: calls.append(1))
+            getattr(layer.mlp, "router", layer.mlp).register_forward_hook(lambda *_: calls.append(1))
     return calls
 
 
