@@ -9,13 +9,14 @@ from tests.dist.test_router_bias import write_model
 from tests.dist.workers.launch import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "gpu.md"
-ROW = re.compile(r"^\| `(\w+)` in `([\w.:]+)` \| (\d+) a layer( with experts)?(, packed)? \|", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+)` in `([\w.:]+)` \| (\d+) a layer( with experts)? \|", re.MULTILINE)
 
 
-def documented() -> dict[str, tuple[int, bool, bool]]:
-    """Operator and place -> how often a layer of one micro-batch waits there, layers with experts alone?, packed?"""
+def documented() -> dict[str, tuple[int, bool]]:
+    """Operator and place -> how often a layer of one micro-batch waits there, and whether only one with experts."""
     [section] = re.findall(r"^## Synchronisations that remain$(.*?)^## ", DOCS.read_text(), re.MULTILINE | re.DOTALL)
-    return {f"{what} {place}": (int(n), bool(moe), bool(packed)) for what, place, n, moe, packed in ROW.findall(section)}
+    rows = ROW.findall(section)
+    return {f"{what} {place}": (int(n), bool(experts)) for what, place, n, experts in rows}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +43,8 @@ def test_the_host_waits_where_it_is_documented_and_nowhere_else(ran: list[tuple[
         layers, with_experts = found["layers"]
         expected = {
             name: times * (with_experts if of_experts else layers) * found["micro_batches"]
-            for name, (times, of_experts, packed) in documented().items()
-            if (job["experts"] or not of_experts) and (job["packing"] or not packed)
+            for name, (times, of_experts) in documented().items()
+            if job["experts"] or not of_experts
         }
         assert found["micro_batches"] > 1 and found["waits"] == expected, (job, found)
 
