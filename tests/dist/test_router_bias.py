@@ -58,12 +58,13 @@ class Ran:
         return {key[1:]: result for key, result in self.results.items() if key[0] == what}
 
 
-def write_model(folder: Path, family: str) -> Path:
+def write_model(folder: Path, family: str, num_kv_heads: int = 2) -> Path:
     sizes = TinyModelConfig(
         path=str(folder),
         family=family,
         hidden_size=64,
         num_heads=4,
+        num_kv_heads=num_kv_heads,
         head_dim=16,
         ffn_size=96,
         expert_ffn_size=48,

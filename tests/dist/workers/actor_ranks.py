@@ -136,13 +136,17 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
         "loss": abs(loss - truth["loss"]),
         "gradients": ratios(actor.trained_weights(weights), actor.gradients(), hf_gradients, actor.mesh),
     }
+    return result | exported(actor, weights, job, folder)
+
+
+def exported(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """Whether the export of untrained weights is the folder that was loaded, bit by bit."""
     export_hf(folder / "exported", weights, actor.mesh, like=job["model"], dtype="float32")
-    if actor.mesh.is_main:
-        written, source = HfFolder(folder / "exported"), HfFolder(job["model"])
-        result["export"] = written.keys() == source.keys() and all(
-            torch.equal(written[name].view(torch.int32), source[name].view(torch.int32)) for name in source
-        )
-    return result
+    if not actor.mesh.is_main:
+        return {}
+    written, source = HfFolder(folder / "exported"), HfFolder(job["model"])
+    same = (torch.equal(written[name].view(torch.int32), source[name].view(torch.int32)) for name in source)
+    return {"export": written.keys() == source.keys() and all(same)}
 
 
 def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
@@ -358,6 +362,7 @@ JOBS = {
     "refusal": refusal_job,
     "adapters": adapters_job,
     "biases": biases_job,
+    "export": exported,
 }
 
 
