@@ -1,4 +1,4 @@
-"""More tensor-parallel ranks than key/value heads: updates are those of one rank, exports are bit-equal to the folder."""
+"""More tensor-parallel ranks than key/value heads: updates are of one rank, exports equal the folder bit by bit."""
 
 from pathlib import Path
 

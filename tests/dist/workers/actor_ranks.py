@@ -15,10 +15,9 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 
 from megagrpo import checkpoint
-from megagrpo.actor import head, step
+from megagrpo.actor import step
 from megagrpo.actor.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
@@ -33,6 +32,7 @@ from megagrpo.hf_files import HfFolder
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
 from megagrpo.weights.peft_folder import PeftFolder, export_peft
+from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
@@ -74,36 +74,6 @@ def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig) -> 
     return step.backward(actor, batch, rows, algorithm, 1.0, step.denominators_of(actor, batch, rows, algorithm, 32))[
         "loss/total"
     ]
-
-
-@contextmanager
-def recorded_logits() -> Iterator[list[tuple]]:
-    """Inside, every call of token_values leaves (rows, columns, logits [T, vocabulary]) of its positions."""
-    seen, places, over_tokens, token_values = [], None, step.over_tokens, head.token_values
-
-    def noting_places(*args):
-        from_hidden = over_tokens(*args)
-
-        def noting(micro, chunk, hidden):
-            nonlocal places
-            places = micro.targets
-            return from_hidden(micro, chunk, hidden)
-
-        return noting
-
-    def noting_values(actor, chunk, hidden, flat, tokens, temperature):
-        states = head.gather_from_sequence_parallel_region(hidden) if actor.config.parallel.tp > 1 else hidden
-        local = states.transpose(0, 1).flatten(0, 1)[flat] @ chunk.output_weight().T
-        shards = [torch.empty_like(local) for _ in range(actor.config.parallel.tp)]
-        dist.all_gather(shards, local.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        seen.append((places.rows, places.columns, torch.cat(shards, 1)[:, :VOCAB]))
-        return token_values(actor, chunk, hidden, flat, tokens, temperature)
-
-    step.over_tokens, head.token_values = noting_places, noting_values
-    try:
-        yield seen
-    finally:
-        step.over_tokens, head.token_values = over_tokens, token_values
 
 
 def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
