@@ -37,7 +37,11 @@ ONE_RANK = {
 _LOSSES_ALONE = {
     "TP2+SP packed": {"parallel": {"tp": 2}},
     "PP2xVPP2 recomputed": {"parallel": {"pp": 2, "vpp": 2}, "recompute": "full"},
-    "PP2 selective": {"parallel": {"pp": 2}, "recompute": "selective"},
+    "PP2, experts recomputed": {
+        "parallel": {"pp": 2},
+        "recompute": "selective",
+        "megatron": {"recompute_modules": ["moe"]},
+    },
     "EP2 padded": {"parallel": {"ep": 2}, "packing": False, "budget": 100},
     "CP2 padded": {"parallel": {"cp": 2}, "packing": False, "budget": 200, "recompute": "full"},
     "DP2 small": {"parallel": {}, "budget": 1},

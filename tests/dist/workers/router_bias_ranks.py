@@ -122,6 +122,7 @@ def main(folder: Path) -> None:
             packing=job.get("packing", True),
             micro_batch_tokens=job.get("budget", 64),
             recompute=job.get("recompute", "none"),
+            megatron=job.get("megatron", {}),
             router_bias_update=job.get("rate"),
             router_losses=RouterLossConfig(**job["losses"]) if "losses" in job and "write" not in job else None,
             deadline_s=120.0,
