@@ -13,7 +13,7 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
     """
     p = config.parallel
     rules = [("num_attention_heads", arch.num_heads, "tp", p.tp)]
-    if arch.mla is None:
+    if arch.mla is None and (arch.num_kv_heads > p.tp or p.tp % arch.num_kv_heads):
         rules.append(("num_key_value_heads", arch.num_kv_heads, "tp", p.tp))
     if arch.is_moe:
         width = "intermediate_size" if arch.family == "mixtral" else "moe_intermediate_size"
@@ -30,11 +30,18 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
     problems += _stage_problems(arch, config)
     if config.router_bias_update is not None and not arch.router_bias:
         problems.append(f"actor.router_bias_update: a {arch.family} model's routers have no bias; remove it")
+    if config.router_losses is not None and not arch.is_moe:
+        problems.append(f"actor.router_losses: a {arch.family} model has no experts to route to; remove it")
     experts_adapted = config.lora is not None and {"gate_proj", "up_proj", "down_proj"} & set(config.lora.targets)
     if arch.is_moe and experts_adapted and p.tp % p.etp:
         problems.append(
             f"actor.lora has targets in experts, which needs an actor.parallel.etp that divides tp = {p.tp}; "
             f"{p.etp} does not: the gradient norm would count their adapters twice"
+        )
+    if config.lora is not None and arch.mla is None and arch.num_kv_heads < p.tp:
+        problems.append(
+            f"actor.lora: with actor.parallel.tp = {p.tp} ranks share the model's {arch.num_kv_heads} key/value heads, "
+            f"whose projections adapters cannot be cut like; tp may be {divisors(arch.num_kv_heads, p.tp)}"
         )
     if config.lora is not None and arch.family in _WITHOUT_ADAPTERS:
         problems.append(f"actor.lora is not supported with a {arch.family} model: train all weights, or another family")

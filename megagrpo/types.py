@@ -138,6 +138,18 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Targets:
+    """Holds the positions of a micro-batch whose next token the policy sampled, T of them, and where those tokens are.
+
+    Under context parallelism those of this rank's part.
+    """
+
+    flat: "Tensor"  # [T] int64, ascending: places in the flattened [b, s]
+    rows: "Tensor"  # [T] int64, the Batch row of the token that each predicts
+    columns: "Tensor"  # [T] int64, its Batch column
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """Holds what one forward pass sees: rows of a Batch, laid out [b, s] padded or as one packed row [1, s].
 
@@ -150,6 +162,7 @@ class MicroBatch:
     rows: "Tensor"  # [b, s] int64, the Batch row each position belongs to; -1 padding
     columns: "Tensor"  # [b, s] int64, the Batch column; -1 padding
     members: "Tensor"  # [n] int64, ascending: the Batch rows in it
+    targets: Targets
     max_seqlen: int = 0  # tokens of the longest sequence, padding included
 
 

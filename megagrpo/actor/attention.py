@@ -14,25 +14,26 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class _PaddedGrids:
+    """Says where tokens lie in padded [sequence, place] grids of queries and of keys."""
+
+    query_at: tuple[Tensor, Tensor]  # sequence and place [T / cp] of this rank's tokens
+    key_at: tuple[Tensor, Tensor]  # sequence and position [T] of all ranks' tokens, rank after rank
+    # [k, longest / cp] under context parallelism: positions in the whole sequences
+    query_position: Tensor | None
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's packed description plus where tokens lie in padded [sequence, place] grids of queries and of keys."""
+    """Megatron's packed description, which the padded path adds its grids to when it first needs them."""
 
-    query_at: tuple[Tensor, Tensor] | None = None  # sequence and place [T / cp] of this rank's tokens
-    key_at: tuple[Tensor, Tensor] | None = None  # sequence and position [T] of all ranks' tokens, rank after rank
-    # [k, longest / cp] under context parallelism: positions in the whole sequences
-    query_position: Tensor | None = None
+    _grids: _PaddedGrids | None = None
 
     @staticmethod
     def make(cu_seqlens: Tensor, max_seqlen: int) -> "PackedSequences":
         """Describes k sequences by cu_seqlens [k + 1] int32, from 0 to T; a dummy tail is one too."""
-        cp_size, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
-        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-        local = lengths // cp_size
-        sequence = torch.repeat_interleave(local)
-        place = torch.arange(len(sequence), device=lengths.device) - (local.cumsum(0) - local)[sequence]
-        by_rank = [zigzag_position(place, local[sequence], rank, cp_size) for rank in range(cp_size)]
-        grid = torch.zeros(len(lengths), max_seqlen // cp_size, dtype=torch.int64, device=lengths.device)
+        cp_size = mpu.get_context_parallel_world_size()
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -43,10 +44,24 @@ class PackedSequences(PackedSeqParams):
             cu_seqlens_kv_padded=cu_seqlens if cp_size > 1 else None,
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
-            query_at=(sequence, place),
-            key_at=(sequence.repeat(cp_size), torch.cat(by_rank)),
-            query_position=grid.index_put((sequence, place), by_rank[cp_rank]) if cp_size > 1 else None,
         )
+
+    def grids(self, num_tokens: int) -> _PaddedGrids:
+        """Returns the grids of `num_tokens` tokens of this rank, made once a micro-batch for all layers."""
+        if self._grids is None:
+            cp_size, cp_rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
+            lengths = (self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]).long()
+            local = lengths // cp_size
+            sequence = torch.repeat_interleave(local, output_size=num_tokens)  # without a size it waits for the device
+            place = torch.arange(num_tokens, device=lengths.device) - (local.cumsum(0) - local)[sequence]
+            by_rank = [zigzag_position(place, local[sequence], rank, cp_size) for rank in range(cp_size)]
+            grid = torch.zeros(len(lengths), self.max_seqlen_q // cp_size, dtype=torch.int64, device=lengths.device)
+            self._grids = _PaddedGrids(
+                query_at=(sequence, place),
+                key_at=(sequence.repeat(cp_size), torch.cat(by_rank)),
+                query_position=grid.index_put((sequence, place), by_rank[cp_rank]) if cp_size > 1 else None,
+            )
+        return self._grids
 
 
 def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_size: int) -> Tensor:
@@ -120,18 +135,18 @@ class CausalAttention(torch.nn.Module):
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         sequences, longest = len(packed.cu_seqlens_q) - 1, packed.max_seqlen_q
-        assert packed.query_at is not None and packed.key_at is not None, "not made by PackedSequences.make"
+        grids = packed.grids(len(query))
 
         def grid(flat: Tensor, places: int, where: tuple[Tensor, Tensor]) -> Tensor:
             """Lays [T, heads, d] out as [k, heads, places, d]."""
             return flat.new_zeros(sequences, places, *flat.shape[1:]).index_put(where, flat).transpose(1, 2)
 
         mask = None
-        if packed.query_position is not None:
-            mask = (packed.query_position[:, :, None] >= torch.arange(longest, device=query.device))[:, None]
-        keys, values = (grid(t, longest, packed.key_at) for t in (key, value))
-        out = self._attend(grid(query, longest // self.cp_size, packed.query_at), keys, values, mask).transpose(1, 2)
-        return out[packed.query_at].flatten(1)
+        if grids.query_position is not None:
+            mask = (grids.query_position[:, :, None] >= torch.arange(longest, device=query.device))[:, None]
+        keys, values = (grid(t, longest, grids.key_at) for t in (key, value))
+        out = self._attend(grid(query, longest // self.cp_size, grids.query_at), keys, values, mask).transpose(1, 2)
+        return out[grids.query_at].flatten(1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn

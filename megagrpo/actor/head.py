@@ -12,7 +12,6 @@ from torch import Tensor
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.model import HiddenStatesModel
 from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
-from megagrpo.batching.microbatch import targets
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -46,7 +45,7 @@ def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_lo
     """Returns what turns hidden states into the values of sampled tokens and gives them to `token_loss`."""
 
     def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
-        flat, rows, columns = targets(micro, batch)
+        flat, rows, columns = micro.targets.flat, micro.targets.rows, micro.targets.columns
         logprobs, entropy = token_values(actor, chunk, hidden, flat, batch.tokens[rows, columns], temperature)
         full_kl = None
         if batch.reference is not None:
@@ -92,7 +91,8 @@ def _full_kl(
     They predict the tokens at rows and columns `at` of the batch.
     """
     index, weight = reference.index[at], chunk.output_weight()
-    assert bool((index >= 0).all()), "the reference did not see a position on the rank that trains on it"
+    # on a GPU the device checks it when it comes there, and nobody waits
+    torch._assert_async((index >= 0).all(), "the reference did not see a position on the rank that trains on it")
     assert reference.output_weight is not None, "the last stage has the reference's output weight"
     return chunked_full_kl(
         hidden=gathered(actor, hidden)[flat],

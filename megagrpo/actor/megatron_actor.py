@@ -28,6 +28,7 @@ from megagrpo.actor.model import (
 from megagrpo.actor.optimizer import build_optimizer, take_step, wrap_chunks
 from megagrpo.actor.reference import AdaptersOff, HostReference
 from megagrpo.actor.router_bias import RouterBias
+from megagrpo.actor.router_losses import RouterLosses
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture
@@ -153,6 +154,8 @@ class MegatronActor:
         self.expert_load = _ExpertLoad(self.chunks, self.arch, device)
         rate = config.router_bias_update
         self.router_bias = None if rate is None else RouterBias(self.chunks, self.arch, rate, device)
+        losses = config.router_losses
+        self.router_losses = None if losses is None else RouterLosses(self.chunks, self.arch, losses, device)
 
     def _reduce_gradients(self, model: list, num_tokens: Tensor | None = None, **groups) -> None:
         """Collective. Sums gradients over ranks as Megatron does, without its token count.

@@ -56,6 +56,7 @@ class RouterBias:
     def _hook(self, layer: int):
         def count(module, inputs, output):
             if self._real is not None:
-                self._counts[layer] += output[1][self._real].sum(0, dtype=torch.int64)
+                real_map = output[1] & self._real[:, None]  # an index by a mask would wait for the device
+                self._counts[layer] += real_map.sum(0, dtype=torch.int64)
 
         return count

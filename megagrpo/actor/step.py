@@ -20,7 +20,7 @@ from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tok
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.model import HiddenStatesModel
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
-from megagrpo.batching.microbatch import plan_micro_batches, targets
+from megagrpo.batching.microbatch import plan_micro_batches
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
@@ -59,9 +59,9 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
     parts: list[Tensor] = []
 
     def keep(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
-        flat, rows, columns = targets(micro, batch)
-        index[rows, columns] = sum(len(part) for part in parts) + torch.arange(len(flat), device=index.device)
-        parts.append(gathered(actor, hidden)[flat].clone())
+        found, seen = micro.targets, sum(len(part) for part in parts)
+        index[found.rows, found.columns] = seen + torch.arange(len(found.flat), device=index.device)
+        parts.append(gathered(actor, hidden)[found.flat].clone())
         return hidden.sum() * 0.0, {}
 
     with torch.no_grad():
@@ -161,10 +161,10 @@ class _Measured:
 
     def means(self) -> dict[str, float]:
         """Returns losses of an update, which are divided already, and everything else of a token trained on."""
-        counts = ("padded", "real", "tokens")
+        counts, divided = ("padded", "real", "tokens"), ("loss/", "router/")
         tokens = self.sums.get("tokens", 1.0)
         return {
-            name: value / max(self.num_updates if name.startswith("loss/") else tokens, 1.0)
+            name: value / max(self.num_updates if name.startswith(divided) else tokens, 1.0)
             for name, value in self.sums.items()
             if name not in counts
         }
@@ -214,7 +214,8 @@ def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
     every = range(len(batch.tokens))
     collected = _run(actor, batch, every, over_tokens(actor, batch, 1.0, token_loss), forward_only=False)
     sums = _sum_over_ranks(actor, collected)
-    return {"loss/total": sums["loss/total"], **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
+    wanted = {name: value for name, value in sums.items() if name.startswith(("loss/", "router/"))}
+    return {**wanted, **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
 
 def _loss_inputs(batch: Batch, members: Tensor, values: TokenValues) -> LossInputs:
@@ -246,27 +247,37 @@ def _run(
 ) -> list[dict[str, Tensor]]:
     """Runs Megatron's schedule over the micro-batches of `rows`; returns the last stage's metric sums, [] elsewhere."""
     config, device = actor.config, actor.mesh.device
-    layout, cp_rank, bias = config.parallel, mpu.get_context_parallel_rank(), actor.router_bias
+    layout, cp_rank = config.parallel, mpu.get_context_parallel_rank()
+    bias, router_losses = (None, None) if forward_only else (actor.router_bias, actor.router_losses)
     multiple = _FP8_ROWS if actor.transformer.fp8 else 1
     micros = plan_micro_batches(
         batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank, multiple
     )
+    lengths = batch.lengths.tolist()
+    real = sum(lengths[row] for row in rows)
+    padded = sum(m.tokens.numel() for m in micros) * layout.cp
     counts = {
-        "padded": torch.tensor(float(sum(m.tokens.numel() for m in micros) * layout.cp), device=device),
-        "real": batch.lengths[list(rows)].sum(),
+        name: torch.full((), float(count), dtype=torch.float64, device=device)
+        for name, count in (("padded", padded), ("real", real))
     }
 
     def loss(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         value, sums = on_last_stage(micro, chunk, hidden)
-        return value, torch.tensor(0, dtype=torch.int, device=device), sums  # 0 tokens: Megatron divides by nothing
+        none = torch.zeros((), dtype=torch.int, device=device)  # 0 tokens: Megatron divides by nothing
+        return value, none, sums
 
     def forward_step(iterator: Iterator[MicroBatch], model):
         micro = next(iterator)
         packed = None if micro.cu_seqlens is None else PackedSequences.make(micro.cu_seqlens, micro.max_seqlen)
-        with nullcontext() if bias is None or forward_only else bias.counting(micro):
+        with (
+            nullcontext() if bias is None else bias.counting(micro),
+            nullcontext() if router_losses is None else router_losses.of(micro, batch),
+        ):
             hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
         return hidden, partial(loss, micro, model.module)
 
+    if router_losses is not None:
+        router_losses.begin(*actor.mesh.reduce(torch.tensor([len(rows), real]), "sum").tolist())
     iterators = [iter(micros) for _ in actor.model]
     collected = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -309,7 +320,8 @@ def _sum_over_ranks(actor: MegatronActor, collected: list[dict[str, Tensor]]) ->
         for i, name in enumerate(names):
             values[i] += sums[name].double() if name in sums else 0.0
     values = actor.mesh.reduce(_from_last_stage(values), "sum")
-    return dict(zip(names, values.tolist(), strict=True))
+    router = {} if actor.router_losses is None else actor.router_losses.take()
+    return {**dict(zip(names, values.tolist(), strict=True)), **router}
 
 
 def _expert_metrics(actor: MegatronActor) -> dict[str, float]:

@@ -1,8 +1,12 @@
-"""Micro-batches: rows of a Batch laid out for one forward pass, and which of its positions are trained on."""
+"""Micro-batches: rows of a Batch laid out for one forward pass, and which of its positions are trained on.
+
+Everything is planned on the host, from what is copied from the device once, and goes there without waiting: in the
+forward and backward of a micro-batch no size and no index depends on what a device has yet to compute.
+"""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -17,7 +21,17 @@ from megagrpo.batching.balance import (
 )
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, MicroBatch
+from megagrpo.types import Batch, MicroBatch, Targets
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Says on the host what lies where in a micro-batch of [b, s] positions."""
+
+    rows: Tensor  # [b, s] int64, -1 padding
+    positions: Tensor  # [b, s] int64
+    bounds: list[int] | None  # when packed: where sequences begin, and the end
+    members: list[int]
 
 
 def plan_micro_batches(
@@ -36,10 +50,12 @@ def plan_micro_batches(
     of every sequence, so sequences are padded to multiples of 2 cp; whole micro-batches are multiples of tp as well,
     since sequence parallelism cuts them; each rank's part of a row has a multiple of `multiple` tokens. With pipeline
     stages all micro-batches of all ranks have one shape, and with virtual ones their number is a multiple of pp:
-    Megatron's schedule asks for both.
+    Megatron's schedule asks for both. Waits for the batch's device once.
     """
     unit = 2 * layout.cp if layout.cp > 1 else 1
-    lengths = [_up(int(batch.lengths[r]), unit) for r in rows]
+    real_lengths, sampled = batch.lengths.cpu(), (batch.loss_mask > 0).cpu()
+    of_rows = real_lengths.tolist()
+    lengths = [_up(of_rows[r], unit) for r in rows]
     if layout.pp > 1 and not packed:
         # One shape: a row is as wide as the longest of all, and the budget is counted in such rows.
         lengths = [int(mesh.reduce(torch.tensor(max(lengths, default=1)), "max"))] * len(rows)
@@ -55,11 +71,14 @@ def plan_micro_batches(
     if layout.pp > 1:
         largest = mesh.reduce(torch.tensor([max(h for h, _ in shapes), max(w for _, w in shapes)]), "max")
         shapes = [(int(largest[0]), int(largest[1]))] * len(bins)
-    whole = [
-        _pack(batch, members, [length_of[r] for r in members], width) if packed else _pad(batch, members, height, width)
-        for members, (height, width) in zip(bins, shapes, strict=True)
-    ]
-    return whole if layout.cp == 1 else [_context_part(micro, cp_rank, layout.cp) for micro in whole]
+    micros = []
+    for members, (height, width) in zip(bins, shapes, strict=True):
+        if packed:
+            planned = _pack(real_lengths, members, [length_of[r] for r in members], width)
+        else:
+            planned = _pad(real_lengths, members, height, width)
+        micros.append(_micro_batch(batch, planned, real_lengths, sampled, (cp_rank, layout.cp)))
+    return micros
 
 
 def _aligned(lengths: list[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh) -> list[list[int]]:
@@ -82,76 +101,86 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _pack(batch: Batch, members: list[int], lengths: list[int], width: int) -> MicroBatch:
+def _pack(real_lengths: Tensor, members: list[int], lengths: list[int], width: int) -> _Layout:
     """Lays all members behind each other in one row [1, width], each padded to its length; the rest is a dummy
     sequence.
     """
-    device = batch.tokens.device
-    bounds = [0, *lengths, *([width - sum(lengths)] if width > sum(lengths) else [])]
-    positions = torch.cat([torch.arange(n, device=device) for n in bounds[1:]])
-    sequence = torch.repeat_interleave(torch.tensor(bounds[1:], device=device))
-    owner = torch.tensor([*members, -1], device=device)[sequence.clamp(max=len(members))]
-    real = (owner >= 0) & (positions < batch.lengths[owner.clamp(min=0)]) if members else owner >= 0
-    return _micro_batch(batch, members, torch.where(real, owner, -1)[None], positions[None], bounds)
+    sizes = [*lengths, *([width - sum(lengths)] if width > sum(lengths) else [])]
+    positions = torch.cat([torch.arange(n) for n in sizes])
+    sequence = torch.repeat_interleave(torch.tensor(sizes))
+    owner = torch.tensor([*members, -1])[sequence.clamp(max=len(members))]
+    bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    return _Layout(_real_rows(owner, positions, real_lengths)[None], positions[None], bounds, members)
 
 
-def _pad(batch: Batch, members: list[int], height: int, width: int) -> MicroBatch:
+def _pad(real_lengths: Tensor, members: list[int], height: int, width: int) -> _Layout:
     """Lays out one member a row, [height, width], with padding at the right and empty rows below."""
-    device = batch.tokens.device
-    positions = torch.arange(width, device=device).expand(height, width).contiguous()
-    owner = torch.tensor(members + [-1] * (height - len(members)), dtype=torch.int64, device=device)[:, None]
-    real = (owner >= 0).expand(height, width)
-    if members:
-        real = real & (positions < batch.lengths[owner.clamp(min=0)])
-    return _micro_batch(batch, members, torch.where(real, owner, -1), positions, None)
+    positions = torch.arange(width).expand(height, width).contiguous()
+    owner = torch.tensor(members + [-1] * (height - len(members)), dtype=torch.int64)[:, None].expand(height, width)
+    return _Layout(_real_rows(owner, positions, real_lengths), positions, None, members)
+
+
+def _real_rows(owner: Tensor, positions: Tensor, real_lengths: Tensor) -> Tensor:
+    """Returns the Batch rows of positions, -1 beyond the end of their sequences; all of any one shape."""
+    lengths = torch.cat((real_lengths, real_lengths.new_zeros(1)))  # the last: of owner -1
+    return torch.where(positions < lengths[owner], owner, -1)
 
 
 def _micro_batch(
-    batch: Batch, members: list[int], rows: Tensor, positions: Tensor, bounds: list[int] | None
+    batch: Batch, planned: _Layout, real_lengths: Tensor, sampled: Tensor, context: tuple[int, int]
 ) -> MicroBatch:
-    real = rows >= 0
+    """Returns a context-parallel rank's part (rank, size), on the batch's device."""
+    rows, positions = planned.rows, planned.positions
+    if context[1] > 1:
+        index = _context_part(planned.bounds or [0, rows.shape[1]], *context)
+        rows, positions = rows[:, index], positions[:, index]
+    columns = torch.where(rows >= 0, positions, -1)
+    found = targets(rows, columns, real_lengths, sampled)
+    longest = rows.shape[1] * context[1] if planned.bounds is None else max(b - a for a, b in pairwise(planned.bounds))
+
+    def there(tensor: Tensor) -> Tensor:
+        if not batch.tokens.is_cuda:
+            return tensor
+        return tensor.pin_memory().to(batch.tokens.device, non_blocking=True)
+
+    rows, columns = there(rows), there(columns)
     tokens = torch.zeros_like(rows)
-    tokens[real] = batch.tokens[rows[real], positions[real]]
+    if len(batch.tokens):
+        tokens = torch.where(rows >= 0, batch.tokens[rows.clamp(min=0), columns.clamp(min=0)], 0)
     return MicroBatch(
         tokens=tokens,
-        positions=positions,
-        cu_seqlens=None if bounds is None else torch.tensor(bounds, device=rows.device).cumsum(0).int(),
+        positions=there(positions),
+        cu_seqlens=None if planned.bounds is None else there(torch.tensor(planned.bounds, dtype=torch.int32)),
         rows=rows,
-        columns=torch.where(real, positions, -1),
-        members=torch.tensor(sorted(members), dtype=torch.int64, device=rows.device),
-        max_seqlen=positions.shape[1] if bounds is None else max(bounds),
+        columns=columns,
+        members=there(torch.tensor(sorted(planned.members), dtype=torch.int64)),
+        targets=Targets(there(found.flat), there(found.rows), there(found.columns)),
+        max_seqlen=longest,
     )
 
 
-def _context_part(micro: MicroBatch, cp_rank: int, cp_size: int) -> MicroBatch:
-    """Returns a context-parallel rank's part: of 2 cp equal chunks of every sequence the cp_rank-th from either end."""
-    width = micro.tokens.shape[1]
-    bounds = [0, width] if micro.cu_seqlens is None else micro.cu_seqlens.tolist()
+def _context_part(bounds: list[int], cp_rank: int, cp_size: int) -> Tensor:
+    """Returns which positions a context-parallel rank has, [s / cp]: of 2 cp equal chunks of every sequence, from
+    bound to bound, the cp_rank-th from either end.
+    """
     kept = []
     for start, end in pairwise(bounds):
         chunk = (end - start) // (2 * cp_size)
         for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            kept.append(torch.arange(start + number * chunk, start + (number + 1) * chunk, device=micro.tokens.device))
-    index = torch.cat(kept)
-    return replace(
-        micro,
-        tokens=micro.tokens[:, index],
-        positions=micro.positions[:, index],
-        rows=micro.rows[:, index],
-        columns=micro.columns[:, index],
-    )
+            kept.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+    return torch.cat(kept)
 
 
-def targets(micro: MicroBatch, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def targets(rows: Tensor, columns: Tensor, lengths: Tensor, sampled: Tensor) -> Targets:
     """Returns the positions whose next token the policy sampled: the one place that shifts.
 
-    They are flat positions [T] into the micro-batch (row-major), with the Batch row [T] and column [T] of the token
-    that each predicts, all int64.
+    rows, columns: [b, s] int64, of the Batch, -1 padding. lengths: [N] of the Batch. sampled: [N, S] bool.
     """
-    rows, columns = micro.rows.flatten(), micro.columns.flatten()
-    real = rows >= 0
-    next_column = (columns + 1).clamp(max=batch.tokens.shape[1] - 1)
-    has_next = real & (columns + 1 < batch.lengths[rows.clamp(min=0)]) if len(batch.lengths) else real
-    sampled = batch.loss_mask[rows.clamp(min=0), next_column] > 0 if len(batch.lengths) else real
-    flat = torch.nonzero(has_next & sampled).flatten()
-    return flat, rows[flat], columns[flat] + 1
+    rows, columns = rows.flatten(), columns.flatten()
+    found = rows >= 0
+    if len(lengths):
+        next_column = (columns + 1).clamp(max=sampled.shape[1] - 1)
+        owner = rows.clamp(min=0)
+        found = found & (columns + 1 < lengths[owner]) & sampled[owner, next_column]
+    flat = torch.nonzero(found).flatten()
+    return Targets(flat, rows[flat], columns[flat] + 1)

@@ -11,10 +11,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megagrpo.actor import head, layer_specs, model, step
+from megagrpo.actor import layer_specs, model, step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.model import build_chunk
 from megagrpo.algo.loss import objective
+from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.families import deepseek_v3
 from megagrpo.families.loading import Shard
@@ -112,13 +113,13 @@ def _router_differs_between_ranks() -> Iterator[Plant]:
 def _label_of_local_neighbour() -> Iterator[Plant]:
     """Shifts labels inside this rank's part of a sequence: wrong at the seams that context parallelism cuts."""
 
-    def local_targets(micro, batch):
-        flat, rows, columns = targets(micro, batch)
-        neighbour = (flat + 1).clamp(max=micro.rows.numel() - 1)
-        same_row = micro.rows.flatten()[neighbour] == rows
-        return flat, rows, torch.where(same_row, micro.columns.flatten()[neighbour], columns)
+    def local_targets(rows, columns, *rest):
+        found = targets(rows, columns, *rest)
+        neighbour = (found.flat + 1).clamp(max=rows.numel() - 1)
+        same_row = rows.flatten()[neighbour] == found.rows
+        return replace(found, columns=torch.where(same_row, columns.flatten()[neighbour], found.columns))
 
-    with _replaced(head, targets=local_targets), _replaced(step, targets=local_targets):
+    with _replaced(microbatch, targets=local_targets):
         yield lambda actor: None
 
 

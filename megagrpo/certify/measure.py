@@ -121,6 +121,7 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
         logprob_chunk_tokens=_CHUNK_TOKENS,
         deadline_s=config.actor.deadline_s,
         lora=config.actor.lora,
+        router_losses=config.actor.router_losses,
     )
     changes: dict = {"distributed": case.distributed}
     if config.actor.lora is not None:

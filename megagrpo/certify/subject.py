@@ -36,17 +36,19 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
             f"{config.model.path}/config.json does not exist: the certificate needs the model's architecture"
         )
     arch = architecture_of(real)
-    kv_heads = math.lcm(2, parallel.tp)  # the standing layouts cut by 2
+    shards = math.lcm(2, parallel.tp)  # the standing layouts cut by 2
+    # fewer key/value heads than the experiment's ranks stay fewer
+    kv_heads = shards if arch.num_kv_heads >= parallel.tp else math.gcd(arch.num_kv_heads, parallel.tp)
     grouped = arch.num_heads != arch.num_kv_heads
     sizes = TinyModelConfig(
         path=str(folder / "model"),
         family=arch.family,
-        hidden_size=16 * kv_heads * (1 + grouped),
+        hidden_size=16 * shards * (1 + grouped),
         num_layers=math.lcm(4, parallel.pp * parallel.vpp),
-        num_heads=kv_heads * (1 + grouped),
+        num_heads=shards * (1 + grouped),
         num_kv_heads=kv_heads,
         head_dim=16,
-        ffn_size=32 * kv_heads,
+        ffn_size=32 * shards,
         num_experts=math.lcm(8, 2 * parallel.ep),
         experts_per_token=min(arch.experts_per_token, 4) if arch.is_moe else 1,
         expert_ffn_size=32 * (math.lcm(parallel.tp, parallel.etp) if arch.shared_ffn_size else parallel.etp),

@@ -130,10 +130,24 @@ class LoraConfig(Section):
 
 
 class RouterLossConfig(Section):
-    """Losses of the routers of a model with experts, divided by the global number of tokens."""
+    """Losses of the routers, of real tokens alone, divided by what is counted over the whole update on all ranks."""
 
-    balance: NonNegativeFloat = Field(default=0.0, description="Coefficient of the load-balancing loss; 0: none.")
-    z: NonNegativeFloat = Field(default=0.0, description="Coefficient of the z-loss of the routers' logits; 0: none.")
+    balance: NonNegativeFloat = Field(
+        default=0.0,
+        description="Coefficient of the balance loss of single sequences (DeepSeek-V3's; 1 is balanced): the mean over "
+        "the update's samples, summed over layers; 0: none. DeepSeek-V3 took 0.0001.",
+    )
+    z: NonNegativeFloat = Field(
+        default=0.0,
+        description="Coefficient of the z-loss: the squared log-sum-exp of a token's router logits, the mean over the "
+        "update's tokens, summed over layers; 0: none. ST-MoE took 0.001.",
+    )
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if not self.balance and not self.z:
+            raise ValueError("balance and z are both 0: set one, or remove router_losses")
+        return self
 
 
 class ActorConfig(Section):
@@ -162,7 +176,7 @@ class ActorConfig(Section):
         "biases stay as they are.",
     )
     router_losses: RouterLossConfig | None = Field(
-        default=None, description="Auxiliary losses of the routers; default: none."
+        default=None, description="Auxiliary losses of the routers of a model with experts; default: none."
     )
     micro_batch_tokens: PositiveInt = Field(
         default=4096, description="Most tokens in one forward pass, padding included."
@@ -236,4 +250,6 @@ class ActorConfig(Section):
             )
         if self.lora is not None and self.router_bias_update is not None:
             raise ValueError("with lora all other weights stay, the routers' biases too: remove router_bias_update")
+        if self.lora is not None and self.router_losses is not None:
+            raise ValueError("with lora all other weights stay, the routers' too: remove router_losses")
         return self

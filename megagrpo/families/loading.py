@@ -118,6 +118,9 @@ def _load_qkv(
 ) -> None:
     """Loads Megatron's interleaving by key/value head: [q of its queries, k, v] for each of the local groups."""
     queries, dim, groups = arch.num_heads // arch.num_kv_heads, arch.head_dim, arch.num_kv_heads
+    if groups < shard.size:
+        _load_part_of_group(parameter, arch, hf, prefix, kind, shard)
+        return
     local = groups // shard.size
     tail = parameter.shape[1:]  # (hidden,) for the weight, () for the bias
     target = parameter.view(local, queries + 2, dim, *tail)
@@ -129,6 +132,26 @@ def _load_qkv(
     for name, (place, heads) in places.items():
         source = hf[f"{prefix}{name}_proj.{kind}"].view(groups, heads, dim, *tail)
         target[:, place].copy_(shard.rows(source))
+
+
+def _load_part_of_group(
+    parameter: Tensor, arch: Architecture, hf: Mapping[str, Tensor], prefix: str, kind: str, shard: Shard
+) -> None:
+    """Loads this rank's rows of a group [q of its queries, k, v] that several ranks share, cut evenly, also in heads.
+
+    Megatron gathers a layer's projections from all ranks, and each takes from them the heads that it computes with.
+    """
+    queries, dim = arch.num_heads // arch.num_kv_heads, arch.head_dim
+    group, first = divmod(shard.rank * len(parameter), (queries + 2) * dim)
+    last, start = first + len(parameter), 0
+    for name, heads in (("q", queries), ("k", 1), ("v", 1)):
+        end = start + heads * dim
+        low, high = max(first, start), min(last, end)
+        if low < high:
+            source = hf[f"{prefix}{name}_proj.{kind}"]
+            shift = group * heads * dim - start
+            parameter[low - first : high - first].copy_(source[low + shift : high + shift])
+        start = end
 
 
 def _load_gated(

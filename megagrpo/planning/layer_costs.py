@@ -54,13 +54,15 @@ def _attention(arch: Architecture, actor: ActorConfig, at: _Tokens) -> LayerCost
     if arch.mla is not None:
         return _latent_attention(arch, arch.mla, actor, at)
     p, dim = actor.parallel, arch.head_dim
-    heads, groups = arch.num_heads / p.tp, arch.num_kv_heads / p.tp
-    qkv = (heads + 2 * groups) * dim
+    shared = arch.num_kv_heads < p.tp  # then every rank gathers the whole projection, and has one key/value head
+    heads, groups = arch.num_heads / p.tp, max(arch.num_kv_heads / p.tp, 1)
+    qkv = (arch.num_heads + 2 * arch.num_kv_heads) / p.tp * dim
+    held = qkv * p.tp if shared else qkv
     # the projection; queries before their norm; queries and keys turned; attention's output and its log-sum-exp
-    kept = (qkv + heads * dim * arch.qk_norm + (heads + groups) * dim + heads * dim) * at.width + heads * _FP32
+    kept = (held + heads * dim * arch.qk_norm + (heads + groups) * dim + heads * dim) * at.width + heads * _FP32
     return LayerCost(
         kept=kept * at.whole,
-        transient=2 * qkv * at.whole * at.width + _gathered(arch, actor, at),
+        transient=2 * held * at.whole * at.width + _gathered(arch, actor, at),
         flops=2 * arch.hidden_size * (qkv + heads * dim) * at.whole,
         pair_flops=4 * heads * dim,
         sent={"tp": _gathers(arch, actor, at, 2), "cp": 2 * groups * dim * at.whole * at.width * (p.cp - 1)},

@@ -187,7 +187,7 @@ class RolloutSource:
         """Collective. Returns the largest of each value over all ranks."""
         if self._mesh.world_size == 1:
             return [int(value) for value in values]
-        tensor = torch.tensor([int(value) for value in values], device=self._mesh.device)
+        tensor = torch.tensor([int(value) for value in values])  # over gloo: a poll is nothing for a GPU to wait for
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 

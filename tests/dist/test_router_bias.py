@@ -1,6 +1,11 @@
-"""actor.router_bias_update: biases move by the counts of all real tokens of an update, the same in every layout."""
+"""What is computed of routers beside routing: biases that move, losses; the same in every layout, of real tokens alone.
+
+actor.router_bias_update moves biases by the counts of all tokens of an update; actor.router_losses are compared with
+formulas written out in plain torch, on one rank, a sample at a time.
+"""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,52 +19,119 @@ from megagrpo.tiny.model import random_tensors
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import LENGTHS, VOCAB
 
-RATE = 0.01
-LAYOUTS = {
+RATE, LOSSES = 0.01, {"balance": 0.3, "z": 0.02}
+VALUE_BOUND, GRADIENT_BOUND = 1e-5, 1e-5
+# deepseek_v3: sigmoid routers with biases and groups; its first layer is dense. qwen3_moe: softmax routers
+MODELS = ("deepseek_v3", "qwen3_moe")
+BIAS_LAYOUTS = {
     "TP2xEP2 recomputed": {"parallel": {"tp": 2, "ep": 2}, "packing": False, "budget": 200, "recompute": "full"},
     "CP2 packed": {"parallel": {"cp": 2}},
     "PP2 padded": {"parallel": {"pp": 2}, "packing": False, "budget": 200},
     "DP2 packed": {"parallel": {}},
 }
+ONE_RANK = {
+    "1 packed": {},
+    "1 padded": {"packing": False, "budget": 4096},
+    "1 recomputed": {"recompute": "full", "budget": 100},
+}
+_LOSSES_ALONE = {
+    "TP2+SP packed": {"parallel": {"tp": 2}},
+    "PP2xVPP2 recomputed": {"parallel": {"pp": 2, "vpp": 2}, "recompute": "full"},
+    "PP2, experts recomputed": {
+        "parallel": {"pp": 2},
+        "recompute": "selective",
+        "megatron": {"recompute_modules": ["moe"]},
+    },
+    "EP2 padded": {"parallel": {"ep": 2}, "packing": False, "budget": 100},
+    "CP2 padded": {"parallel": {"cp": 2}, "packing": False, "budget": 200, "recompute": "full"},
+    "DP2 small": {"parallel": {}, "budget": 1},
+}
+LOSS_LAYOUTS = {
+    "deepseek_v3": BIAS_LAYOUTS | _LOSSES_ALONE,
+    "qwen3_moe": {name: _LOSSES_ALONE[name] for name in ("TP2+SP packed", "EP2 padded", "CP2 padded")},
+}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    """DeepSeek-V3 with random biases; its first layer is dense, one pipeline stage of two has half of the others."""
-    folder = tmp_path_factory.mktemp("bias") / "model"
+@dataclass
+class Ran:
+    """Results by job: (what, model, layout)."""
+
+    results: dict[tuple[str, str, str], dict]
+
+    def of(self, what: str) -> dict[tuple[str, str], dict]:
+        return {key[1:]: result for key, result in self.results.items() if key[0] == what}
+
+
+def write_model(folder: Path, family: str, num_kv_heads: int = 2) -> Path:
     sizes = TinyModelConfig(
         path=str(folder),
-        family="deepseek_v3",
+        family=family,
         hidden_size=64,
         num_heads=4,
+        num_kv_heads=num_kv_heads,
         head_dim=16,
         ffn_size=96,
         expert_ffn_size=48,
     )
     description = hf_config(sizes) | {"vocab_size": VOCAB}
-    like = folder.with_name("description")
-    like.mkdir()
+    like = folder / "description"
+    like.mkdir(parents=True)
     (like / "config.json").write_text(json.dumps(description))
     generator = torch.Generator().manual_seed(0)
     tensors = random_tensors(architecture_of(description), generator)
     for name in tensors:
         if name.endswith("e_score_correction_bias"):
             tensors[name] = 0.05 * torch.randn(tensors[name].shape, generator=generator)
-    write_hf_folder(folder, iter([tensors]), like=like, dtype=torch.float32)
-    return folder
+        if name.endswith("mlp.gate.weight"):
+            tensors[name] *= 5.0  # experts that differ: balanced ones would have next to no gradient
+    write_hf_folder(folder / "model", iter([tensors]), like=like, dtype=torch.float32)
+    return folder / "model"
 
 
-def test_biases_move_against_the_load_alike_in_every_layout(model: Path, tmp_path: Path):
-    base = {"model": str(model), "rate": RATE}
-    alone = {**base, "packing": False, "budget": 1, "count": True}  # a sample a micro-batch: nothing is padded
-    one, still = run_ranks(1, tmp_path / "one", [alone, {**alone, "rate": None}], script="router_bias_ranks.py")
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Ran:
+    """Both features on one rank and on two, in one launch each."""
+    folder, jobs = tmp_path_factory.mktemp("routers"), {1: {}, 2: {}}
+    alone = {"packing": False, "budget": 1, "count": True}  # a sample a micro-batch: nothing is padded
+    for family in MODELS:
+        model = str(write_model(folder / family, family))
+        losses = {"model": model, "losses": LOSSES, "reference": str(folder / f"{family}.pt")}
+        jobs[1]["by hand", family, "1"] = {**losses, "write": True}
+        for world, layouts in ((1, ONE_RANK), (2, LOSS_LAYOUTS[family])):
+            jobs[world] |= {("losses", family, name): {**losses, **options} for name, options in layouts.items()}
+        if family == "deepseek_v3":
+            base = {"model": model, "rate": RATE}
+            jobs[1]["bias", family, "1"] = {**base, **alone}
+            jobs[1]["no bias", family, "1"] = {**base, **alone, "rate": None}
+            jobs[2] |= {("bias", family, name): {**base, **options} for name, options in BIAS_LAYOUTS.items()}
+    results: dict = {}
+    for world, of_world in jobs.items():
+        found = run_ranks(world, folder / f"world{world}", list(of_world.values()), script="router_bias_ranks.py")
+        results |= dict(zip(of_world, found, strict=True))
+    return Ran(results)
+
+
+def test_biases_move_against_the_load_alike_in_every_layout(ran: Ran):
+    found = ran.of("bias")
+    one, still = found["deepseek_v3", "1"], ran.of("no bias")["deepseek_v3", "1"]
     assert still["after"] == still["before"] == one["before"], "without the option they stay"
     for layer, counts in one["counts"].items():
         assert sum(counts) == 2 * sum(LENGTHS), "every token chose two experts"
         mean = sum(counts) / len(counts)
         for count, before, after in zip(counts, one["before"][layer], one["after"][layer], strict=True):
             assert after == pytest.approx(before + RATE * ((mean > count) - (mean < count)), abs=1e-7)
-    jobs = [{**base, **layout} for layout in LAYOUTS.values()]
-    results = run_ranks(2, tmp_path / "two", jobs, script="router_bias_ranks.py")
-    for name, result in zip(LAYOUTS, results, strict=True):
+    for name, result in found.items():
         assert result["after"] == one["after"], name
+
+
+def test_losses_are_what_is_by_hand_in_every_layout(ran: Ran):
+    found = ran.of("losses")
+    assert len(found) == sum(len({*ONE_RANK, *layouts}) for layouts in LOSS_LAYOUTS.values())
+    problems = []
+    for name, result in found.items():
+        values = {what: abs(result[what]) for what in ("balance", "z")}
+        problems += [f"{name}: {what} off by {error:.2g}" for what, error in values.items() if not error <= VALUE_BOUND]
+        largest = max(result["gradients"], key=lambda tensor: result["gradients"][tensor])
+        error = result["gradients"][largest]
+        problems += [] if error <= GRADIENT_BOUND else [f"{name}: gradient of {largest} off by {error:.2g}"]
+    assert not problems, "\n".join(problems)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.batching.batch import build_batch, shuffle_rewards
-from megagrpo.batching.microbatch import plan_micro_batches, targets
+from megagrpo.batching.microbatch import plan_micro_batches
 from megagrpo.batching.updates import one_pass, plan_updates
 from megagrpo.config.schema import ParallelConfig, TrainConfig
 from megagrpo.mesh import Mesh
@@ -184,11 +184,10 @@ def test_targets_are_the_trained_tokens_each_from_the_position_before(
     found = torch.zeros_like(batch.loss_mask)
     for cp_rank in range(layout.cp):
         for micro in plan_micro_batches(batch, range(len(batch.tokens)), budget, packed, layout, ALONE, cp_rank):
-            flat, rows, columns = targets(micro, batch)
-            assert torch.equal(micro.rows.flatten()[flat], rows) and torch.equal(
-                micro.columns.flatten()[flat] + 1, columns
-            )
-            found[rows, columns] += 1
+            of = micro.targets
+            assert torch.equal(micro.rows.flatten()[of.flat], of.rows)
+            assert torch.equal(micro.columns.flatten()[of.flat] + 1, of.columns)
+            found[of.rows, of.columns] += 1
     assert torch.equal(found, batch.loss_mask)
 
 
@@ -207,4 +206,4 @@ def test_no_sample_gives_a_dummy_micro_batch(packed: bool, sizes: dict):
     micros = plan_micro_batches(batch, [], 10, packed, ParallelConfig(**sizes), ALONE)
     for micro in micros:
         assert micro.tokens.shape[1] > 0 and (micro.rows == -1).all()
-        assert all(len(t) == 0 for t in targets(micro, batch))
+        assert all(len(tensor) == 0 for tensor in vars(micro.targets).values())

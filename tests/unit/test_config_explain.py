@@ -81,9 +81,9 @@ def test_the_big_model_has_the_size_in_its_name():
             "tp = 8 does not divide the model's num_attention_heads = 4",
         ),
         (
-            DENSE,
+            {**DENSE, "num_attention_heads": 12, "num_key_value_heads": 3},
             ["actor.world_size=4", "actor.parallel={tp: 4}"],
-            "tp = 4 does not divide the model's num_key_value_heads = 2",
+            "tp = 4 does not divide the model's num_key_value_heads = 3",
         ),
         (
             DENSE,

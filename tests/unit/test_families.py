@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from megagrpo import environment
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import TinyModelConfig
+from megagrpo.families.loading import Shard, _load_qkv
 from megagrpo.families.table import FAMILIES, architecture_of, model_problems, model_tensors, read_architecture
 from megagrpo.layout import layout_problems
 from megagrpo.preflight import check_against_model
@@ -222,3 +224,20 @@ def test_check_and_the_actor_say_the_same_of_a_layout():
     with pytest.raises(ValueError, match="the model does not fit the layout") as refused:
         check_layout(arch, config.actor)
     assert all(text in str(refused.value) for text in problems)
+
+
+@pytest.mark.parametrize("heads, kv_heads, ranks", [(4, 1, 2), (4, 1, 4), (4, 2, 4), (8, 2, 8), (6, 3, 6), (8, 4, 4)])
+@pytest.mark.parametrize("kind, hidden", [("weight", (5,)), ("bias", ())])
+def test_ranks_that_share_a_head_hold_even_parts_of_megatrons_matrix(heads, kv_heads, ranks, kind, hidden):
+    """Megatron cuts [q of its queries, k, v] of all groups into rows of equal number, inside heads too."""
+    dim = 4
+    arch = architecture_of(hf_config(TinyModelConfig(path="x")))
+    arch = replace(arch, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
+    sizes = {"q": heads, "k": kv_heads, "v": kv_heads}
+    hf = {f"{name}_proj.{kind}": torch.randn(number * dim, *hidden) for name, number in sizes.items()}
+    whole = torch.empty((heads + 2 * kv_heads) * dim, *hidden)
+    _load_qkv(whole, arch, hf, "", kind, Shard(0, 1))
+    parts = [torch.full_like(part, torch.nan) for part in whole.chunk(ranks)]
+    for rank, part in enumerate(parts):
+        _load_qkv(part, arch, hf, "", kind, Shard(rank, ranks))
+    assert torch.equal(torch.cat(parts), whole)

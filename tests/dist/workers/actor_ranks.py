@@ -15,10 +15,9 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
 
 from megagrpo import checkpoint
-from megagrpo.actor import head, step
+from megagrpo.actor import step
 from megagrpo.actor.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
@@ -33,6 +32,7 @@ from megagrpo.hf_files import HfFolder
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
 from megagrpo.weights.peft_folder import PeftFolder, export_peft
+from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
@@ -76,32 +76,6 @@ def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig) -> 
     ]
 
 
-@contextmanager
-def recorded_logits() -> Iterator[list[tuple]]:
-    """Inside, every call of token_values leaves (rows, columns, logits [T, vocabulary]) of its positions."""
-    seen, places, targets, token_values = [], None, head.targets, head.token_values
-
-    def noting_targets(micro, batch):
-        nonlocal places
-        places = targets(micro, batch)
-        return places
-
-    def noting_values(actor, chunk, hidden, flat, tokens, temperature):
-        states = head.gather_from_sequence_parallel_region(hidden) if actor.config.parallel.tp > 1 else hidden
-        local = states.transpose(0, 1).flatten(0, 1)[flat] @ chunk.output_weight().T
-        shards = [torch.empty_like(local) for _ in range(actor.config.parallel.tp)]
-        dist.all_gather(shards, local.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        _, rows, columns = places
-        seen.append((rows, columns, torch.cat(shards, 1)[:, :VOCAB]))
-        return token_values(actor, chunk, hidden, flat, tokens, temperature)
-
-    head.targets, head.token_values = noting_targets, noting_values
-    try:
-        yield seen
-    finally:
-        head.targets, head.token_values = targets, token_values
-
-
 def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
     """Against transformers: logits of every predicting position, log-probabilities, gradients; export, bit by bit."""
     truth = torch.load(f"{job['model']}.pt")
@@ -132,13 +106,17 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
         "loss": abs(loss - truth["loss"]),
         "gradients": ratios(actor.trained_weights(weights), actor.gradients(), hf_gradients, actor.mesh),
     }
+    return result | exported(actor, weights, job, folder)
+
+
+def exported(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """Whether the export of untrained weights is the folder that was loaded, bit by bit."""
     export_hf(folder / "exported", weights, actor.mesh, like=job["model"], dtype="float32")
-    if actor.mesh.is_main:
-        written, source = HfFolder(folder / "exported"), HfFolder(job["model"])
-        result["export"] = written.keys() == source.keys() and all(
-            torch.equal(written[name].view(torch.int32), source[name].view(torch.int32)) for name in source
-        )
-    return result
+    if not actor.mesh.is_main:
+        return {}
+    written, source = HfFolder(folder / "exported"), HfFolder(job["model"])
+    same = (torch.equal(written[name].view(torch.int32), source[name].view(torch.int32)) for name in source)
+    return {"export": written.keys() == source.keys() and all(same)}
 
 
 def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
@@ -350,6 +328,7 @@ JOBS = {
     "refusal": refusal_job,
     "adapters": adapters_job,
     "biases": biases_job,
+    "export": exported,
 }
 
 

@@ -1,9 +1,10 @@
-"""One rank that makes an update and tells where the routers' biases are after it. usage: router_bias_ranks.py FOLDER"""
+"""One rank that moves the routers' biases or computes the routers' losses. usage: router_bias_ranks.py FOLDER"""
 
 import json
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.model import routers
-from megagrpo.certify.measure import joined
+from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.config.actor import RouterLossConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of, gradient
@@ -48,6 +50,69 @@ def counted_by_hand(actor: MegatronActor) -> dict[int, list[int]]:
     return {layer: count.tolist() for layer, count in counts.items()}
 
 
+def bias_job(actor: MegatronActor, job: dict) -> dict:
+    load_initial_weights(actor, job["model"])
+    result: dict = {"before": biases(actor)}
+    if "count" in job:
+        result["counts"] = counted_by_hand(actor)
+    for _ in range(2):  # what was counted before is not counted again
+        gradient(actor, batch_of(actor.mesh), PLAIN)
+    actor.optimizer_step()
+    return result | {"after": biases(actor)}
+
+
+def losses_by_hand(actor: MegatronActor, balance: float, z: float) -> dict[str, float]:
+    """Leaves the gradients of both losses as plain torch has them: one sample a forward, every formula written out."""
+    batch, logits, total = batch_of(actor.mesh), {}, {"balance": 0.0, "z": 0.0}
+    of_layer = {i: r for chunk in actor.chunks for i, r in routers(chunk).items()}
+    for layer, router in of_layer.items():
+        gating = router.gating
+        router.gating = lambda x, layer=layer, gating=gating: (
+            logits.setdefault(layer, []).append(gating(x)) or (logits[layer][-1])
+        )
+    actor.zero_grad()
+    experts, chosen = actor.arch.num_experts, actor.arch.experts_per_token
+    for row, length in enumerate(batch.lengths.tolist()):
+        logits.clear()
+        hidden = actor.model[0](batch.tokens[row : row + 1, :length], torch.arange(length)[None], None)
+        loss = hidden.sum() * 0.0
+        for [of_sequence] in logits.values():
+            of_sequence = of_sequence.flatten(0, 1)
+            scores = of_sequence.sigmoid() if actor.arch.sigmoid_router else of_sequence.softmax(1)
+            took = torch.zeros_like(scores).scatter(1, scores.topk(chosen).indices, 1.0)
+            f = experts / (chosen * length) * took.sum(0)
+            mean_score = (scores / scores.sum(1, keepdim=True)).mean(0)
+            sequence_loss, z_sum = (f * mean_score).sum(), (of_sequence.exp().sum(1).log() ** 2).sum()
+            total["balance"] += float(sequence_loss) / len(batch.lengths) / len(of_layer)
+            total["z"] += float(z_sum) / int(batch.lengths.sum()) / len(of_layer)
+            loss = loss + balance * sequence_loss / len(batch.lengths) + z * z_sum / batch.lengths.sum()
+        loss.backward()
+    return total
+
+
+def losses_job(actor: MegatronActor, job: dict) -> dict:
+    """With advantages of 0 the routers' losses alone have a gradient; the reference job writes what is by hand."""
+    weights = actor.trained_weights(load_initial_weights(actor, job["model"]))
+    if "write" in job:
+        total = losses_by_hand(actor, **job["losses"])
+        torch.save(total | {"gradients": whole(weights, actor.gradients(), actor.mesh)}, job["reference"])
+        return {}
+    reference = torch.load(job["reference"])
+    batch = batch_of(actor.mesh)
+    batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
+    rows = range(len(batch.tokens))
+    step.token_logprobs(actor, batch, 1.0)  # no update: it adds nothing
+    for _ in range(2):  # what was added up before is not added again
+        denominators = step.denominators_of(actor, batch, rows, PLAIN, 32)
+        sums = step.backward(actor, batch, rows, PLAIN, 1.0, denominators)
+    gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh)
+    return {
+        "balance": sums["router/balance_loss"] / reference["balance"] - 1,
+        "z": sums["router/z_loss"] / reference["z"] - 1,
+        "gradients": gradients,
+    }
+
+
 def main(folder: Path) -> None:
     results = []
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
@@ -57,24 +122,19 @@ def main(folder: Path) -> None:
             packing=job.get("packing", True),
             micro_batch_tokens=job.get("budget", 64),
             recompute=job.get("recompute", "none"),
-            router_bias_update=job["rate"],
+            megatron=job.get("megatron", {}),
+            router_bias_update=job.get("rate"),
+            router_losses=RouterLossConfig(**job["losses"]) if "losses" in job and "write" not in job else None,
             deadline_s=120.0,
         )
         with joined(
             folder / f"store{number}",
             config=config,
-            optimizer=OptimizerConfig(**OPTIMIZER),
+            optimizer=OptimizerConfig(**OPTIMIZER, distributed="losses" not in job),
             model_path=job["model"],
             device=DEVICE,
         ) as actor:
-            load_initial_weights(actor, job["model"])
-            result: dict = {"before": biases(actor)}
-            if "count" in job:
-                result["counts"] = counted_by_hand(actor)
-            for _ in range(2):  # what was counted before is not counted again
-                gradient(actor, batch_of(actor.mesh), PLAIN)
-            actor.optimizer_step()
-            results.append(result | {"after": biases(actor)})
+            results.append(losses_job(actor, job) if "losses" in job else bias_job(actor, job))
     if os.environ["RANK"] == "0":
         (folder / "results.json").write_text(json.dumps(results))
 

@@ -25,7 +25,8 @@ from megagrpo.checkpoint import Retention, RunIdentity
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.types import TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, gradient, recorded_logits
+from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, gradient
+from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, WIDTH
 
 ANY = RunIdentity({}, {})

@@ -1,0 +1,40 @@
+"""More tensor-parallel ranks than key/value heads: updates are of one rank, exports equal the folder bit by bit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_actor_layouts import problems_of
+from tests.dist.test_router_bias import write_model
+from tests.dist.workers.launch import run_ranks
+
+CASES = {
+    "qwen3": {"packing": True, "budget": 64},  # norms of heads, whose gradients several ranks have a part of
+    "qwen2": {"packing": False, "budget": 200, "recompute": "full"},  # biases of projections
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Four heads of queries and one of keys and values."""
+    folder = tmp_path_factory.mktemp("shared")
+    for family in CASES:
+        write_model(folder / family, family, num_kv_heads=1)
+    return folder
+
+
+def test_ranks_that_share_a_head_compute_what_one_rank_does(models: Path, tmp_path: Path):
+    base = {
+        family: {"model": str(models / family / "model"), "reference": str(models / f"{family}.pt")} for family in CASES
+    }
+    run_ranks(1, tmp_path / "one", [{**job, "do": "layout", "write": True, "budget": 4096} for job in base.values()])
+    jobs = [
+        {**job, **CASES[family], "parallel": {"tp": 2}, "do": what}
+        for family, job in base.items()
+        for what in ("layout", "export")
+    ]
+    for job, result in zip(jobs, run_ranks(2, tmp_path / "two", jobs), strict=True):
+        if job["do"] == "layout":
+            assert result["gradients"] and not (found := problems_of("update", result)), found
+        else:
+            assert result["export"], job

@@ -1,0 +1,164 @@
+"""One rank that makes updates and tells where the host would wait for a device. usage: waiting_ranks.py FOLDER
+
+What makes a host wait on CUDA is seen on a CPU too: operators whose output has a size that depends on values, and
+values that are read. Counted inside Megatron's schedule: what is planned before it is on the host on purpose.
+"""
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megagrpo.actor import step
+from megagrpo.certify.measure import joined
+from megagrpo.config.actor import RouterLossConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.weights.actor_weights import load_initial_weights
+from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of
+
+SIZED_BY_VALUES = ("nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount")
+READS = ("_local_scalar_dense", "equal", "is_nonzero")
+METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__")
+# What these read is on the host of a GPU machine too: split sizes that the dispatcher brought there at its one
+# synchronisation (`numpy` stands for the copy), index lists and states of generators that never left it, and indices
+# made in pinned memory.
+ON_HOST = (
+    "numpy token_dispatcher.py:_maybe_dtoh_and_synchronize",
+    "token_dispatcher.py:token_dispatch",
+    "moe_utils.py:sort_chunks_by_idxs",
+    "experts.py:forward",
+    "random.py:fork",
+    "rope_utils.py:get_pos_emb_on_this_cp_rank",
+)
+
+
+class Waits(TorchDispatchMode):
+    """Counts (operator, place): places are functions of ours or of Megatron's, with their files."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.inside = False  # an operator that is counted by its own name already
+        self.micro_batches = 0
+
+    def note(self, what: str) -> None:
+        frames = [
+            (part, frame.name)
+            for frame in traceback.extract_stack()
+            for root in ("/megagrpo/", "/megatron/")
+            if root in frame.filename and not (part := frame.filename.rsplit(root, 1)[1]).endswith("actor/host.py")
+        ]
+        file, function = frames[-1]
+        self.counts[what, f"{Path(file).name}:{function}"] += 1
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func._schema.name.split("::")[-1], kwargs or {}
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if by_mask and name != "index":  # one number into all places of a mask: masked_fill, which torch makes of it
+            by_mask = args[2].numel() > 1
+        unknown_size = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if not self.inside and (name in SIZED_BY_VALUES + READS or by_mask or unknown_size):
+            self.note(name + (" by a mask" if by_mask else ""))
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def also_methods(self) -> Iterator[None]:
+        """Methods of tensors that read them, and new tensors of host values on a device: not all are operators."""
+
+        def noted(name: str, method: Callable) -> Callable:
+            def call(*args, **kwargs):
+                if self.inside:
+                    return method(*args, **kwargs)
+                self.note(name)
+                self.inside = True
+                try:
+                    return method(*args, **kwargs)
+                finally:
+                    self.inside = False
+
+            return call
+
+        make = torch.tensor
+
+        def tensor(*args, **kwargs):
+            return (noted("torch.tensor", make) if kwargs.get("device") is not None else make)(*args, **kwargs)
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(torch, "tensor", tensor))
+            stack.enter_context(patch.object(torch.cuda.Event, "synchronize", noted("synchronize", lambda event: None)))
+            for name in METHODS:
+                stack.enter_context(patch.object(torch.Tensor, name, noted(name, getattr(torch.Tensor, name))))
+            yield
+
+
+@contextmanager
+def watched_schedule() -> Iterator[Waits]:
+    """Inside, every run of Megatron's schedule counts where it would wait."""
+    waits, schedule_of = Waits(), step.get_forward_backward_func
+
+    def watched():
+        schedule = schedule_of()
+
+        def run(**options):
+            waits.micro_batches += options["num_microbatches"]
+            with waits.also_methods(), waits:
+                return schedule(**options)
+
+        return run
+
+    with patch.object(step, "get_forward_backward_func", watched):
+        yield waits
+
+
+def main(folder: Path) -> None:
+    results = []
+    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+        config = ActorConfig(
+            world_size=int(os.environ["WORLD_SIZE"]),
+            parallel=ParallelConfig(**job.get("parallel", {})),
+            packing=job["packing"],
+            micro_batch_tokens=job["budget"],
+            logprob_chunk_tokens=32,
+            router_losses=RouterLossConfig(balance=0.1, z=0.1) if job["experts"] else None,
+            deadline_s=120.0,
+        )
+        with joined(
+            folder / f"store{number}",
+            config=config,
+            optimizer=OptimizerConfig(**OPTIMIZER),
+            model_path=job["model"],
+            device=DEVICE,
+        ) as actor:
+            load_initial_weights(actor, job["model"])
+            with watched_schedule() as waits:
+                step.update(actor, batch_of(actor.mesh), RICH, 1.0, 32)
+            waited = {f"{what} {place}": count for (what, place), count in waits.counts.items()}
+            results.append(
+                {
+                    "micro_batches": waits.micro_batches,
+                    "layers": [actor.arch.num_layers, actor.arch.num_layers - actor.arch.dense_layers],
+                    "waits": {name: count for name, count in waited.items() if not name.endswith(ON_HOST)},
+                }
+            )
+    if os.environ["RANK"] == "0":
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,115 @@
+"""Losses of routers: values of uniform and collapsed routing, gradients by hand, parts that add up; what is refused."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megagrpo.algo.router_losses import balance_part, chosen_experts, z_part
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import ActorConfig, TinyModelConfig
+from megagrpo.families.table import architecture_of
+from megagrpo.layout import layout_problems
+from megagrpo.tiny.description import hf_config
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+EXPERTS, TOP_K, LENGTHS = 6, 2, (5, 1, 9)
+
+
+def balance(logits: torch.Tensor, sequence: torch.Tensor, lengths: torch.Tensor, sigmoid: bool) -> torch.Tensor:
+    counts = chosen_experts(logits, sequence, len(lengths), TOP_K)
+    return balance_part(logits, sequence, counts, lengths, TOP_K, sigmoid)
+
+
+def by_hand(logits: torch.Tensor, sequence: torch.Tensor, sigmoid: bool) -> torch.Tensor:
+    """Equations 17 to 20, a sequence after the other, in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for number, length in enumerate(LENGTHS):
+        own = logits[sequence == number].double()
+        scores = own.sigmoid() if sigmoid else own.softmax(1)
+        for expert in range(EXPERTS):
+            took = sum(expert in row.topk(TOP_K).indices for row in scores)
+            f = EXPERTS / (TOP_K * length) * took
+            total = total + f * (scores[:, expert] / scores.sum(1)).sum() / length
+    return total
+
+
+@pytest.fixture
+def tokens() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [T, E] of three sequences' tokens, mixed, with padding among them; to which each belongs; lengths."""
+    generator = torch.Generator().manual_seed(0)
+    sequence = torch.repeat_interleave(torch.arange(4), torch.tensor([*LENGTHS, 4]))  # 3: padding
+    sequence = sequence[torch.randperm(len(sequence), generator=generator)]
+    logits = 2 * torch.randn(len(sequence), EXPERTS, generator=generator)
+    return logits.requires_grad_(), sequence, torch.tensor(LENGTHS)
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_balance_has_the_value_and_gradient_of_its_equations(tokens, sigmoid: bool):
+    logits, sequence, lengths = tokens
+    expected = by_hand(logits, sequence, sigmoid)
+    [gradient] = torch.autograd.grad(expected, logits)
+    value = balance(logits, sequence, lengths, sigmoid)
+    assert float(value.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
+    [found] = torch.autograd.grad(value, logits)
+    assert torch.allclose(found, gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
+    assert gradient.abs().max() > 1e-3 and not found[sequence == 3].any(), "padding has no part in it"
+
+
+def test_parts_of_ranks_that_share_sequences_add_up(tokens):
+    logits, sequence, lengths = tokens
+    halves = [slice(0, 8), slice(8, None)]
+    counts = sum(chosen_experts(logits[half], sequence[half], 3, TOP_K) for half in halves)
+    assert counts.sum(1).tolist() == [TOP_K * n for n in LENGTHS]
+    parts = [balance_part(logits[half], sequence[half], counts, lengths, TOP_K, False) for half in halves]
+    whole = balance(logits, sequence, lengths, False)
+    assert float(sum(parts).detach()) == pytest.approx(float(whole.detach()), rel=1e-6)
+
+
+def test_balanced_routing_is_1_and_one_expert_for_all_is_the_worst():
+    even = 1e-3 * torch.eye(EXPERTS)  # every token prefers another expert by a hair
+    loss = balance_part(even, torch.zeros(6, dtype=torch.int64), torch.full((1, 6), 2), torch.tensor([6]), 2, False)
+    assert float(loss) == pytest.approx(1.0)
+    collapsed = torch.zeros(6, EXPERTS)
+    collapsed[:, :TOP_K] = 50.0
+    assert float(balance(collapsed, torch.zeros(6, dtype=torch.int64), torch.tensor([6]), False)) == pytest.approx(
+        EXPERTS / TOP_K
+    )
+
+
+def test_z_is_of_real_tokens(tokens):
+    logits, sequence, _ = tokens
+    value = z_part(logits, sequence < 3)
+    expected = sum(math.log(sum(math.exp(x) for x in row)) ** 2 for row in logits[sequence < 3].tolist())
+    assert float(value.detach()) == pytest.approx(expected, rel=1e-5)
+    [gradient] = torch.autograd.grad(value, logits)
+    hand = (2 * logits.logsumexp(1, keepdim=True) * logits.softmax(1)).detach() * (sequence < 3)[:, None]
+    assert torch.allclose(gradient, hand, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (["actor.router_losses={balance: 0}"], "balance and z are both 0: set one, or remove router_losses"),
+        (["actor.router_losses={balanced: 1}"], "actor.router_losses.balanced = 1: unknown key; did you mean"),
+        (["actor.router_losses={z: -1}"], "actor.router_losses.z = -1"),
+        (["actor.router_losses={z: 1}", "actor.lora.rank=4"], "the routers' too: remove router_losses"),
+    ],
+)
+def test_wrong_settings_are_named(change: list[str], said: str):
+    with pytest.raises(ValueError) as error:
+        load_config(QUICKSTART, change)
+    assert said in str(error.value)
+
+
+def test_a_model_without_experts_is_refused():
+    config = ActorConfig.model_validate({"router_losses": {"balance": 1e-4}})
+    problems = {
+        family: layout_problems(architecture_of(hf_config(TinyModelConfig(path="x", family=family))), config)
+        for family in ("qwen3", "qwen3_moe")
+    }
+    assert problems == {
+        "qwen3": ["actor.router_losses: a qwen3 model has no experts to route to; remove it"],
+        "qwen3_moe": [],
+    }
