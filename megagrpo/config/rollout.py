@@ -1,6 +1,6 @@
 """The sections of the sampling side: `sampling`, `rollout`, `weights`."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -72,7 +72,17 @@ class RolloutConfig(Section):
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.85, description="Fraction of GPU memory for weights and KV cache."
     )
-    extra_args: list[str] = Field(default=[], description="Words appended to the engine's command line.")
+    colocate: bool = Field(
+        default=False,
+        description="Engines on the trainers' GPUs: they sleep while the actor trains, it while they sample.",
+    )
+    sglang: dict[str, Any] = Field(
+        default={},
+        description="Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`.",
+    )
+    extra_args: list[str] = Field(
+        default=[], description="Words appended to the engine's command line, for what is no field of ServerArgs."
+    )
     host: str = Field(
         default="127.0.0.1",
         description="What the services bind to: an address, or an interface that every machine has, such as eth0.",
