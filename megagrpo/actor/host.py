@@ -6,11 +6,14 @@ given here. Nothing of Megatron's mathematics is replaced.
 """
 
 import contextlib
+import importlib.util
 import sys
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from megagrpo.config.actor import ActorConfig
 
 CPU = torch.device("cpu")
 
@@ -106,6 +109,14 @@ def _admit_whole_linear() -> None:
     multi_latent_attention.Linear = WholeLinear
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+
+
+def uses_transformer_engine(config: ActorConfig) -> bool:
+    """Returns whether layers are Transformer Engine's in this process: "auto" is where they are installed on CUDA."""
+    if config.transformer_engine != "auto":
+        return config.transformer_engine
+    installed = importlib.util.find_spec("transformer_engine") if torch.cuda.is_available() else None
+    return config.expects_transformer_engine and installed is not None
 
 
 def prepare_host() -> torch.device:

@@ -32,7 +32,7 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
     layouts = layouts_of(config.actor)
     tiny = make_models(folder, config, config.actor.parallel, config.seed)
     cases, left_out = grid(layouts, ranks, is_moe=tiny.is_moe, only=only, fault=fault)
-    if config.actor.transformer_engine:
+    if config.actor.transformer_engine is True:
         left_out["Transformer Engine's layers"] = "the certificate computes with torch's"
     if config.actor.dtype != "float32":
         left_out[config.actor.dtype] = "its rounding would hide what the bounds are for"
