@@ -9,7 +9,7 @@ from megagrpo.preflight import preflight
 from megagrpo.rollout.service import server_settings
 from megagrpo.rollout.service.engine_command import ServerPlace, describe_settings, engine_command, engine_settings
 from megagrpo.rollout.service.server_fields import server_fields
-from megagrpo.rollout.service.server_settings import ALLOWED, OURS, REFUSED_GROUPS, setting_problems
+from megagrpo.rollout.service.server_settings import ALLOWED, OURS, REFUSED_GROUPS, engine_setting_problems
 
 PLACE = {cuda: ServerPlace(0, "127.0.0.1", 20001, "10.0.0.1:20002", cuda=cuda, num_cores=8) for cuda in (False, True)}
 
@@ -20,7 +20,7 @@ def config(**rollout) -> ExperimentConfig:
 
 
 def problems(**rollout) -> list[str]:
-    return setting_problems(config(**rollout).rollout)
+    return engine_setting_problems(config(**rollout).rollout)
 
 
 def test_every_field_is_decided_once():
@@ -51,9 +51,9 @@ def test_every_field_is_decided_once():
         ({"disable_radix_cache": 1}, "should be true or false"),
         ({"schedule_policy": "best"}, "should be one of lpm, random, fcfs"),
         ({"attention_backend": "fa9"}, "should be one of triton, torch_native"),
-        ({"cuda_graph_bs_decode": [1, "2"]}, "should be List[int]"),
+        ({"cuda_graph_bs_decode": [1, "2"]}, "should be a list of (a whole number)"),
         ({"schedule_conservativeness": "1"}, "should be a number"),
-        ({"radix_eviction_policy_config": "{}"}, "should be Dict[str, Any]"),
+        ({"radix_eviction_policy_config": "{}"}, "should be a map"),
         ({"tp_size": 8}, "rollout.sglang.tp_size is set by rollout.tp"),
         ({"random_seed": 1}, "is set by seed"),
         ({"api_key": "x"}, "MEGAGRPO_API_KEY"),

@@ -11,11 +11,12 @@ from typing import Any
 
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import ENGINE, WEIGHT_LOADER
+from megagrpo.environment import ENGINE, WEIGHT_LOADER, get, without_expandable_segments
 from megagrpo.rollout.service.server_fields import server_fields
-from megagrpo.rollout.service.server_settings import setting_problems, setting_words
+from megagrpo.rollout.service.server_settings import engine_setting_problems, engine_setting_words
 
 CPU_SHIMS = Path(__file__).parents[1] / "cpu"
+_INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 _CPU_TOKENS = 20_000  # KV cache; SGLang would size it by memory that it shares with the trainer
 _MAX_CPU_THREADS = 4  # of a rank: a small model gets slower with more
 
@@ -33,14 +34,31 @@ class ServerPlace:
     engine: str = ""  # its id
 
 
+def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
+    """Returns whether engines run on GPUs, of which their machines show so many.
+
+    Raises ValueError where they should and none is seen.
+    """
+    device, dtype = config.actor.device, config.rollout.dtype
+    if device == "cpu":
+        return False
+    if not num_gpus and (device == "cuda" or dtype == "bfloat16"):
+        why = "actor.device is cuda" if device == "cuda" else "rollout.dtype is bfloat16"
+        raise ValueError(
+            f"no GPU is visible where engines are to run, and {why}: ask for GPUs (sbatch --gpus-per-node, docker "
+            "--gpus all), look at `megagrpo doctor` there, or set actor.device: cpu to run on the CPU"
+        )
+    return num_gpus > 0
+
+
 def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
     """Returns the command of one server process. Raises ValueError for settings that engines cannot have."""
-    if problems := setting_problems(config.rollout):
+    if problems := engine_setting_problems(config.rollout):
         raise ValueError("; ".join(problems))
     settings = engine_settings(config, place)
     own = {name: value for name, value in settings.items() if name not in config.rollout.sglang}
     words = [word for name, value in own.items() for word in _words(name, value)]
-    words += [*setting_words(config.rollout.sglang), *config.rollout.extra_args]
+    words += [*engine_setting_words(config.rollout.sglang), *config.rollout.extra_args]
     return [sys.executable, "-m", "megagrpo.rollout.service.engine_process", *words]
 
 
@@ -126,7 +144,7 @@ def _words(name: str, value: object) -> list[str]:
 
 
 def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str, str]:
-    """Returns the variables to set for one server process."""
+    """Returns the variables to set for one server process. Raises ValueError for one that engines cannot have."""
     env = {
         # /health would sample a token, which a paused engine cannot: an update of the weights would look like a death.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -134,10 +152,16 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
         ENGINE: place.engine,
     }
     if place.cuda:
-        return env
+        if get(_INTERLEAVES, "").lower() in ("1", "true", "yes", "y"):
+            raise ValueError(
+                f"{_INTERLEAVES} is set: SGLang would order the experts' weights anew after loading, and digests would "
+                "stop the run; unset it"
+            )
+        return env | (without_expandable_segments() if config.rollout.colocate else {})
     ranks_here = config.rollout.tp // config.rollout.nodes_per_engine
     env |= {
         "SGLANG_USE_CPU_ENGINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # of a machine whose GPUs are not to be used
         "TORCHDYNAMO_DISABLE": "1",  # the sampler's torch.compile costs seconds of C++ per shape and gains nothing here
         # Threads that wait by spinning starve the others on shared cores: 20 tokens/s instead of 4,000 were measured.
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -13,10 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megagrpo.library_settings import LibraryField, accepted_values, accepts
+
 _FIELDS, _CHOICES = "srt/arg_groups/fields", "srt/arg_groups/choices.py"
 # Named there without an option, and given one in ServerArgs.add_cli_args.
 _OPTION_ELSEWHERE = ("sampling_backend", "reasoning_parser", "tool_call_parser", "kv_canary_real_data")
-_NUMBERS = {"int": (int,), "float": (int, float)}
+_WRITTEN = ("int", "List", "Dict")  # of fields that are one word of JSON; others are classes, given as maps
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,13 @@ class ServerField:
         """Returns why `value` is none for this field, and what would be; "" for a right one."""
         if not self.options:
             return "has no option on SGLang's command line"
-        wanted = f"one of {', '.join(map(str, self.choices))}" if self.choices else _SAID.get(self.kind, self.kind)
-        return "" if self._fits(value) else f"should be {wanted}, as SGLang declares it ({self.place})"
+        if self.choices:
+            right, wanted = value in self.choices, f"one of {', '.join(map(str, self.choices))}"
+        else:
+            kind = "dict" if self.as_json and not self.kind.startswith(_WRITTEN) else self.kind
+            declared = LibraryField(self.name, kind, "", self.place, {})
+            right, wanted = accepts(declared, value), accepted_values(declared)
+        return "" if right else f"should be {wanted}, as SGLang declares it ({self.place})"
 
     def words(self, value: Any) -> list[str]:
         """Returns the words of the command line that set a right value."""
@@ -50,23 +57,6 @@ class ServerField:
         if self.as_json:
             return [option, json.dumps(value)]
         return [option, *map(str, value if isinstance(value, list) else [value])]
-
-    def _fits(self, value: Any) -> bool:
-        if self.kind == "bool":
-            return isinstance(value, bool)
-        if self.as_json and self.kind not in _NUMBERS:
-            return isinstance(value, list if self.kind.startswith("List") else dict)
-        if self.kind.startswith("List["):
-            item = self.kind.removeprefix("List[").removesuffix("]")
-            return isinstance(value, list) and all(_is(entry, item) for entry in value)
-        return value in self.choices if self.choices else _is(value, self.kind)
-
-
-_SAID = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text"}
-
-
-def _is(value: Any, kind: str) -> bool:
-    return isinstance(value, _NUMBERS.get(kind, (str,))) and not isinstance(value, bool)
 
 
 @cache

@@ -200,7 +200,7 @@ def refusal(field: ServerField) -> str:
     return f"is refused: {reason}" if reason else ""
 
 
-def setting_problems(rollout: RolloutConfig) -> list[str]:
+def engine_setting_problems(rollout: RolloutConfig) -> list[str]:
     """Returns everything that is wrong with `rollout.sglang` and `rollout.extra_args`."""
     if not rollout.sglang and not rollout.extra_args:
         return []
@@ -248,7 +248,7 @@ def _word_problems(words: Sequence[str], fields: dict[str, ServerField]) -> Iter
             yield f"rollout.extra_args: {name} {problem}"
 
 
-def setting_words(given: dict[str, Any]) -> list[str]:
+def engine_setting_words(given: dict[str, Any]) -> list[str]:
     """Returns the words of the command line for `rollout.sglang`, which has no problems."""
     fields = server_fields()
     return [word for name, value in given.items() for word in fields[name].words(value)]
