@@ -24,6 +24,7 @@ _CUDA_VERSION = "13.0"
 _ON_CPU = ("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch")
 _KEPT = (
     "tp_size", "ep_size", "dp_size", "enable_dp_attention", "mem_fraction_static", "chunked_prefill_size",
+    "enable_fp32_lm_head", "enable_memory_saver", "enable_deterministic_inference",
     "attention_backend", "moe_runner_backend", "moe_a2a_backend", "kv_cache_dtype", "page_size",
     "max_running_requests", "max_total_tokens", "quantization", "dtype", "disable_radix_cache",
 )  # fmt: skip

@@ -1,13 +1,25 @@
 """`rollout.sglang`: every field of ServerArgs is decided, wrong and forbidden ones are refused, right ones arrive."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import WEIGHT_LOADER
+from megagrpo.environment import WEIGHT_LOADER, child_environment
 from megagrpo.preflight import preflight
 from megagrpo.rollout.service import server_settings
-from megagrpo.rollout.service.engine_command import ServerPlace, describe_settings, engine_command, engine_settings
+from megagrpo.rollout.service.engine_command import (
+    ServerPlace,
+    describe_settings,
+    engine_command,
+    engine_environment,
+    engine_python_path,
+    engine_settings,
+    on_gpus,
+)
 from megagrpo.rollout.service.server_fields import server_fields
 from megagrpo.rollout.service.server_settings import ALLOWED, OURS, REFUSED_GROUPS, engine_setting_problems
 
@@ -39,6 +51,35 @@ def test_every_field_is_decided_once():
     assert not (set(OURS) | set(server_settings._REASONS) | ALLOWED) - set(fields)
     assert {field.group for field in fields.values()} >= set(REFUSED_GROUPS)
     assert not [name for name in ALLOWED if not fields[name].options]
+
+
+OF_SGLANG = """
+import argparse, json
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+found = {name: [] for name in ServerArgs.__struct_fields__}
+for action in parser._actions:
+    if action.dest in found:
+        found[action.dest] += action.option_strings
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_fields_and_options_are_those_of_sglang_itself():
+    place = PLACE[False]
+    environment = child_environment(engine_environment(config(), place), engine_python_path(place))
+    done = subprocess.run([sys.executable, "-c", OF_SGLANG], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    theirs = {name: set(options) for name, options in json.loads(done.stdout.splitlines()[-1]).items()}
+    ours = {
+        name: {*field.options, *(f"--no-{option[2:]}" for option in field.options if field.has_negation)}
+        for name, field in server_fields().items()
+    }
+    assert theirs.keys() == ours.keys()
+    deprecated = {"disable_cuda_graph", "enable_flashinfer_allreduce_fusion"}  # options that say so
+    assert {name for name in ours if ours[name] != theirs[name]} == deprecated
 
 
 @pytest.mark.parametrize(
@@ -125,6 +166,47 @@ def test_bfloat16_engines_on_gpus_have_logits_of_float32():
     half, full = config(dtype="bfloat16"), config()
     assert engine_settings(half, PLACE[True])["enable_fp32_lm_head"]
     assert "enable_fp32_lm_head" not in engine_settings(half, PLACE[False]) | engine_settings(full, PLACE[True])
+
+
+def test_interleaved_experts_are_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "true")
+    with pytest.raises(ValueError, match="digests would stop the run; unset it"):
+        engine_environment(config(), PLACE[True])
+    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "0")
+    engine_environment(config(), PLACE[True])
+
+
+@pytest.mark.parametrize(
+    "device, dtype, gpus, on_gpu",
+    [
+        ("auto", "float32", 0, False),
+        ("auto", "float32", 2, True),
+        ("auto", "bfloat16", 2, True),
+        ("auto", "bfloat16", 0, None),
+        ("cuda", "float32", 0, None),
+        ("cpu", "bfloat16", 0, False),
+        ("cpu", "float32", 2, False),
+    ],
+)
+def test_engines_without_a_gpu_run_on_the_cpu_only_where_that_is_meant(device, dtype, gpus, on_gpu):
+    experiment = config(dtype=dtype)
+    experiment = experiment.model_copy(update={"actor": experiment.actor.model_copy(update={"device": device})})
+    if on_gpu is None:
+        with pytest.raises(ValueError, match="no GPU is visible where engines are to run, .* set actor.device: cpu"):
+            on_gpus(experiment, gpus)
+    else:
+        assert on_gpus(experiment, gpus) is on_gpu
+
+
+def test_patience_is_of_the_device_unless_it_is_given():
+    assert (config().rollout.patience_s(True), config().rollout.patience_s(False)) == (300, 60)
+    assert config(health_timeout_s=20.0).rollout.patience_s(True) == 20
+
+
+def test_float32_engines_on_gpus_have_attention_that_knows_it():
+    assert engine_settings(config(), PLACE[True])["attention_backend"] == "torch_native"
+    assert engine_settings(config(deterministic=True), PLACE[True])["attention_backend"] == "triton"
+    assert "attention_backend" not in engine_settings(config(dtype="bfloat16"), PLACE[True])
 
 
 def test_experts_keep_their_order_on_every_gpu():

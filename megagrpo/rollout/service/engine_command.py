@@ -120,6 +120,8 @@ def _on_cuda(rollout: RolloutConfig) -> dict[str, Any]:
         # The head's product accumulates in float32 anyway; without this it is rounded to bfloat16, which the actor's is
         # not. In deterministic mode SGLang's batch-invariant product takes over for it, too.
         settings["enable_fp32_lm_head"] = True
+    else:  # SGLang would take fa3 or flashinfer, which know no float32; Triton's products round it to TF32
+        settings["attention_backend"] = "triton" if rollout.deterministic else "torch_native"
     if rollout.sglang.get("moe_a2a_backend", "none") == "none":
         # For auto SGLang takes flashinfer_trtllm on Blackwell, which orders the experts' weights anew after loading.
         settings["moe_runner_backend"] = "triton"
