@@ -33,7 +33,7 @@ KINDS = {
     },
 }
 # Of the process that starts the others, and so of all; what is not named in the table is not touched.
-USERS = {"PATH": os.environ["PATH"], "HOME": "/home/user"}
+USERS = ("PATH",)
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 VARYING = {
     environment.API_KEY: "<key>",
@@ -71,9 +71,9 @@ def experiment(kind: str, folder: Path) -> ExperimentConfig:
 
 def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     """Process -> the variables that this program sets for it."""
-    for name in os.environ.keys() - USERS.keys():
+    for name in os.environ.keys() - {*USERS}:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", USERS["HOME"])
+    monkeypatch.setenv("HOME", str(folder))
     if kind == "colocated":  # as many users have it
         monkeypatch.setenv(*next(iter(ALLOCATOR.items())))
     recorder, config = Recorder(), experiment(kind, folder)
