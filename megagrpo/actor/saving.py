@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
@@ -40,6 +41,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 
 from megagrpo.actor.lora import sharded_adapters
 from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.model import HiddenStatesModel
 
 _FORM = "distrib_optim_sharding_type"
 _OWN_PARTS, _RESHARDABLE = "dp_reshardable", "fully_reshardable"
@@ -206,7 +208,7 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
             f"checkpoint {folder} does not fit this model and layout: {type(exc).__name__}: {exc}"
         ) from exc
     for index, chunk in enumerate(actor.chunks):
-        chunk.load_state_dict(state[f"model{index}"], strict=actor.config.lora is None)
+        _load_chunk(actor, chunk, state[f"model{index}"])
     if updates_done:
         _load_optimizer_state(actor, state["optimizer"], metadata[_FORM])
     else:
@@ -216,6 +218,19 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
         rng = state["rng"]
         torch.set_rng_state(rng["torch"])
         tensor_parallel.get_cuda_rng_tracker().set_states(rng["tensor_parallel"])
+
+
+def _load_chunk(actor: MegatronActor, chunk: HiddenStatesModel, state: dict) -> None:
+    """Loads tensors; raises ValueError when one is missing or unknown.
+
+    Of Transformer Engine's modules some have an `_extra_state` beside their tensors (scales of fp8), which Megatron
+    saves of some only. With adapters only they are saved.
+    """
+    wrong = chunk.load_state_dict(state, strict=False)
+    missing = [] if actor.config.lora is not None else wrong.missing_keys
+    names = [name for name in [*missing, *wrong.unexpected_keys] if not name.endswith("._extra_state")]
+    if names:
+        raise ValueError(f"the checkpoint does not fit the model: {', '.join(names[:5])} missing or unknown")
 
 
 def _parts(actor: MegatronActor) -> list[MegatronOptimizer]:
@@ -234,7 +249,7 @@ def _allocate_optimizer_state(actor: MegatronActor) -> None:
 
 @torch.no_grad()
 def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
-    """Loads as Megatron does, around its two slips with torch's Adam (Apex's keeps no step count beside a parameter).
+    """Loads as Megatron does, around two slips with torch's Adam (Apex's keeps no step count beside a parameter).
 
     Reading parameter state it looks for a step count that is saved elsewhere, or takes the present one; and the count
     that it restores is one tensor shared by all parameters, which torch then increases once for each of them.
@@ -248,11 +263,32 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
         inner = part.optimizer.state
         steps = {parameter: values.pop("step") for parameter, values in inner.items() if "step" in values}
         if form == _OWN_PARTS:
-            part.load_parameter_state_from_dp_reshardable(own["param_state"])
+            with _tensors_alone(part):
+                part.load_parameter_state_from_dp_reshardable(own["param_state"])
+            if isinstance(part.optimizer, HybridDeviceOptimizer):  # the other form's function does this itself
+                part.optimizer._sync_hdo_state_to_sub_optimizers()
         else:
             part.load_parameter_state_from_fully_reshardable(own["param_state"])
         for parameter, step in steps.items():
             inner[parameter]["step"] = step.clone()
+
+
+@contextmanager
+def _tensors_alone(part: DistributedOptimizer) -> Iterator[None]:
+    """Inside, a parameter's state is set without the mark `padding`, which Megatron leaves among its tensors.
+
+    An optimiser that keeps weights of its own takes every name for a tensor's.
+    """
+    whole = part._set_main_param_and_optimizer_states
+
+    def of_tensors(parameter: Tensor, state: dict) -> None:
+        whole(parameter, {name: value for name, value in state.items() if name != "padding"})
+
+    part._set_main_param_and_optimizer_states = of_tensors
+    try:
+        yield
+    finally:
+        del part._set_main_param_and_optimizer_states
 
 
 def _first_failure(exc: CheckpointException) -> str:

@@ -146,7 +146,7 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
     The reference job writes the file.
     """
-    calls = count_norm_calls(actor)
+    calls = count_mlp_calls(actor)
     weights = actor.trained_weights(weights)
     loss = gradient(actor, batch_of(actor.mesh, keep=job.get("keep", NUM_SAMPLES)), RICH)
     values = None if job.get("distributed") else actor.gradients()
@@ -162,7 +162,7 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
         "gradients": gradients,
         "norm": abs(norm / reference["optim/grad_norm"] - 1),
         "weights": difference(whole(weights, actor.trained(), actor.mesh), reference["weights"]),
-        "norm_calls": len(calls),
+        "mlp_calls": len(calls),
         "gradient_bytes": sum(buffer.grad_data.nbytes for buffer in gradient_buffers(actor)),
         "state_bytes": sum(values.nbytes for values in optimiser_state(actor)),
     }
@@ -230,12 +230,12 @@ def optimiser_state(actor: MegatronActor) -> list[torch.Tensor]:
     return [value for value in values if torch.is_tensor(value) and value.numel() > 1]
 
 
-def count_norm_calls(actor: MegatronActor) -> list:
-    """Grows by one whenever a layer's first norm computes, in the forward or again in the backward."""
+def count_mlp_calls(actor: MegatronActor) -> list:
+    """Grows by one whenever the router or the MLP of a layer computes, in the forward or again in the backward."""
     calls: list = []
     for chunk in actor.chunks:
         for layer in chunk.decoder.layers:
-            layer.input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+            getattr(layer.mlp, "router", layer.mlp).register_forward_hook(lambda *_: calls.append(1))
     return calls
 
 
