@@ -10,12 +10,11 @@ from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.layout import layout_problems, rank_coordinates
-from megagrpo.planning.settings_report import settings_report
+from megagrpo.planning.settings_report import engine_report, settings_report
 from megagrpo.planning.trainer_side import Load, TrainerSide, trained_elements, trainer_side
 from megagrpo.preflight import is_made, longest_samples, model_description, preflight
 from megagrpo.rewards.graders import SERVICES
 from megagrpo.rewards.sandbox import isolation
-from megagrpo.rollout.service.engine_command import describe_settings
 from megagrpo.trial_loading import Trial
 
 _MAX_RANK_ROWS = 32
@@ -34,6 +33,7 @@ def explain(config: ExperimentConfig, trial: Trial | None = None) -> str:
         _layout(config),
         _step(config, steps),
         _rollout(config),
+        engine_report(config),
         settings_report(arch, config.actor),
         _memory(config, arch, counts),
         _events(config),
@@ -198,7 +198,7 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         )
     for i in range(min(r.num_engines, _MAX_RANK_ROWS) if r.num_engines > 1 or r.tp > 1 else 0):
         lines.append(f"  engine {i}: ranks {i * r.tp}..{(i + 1) * r.tp - 1}")
-    return lines + describe_settings(config)
+    return lines
 
 
 def _memory(config: ExperimentConfig, arch: Architecture | None, counts: ParameterCounts | None) -> list[str]:

@@ -9,11 +9,11 @@ import pytest
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import WEIGHT_LOADER, child_environment
+from megagrpo.planning.settings_report import engine_report
 from megagrpo.preflight import preflight
 from megagrpo.rollout.service import server_settings
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
-    describe_settings,
     engine_command,
     engine_environment,
     engine_python_path,
@@ -215,10 +215,13 @@ def test_experts_keep_their_order_on_every_gpu():
 
 
 def test_check_says_what_differs():
-    lines = describe_settings(config(dtype="bfloat16", sglang={"page_size": 64}))
-    assert "    enable_fp32_lm_head = True [False]" in lines and "    page_size = 64 [None]" in lines
-    assert "as SGLang's default: ep_size = 1, host = '127.0.0.1', tp_size = 1" in lines[-1]
-    assert "on a CPU" in describe_settings(config())[0]
+    lines = engine_report(config(dtype="bfloat16", sglang={"page_size": 64, "log_level_http": "info"}))
+    text = " ".join(" ".join(lines).split())
+    assert "settings as on CUDA" in lines[0] and "ServerArgs: " in lines[1]
+    assert "enable_fp32_lm_head true (false)" in text and "*page_size 64 (None)" in text
+    assert "equal host, tp_size, ep_size" in text
+    assert "as on a CPU" in engine_report(config())[0]
+    assert "refuses" in engine_report(config(sglang={"page_sise": 1}))[1], "the problem stands below"
 
 
 def test_without_sglang_nothing_is_taken_unchecked(monkeypatch):

@@ -12,7 +12,6 @@ from typing import Any
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import ENGINE, WEIGHT_LOADER, get, without_expandable_segments
-from megagrpo.rollout.service.server_fields import server_fields
 from megagrpo.rollout.service.server_settings import engine_setting_problems, engine_setting_words
 
 CPU_SHIMS = Path(__file__).parents[1] / "cpu"
@@ -93,25 +92,6 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> dict[str, A
     if rollout.max_total_tokens is not None:
         settings["max_total_tokens"] = rollout.max_total_tokens
     return settings | rollout.sglang
-
-
-def describe_settings(config: ExperimentConfig) -> list[str]:
-    """Returns lines that say what an engine's ServerArgs are given and which of it differs from SGLang's defaults.
-
-    Nothing looks for GPUs: without `actor.device` engines of bfloat16 are taken to have some.
-    """
-    cuda = config.actor.device != "cpu" and (config.actor.device == "cuda" or config.rollout.dtype == "bfloat16")
-    given = engine_settings(config, ServerPlace(0, config.rollout.host, 0, "", cuda=cuda, num_cores=1))
-    fields, run = server_fields(), ("port", "node_rank", "dist_init_addr")
-    default = {name: fields[name].default if name in fields else "?" for name in given}
-    differ: list[str] = []
-    same: list[str] = []
-    for name, value in sorted(given.items()):
-        if name not in run:
-            (same if repr(value) == default[name] else differ).append(f"{name} = {value!r}")
-    lines = [f"  ServerArgs of an engine on a {'GPU' if cuda else 'CPU'}; in brackets SGLang's default"]
-    lines += [f"    {text} [{default[text.partition(' ')[0]]}]" for text in differ]
-    return [*lines, f"    as SGLang's default: {', '.join(same) or 'nothing'}"]
 
 
 def _on_cuda(rollout: RolloutConfig) -> dict[str, Any]:

@@ -35,6 +35,11 @@ class ServerField:
     as_json: bool  # its value is one word of JSON
     place: str  # "file:line"
 
+    @property
+    def default_value(self) -> Any:
+        """The default where it is written out; otherwise its source."""
+        return LibraryField(self.name, self.kind, self.default, self.place, {}).default_value
+
     def problem(self, value: Any) -> str:
         """Returns why `value` is none for this field, and what would be; "" for a right one."""
         if not self.options:
@@ -120,7 +125,7 @@ def _field(name: str, group: str, node: ast.AnnAssign, place: str, known: dict[s
         name=name,
         group=group,
         kind=kind,
-        default="(required)" if node.value is None else ast.unparse(node.value),
+        default="" if node.value is None else ast.unparse(node.value),
         choices=tuple(choices or ()),
         options=(own, *aliases) if has_option else (),
         has_negation="BooleanOptionalAction" in (ast.unparse(details["action"]) if "action" in details else ""),
