@@ -46,15 +46,35 @@ from megagrpo.actor.model import HiddenStatesModel
 _FORM = "distrib_optim_sharding_type"
 _OWN_PARTS, _RESHARDABLE = "dp_reshardable", "fully_reshardable"
 _MESSAGE_CHARACTERS = 300
+_KIND = "kind_of_optimizer"
+_KIND_FIELDS = ("use_precision_aware_optimizer", "store_param_remainders", "main_params_dtype", "optimizer_cpu_offload")
 
 
-def _metadata(form: str) -> dict:
+def _metadata(actor: MegatronActor, form: str) -> dict:
     return {
+        _KIND: _kind_of_optimizer(actor),
         _FORM: form,
         # gathered by one rank of each replica group, not by all
         "distrib_optim_fully_reshardable_mem_efficient": True,
         "chained_optim_avoid_prefix": True,
     }
+
+
+def _kind_of_optimizer(actor: MegatronActor) -> dict[str, str]:
+    """Returns the settings that decide what the optimiser's state is, none where they are Megatron's defaults."""
+    config = _parts(actor)[0].config
+    if not config.use_precision_aware_optimizer:
+        return {}
+    return {name: str(getattr(config, name)) for name in _KIND_FIELDS}
+
+
+def _check_kind_of_optimizer(actor: MegatronActor, metadata: dict, folder: Path) -> None:
+    """Raises ValueError when the state was saved by an optimiser of another kind."""
+    saved, here = metadata.get(_KIND, {}), _kind_of_optimizer(actor)
+    if saved != here:
+        names = [name for name in _KIND_FIELDS if saved.get(name) != here.get(name)]
+        text = "; ".join(f"{name} {saved.get(name, 'not set')}, here {here.get(name, 'not set')}" for name in names)
+        raise ValueError(f"checkpoint {folder} was written with other settings in actor.optimizer.megatron: {text}")
 
 
 class _Checksummed(RawIOBase):
@@ -128,7 +148,7 @@ def save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: 
     With `snapshot` the state is copied to host memory now, so that training may go on meanwhile.
     """
     divided = actor.updates_done > 0 and isinstance(_parts(actor)[0], DistributedOptimizer)
-    metadata = _metadata(_OWN_PARTS if divided and not reshardable else _RESHARDABLE)
+    metadata = _metadata(actor, _OWN_PARTS if divided and not reshardable else _RESHARDABLE)
     state = _sharded_state(actor, actor.updates_done, metadata, is_loading=False)
     # Megatron's forked writers hand over results through a manager process, a thread does through a queue: a new one,
     # because `finish` never reads what a rank has written of a save that failed on another rank.
@@ -195,6 +215,7 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
         common = dist_checkpointing.load_common_state_dict(str(folder))
         updates_done, metadata = common["updates_done"], common["content_metadata"]
         if updates_done:
+            _check_kind_of_optimizer(actor, metadata, folder)
             _allocate_optimizer_state(actor)
         wanted = _sharded_state(actor, updates_done, metadata, is_loading=True)
         if common["layout"] != wanted["layout"]:
@@ -306,7 +327,17 @@ def _sharded_state(actor: MegatronActor, updates_done: int, metadata: dict, is_l
     state = {**model, "updates_done": updates_done, "layout": actor.config.layout, "rng": _rng_state(actor)}
     if updates_done:  # before the first update the optimiser has no state, and Megatron would ask for one when loading
         state["optimizer"] = actor.optimizer.sharded_state_dict(merged, is_loading=is_loading, metadata=metadata)
+        _forget_classes(state["optimizer"])
     return state
+
+
+def _forget_classes(state: Any) -> None:
+    """Removes classes, which torch reads from no file: of its parts' optimisers the hybrid one keeps the class."""
+    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        _forget_classes(value)
+    if isinstance(state, dict):
+        for name in [name for name, value in state.items() if isinstance(value, type)]:
+            del state[name]
 
 
 def _rng_state(actor: MegatronActor) -> ShardedObject:
