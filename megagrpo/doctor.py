@@ -1,18 +1,22 @@
 """Reports what this machine and this environment have, what is missing or clashes, and the remedy: `megagrpo doctor`.
 
-Versions are read from package metadata; nothing heavy is imported, so a broken installation can still be diagnosed.
-What is wanted is stated once, in pyproject.toml.
+Versions are read from package metadata; nothing heavy is imported, so a broken installation can still be diagnosed: on
+a machine with GPUs another process asks torch about them. What is wanted is stated once, in pyproject.toml.
 """
 
 import importlib.metadata
+import json
 import platform
 import re
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 from packaging.requirements import Requirement
@@ -24,11 +28,25 @@ from megagrpo.rewards.sandbox import isolation
 
 _INSTALL = "bash launch/install.sh --repair"
 _SHOWN = tuple(
-    canonicalize_name(name)
-    for name in ("torch", "megatron-core", "transformers", "sglang", "sglang-router", "ray", "transformer-engine")
+    canonicalize_name(name) for name in ("torch", "megatron-core", "transformers", "sglang", "sglang-router", "ray")
 )
 _CPU_ENGINE = "cpu-engine"  # the extra that is installed without its requirements, which name CUDA packages
 _GIB = 2**30
+_DRIVERS = {12: 525, 13: 580}  # CUDA's major version -> the oldest driver that runs it, of NVIDIA's release notes
+_TORCH_S = 180.0  # to import torch and ask it: seconds, minutes from a slow file system
+_ASK_TORCH = """
+import json, torch
+found = {"cuda": torch.version.cuda, "available": torch.cuda.is_available(), "why": ""}
+if found["available"]:
+    found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+else:
+    try:
+        torch.cuda.init()
+    except Exception as exc:
+        found["why"] = str(exc).strip().partition(chr(10))[0]
+print(json.dumps(found))
+"""
 _SHM_REMEDY = "mount -o remount,size=4G /dev/shm (docker: --shm-size=4g)"
 
 
@@ -46,7 +64,7 @@ class Finding:
 def run_doctor() -> int:
     """Prints the table; returns 0 when everything needed is there, else 1."""
     gpu = _has_gpu()
-    findings = [_python(), *package_findings(gpu), *machine_findings(gpu)]
+    findings = [_python(), *package_findings(gpu), *(gpu_findings() if gpu else []), *machine_findings(gpu)]
     table = Table(
         title=f"megagrpo doctor: {'GPU' if gpu else 'CPU'} machine, {platform.machine()}", title_justify="left"
     )
@@ -108,15 +126,23 @@ def _torch_build(gpu: bool) -> Finding:
     wanted = "CUDA" if gpu else "any"
     if _version("torch") is None:
         return Finding("torch build", wanted, "missing", "error", _INSTALL)
-    version_file = Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py")))
-    match = re.search(r"^cuda\b.*= ['\"]([\d.]+)['\"]", version_file.read_text(), re.MULTILINE)
-    found = f"CUDA {match[1]}" if match else "CPU only"
-    clash = gpu and match is None
+    cuda = _cuda_of_torch()
+    found = f"CUDA {cuda}" if cuda else "CPU only"
+    clash = gpu and cuda is None
     remedy = (
         "this torch cannot use the GPU: remove the environment, take PyTorch's CUDA build out of reach of CPU indexes, "
         + _INSTALL
     )
     return Finding("torch build", wanted, found, "error" if clash else "ok", remedy if clash else "")
+
+
+def _cuda_of_torch() -> str | None:
+    """Returns the version of CUDA that torch was built for, such as 13.0; None for a CPU build, or without torch."""
+    if _version("torch") is None:
+        return None
+    version_file = Path(str(importlib.metadata.distribution("torch").locate_file("torch/version.py")))
+    match = re.search(r"^cuda\b.*= ['\"]([\d.]+)['\"]", version_file.read_text(), re.MULTILINE)
+    return match[1] if match else None
 
 
 def _version(name: str) -> str | None:
@@ -150,6 +176,80 @@ def _closure(root: str, extras: list[str], bare: set[NormalizedName]) -> Iterato
         for requirement in _requirements(owner, list(owner_extras)):
             yield owner, requirement
             todo.append((canonicalize_name(requirement.name), tuple(sorted(requirement.extras))))
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------------------------
+
+
+def gpu_findings() -> list[Finding]:
+    """Returns whether driver, torch, NCCL and Transformer Engine of a machine with GPUs fit each other."""
+    cuda, driver = _cuda_of_torch(), driver_version()
+    least = _DRIVERS.get(int(cuda.partition(".")[0])) if cuda else None
+    wanted = f">={least} for CUDA {cuda}" if least else "any"
+    if driver is None:
+        fits, remedy = False, "install NVIDIA's driver, or start the container with its GPUs (docker --gpus all)"
+    else:
+        fits = least is None or int(driver.partition(".")[0]) >= least
+        remedy = f"CUDA {cuda} of this torch needs a newer driver: update it, or take a torch for an older CUDA"
+    findings = [_judge("NVIDIA driver", wanted, driver or "none found", fits, "error", remedy)]
+    return [*findings, *_torch_findings(), _transformer_engine()]
+
+
+def driver_version() -> str | None:
+    """Returns the version of NVIDIA's kernel driver, such as 580.65.06; None where none is loaded."""
+    file = Path("/proc/driver/nvidia/version")
+    match = re.search(r"(?:Module|x86_64|aarch64)\s+(\d+\.[\d.]+)", file.read_text()) if file.is_file() else None
+    if match:
+        return match[1]
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    words = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+
+
+def ask_torch() -> dict[str, Any]:
+    """Returns what torch says of CUDA in another process: "available", "gpus" and "nccl", or "why" there is none."""
+    try:
+        words = [sys.executable, "-c", _ASK_TORCH]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_TORCH_S, check=False)
+    except subprocess.TimeoutExpired:
+        return {"available": False, "why": f"torch gave no answer in {_TORCH_S:.0f} s"}
+    if done.returncode != 0:
+        return {"available": False, "why": (done.stderr.strip().splitlines() or ["torch ended"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _torch_findings() -> list[Finding]:
+    answer = ask_torch()
+    if answer["available"]:
+        gpus = answer["gpus"]
+        seen = Finding("GPUs that torch sees", "one or more", f"{len(gpus)}: {', '.join(sorted(set(gpus)))}", "ok")
+        return [seen, Finding("NCCL of torch", "any", answer["nccl"], "ok")]
+    remedy = (
+        "there are GPUs, and torch cannot use them: see the lines above, CUDA_VISIBLE_DEVICES, and what the job asked"
+    )
+    return [Finding("GPUs that torch sees", "one or more", answer["why"] or "none", "error", remedy)]
+
+
+def _transformer_engine() -> Finding:
+    """Judges Transformer Engine: an experiment may do without, but not with one that Megatron-Core does not know."""
+    name = "transformer-engine"
+    wanted = next(
+        (r for r in _requirements("megagrpo", ["te"], only_extra=True) if canonicalize_name(r.name) == name), None
+    )
+    found = _version(name)
+    bounds = str(wanted.specifier) if wanted else "any version"
+    if found is None:
+        remedy = "without it layers are Megatron's own, one expert after the other: " + _INSTALL
+        return Finding(name, bounds, "missing", "warning", remedy)
+    if wanted is not None and not wanted.specifier.contains(found, prereleases=True):
+        return Finding(name, bounds, found, "error", f"pip uninstall {name} transformer-engine-torch, then {_INSTALL}")
+    if _version("transformer-engine-torch") != found:
+        remedy = f"its part for torch was not built (found {_version('transformer-engine-torch')}): {_INSTALL}"
+        return Finding(name, bounds, found, "error", remedy)
+    return Finding(name, bounds, found, "ok")
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.layout import layout_problems, rank_coordinates
-from megagrpo.planning.settings_report import settings_report
+from megagrpo.planning.settings_report import engine_report, settings_report
 from megagrpo.planning.trainer_side import Load, TrainerSide, trained_elements, trainer_side
 from megagrpo.preflight import is_made, longest_samples, model_description, preflight
 from megagrpo.rewards.graders import SERVICES
@@ -33,6 +33,7 @@ def explain(config: ExperimentConfig, trial: Trial | None = None) -> str:
         _layout(config),
         _step(config, steps),
         _rollout(config),
+        engine_report(config),
         settings_report(arch, config.actor),
         _memory(config, arch, counts),
         _events(config),

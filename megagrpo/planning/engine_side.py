@@ -76,6 +76,8 @@ def server_of(rollout: RolloutConfig, found: Mapping[str, Any] | None = None) ->
 
 
 def _data_parallel(rollout: RolloutConfig) -> int:
+    if rollout.sglang.get("enable_dp_attention"):
+        return int(rollout.sglang.get("dp_size", 1))
     words = rollout.extra_args
     if "--enable-dp-attention" not in words:
         return 1

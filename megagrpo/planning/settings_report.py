@@ -1,4 +1,4 @@
-"""Lists what is handed over to Megatron's configuration classes, and what of it differs from their own defaults."""
+"""Lists what is handed over to Megatron's configuration classes and SGLang's, and what differs from their defaults."""
 
 import textwrap
 from collections.abc import Mapping
@@ -6,11 +6,15 @@ from typing import Any
 
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.megatron_settings import DDP, LATENT_TRANSFORMER, OPTIMIZER, TRANSFORMER
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.library_settings import Library, LibraryMissing, library_fields
 from megagrpo.megatron_fields import Kernels, ddp_fields, expected_kernels, optimizer_fields, transformer_fields
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
+from megagrpo.rollout.service.server_fields import server_fields
 
 _WIDTH = 116
+_OF_A_START = ("port", "node_rank", "dist_init_addr")  # chosen anew whenever an engine starts
 
 
 def settings_report(arch: Architecture | None, actor: ActorConfig) -> list[str]:
@@ -40,6 +44,26 @@ def _of_class(library: Library, fields: Mapping[str, Any], given: Mapping[str, A
         defaults = {name: field.default_value for name, field in library_fields(library).items()}
     except LibraryMissing as exc:
         return [f"  {library.name}: {exc}"]
+    return _compared(library.name, fields, defaults, given)
+
+
+def engine_report(config: ExperimentConfig) -> list[str]:
+    """Returns the lines of `megagrpo check` about an engine's settings, in the same form.
+
+    Nothing looks for GPUs: where `actor.device` says nothing, engines of bfloat16 are taken to have some.
+    """
+    device, fields = config.actor.device, server_fields()
+    cuda = device == "cuda" or (device == "auto" and config.rollout.dtype == "bfloat16")
+    given = engine_settings(config, ServerPlace(0, config.rollout.host, 0, "", cuda=cuda, num_cores=1))
+    given = {name: value for name, value in given.items() if name not in _OF_A_START}
+    lines = [f"sglang     settings {'as on CUDA' if cuda else 'as on a CPU'}; (its own default); * set in this file"]
+    if not given.keys() <= fields.keys():
+        return [*lines, "  ServerArgs: the package sglang is not installed here, or refuses what is set"]
+    defaults = {name: fields[name].default_value for name in given}
+    return lines + _compared("ServerArgs", given, defaults, config.rollout.sglang)
+
+
+def _compared(what: str, fields: Mapping[str, Any], defaults: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     other, same = [], []
     for name, value in fields.items():
         text = f"{'*' if name in given else ''}{name}"
@@ -48,7 +72,7 @@ def _of_class(library: Library, fields: Mapping[str, Any], given: Mapping[str, A
         else:
             other.append(f"{text} {_show(value)} ({_show(defaults[name])})")
     return [
-        f"  {library.name}: {len(fields)} fields handed over",
+        f"  {what}: {len(fields)} fields handed over",
         *_wrapped("    differ  ", other),
         *_wrapped("    equal   ", same),
     ]

@@ -24,6 +24,7 @@ _CUDA_VERSION = "13.0"
 _ON_CPU = ("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch")
 _KEPT = (
     "tp_size", "ep_size", "dp_size", "enable_dp_attention", "mem_fraction_static", "chunked_prefill_size",
+    "enable_fp32_lm_head", "enable_memory_saver", "enable_deterministic_inference",
     "attention_backend", "moe_runner_backend", "moe_a2a_backend", "kv_cache_dtype", "page_size",
     "max_running_requests", "max_total_tokens", "quantization", "dtype", "disable_radix_cache",
 )  # fmt: skip
@@ -47,7 +48,8 @@ def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[di
     """
     load_plugins()
     for words in servers[:1]:
-        prepare_server_args([*_without_memory(words), *_ON_CPU]).resolve_once()
+        model = words[words.index("--model-path") + 1]
+        prepare_server_args(["--model-path", model, "--load-format", "dummy", *_ON_CPU]).resolve_once()
     _replace_device(device)
     with temporarily("SGLANG_USE_CPU_ENGINE", "0"):
         for words in servers:
@@ -55,11 +57,6 @@ def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[di
             server.resolve_once()
             found = server.resolved_dict()
             yield {key: found[key] for key in _KEPT} | {"decode_graph_max_batch": _largest_graph(found)}
-
-
-def _without_memory(words: Sequence[str]) -> list[str]:
-    """Returns the words without the first ones' options that only a GPU has: backends are chosen anew."""
-    return [word for word in words if word not in ("--enable-dp-attention", "--enable-dp-lm-head")]
 
 
 def _largest_graph(found: dict[str, Any]) -> int | None:

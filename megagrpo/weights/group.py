@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # re-exported from torch._C
 
+from megagrpo import environment
 from megagrpo.weights.clock import Deadline
 
 _POLL_S = 0.0005
@@ -134,7 +135,10 @@ def join_group(
         # TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.of_all_nccl_ranks; else it would wait for ever.
         options.config.blocking = 0
         options._timeout = timedelta(seconds=timeout_s)
-        return EngineGroup(name, dist.ProcessGroupNCCL(keys, rank, size, options), device)
+        # Read here: else the watchdog of a rank, also of an engine's, ends its process when a peer dies in a transfer.
+        # Without it `wait` raises. Trainers join in threads, which share the environment: they set it around all.
+        with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+            return EngineGroup(name, dist.ProcessGroupNCCL(keys, rank, size, options), device)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's type stubs
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]

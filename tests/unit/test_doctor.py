@@ -22,7 +22,7 @@ def environment(tmp_path, monkeypatch):
     def add(name: str, version: str, *requirements: str) -> None:
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
-        extras = [f"Provides-Extra: {extra}" for extra in ("cpu", "gpu", "cpu-engine")]
+        extras = [f"Provides-Extra: {extra}" for extra in ("cpu", "gpu", "te", "cpu-engine")]
         lines = [
             "Metadata-Version: 2.1",
             f"Name: {name}",
@@ -81,6 +81,77 @@ def test_gpu_machine_wants_the_gpu_extra_and_a_cuda_build(environment, tmp_path)
     assert found["nvidia-thing (for megagrpo)"] == found["torch build"] == "error"
     (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
     assert statuses(gpu=True)["torch build"] == "ok"
+
+
+SEES = {"cuda": "13.0", "available": True, "gpus": ["NVIDIA H100 80GB HBM3"] * 2, "nccl": "2.29.7", "why": ""}
+BLIND = {"cuda": "13.0", "available": False, "why": "The NVIDIA driver on your system is too old (found version 12040)"}
+
+
+def gpu_lines(monkeypatch, driver: str | None, answer: dict) -> dict[str, doctor.Finding]:
+    monkeypatch.setattr(doctor, "driver_version", lambda: driver)
+    monkeypatch.setattr(doctor, "ask_torch", lambda: answer)
+    return {finding.what: finding for finding in doctor.gpu_findings()}
+
+
+def with_gpus(environment, tmp_path: Path, transformer_engine: str | None) -> None:
+    environment("megagrpo", "0.1", *OURS, 'transformer-engine[core_cu13,pytorch]>=2.9,<2.12; extra == "te"')
+    environment("torch", "2.13.0")
+    (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
+    if transformer_engine:
+        environment("transformer-engine", transformer_engine)
+        environment("transformer-engine-torch", transformer_engine)
+
+
+def test_a_gpu_machine_that_fits(environment, tmp_path, monkeypatch):
+    with_gpus(environment, tmp_path, "2.11.0")
+    found = gpu_lines(monkeypatch, "580.65.06", SEES)
+    assert {finding.status for finding in found.values()} == {"ok"}
+    assert found["NVIDIA driver"].wanted == ">=580 for CUDA 13.0"
+    assert (
+        found["GPUs that torch sees"].found == "2: NVIDIA H100 80GB HBM3" and found["NCCL of torch"].found == "2.29.7"
+    )
+
+
+def test_a_driver_too_old_for_this_torch(environment, tmp_path, monkeypatch):
+    with_gpus(environment, tmp_path, "2.11.0")
+    found = gpu_lines(monkeypatch, "550.54.15", BLIND)
+    bad = {what for what, finding in found.items() if finding.status == "error"}
+    assert bad == {"NVIDIA driver", "GPUs that torch sees"}
+    assert "newer driver" in found["NVIDIA driver"].remedy and "too old" in found["GPUs that torch sees"].found
+    (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '12.9'\n")
+    assert gpu_lines(monkeypatch, "550.54.15", SEES)["NVIDIA driver"].status == "ok"
+
+
+def test_devices_without_a_driver_or_hidden(environment, tmp_path, monkeypatch):
+    with_gpus(environment, tmp_path, "2.11.0")
+    found = gpu_lines(monkeypatch, None, {"available": False, "why": ""})
+    assert found["NVIDIA driver"].found == "none found" and found["NVIDIA driver"].status == "error"
+    assert found["GPUs that torch sees"].found == "none"
+    assert "CUDA_VISIBLE_DEVICES" in found["GPUs that torch sees"].remedy
+
+
+@pytest.mark.parametrize("version, status", [(None, "warning"), ("2.20.2", "error"), ("2.8.0", "error")])
+def test_transformer_engine_out_of_bounds(environment, tmp_path, monkeypatch, version, status):
+    with_gpus(environment, tmp_path, version)
+    found = gpu_lines(monkeypatch, "580.65.06", SEES)["transformer-engine"]
+    assert (found.status, found.wanted) == (status, "<2.12,>=2.9") and found.remedy
+
+
+def test_transformer_engine_without_its_torch_part(environment, tmp_path, monkeypatch):
+    with_gpus(environment, tmp_path, None)
+    environment("transformer-engine", "2.11.0")
+    found = gpu_lines(monkeypatch, "580.65.06", SEES)["transformer-engine"]
+    assert found.status == "error" and "was not built" in found.remedy
+
+
+def test_torch_is_asked_in_another_process(environment, tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "_ASK_TORCH", "print('noise'); import json; print(json.dumps({'available': False}))")
+    assert doctor.ask_torch() == {"available": False}
+    monkeypatch.setattr(doctor, "_ASK_TORCH", "raise ImportError('libcuda.so.1: cannot open')")
+    assert doctor.ask_torch()["why"] == "ImportError: libcuda.so.1: cannot open"
+    monkeypatch.setattr(doctor, "_ASK_TORCH", "import time; time.sleep(60)")
+    monkeypatch.setattr(doctor, "_TORCH_S", 0.2)
+    assert "gave no answer" in doctor.ask_torch()["why"]
 
 
 def test_short_of_memory_and_disk():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megagrpo.environment import of_all_nccl_ranks
+from megagrpo.environment import get, of_all_nccl_ranks
 from megagrpo.weights.clock import Deadline
 from megagrpo.weights.group import EngineGroup, PeerLost, Receive, Send, join_group
 
@@ -63,10 +63,16 @@ def test_a_group_over_nccl_is_not_blocking_and_its_limit_reaches_every_rank(monk
             def __init__(self):
                 self.config = SimpleNamespace(blocking=1)
 
+        def __init__(self, *made_of):
+            super().__init__(*made_of)
+            self.watchdog = get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
     group = join_group(dist.HashStore(), "w", 0, 2, CUDA, "127.0.0.1", 5.0)
     options = group._backend.made_of[-1]
     assert options.config.blocking == 0 and options._timeout.total_seconds() == 5
+    assert group._backend.watchdog == "0", "it would end the process of a rank whose peer dies, an engine's, too"
+    assert get("TORCH_NCCL_ASYNC_ERROR_HANDLING") is None
     assert int(of_all_nccl_ranks()["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) <= 60
 
 

@@ -1,0 +1,61 @@
+"""The engines' command lines of every shipped experiment, as SGLang itself resolves them on pretended H100s."""
+
+import json
+from pathlib import Path
+
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.planning.hardware import HARDWARE
+from megagrpo.planning.recordings import resolve_all
+from megagrpo.preflight import model_description
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "configs" / "models"
+STAND_INS = {"Qwen3-1.7B": "Qwen3-8B"}  # described in configs/models, of the same family
+DECIDING = {"tp", "ep", "nodes_per_engine", "dtype", "deterministic", "max_running_requests", "max_total_tokens"}
+DECIDING |= {"mem_fraction", "sglang", "extra_args", "colocate"}
+UNKNOWN = {"smollm2"}  # its model is unpacked from a package
+
+
+def shipped() -> dict[str, ExperimentConfig]:
+    """Name -> experiment whose model is described."""
+    found = {}
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        config = load_config(path)
+        name = Path(config.model.path).name
+        folder = MODELS / STAND_INS.get(name, name)
+        found[path.stem] = load_config(path, [f"model.path={folder}"]) if folder.is_dir() else config
+    return found
+
+
+def test_sglang_takes_the_arguments_of_every_experiment():
+    experiments = {name: config for name, config in shipped().items() if name not in UNKNOWN}
+    # Experiments with equal engines are resolved once: half a second each, after SGLang's import.
+    distinct: dict[str, list[str]] = {}
+    for name, config in experiments.items():
+        rollout = config.rollout.model_dump_json(include=DECIDING)
+        distinct.setdefault(json.dumps(model_description(config)) + rollout, []).append(name)
+    first = [names[0] for names in distinct.values()]
+    resolved = resolve_all([experiments[name] for name in first], (HARDWARE["H100"], 8))
+    for names, found in zip(distinct.values(), resolved, strict=True):
+        rollout = experiments[names[0]].rollout
+        half = rollout.dtype == "bfloat16"
+        wanted = {
+            "dtype": rollout.dtype,
+            "tp_size": rollout.tp,
+            "ep_size": rollout.ep,
+            "mem_fraction_static": rollout.mem_fraction,
+            "max_running_requests": rollout.max_running_requests,
+            "chunked_prefill_size": 8192,
+            "attention_backend": "fa3" if half else "torch_native",
+            "moe_runner_backend": "triton",
+            "moe_a2a_backend": "none",
+            "kv_cache_dtype": "auto",
+            "quantization": None,
+            "enable_fp32_lm_head": half,
+            "enable_memory_saver": rollout.colocate,
+            "enable_deterministic_inference": rollout.deterministic,
+        }
+        wanted |= {name: value for name, value in rollout.sglang.items() if name in found}
+        print(", ".join(names), found)
+        assert {name: found[name] for name in wanted} == wanted, names
