@@ -123,10 +123,11 @@ class RolloutConfig(Section):
 class WeightsConfig(Section):
     """How the actor's weights reach the engines after every step."""
 
-    transport: Literal["disk", "broadcast", "reshard"] = Field(
+    transport: Literal["disk", "broadcast", "reshard", "ipc"] = Field(
         default="reshard",
         description="Each engine rank its own slices from the trainers that hold them; or whole tensors by rank 0 "
-        "to all; or a checkpoint on a disk that engines and trainers share.",
+        "to all; or a checkpoint on a disk that engines and trainers share; or slices through memory of a machine that "
+        "they share, as `rollout.colocate` needs (`ipc`).",
     )
     bucket_mb: PositiveFloat = Field(
         default=512.0, description="MiB of weights that a rank holds beside its parameters during a transfer."

@@ -31,12 +31,14 @@ from megagrpo.weights.record import Copy
 from megagrpo.weights.transport import TrainerWeights, Transport
 from megagrpo.weights.transport_broadcast import BroadcastTransport
 from megagrpo.weights.transport_disk import DiskTransport
+from megagrpo.weights.transport_ipc import IpcTransport
 from megagrpo.weights.transport_reshard import ReshardTransport
 
 TRANSPORTS: dict[str, Callable[[TrainerWeights], Transport]] = {
     "disk": DiskTransport,
     "broadcast": BroadcastTransport,
     "reshard": ReshardTransport,
+    "ipc": IpcTransport,
 }
 _PHASES = ("connect", "plan", "gather", "transfer", "digest", "verify", "restart")
 _MISMATCHES_SHOWN = 10
