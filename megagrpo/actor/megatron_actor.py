@@ -30,6 +30,7 @@ from megagrpo.actor.model import (
 from megagrpo.actor.reference import AdaptersOff, HostReference
 from megagrpo.actor.router_bias import RouterBias
 from megagrpo.actor.timing import ScheduleClock
+from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import model_tensors, read_architecture
@@ -154,6 +155,7 @@ class MegatronActor:
         if config.lora is not None:  # where experts alone have adapters, the dense optimiser is a stub without a state
             parts = self.optimizer.chained_optimizers
             self.optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
+        self.update_state = UpdateState(self.model, self.optimizer, device)
         self.updates_done = 0
         self.reference: HostReference | AdaptersOff | None = None
         self.expert_load = _ExpertLoad(self.chunks, self.arch, device)
@@ -218,7 +220,8 @@ class MegatronActor:
         return ActorWeights(record_copies(self.load_adapters, specs, self.trained()), specs, self.trained)
 
     def zero_grad(self) -> None:
-        """Clears gradients before a backward."""
+        """Clears gradients before a backward, whose state comes back first if it is away."""
+        self.update_state.bring_back()
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -72,7 +72,8 @@ def saved(hf_models: Path, tmp_path_factory) -> Callable[[str], Path]:
             alone = {option: value for option, value in base.items() if option != "parallel"}
             place = folder / key(name, warm)
             from_two, from_one = str(place / "two" / "step_000001"), str(place / "one" / "step_000001")
-            straight = {**base, "warm": warm, "save": str(place / "two"), "then": f"{place}.straight.pt"}
+            # saved while it is on the host: what resumes, where it never left the device, takes the same steps
+            straight = {**base, "away": True, "warm": warm, "save": str(place / "two"), "then": f"{place}.straight.pt"}
             if (part, name, warm) in OWN_PARTS:
                 own_parts = str(place / "own" / "step_000001")
                 straight["save_own_parts"] = str(place / "own")

@@ -229,7 +229,10 @@ def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -
 
 
 def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """[load] -> `warm` updates -> [save] -> two more, whose losses, gradients and weights are kept in job["then"]."""
+    """[load] -> `warm` updates -> [save] -> two more, whose losses, gradients and weights are kept in job["then"].
+
+    away: the state of updates is on the host when it is saved, and between the two.
+    """
     weights = actor.trained_weights(weights)
     if "load" in job:
         state = checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
@@ -237,6 +240,8 @@ def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folde
     for number in range(job.get("warm", 0)):
         gradient(actor, batch_of(actor.mesh, shift=number), RICH)
         actor.optimizer_step()
+    if job.get("away"):
+        offload(actor)
     torch.rand(job.get("warm", 0))  # the saved RNG state is not that of a fresh start
     saved = save(actor, job, job["save"]) if "save" in job else None
     if "save_own_parts" in job:
@@ -248,9 +253,20 @@ def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folde
             after[f"gradients{number}"] = whole(weights, actor.gradients(), actor.mesh)
         after[f"norm{number}"] = actor.optimizer_step()["optim/grad_norm"]
         after[f"weights{number}"] = whole(weights, actor.trained(), actor.mesh)
+        if job.get("away"):
+            offload(actor)
     if actor.mesh.is_main:
         torch.save(after, job["then"])
     return {"saved": str(saved)}
+
+
+def offload(actor: MegatronActor) -> None:
+    """Moves what updates need to the host, and checks that nothing of it is left in its place."""
+    actor.update_state.offload()
+    left = [*(buffer.grad_data for buffer in gradient_buffers(actor)), *optimiser_state(actor)]
+    of_model = {p.untyped_storage()._cdata for chunk in actor.chunks for p in chunk.parameters()}
+    held = sum(t.untyped_storage().nbytes() for t in left if t.untyped_storage()._cdata not in of_model)
+    assert left and held == 0, f"{held} bytes are left"
 
 
 def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
