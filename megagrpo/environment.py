@@ -13,6 +13,9 @@ ENGINE = "MEGAGRPO_ENGINE"  # in an engine's process: its id
 ENGINE_HEADER = "X-Megagrpo-Engine"  # of its answers: who sampled cannot be told from the router's URL
 WEIGHT_LOADER = "megagrpo.weights.engine_loader.run"  # engines are started with it; trainers call it by this name
 
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads the first one that is set
+_EXPANDABLE, _FIXED = "expandable_segments:True", "expandable_segments:False"
+
 
 @overload
 def get(name: str) -> str | None: ...
@@ -53,16 +56,51 @@ def temporarily(name: str, value: str) -> Iterator[None]:
             os.environ[name] = old
 
 
+def hide_gpus() -> None:
+    """Lets this process and its children see no GPU; without effect once CUDA has been asked for one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def of_all_nccl_ranks() -> dict[str, str]:
     """Returns what trainers and engines, which meet in one NCCL communicator, must agree on.
 
-    SGLang sets NCCL_CUMEM_ENABLE for itself alone. The timeout, in seconds, is of ranks that have not come to the first
-    batch of a non-blocking communicator; torch waits 30 minutes by default.
+    SGLang sets NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE to 0 for itself alone, unless they are set. The timeout, in
+    seconds, is of ranks that have not come to the first batch of a non-blocking communicator; torch waits 30 minutes
+    by default.
     """
     return {
         "NCCL_CUMEM_ENABLE": get("NCCL_CUMEM_ENABLE", "0"),
+        "NCCL_NVLS_ENABLE": get("NCCL_NVLS_ENABLE", "0"),
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60"),
     }
+
+
+def of_trainer_ranks(*, cut: bool, beside_engines: bool, deterministic: bool) -> dict[str, str]:
+    """Returns what trainer ranks are given beside of_all_nccl_ranks; what the user has set stays.
+
+    cut: layers are cut over ranks, by tensor or context parallelism. beside_engines: on the same GPUs. deterministic:
+    the run is to repeat bit by bit.
+    """
+    variables = {}
+    if beside_engines:
+        variables = without_expandable_segments()
+    elif not any(map(get, _ALLOCATOR)):
+        variables[_ALLOCATOR[0]] = _EXPANDABLE  # micro-batches of many lengths fragment fixed segments
+    if cut:  # Megatron overlaps a layer's communication by issuing it first: with one queue it also runs first
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if deterministic:
+        variables["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        variables["CUBLAS_WORKSPACE_CONFIG"] = get("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return variables
+
+
+def without_expandable_segments() -> dict[str, str]:
+    """Returns the settings of torch's allocator, where the user has any, with expandable segments off.
+
+    torch_memory_saver, which lets engines sleep, refuses them. Handles of their memory are passed by pidfd_getfd, which
+    containers forbid.
+    """
+    return {name: value.replace(_EXPANDABLE, _FIXED) for name in _ALLOCATOR if _EXPANDABLE in (value := get(name, ""))}
 
 
 def child_environment(extra: dict[str, str] | None = None, python_path: list[str] | None = None) -> dict[str, str]:

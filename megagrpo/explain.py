@@ -14,6 +14,7 @@ from megagrpo.planning.trainer_side import Load, TrainerSide, trained_elements, 
 from megagrpo.preflight import is_made, longest_samples, model_description, preflight
 from megagrpo.rewards.graders import SERVICES
 from megagrpo.rewards.sandbox import isolation
+from megagrpo.rollout.service.engine_command import describe_settings
 from megagrpo.trial_loading import Trial
 
 _MAX_RANK_ROWS = 32
@@ -195,7 +196,7 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         )
     for i in range(min(r.num_engines, _MAX_RANK_ROWS) if r.num_engines > 1 or r.tp > 1 else 0):
         lines.append(f"  engine {i}: ranks {i * r.tp}..{(i + 1) * r.tp - 1}")
-    return lines
+    return lines + describe_settings(config)
 
 
 def _memory(config: ExperimentConfig, arch: Architecture | None, counts: ParameterCounts | None) -> list[str]:

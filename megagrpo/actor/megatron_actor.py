@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megagrpo import environment
@@ -27,6 +25,7 @@ from megagrpo.actor.model import (
     load_hf,
     routers,
 )
+from megagrpo.actor.optimizer import build_optimizer, take_step, wrap_chunks
 from megagrpo.actor.reference import AdaptersOff, HostReference
 from megagrpo.actor.router_bias import RouterBias
 from megagrpo.actor.timing import ScheduleClock
@@ -134,7 +133,7 @@ class MegatronActor:
         self.arch = read_architecture(model_path)
         check_layout(self.arch, config)
         check_transformer_engine(config)
-        self.config = config
+        self.config = config = config.model_copy(update={"optimizer": optimizer})
         self.mesh = start_distributed(config, device)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.optimizer_config, self.num_updates = optimizer, num_updates
@@ -146,16 +145,10 @@ class MegatronActor:
         # copied
         self.clock = ScheduleClock(device)
         self.transformer.timers, self.transformer.finalize_model_grads_func = self.clock, self._reduce_gradients
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=optimizer.distributed, grad_reduce_in_fp32=True)
-        self.model = [
-            DistributedDataParallel(self.transformer, ddp, chunk, disable_bucketing=i > 0)
-            for i, chunk in enumerate(self.chunks)
-        ]
-        self.optimizer = get_megatron_optimizer(_optimizer_config(optimizer, config), self.model)
-        if config.lora is not None:  # where experts alone have adapters, the dense optimiser is a stub without a state
-            parts = self.optimizer.chained_optimizers
-            self.optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
+        self.model = wrap_chunks(self.chunks, self.transformer, config)
+        self.optimizer = build_optimizer(self.model, config)
         self.update_state = UpdateState(self.model, self.optimizer, device)
+        self._to_gather = False  # whether parameters of other ranks lag behind this rank's own shards
         self.updates_done = 0
         self.reference: HostReference | AdaptersOff | None = None
         self.expert_load = _ExpertLoad(self.chunks, self.arch, device)
@@ -232,10 +225,19 @@ class MegatronActor:
         """Returns this rank's accumulated float32 gradients by parameter name; the certificate compares them."""
         return {name: p.main_grad for name, p in self.trained().items()}  # type: ignore[attr-defined]  # by Megatron
 
-    def optimizer_step(self, loss: float = 0.0) -> dict[str, float]:
+    def gather_parameters(self) -> None:
+        """Collective. Makes the parameters whole on every rank after an update that left it to the next forward."""
+        if self._to_gather:
+            for wrapper in self.model:
+                wrapper.start_param_sync(force_sync=True)
+            self._to_gather = False
+
+    def optimizer_step(self, loss: float = 0.0, followed: bool = False) -> dict[str, float]:
         """Collective. Clips by the global norm, and steps when that and `loss`, the update's, are finite.
 
-        Raises NonFiniteUpdate on every rank, before any weight is touched, when they are not.
+        `followed` by another update, whose forward gathers the parameters where that overlaps (overlap_param_gather):
+        until then, or until `gather_parameters`, they are not to be read. Raises NonFiniteUpdate on every rank, before
+        any weight is touched, when they are not finite.
         """
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
@@ -249,27 +251,14 @@ class MegatronActor:
             group["lr"] = lr
             # Megatron leaves it to its own scheduler to spare norms and biases
             group["weight_decay"] = self.optimizer_config.weight_decay * group.get("wd_mult", 1.0)
-        self.optimizer.step()
+        take_step(self.optimizer, norm)
+        self._to_gather = self.model[0].ddp_config.overlap_param_gather
+        if not followed:
+            self.gather_parameters()
         if self.router_bias is not None:
             self.router_bias.move()
         self.updates_done += 1
         return {"optim/grad_norm": norm, "optim/lr": lr}
-
-
-def _optimizer_config(optimizer: OptimizerConfig, config: ActorConfig) -> MegatronOptimizerConfig:
-    return MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.adam_beta1,
-        adam_beta2=optimizer.adam_beta2,
-        adam_eps=optimizer.adam_eps,
-        clip_grad=optimizer.clip_grad,
-        use_distributed_optimizer=optimizer.distributed,
-        bf16=config.dtype == "bfloat16",
-        params_dtype=getattr(torch, config.dtype),
-    )
 
 
 class _ExpertLoad:

@@ -8,6 +8,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from megagrpo.actor import step
+from megagrpo.actor import megatron_actor, step
 from megagrpo.actor.live_bytes import LiveBytes, storage_bytes
 from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.optimizer import take_step
 from megagrpo.actor.pretended import pretended_world
 from megagrpo.actor.shapes_only import META, ShapesOnly, as_on_device
 from megagrpo.algo import logprob
@@ -171,7 +173,7 @@ def _watched(actor: MegatronActor, live: LiveBytes, held: Callable[[], int]) -> 
         return run
 
     watch, head = _Watch(live, held), logprob._LogProbs
-    take_step, end = actor.optimizer.step, actor.clock.gradients_done
+    end = actor.clock.gradients_done
 
     def gradients_done() -> None:
         watch.gradients_done()
@@ -181,7 +183,7 @@ def _watched(actor: MegatronActor, live: LiveBytes, held: Callable[[], int]) -> 
         patch.object(head, "forward", staticmethod(in_head(head.forward))),
         patch.object(head, "backward", staticmethod(in_head(head.backward))),
         patch.object(actor.clock, "gradients_done", gradients_done),
-        patch.object(actor.optimizer, "step", lambda: watch.stepping(take_step)),
+        patch.object(megatron_actor, "take_step", lambda *args: watch.stepping(partial(take_step, *args))),
     ):
         yield watch
 

@@ -125,12 +125,13 @@ def update(
                 continue
             sums = backward(actor, batch, rows, algorithm, temperature, denominators)
             try:
-                optim = actor.optimizer_step(sums["loss/total"])
+                optim = actor.optimizer_step(sums["loss/total"], followed=True)
             except NonFiniteUpdate as exc:
                 print(exc, flush=True)
                 non_finite += 1
                 continue
             passes[-1].add(sums)
+    actor.gather_parameters()
     actor.expert_load.enabled = False
     whole = _Measured()
     for measured in passes:

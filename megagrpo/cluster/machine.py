@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import IO
 
 from megagrpo import environment
+from megagrpo.cluster import variables
 from megagrpo.cluster.supervise import Launch, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.run_folder import RunFolder
 
 _POLL_S = 0.2
@@ -79,6 +81,7 @@ def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_e
     with Launch(folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S) as launch:
         service = launch.start(["serve", str(folder.config)], "service", of_engines)
         options = [*torchrun(config.actor.world_size, config.actor.max_restarts), "--standalone"]
+        of_trainers = variables.of_trainers(config, variables.interface_of_engines(config)) | of_trainers
         trainers = launch.start_ranks(["train", str(folder.config)], options, of_trainers)
         return launch.watch(trainers, needed=service)
     return launch.status
@@ -94,20 +97,25 @@ def _visible_gpus() -> list[str]:
 
 
 def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the environments of the trainers and of the service: GPUs of their own. Empty where there are none.
+    """Returns the environments of the trainers and of the service: GPUs of their own, or under `rollout.colocate` the
+    same. Empty where there are none.
 
-    Raises ValueError when there are too few; weights over `disk` may share them, NCCL refuses two ranks on one.
+    Raises ValueError when there are too few, or none where some are wanted; weights over `disk` may share them, NCCL
+    refuses two ranks on one.
     """
     ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
-    if not visible or (len(visible) < ranks + engine_ranks and config.weights.transport == "disk"):
+    colocate = config.rollout.colocate
+    wanted = max(ranks, engine_ranks) if colocate else ranks + engine_ranks
+    if not on_gpus(config, len(visible)) or (len(visible) < wanted and config.weights.transport == "disk"):
         return {}, {}
-    if len(visible) < ranks + engine_ranks:
+    if len(visible) < wanted:
+        remedy = "lower them" if colocate else "lower them, or let them share GPUs with weights.transport: disk"
         raise ValueError(
             f"{len(visible)} GPU(s) are visible, but {ranks} trainer ranks (actor.world_size) and {engine_ranks} "
-            "engine ranks (rollout.num_engines x tp) need one each; lower them, or let them share GPUs with "
-            "weights.transport: disk"
+            f"engine ranks (rollout.num_engines x tp) need one each{' at a time' if colocate else ''}; {remedy}"
         )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[:ranks])}, {"CUDA_VISIBLE_DEVICES": ",".join(visible[ranks:])}
+    engines = visible[:engine_ranks] if colocate else visible[ranks:]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[:ranks])}, {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
 
 
 def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
@@ -116,7 +124,7 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
     ValueError when the machine has GPUs, but fewer than ranks.
     """
     name, *rest = command
-    ranks, gpus = config.actor.world_size, len(_visible_gpus())
+    ranks, gpus = config.actor.world_size, 0 if config.actor.device == "cpu" else len(_visible_gpus())
     if 0 < gpus < ranks:
         raise ValueError(
             f"`megagrpo {name}` runs on one machine: {gpus} GPU(s) are visible for {ranks} ranks (actor.world_size). "
@@ -126,7 +134,9 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
     folder = RunFolder(Path(config.output_dir))
     dump_config(config, folder.config)
     with Launch(folder, name, end=(signal.SIGTERM, signal.SIGINT), ranks=name) as launch:
-        return launch.watch(launch.start_ranks([name, str(folder.config), *rest], [*torchrun(ranks), "--standalone"]))
+        options = [*torchrun(ranks), "--standalone"]
+        env = variables.of_trainers(config)
+        return launch.watch(launch.start_ranks([name, str(folder.config), *rest], options, env))
     return launch.status
 
 

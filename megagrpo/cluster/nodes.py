@@ -13,13 +13,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from megagrpo import environment
 from megagrpo.cluster.machine import alone_in
 from megagrpo.cluster.supervise import Child, Launch, last_lines, torchrun
+from megagrpo.cluster.variables import interface_of_engines, of_trainers
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
 from megagrpo.run_folder import RunFolder
 
 _POLL_S = 0.2
@@ -73,11 +73,13 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
             dump_config(config, folder.config)
-        options, env = torchrun(world // node.number, config.actor.max_restarts), {}
+        options = torchrun(world // node.number, config.actor.max_restarts)
         if node.number > 1:
-            options, env = options + _meeting(node), _between_nodes(node)
+            options += _meeting(node)
+            env = _between_nodes(config, node)
         else:
             options.append("--standalone")
+            env = of_trainers(config, _interface_towards_engines(config))
         name = "trainer" if node.number == 1 else f"trainer-{node.rank}"
         end, ask = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
         with Launch(folder, "train", end=end, ask=ask, ranks=name) as launch:
@@ -92,13 +94,18 @@ def _meeting(node: Node) -> list[str]:
     return ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host, *place]
 
 
-def _between_nodes(node: Node) -> dict[str, str]:
+def _between_nodes(config: ExperimentConfig, node: Node) -> dict[str, str]:
     """Returns the environment of ranks that talk to other nodes."""
-    own = socket.gethostbyname(node.own_address)  # Slurm's node addresses may be names
-    mine = [name for name, addresses in psutil.net_if_addrs().items() if any(a.address == own for a in addresses)]
-    if not mine or environment.get("GLOO_SOCKET_IFNAME") is not None:
-        return {}
-    return {"GLOO_SOCKET_IFNAME": mine[0]}  # gloo would take what the host's name resolves to, often 127.0.0.1
+    own = interface_of(socket.gethostbyname(node.own_address))  # Slurm's node addresses may be names
+    env = of_trainers(config, _interface_towards_engines(config) or own)
+    if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
+        env["GLOO_SOCKET_IFNAME"] = own  # gloo would take what the host's name resolves to, often 127.0.0.1
+    return env
+
+
+def _interface_towards_engines(config: ExperimentConfig) -> str | None:
+    """Returns the interface of rollout.host, which engines tell NCCL to use on their machines; None for a loopback."""
+    return None if config.rollout.host in LOOPBACK else interface_of_engines(config)
 
 
 def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:

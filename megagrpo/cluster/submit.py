@@ -11,10 +11,10 @@ import megagrpo
 from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig, RolloutConfig
 from megagrpo.preflight import preflight
+from megagrpo.rollout.service.addresses import LOOPBACK
 from megagrpo.run_folder import RunFolder
 
 SCRIPTS = {"one-job": "one_job.sbatch", "het": "het_job.sbatch", "one-node": "one_node.sbatch"}
-_LOOPBACK = ("127.0.0.1", "localhost", "lo")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _rollout_misfits(rollout: RolloutConfig, request: Request) -> list[str]:
     elif not (least := max(rollout.nodes_per_engine, -(-parts // on_a_node))) <= nodes <= parts:
         engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
         problems.append(f"--rollout-nodes {nodes}: {engines}, so it may be {least} to {parts}")
-    if rollout.host in _LOOPBACK:
+    if rollout.host in LOOPBACK:
         problems.append(
             f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; name the interface between "
             "nodes, as eth0"

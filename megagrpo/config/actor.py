@@ -176,7 +176,8 @@ class ActorConfig(Section):
     transformer_engine: Literal["auto"] | bool = Field(
         default="auto",
         description="Use Transformer Engine's layers, attention and grouped experts; auto: on CUDA where it is "
-        "installed, but for `lora`, whose adapters are added to Megatron's own layers.",
+        "installed, but for `lora`, whose adapters are added to Megatron's own layers, and for float32, which it would "
+        "multiply as TF32.",
     )
     megatron: dict[str, Any] = Field(
         default={},
@@ -210,7 +211,8 @@ class ActorConfig(Section):
 
         Of a machine without it nothing is known here: actor/host.py's uses_transformer_engine decides there.
         """
-        return self.transformer_engine is True or (self.transformer_engine == "auto" and self.lora is None)
+        by_itself = self.lora is None and self.dtype != "float32"
+        return self.transformer_engine is True or (self.transformer_engine == "auto" and by_itself)
 
     @property
     def layout(self) -> dict[str, int | None]:

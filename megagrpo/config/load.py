@@ -1,7 +1,8 @@
 """Reads a YAML file and `--set` overrides into an ExperimentConfig, and reports every problem at once.
 
-Three steps: read each source into plain data that remembers where every key stands; merge them (preset, then the file,
-then the overrides); validate with the schema, and report each problem in the words of the file.
+Four steps: read each source into plain data that remembers where every key stands; merge them (preset, then the file,
+then the overrides); validate with the schema; check what is for a library against its source. Each problem is reported
+in the words of the file.
 """
 
 import difflib
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, keys_of, sections, variant_names
+from megagrpo.config.megatron_settings import megatron_setting_problems
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.run_folder import write_whole
 
@@ -76,9 +78,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     if source.problems:
         raise _error(path, source.problems)
     try:
-        return ExperimentConfig.model_validate(source.data)
+        config = ExperimentConfig.model_validate(source.data)
     except ValidationError as exc:
         raise _error(path, _explain_errors(exc, source, str(path))) from None
+    problems = [_at(keys, problem, source, str(path)) for keys, problem in megatron_setting_problems(config.actor)]
+    if problems:
+        raise _error(path, problems)
+    return config
 
 
 def dump_config(config: ExperimentConfig, path: str | Path) -> None:
@@ -206,6 +212,15 @@ def _override(source: _Source, text: str) -> None:
 # ---- what is wrong, in words ---------------------------------------------------------------------------------------
 
 
+def _at(path: KeyPath, problem: str, source: _Source, name: str) -> str:
+    """Returns one problem with its place and its value."""
+    return f"{_place(path, source, name)}: {_dotted(path)} = {_show(_value_at(source.data, path))}: {problem}"
+
+
+def _place(path: KeyPath, source: _Source, name: str) -> str:
+    return next((source.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in source.places), name)
+
+
 def _explain_errors(exc: ValidationError, source: _Source, name: str) -> list[str]:
     """Returns one line for each problem. pydantic reports a union of scalar types once a member; one line is enough."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
@@ -213,7 +228,7 @@ def _explain_errors(exc: ValidationError, source: _Source, name: str) -> list[st
         by_path.setdefault(_data_path(error["loc"], error["type"], source.data), []).append(error)
     lines = []
     for path, errors in by_path.items():
-        place = next((source.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in source.places), name)
+        place = _place(path, source, name)
         value = _value_at(source.data, path)
         if len(errors) > 1 and errors[0]["type"].endswith("_type"):
             problems = [f"{_dotted(path)} = {_show(value)}: should be a text, a number, true or false"]

@@ -94,9 +94,10 @@ class RolloutConfig(Section):
     )
     retries: PositiveInt = Field(default=8, description="Times that one request is tried again.")
     start_timeout_s: PositiveFloat = Field(default=300.0, description="Seconds for an engine, or for Ray, to start.")
-    health_timeout_s: PositiveFloat = Field(
-        default=60.0,
-        description="Seconds of silence after which an engine is started again; longer than the longest forward pass.",
+    health_timeout_s: PositiveFloat | None = Field(
+        default=None,
+        description="Seconds of silence after which an engine is started again; longer than the longest forward pass. "
+        "Default: 300 on GPUs, where the first pass of a length compiles kernels; 60 on a CPU.",
     )
     max_restarts: NonNegativeInt = Field(default=5, description="Restarts of one engine over the run.")
     min_healthy_engines: PositiveInt = Field(
@@ -106,6 +107,10 @@ class RolloutConfig(Section):
     max_staleness: Literal[0] = Field(
         default=0, description="Updates that the sampled weights may lag behind; 0: asynchrony is not built yet."
     )
+
+    def patience_s(self, cuda: bool) -> float:
+        """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
+        return self.health_timeout_s or (300.0 if cuda else 60.0)
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:

@@ -40,7 +40,8 @@ class EngineFleet:
 
     A round is the engines that are opened, updated and verified together. Everything but `each`, `alive`, `waiting` and
     `close` is for rank 0 alone; on other ranks there are no connections and the round is empty. `drop` is told of every
-    connection that ends, in any thread. past_loader: see Transport. on_call: see EngineConnection.
+    connection that ends, in any thread. past_loader: see Transport. on_call, patience_s: see
+    EngineConnection.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class EngineFleet:
         drop: Callable[[EngineConnection], None],
         past_loader: bool,
         on_call: OnCall,
+        patience_s: float,
     ):
         self._config, self._registry, self._specs = config, registry, specs
         self._drop, self._past_loader, self._on_call = drop, past_loader, on_call
+        self._patience_s = patience_s
         self._connections: dict[str, EngineConnection] = {}  # by engine id, kept from publish to publish
         self._round: list[str] = []
         self._lost: dict[str, EngineDown] = {}  # died in this publish and are not back
@@ -184,7 +187,7 @@ class EngineFleet:
             tp=rollout.tp,
             mailbox=self._mailbox,
             api_key=self._registry.api_key,
-            patience_s=rollout.health_timeout_s,
+            patience_s=self._patience_s,
             on_call=self._on_call,
         )
 

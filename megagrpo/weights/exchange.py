@@ -85,6 +85,7 @@ class Exchange:
             drop=self._transport.drop,
             past_loader=self._transport.past_loader,
             on_call=on_call,
+            patience_s=config.rollout.patience_s(mesh.device.type == "cuda"),
         )
 
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:

@@ -27,7 +27,7 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
         tmp_path / family,
         prepare={"model": {"family": family}},
         train={"num_steps": NUM_STEPS},
-        actor={"dtype": dtype},
+        actor={"dtype": dtype, "device": "cpu"},
         rollout={"dtype": dtype, "start_timeout_s": 900},
         checkpoint={"every": NUM_STEPS},
     )

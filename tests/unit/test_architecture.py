@@ -16,10 +16,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 
 # A part imports itself and parts on earlier lines; parts of one line do not know each other.
 LAYERS = (
     {"families"},
-    {"run_folder", "checkpoint_folder", "environment"},
+    {"run_folder", "checkpoint_folder", "environment", "library_settings"},
     {"types", "stop_request", "user_function", "processes"},
     {"config"},
-    {"mesh", "hf_files", "algo", "layout", "torchvision_ops"},
+    {"mesh", "hf_files", "algo", "layout", "torchvision_ops", "megatron_fields"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
     {"actor", "rollout", "checkpoint", "dump", "selection", "doctor", "view"},
     {"preflight", "checkpoint_cost"},

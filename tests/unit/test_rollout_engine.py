@@ -59,7 +59,7 @@ def test_cpu_engine():
 def test_gpu_engine_is_plain():
     command = engine_command(config(tp=8, ep=4, dtype="bfloat16", extra_args=["--x", "y"]), place(cuda=True))
     found = options(command)
-    assert (found["--tp"], found["--ep-size"], found["--mem-fraction-static"]) == ("8", "4", "0.85")
+    assert (found["--tp-size"], found["--ep-size"], found["--mem-fraction-static"]) == ("8", "4", "0.85")
     assert not {
         "--device",
         "--max-total-tokens",

@@ -5,7 +5,8 @@ import stat
 import pytest
 
 from megagrpo import environment
-from megagrpo.rollout.service.node import free_port, interface_of, own_address
+from megagrpo.rollout.service.addresses import interface_of, own_address
+from megagrpo.rollout.service.node import free_port
 from megagrpo.rollout.service.server import make_key
 
 

@@ -7,11 +7,16 @@ process, the first one answers HTTP.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import ENGINE, WEIGHT_LOADER
+from megagrpo.environment import ENGINE, WEIGHT_LOADER, get, without_expandable_segments
+from megagrpo.rollout.service.server_fields import server_fields
+from megagrpo.rollout.service.server_settings import engine_setting_problems, engine_setting_words
 
 CPU_SHIMS = Path(__file__).parents[1] / "cpu"
+_INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 _CPU_TOKENS = 20_000  # KV cache; SGLang would size it by memory that it shares with the trainer
 _MAX_CPU_THREADS = 4  # of a rank: a small model gets slower with more
 
@@ -29,54 +34,117 @@ class ServerPlace:
     engine: str = ""  # its id
 
 
+def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
+    """Returns whether engines run on GPUs, of which their machines show so many.
+
+    Raises ValueError where they should and none is seen.
+    """
+    device, dtype = config.actor.device, config.rollout.dtype
+    if device == "cpu":
+        return False
+    if not num_gpus and (device == "cuda" or dtype == "bfloat16"):
+        why = "actor.device is cuda" if device == "cuda" else "rollout.dtype is bfloat16"
+        raise ValueError(
+            f"no GPU is visible where engines are to run, and {why}: ask for GPUs (sbatch --gpus-per-node, docker "
+            "--gpus all), look at `megagrpo doctor` there, or set actor.device: cpu to run on the CPU"
+        )
+    return num_gpus > 0
+
+
 def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
-    """Returns the command of one server process."""
+    """Returns the command of one server process. Raises ValueError for settings that engines cannot have."""
+    if problems := engine_setting_problems(config.rollout):
+        raise ValueError("; ".join(problems))
+    settings = engine_settings(config, place)
+    own = {name: value for name, value in settings.items() if name not in config.rollout.sglang}
+    words = [word for name, value in own.items() for word in _words(name, value)]
+    words += [*engine_setting_words(config.rollout.sglang), *config.rollout.extra_args]
+    return [sys.executable, "-m", "megagrpo.rollout.service.engine_process", *words]
+
+
+def engine_settings(config: ExperimentConfig, place: ServerPlace) -> dict[str, Any]:
+    """Returns what one server process is given, by the names of ServerArgs' fields: ours, then `rollout.sglang`."""
     rollout = config.rollout
-    options: dict[str, str | int | float] = {
-        "--model-path": config.model.path,
-        "--tokenizer-path": config.model.tokenizer or config.model.path,
-        "--host": place.bind_host,
-        "--port": place.port,
+    settings: dict[str, Any] = {
+        "model_path": config.model.path,
+        "tokenizer_path": config.model.tokenizer or config.model.path,
+        "host": place.bind_host,
+        "port": place.port,
         # Random weights cost no reading: the first publish overwrites and proves them before the engine serves.
-        "--load-format": "dummy" if rollout.load_format == "dummy" else "auto",
-        "--dtype": rollout.dtype,
-        "--tp": rollout.tp,
-        "--ep-size": rollout.ep,
-        "--max-running-requests": rollout.max_running_requests,
-        "--custom-weight-loader": WEIGHT_LOADER,
-        "--log-level-http": "warning",  # the supervisor asks every second
-        "--random-seed": config.seed % 2**31,
+        "load_format": "dummy" if rollout.load_format == "dummy" else "auto",
+        "dtype": rollout.dtype,
+        "tp_size": rollout.tp,
+        "ep_size": rollout.ep,
+        "max_running_requests": rollout.max_running_requests,
+        "custom_weight_loader": WEIGHT_LOADER,
+        "log_level_http": "warning",  # the supervisor asks every second
+        "random_seed": config.seed % 2**31,
+        "skip_server_warmup": True,  # a request before the weights are verified would say nothing
     }
-    flags = ["--skip-server-warmup"]  # a request before the weights are verified would say nothing
     if rollout.nodes_per_engine > 1:
-        options |= {
-            "--nnodes": rollout.nodes_per_engine,
-            "--node-rank": place.node_rank,
-            "--dist-init-addr": place.rendezvous,
+        settings |= {
+            "nnodes": rollout.nodes_per_engine,
+            "node_rank": place.node_rank,
+            "dist_init_addr": place.rendezvous,
         }
     if rollout.deterministic:
-        flags.append("--enable-deterministic-inference")
-    max_tokens = rollout.max_total_tokens
-    if place.cuda:
-        options["--mem-fraction-static"] = rollout.mem_fraction
-    else:
-        max_tokens = max_tokens or _CPU_TOKENS
-        flags.append("--sleep-on-idle")  # else the scheduler burns a core that the trainer needs
-        options |= {
-            "--device": "cpu",
-            "--attention-backend": "torch_native",
-            "--sampling-backend": "pytorch",
-            "--cuda-graph-backend-decode": "disabled",
-            "--cuda-graph-backend-prefill": "disabled",
-        }
-    if max_tokens:
-        options["--max-total-tokens"] = max_tokens
-    words = [str(word) for pair in options.items() for word in pair]
-    return [sys.executable, "-m", "megagrpo.rollout.service.engine_process", *words, *flags, *rollout.extra_args]
+        settings["enable_deterministic_inference"] = True
+    settings |= _on_cuda(rollout) if place.cuda else _on_cpu()
+    if rollout.max_total_tokens is not None:
+        settings["max_total_tokens"] = rollout.max_total_tokens
+    return settings | rollout.sglang
+
+
+def describe_settings(config: ExperimentConfig) -> list[str]:
+    """Returns lines that say what an engine's ServerArgs are given and which of it differs from SGLang's defaults.
+
+    Nothing looks for GPUs: without `actor.device` engines of bfloat16 are taken to have some.
+    """
+    cuda = config.actor.device != "cpu" and (config.actor.device == "cuda" or config.rollout.dtype == "bfloat16")
+    given = engine_settings(config, ServerPlace(0, config.rollout.host, 0, "", cuda=cuda, num_cores=1))
+    fields, run = server_fields(), ("port", "node_rank", "dist_init_addr")
+    default = {name: fields[name].default if name in fields else "?" for name in given}
+    differ: list[str] = []
+    same: list[str] = []
+    for name, value in sorted(given.items()):
+        if name not in run:
+            (same if repr(value) == default[name] else differ).append(f"{name} = {value!r}")
+    lines = [f"  ServerArgs of an engine on a {'GPU' if cuda else 'CPU'}; in brackets SGLang's default"]
+    lines += [f"    {text} [{default[text.partition(' ')[0]]}]" for text in differ]
+    return [*lines, f"    as SGLang's default: {', '.join(same) or 'nothing'}"]
+
+
+def _on_cuda(rollout: RolloutConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = {"mem_fraction_static": rollout.mem_fraction}
+    if rollout.dtype == "bfloat16":
+        # The head's product accumulates in float32 anyway; without this it is rounded to bfloat16, which the actor's is
+        # not. In deterministic mode SGLang's batch-invariant product takes over for it, too.
+        settings["enable_fp32_lm_head"] = True
+    if rollout.sglang.get("moe_a2a_backend", "none") == "none":
+        # For auto SGLang takes flashinfer_trtllm on Blackwell, which orders the experts' weights anew after loading.
+        settings["moe_runner_backend"] = "triton"
+    return settings
+
+
+def _on_cpu() -> dict[str, Any]:
+    return {
+        "max_total_tokens": _CPU_TOKENS,
+        "sleep_on_idle": True,  # else the scheduler burns a core that the trainer needs
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "cuda_graph_backend_decode": "disabled",
+        "cuda_graph_backend_prefill": "disabled",
+    }
+
+
+def _words(name: str, value: object) -> list[str]:
+    option = "--" + name.replace("_", "-")
+    return [option] if value is True else [option, str(value)]
 
 
 def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str, str]:
-    """Returns the variables to set for one server process."""
+    """Returns the variables to set for one server process. Raises ValueError for one that engines cannot have."""
     env = {
         # /health would sample a token, which a paused engine cannot: an update of the weights would look like a death.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
@@ -84,10 +152,16 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
         ENGINE: place.engine,
     }
     if place.cuda:
-        return env
+        if get(_INTERLEAVES, "").lower() in ("1", "true", "yes", "y"):
+            raise ValueError(
+                f"{_INTERLEAVES} is set: SGLang would order the experts' weights anew after loading, and digests would "
+                "stop the run; unset it"
+            )
+        return env | (without_expandable_segments() if config.rollout.colocate else {})
     ranks_here = config.rollout.tp // config.rollout.nodes_per_engine
     env |= {
         "SGLANG_USE_CPU_ENGINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",  # of a machine whose GPUs are not to be used
         "TORCHDYNAMO_DISABLE": "1",  # the sampler's torch.compile costs seconds of C++ per shape and gains nothing here
         # Threads that wait by spinning starve the others on shared cores: 20 tokens/s instead of 4,000 were measured.
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -7,54 +7,27 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-import psutil
 import ray
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import API_KEY, child_environment, get, of_all_nccl_ranks
 from megagrpo.processes import spawn, stop_tree
+from megagrpo.rollout.service.addresses import EVERYWHERE, interface_of, own_address
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
 
 _PORTS = range(20_000, 30_000)  # below the kernel's ephemeral ports, above Ray's workers
-LOOPBACK = ("127.0.0.1", "localhost", "lo")
-_EVERYWHERE = ("0.0.0.0", "::")
 _CUDA_GRACE_S = 15.0  # to give memory back in order
 _CPU_GRACE_S = 0.5  # nothing to give back; SGLang alone would take 5 s to notice the signal
 
 
-def own_address(host: str) -> str:
-    """Returns the address of this machine that `rollout.host` stands for, an address or the name of an interface.
-
-    Raises ValueError when it is neither.
-    """
-    if host in LOOPBACK:
-        return "127.0.0.1"
-    interfaces = {
-        name: [a.address for a in found if a.family == socket.AF_INET] for name, found in psutil.net_if_addrs().items()
-    }
-    if interfaces.get(host):
-        return interfaces[host][0]
-    if host in _EVERYWHERE or any(host in addresses for addresses in interfaces.values()):
-        return host
-    raise ValueError(
-        f"rollout.host {host} is no interface and no IPv4 address of {socket.gethostname()}, which has {interfaces}"
-    )
-
-
 def reachable_host(address: str) -> str:
     """Returns the address under which others reach a service of this machine that listens on `address`."""
-    return ray.util.get_node_ip_address() if address in _EVERYWHERE else address
+    return ray.util.get_node_ip_address() if address in EVERYWHERE else address
 
 
 def loopback() -> str:
     """Returns a name of this process's loopback interface, equal for processes that reach each other through it."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/net')}"
-
-
-def interface_of(address: str) -> str | None:
-    """Returns the name of the network interface with that address."""
-    found = psutil.net_if_addrs().items()
-    return next((name for name, addresses in found if address in [a.address for a in addresses]), None)
 
 
 def free_port(bind_host: str) -> int:

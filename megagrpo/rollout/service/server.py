@@ -27,8 +27,10 @@ from aiohttp import web
 
 from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.service.addresses import own_address
+from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.rollout.service.engine_model import as_engines_see_it
-from megagrpo.rollout.service.node import free_port, own_address, reachable_host
+from megagrpo.rollout.service.node import free_port, reachable_host
 from megagrpo.rollout.service.ray_cluster import RayNotStarted, in_ray_cluster
 from megagrpo.rollout.service.router import Router, RouterFailed
 from megagrpo.rollout.service.supervisor import StaleReport, SupervisedEngine
@@ -45,14 +47,14 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
 
     ray_address: "host:port" of a running Ray cluster to join; without it a private one is started on this machine. When
     the engines are up, run_dir/service.json holds {"url": ...}. Raises ValueError when rollout.host is nothing of this
-    machine, and for a quantised model that engines cannot start from.
+    machine, for a quantised model that engines cannot start from, and where GPUs are wanted and none is seen.
     """
     folder = RunFolder(run_dir.absolute())
     folder.service.unlink(missing_ok=True)  # an older run's URL would mislead trainers
     api_key = make_key(folder.service_key)
     try:
         with in_ray_cluster(config.rollout, ray_address):
-            cuda = ray.cluster_resources().get("GPU", 0) > 0
+            cuda = on_gpus(config, ray.cluster_resources().get("GPU", 0))
             return asyncio.run(_Service(as_engines_see_it(config, folder), folder, cuda=cuda, api_key=api_key).run())
     except RayNotStarted as exc:
         print(f"rollout service failed: {exc}", flush=True)

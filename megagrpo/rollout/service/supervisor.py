@@ -63,6 +63,7 @@ class SupervisedEngine:
         self.weight_version: int | None = None
         self.gave_up = self._was_up = False
         self._config, self._cuda, self._router, self._api_key, self._log_dir = config, cuda, router, api_key, log_dir
+        self._patience_s = config.rollout.patience_s(cuda)
         self._group: PlacementGroup | None = None
         self._nodes: list[Any] = []  # Ray actors of type EngineNode
         self._lost: asyncio.Future[None] | None = None  # done when a trainer has lost this incarnation
@@ -235,7 +236,7 @@ class SupervisedEngine:
         Raises EngineDied when a process ended or nothing answers, TimeoutError when the machine says nothing, RayError
         when it is lost.
         """
-        patience_s = self._config.rollout.health_timeout_s
+        patience_s = self._patience_s
         answered = time.monotonic()
         while True:
             state, path = self.state, "/server_info" if self.state == "ready" else "/health"
@@ -304,7 +305,7 @@ class SupervisedEngine:
 
     async def _fetch(self, http: aiohttp.ClientSession, url: str) -> bytes | None:
         """Returns the body of a good answer within rollout.health_timeout_s; None when there is none."""
-        timeout = aiohttp.ClientTimeout(total=self._config.rollout.health_timeout_s)
+        timeout = aiohttp.ClientTimeout(total=self._patience_s)
         try:
             async with http.get(url, headers=bearer(self._api_key), timeout=timeout) as answer:
                 return await answer.read() if answer.status == 200 else None

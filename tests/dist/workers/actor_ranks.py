@@ -146,7 +146,7 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
     The reference job writes the file.
     """
-    calls = count_attention_calls(actor)
+    calls = count_norm_calls(actor)
     weights = actor.trained_weights(weights)
     loss = gradient(actor, batch_of(actor.mesh, keep=job.get("keep", NUM_SAMPLES)), RICH)
     values = None if job.get("distributed") else actor.gradients()
@@ -162,9 +162,33 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
         "gradients": gradients,
         "norm": abs(norm / reference["optim/grad_norm"] - 1),
         "weights": difference(whole(weights, actor.trained(), actor.mesh), reference["weights"]),
-        "attention_calls": len(calls),
+        "norm_calls": len(calls),
         "gradient_bytes": sum(buffer.grad_data.nbytes for buffer in gradient_buffers(actor)),
         "state_bytes": sum(values.nbytes for values in optimiser_state(actor)),
+    }
+
+
+def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
+    """Two updates, the second's forward right behind the first's step, kept in job["kept"]; norms of both.
+
+    And whether every rank then holds the same parameters, which they publish.
+    """
+    trained, norms = actor.trained_weights(weights), []
+    for number in range(2):
+        loss = gradient(actor, batch_of(actor.mesh, shift=number), RICH)
+        norms.append([loss, actor.optimizer_step(loss, followed=True)["optim/grad_norm"]])
+    actor.gather_parameters()
+    own = {name: p.detach().clone() for name, p in actor.parameters().items()}
+    everyone: list = [None] * actor.mesh.world_size
+    dist.all_gather_object(everyone, own)
+    kept = whole(trained, actor.trained(), actor.mesh)
+    if actor.mesh.is_main:
+        torch.save({"norms": norms, "weights": kept}, job["kept"])
+    ddp = actor.model[0].ddp_config
+    return {
+        "same_on_all_ranks": all(torch.equal(p, other[name]) for other in everyone for name, p in own.items()),
+        "overlaps": [ddp.overlap_grad_reduce, ddp.overlap_param_gather],
+        "buckets": sum(len(group.buckets) for wrapper in actor.model for group in wrapper.bucket_groups),
     }
 
 
@@ -206,12 +230,12 @@ def optimiser_state(actor: MegatronActor) -> list[torch.Tensor]:
     return [value for value in values if torch.is_tensor(value) and value.numel() > 1]
 
 
-def count_attention_calls(actor: MegatronActor) -> list:
-    """Grows by one whenever a core attention computes, in the forward or again in the backward."""
+def count_norm_calls(actor: MegatronActor) -> list:
+    """Grows by one whenever a layer's first norm computes, in the forward or again in the backward."""
     calls: list = []
     for chunk in actor.chunks:
         for layer in chunk.decoder.layers:
-            layer.self_attention.core_attention.register_forward_hook(lambda *_: calls.append(1))
+            layer.input_layernorm.register_forward_hook(lambda *_: calls.append(1))
     return calls
 
 
@@ -341,6 +365,7 @@ def biases_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 JOBS = {
     "forward": forward_job,
     "layout": layout_job,
+    "two_updates": two_updates_job,
     "checkpoint": checkpoint_job,
     "refusal": refusal_job,
     "adapters": adapters_job,
@@ -362,8 +387,12 @@ def main(folder: Path) -> None:
             logprob_chunk_tokens=32,
             deadline_s=120.0,
             lora=LoraConfig(**job["lora"]) if "lora" in job else None,
+            megatron=job.get("megatron", {}),
+            ddp=job.get("ddp", {}),
         )
-        optimizer = OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False))
+        optimizer = OptimizerConfig(
+            **OPTIMIZER, distributed=job.get("distributed", False), megatron=job.get("optimizer", {})
+        )
         print("job", number, job, flush=True)
         with joined(
             folder / f"store{number}",

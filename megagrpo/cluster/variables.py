@@ -1,0 +1,30 @@
+"""The variables that launchers give to trainer ranks, beside those of every process (Launch) and those of the user.
+
+docs/gpu.md lists the environment of every process of a run.
+"""
+
+from megagrpo import environment
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.service.addresses import interface_of, own_address
+
+
+def of_trainers(config: ExperimentConfig, interface: str | None = None) -> dict[str, str]:
+    """Returns what the ranks of this experiment's actor are given; interface: towards other ranks and engines."""
+    if config.actor.device == "cpu":
+        return {}
+    parallel = config.actor.parallel
+    variables = environment.of_trainer_ranks(
+        cut=parallel.tp > 1 or parallel.cp > 1,
+        beside_engines=config.rollout.colocate,
+        deterministic=config.rollout.deterministic,
+    )
+    chosen = environment.get("NCCL_SOCKET_IFNAME") or interface
+    return variables | ({"NCCL_SOCKET_IFNAME": chosen} if chosen else {})
+
+
+def interface_of_engines(config: ExperimentConfig) -> str | None:
+    """Returns the interface of this machine that engines here would use; None where rollout.host names none of it."""
+    try:
+        return interface_of(own_address(config.rollout.host))
+    except ValueError:  # an address of the rollout's machines
+        return None

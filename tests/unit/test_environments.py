@@ -1,0 +1,182 @@
+"""What every process of a run is given beside the user's own environment, against the table in docs/gpu.md."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megagrpo import environment
+from megagrpo.cluster import machine, nodes, supervise
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rewards import workers
+from megagrpo.rollout.service import node as engine_node
+from megagrpo.rollout.service import router as router_module
+from megagrpo.rollout.service.node import EngineNode
+from megagrpo.run_folder import RunFolder
+
+DOCS = Path(__file__).parents[2] / "docs" / "gpu.md"
+HEADING = "## Environment of every process"
+KINDS = {
+    "CPU": {"rollout": {}, "actor": {"world_size": 2, "parallel": {"tp": 2}}},
+    "one machine": {"rollout": {"dtype": "bfloat16"}, "actor": {"world_size": 2, "parallel": {"tp": 2}}},
+    "several machines": {
+        "rollout": {"dtype": "bfloat16", "tp": 2, "nodes_per_engine": 2, "host": "0.0.0.0"},
+        "actor": {"world_size": 2, "parallel": {"tp": 2}},
+    },
+    "colocated": {
+        "rollout": {"dtype": "bfloat16", "colocate": True},
+        "actor": {"world_size": 2, "parallel": {"tp": 2}},
+    },
+}
+# Of the process that starts the others, and so of all; what is not named in the table is not touched.
+USERS = {"PATH": os.environ["PATH"], "HOME": "/home/user"}
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+VARYING = {
+    environment.API_KEY: "<key>",
+    "MEGAGRPO_STOP_FILE": "<file>",
+    "MEGAGRPO_ENGINE": "<id>",
+    "TMPDIR": "<folder>",
+    "RAY_AUTH_TOKEN": "<token>",
+    "CUDA_VISIBLE_DEVICES": "<GPUs>",
+    "GLOO_SOCKET_IFNAME": "<interface>",
+    "NCCL_SOCKET_IFNAME": "<interface>",
+}
+
+
+class Recorder:
+    """Takes the place of `spawn`: notes the environment by name and runs nothing."""
+
+    def __init__(self):
+        self.found: dict[str, dict[str, str]] = {}
+
+    def note(self, name: str, env: dict[str, str]) -> None:
+        base = environment.child_environment()
+        self.found[name] = {k: v for k, v in env.items() if k != "PYTHONPATH" and base.get(k) != v}
+
+    def spawn(self, words, env, *_, **__):
+        text = " ".join(words)
+        names = {" serve ": "service", " train ": "trainer ranks", "ray start": "Ray", "sglang_router": "router"}
+        self.note(next((name for part, name in names.items() if part in text), "engine"), env)
+        return subprocess.Popen(["sleep", "60"] if " serve " in text else ["true"])  # the launcher ends it
+
+
+def experiment(kind: str, folder: Path) -> ExperimentConfig:
+    sections = {"name": "t", "output_dir": str(folder), "model": {"path": "m"}, "data": {"path": "d"}}
+    return ExperimentConfig.model_validate(sections | KINDS[kind])
+
+
+def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
+    """Process -> the variables that this program sets for it."""
+    for name in os.environ.keys() - USERS.keys():
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", USERS["HOME"])
+    if kind == "colocated":  # as many users have it
+        monkeypatch.setenv(*next(iter(ALLOCATOR.items())))
+    recorder, config = Recorder(), experiment(kind, folder)
+    for module in (supervise, engine_node, router_module):
+        monkeypatch.setattr(module, "spawn", recorder.spawn)
+    cuda, gpus = kind != "CPU", [] if kind == "CPU" else ["0", "1", "2", "3"]
+    if kind == "several machines":
+        place = nodes.Node(0, 2, "127.0.0.1", "127.0.0.1", 29500)
+        nodes.train_node(config, ["t.yaml"], place)
+        with supervise.Launch(RunFolder(folder), "serve", end=[signal.SIGINT]) as launch:
+            ray = nodes._ray_environment(nodes.Node(0, 1, "127.0.0.1", "127.0.0.1", 29500))
+            launch.spawn(nodes._ray_command(place, folder), folder / "log", ray)
+            launch.start(["serve", "t.yaml"], "service", ray)
+    else:
+        machine._serve_and_train(config, *machine._devices(config, gpus))
+    with monkeypatch.context() as inside:
+        for name, value in recorder.found["service"].items():  # what the service starts has its environment
+            inside.setenv(name, value)
+        router = router_module.Router(
+            bind_host="127.0.0.1", url="http://127.0.0.1:1", metrics_port=2, request_timeout_s=1, api_key="key",
+            log=folder / "log",
+        )  # fmt: skip
+        with pytest.raises(router_module.RouterFailed):
+            asyncio.run(_start(router))
+    with monkeypatch.context() as inside:
+        for name, value in recorder.found["Ray" if "Ray" in recorder.found else "service"].items():
+            inside.setenv(name, value)
+        # The machine of an engine knows a loopback alone here: the interface's name stands for another one.
+        server = EngineNode(config, engine="engine-0", node_rank=0, cuda=cuda, cores_share=1, api_key="key")
+        server.bind_address, server.num_cores = "127.0.0.1", 2
+        server.start(20001, "127.0.0.1:20002", str(folder / "log"))
+
+    class Started(Exception):
+        pass
+
+    def popen(*_, env, **__):
+        recorder.note("grader workers", env)
+        raise Started
+
+    with monkeypatch.context() as inside:
+        for name, value in recorder.found["trainer ranks"].items():
+            inside.setenv(name, value)
+        inside.setattr(workers.subprocess, "Popen", popen)
+        with pytest.raises(Started):
+            workers._Worker([])
+    return recorder.found
+
+
+async def _start(router: router_module.Router) -> None:
+    import aiohttp
+
+    async with aiohttp.ClientSession() as http:
+        await router.start(http)
+
+
+def told(found: dict[str, str]) -> str:
+    """Returns a cell of the table."""
+    return (
+        " ".join(sorted(f"`{name}={VARYING.get(name, value) if value else ''}`" for name, value in found.items()))
+        or "nothing"
+    )
+
+
+def table() -> dict[tuple[str, str], str]:
+    """(process, kind) -> the cell of the table in docs/gpu.md, its variables in order."""
+    text = DOCS.read_text().split(HEADING)[1].split("\n## ")[0]
+    rows = [re.split(r"\s*\|\s*", line.strip("| \n")) for line in text.splitlines() if line.startswith("|")]
+    return {(row[0], kind): " ".join(sorted(row[2].split())) for row in rows[2:] for kind in row[1].split(", ")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_table_says_what_every_process_is_given(kind, tmp_path, monkeypatch):
+    found = {name: told(variables) for name, variables in environments(kind, tmp_path, monkeypatch).items()}
+    said = {name: cell for (name, of_kind), cell in table().items() if of_kind == kind}
+    print(*(f"| {name} | {kind} | {cell} |" for name, cell in found.items()), sep="\n")
+    assert found == said
+
+
+def test_both_sides_of_a_communicator_agree(tmp_path, monkeypatch):
+    for kind in KINDS:
+        found = environments(kind, tmp_path, monkeypatch)
+        ours, theirs = found["trainer ranks"], found["service"] | found["engine"]
+        for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", "TORCH_NCCL_NONBLOCKING_TIMEOUT", "NCCL_SOCKET_IFNAME"):
+            assert ours[name] == theirs[name], (kind, name)
+
+
+def test_what_the_user_sets_stays(monkeypatch):
+    given = {"NCCL_NVLS_ENABLE": "1", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    found = environment.of_trainer_ranks(cut=True, beside_engines=False, deterministic=False)
+    assert found == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    assert environment.of_all_nccl_ranks()["NCCL_NVLS_ENABLE"] == "1"
+    assert environment.without_expandable_segments() == {}
+
+
+def test_a_run_that_is_to_repeat(monkeypatch):
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:64")
+    found = environment.of_trainer_ranks(cut=False, beside_engines=True, deterministic=True)
+    assert found == {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False,max_split_size_mb:64",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
