@@ -164,6 +164,7 @@ class Exchange:
     def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
         """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0 only."""
         self._check(engine, expected, flush=True)
+        self._fleet.wake(engine)
         engine.resume(version)
         self._fleet.mark_ready(engine, version)
 
