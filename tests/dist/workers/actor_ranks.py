@@ -33,6 +33,7 @@ from megagrpo.hf_files import HfFolder
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
 from megagrpo.weights.peft_folder import PeftFolder, export_peft
+from tests.dist.workers.held import gradient_buffers, offload, optimiser_state
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
@@ -219,17 +220,6 @@ def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder:
     }
 
 
-def gradient_buffers(actor: MegatronActor) -> list:
-    return [buffer for wrapper in actor.model for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers)]
-
-
-def optimiser_state(actor: MegatronActor) -> list[torch.Tensor]:
-    """Adam's moments, without its counts of steps."""
-    parts = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
-    values = [value for part in parts for state in part.optimizer.state.values() for value in state.values()]
-    return [value for value in values if torch.is_tensor(value) and value.numel() > 1]
-
-
 def count_norm_calls(actor: MegatronActor) -> list:
     """Grows by one whenever a layer's first norm computes, in the forward or again in the backward."""
     calls: list = []
@@ -282,15 +272,6 @@ def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folde
     if actor.mesh.is_main:
         torch.save(after, job["then"])
     return {"saved": str(saved)}
-
-
-def offload(actor: MegatronActor) -> None:
-    """Moves what updates need to the host, and checks that nothing of it is left in its place."""
-    actor.update_state.offload()
-    left = [*(buffer.grad_data for buffer in gradient_buffers(actor)), *optimiser_state(actor)]
-    of_model = {p.untyped_storage()._cdata for chunk in actor.chunks for p in chunk.parameters()}
-    held = sum(t.untyped_storage().nbytes() for t in left if t.untyped_storage()._cdata not in of_model)
-    assert left and held == 0, f"{held} bytes are left"
 
 
 def refusal_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
