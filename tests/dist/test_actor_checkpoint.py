@@ -128,6 +128,15 @@ def assert_identical(place: Path, kind: str) -> None:
             assert value == resumed[what], what
 
 
+def test_the_optimisers_own_weights_come_back_from_the_host_bit_by_bit(hf_models: Path, tmp_path: Path):
+    """Under bfloat16 it has weights of its own, in float32."""
+    job = {"do": "checkpoint", "model": str(hf_models / "qwen3_moe"), "dtype": "bfloat16", "distributed": True}
+    kinds = {"straight": False, "same": True}
+    jobs = [job | {"warm": 1, "away": away, "then": str(tmp_path / f"x.{kind}.pt")} for kind, away in kinds.items()]
+    run_ranks(2, tmp_path / "ranks", jobs)
+    assert_identical(tmp_path / "x", "same")
+
+
 @pytest.mark.parametrize("part, name, warm", EVERY_RUN)
 def test_other_layout_takes_the_same_next_steps(saved: Callable[[str], Path], part: str, name: str, warm: int):
     straight = torch.load(saved(part) / f"{key(name, warm)}.straight.pt")

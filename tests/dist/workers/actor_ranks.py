@@ -243,10 +243,7 @@ def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -
 
 
 def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """[load] -> `warm` updates -> [save] -> two more, whose losses, gradients and weights are kept in job["then"].
-
-    away: the state of updates is on the host when it is saved, and between the two.
-    """
+    """[load] -> `warm` updates -> [away] -> [save] -> two more, [away] in between; job["then"] gets what they give."""
     weights = actor.trained_weights(weights)
     if "load" in job:
         state = checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)

@@ -19,7 +19,8 @@ def optimiser_state(actor: MegatronActor) -> list[torch.Tensor]:
 def offload(actor: MegatronActor) -> None:
     """Moves what updates need to the host, and checks that nothing of it is left in its place."""
     actor.update_state.offload()
-    left = [*(buffer.grad_data for buffer in gradient_buffers(actor)), *optimiser_state(actor)]
+    left = [*(buffer.grad_data for buffer in gradient_buffers(actor)), *actor.update_state._tensors()]
     of_model = {p.untyped_storage()._cdata for chunk in actor.chunks for p in chunk.parameters()}
+    assert {t.untyped_storage()._cdata for t in optimiser_state(actor)} <= {t.untyped_storage()._cdata for t in left}
     held = sum(t.untyped_storage().nbytes() for t in left if t.untyped_storage()._cdata not in of_model)
     assert left and held == 0, f"{held} bytes are left"
