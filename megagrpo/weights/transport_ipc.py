@@ -119,9 +119,11 @@ class IpcTransport:
             key = link.recording, link.slot
             if key not in self._plans:
                 near, engines = self._beside(link), weights.num_engines
+                hands = -(-engines * link.num_ranks // weights.mesh.world_size)  # engine ranks beside a trainer rank
                 # Half of it: the other is the shared memory's second half.
+                limit = weights.bucket_bytes // (2 * hands)
                 self._plans[key] = plan_transfer(
-                    self._covers[link.recording], link.slot % engines, engines, weights.bucket_bytes // 2, near
+                    self._covers[link.recording], link.slot % engines, engines, limit, near
                 )
 
     def _plan(self, link: Link) -> TransferPlan:
