@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megagrpo import environment
 
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _EXPANDABLE = "expandable_segments:True"
 _PROBLEM = "weights.transport ipc needs every engine rank on the machine of the trainer rank beside it"
 
@@ -32,7 +33,9 @@ class SharedBuffer:
         self._counter: tuple[bytes, int] | None = None  # torch's, of those who have the CUDA handle
         self._file = -1
         if device.type == "cuda":
-            self.values = _plain_cuda_bytes(num_bytes, device)
+            self._pool = torch.cuda.MemPool()  # no cached block of other segments
+            with _plain_segments(), torch.cuda.use_mem_pool(self._pool, device=device):
+                self.values = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             _, arguments = reduce_tensor(self.values)
             (*_, memory, size, offset, _, counter, place, event, event_needed) = arguments
             self._counter = counter, place
@@ -51,6 +54,8 @@ class SharedBuffer:
                 with suppress(RuntimeError):
                     torch.UntypedStorage._release_ipc_counter_cuda(*self._counter)
             torch.cuda.ipc_collect()
+            del self._pool
+            torch.cuda.empty_cache()  # the engine's cache wants the memory
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -81,21 +86,20 @@ def open_shared(handle: dict[str, Any], device: torch.device) -> Iterator[Tensor
     yield values
 
 
-def _plain_cuda_bytes(num_bytes: int, device: torch.device) -> Tensor:
-    """Returns memory of a cudaMalloc of its own. Expandable segments are shared by descriptors, which a process may
-    take from its children only (ptrace_scope 1)."""
-    expandable = any(_EXPANDABLE in environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", _OLD_NAME))
-    if expandable:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+@contextmanager
+def _plain_segments() -> Iterator[None]:
+    """Lets torch allocate by cudaMalloc inside. Expandable segments are shared by descriptors, which a process may take
+    from its children only (ptrace_scope 1).
+    """
+    settings = next((value for name in _ALLOCATOR if _EXPANDABLE in (value := environment.get(name, ""))), None)
+    if settings is None:
+        yield
+        return
+    torch.cuda.memory._set_allocator_settings(settings.replace(_EXPANDABLE, "expandable_segments:False"))
     try:
-        with torch.cuda.use_mem_pool(torch.cuda.MemPool(), device=device):  # no cached block of other segments
-            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        yield
     finally:
-        if expandable:
-            torch.cuda.memory._set_allocator_settings(_EXPANDABLE)
-
-
-_OLD_NAME = "PYTORCH_CUDA_ALLOC_CONF"
+        torch.cuda.memory._set_allocator_settings(settings)
 
 
 def _machine() -> str:
