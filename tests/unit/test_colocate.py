@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 
 import aiohttp
@@ -13,6 +14,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch.distributed import TCPStore
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, running
@@ -131,6 +133,17 @@ def test_another_process_sees_the_memory_and_nothing_is_left_when_it_dies():
     there = handle | {"machine": "another"}
     with pytest.raises(ValueError, match="does not see that one's memory"), open_shared(there, CPU):
         pass
+
+
+def test_torch_opens_a_cuda_handle_by_what_we_send():
+    """No GPU shows it here: the order of arguments is torch's own affair, and was that of torch 2.13 when written."""
+    names = list(signature(rebuild_cuda_tensor).parameters)
+    opened = ["storage_device", "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad"]
+    opened += ["ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required"]
+    assert names[:6] == ["tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype"]
+    assert names[6:] == opened
+    assert callable(torch.UntypedStorage._release_ipc_counter_cuda) and callable(torch.cuda.use_mem_pool)
+    assert callable(torch.cuda.memory._set_allocator_settings)
 
 
 def test_an_engine_rank_that_goes_away_holds_up_nobody():
