@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, running
 
+from megagrpo.cluster.machine import _devices
 from megagrpo.cluster.nodes import Node, serve_node, train_node
 from megagrpo.cluster.submit import Request, misfits
 from megagrpo.config.load import load_config
@@ -70,6 +71,14 @@ def test_several_machines_are_refused():
     assert "submit with --kind one-node" in misfits(config, Request("one-job"))[0]
     assert misfits(config, Request("one-node", gpus_per_node=2)) == []
     assert "want 2 GPUs, not 1" in misfits(config, Request("one-node", gpus_per_node=1))[0]
+
+
+def test_an_engine_rank_without_a_trainer_beside_it_is_refused():
+    config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=3"])
+    with pytest.raises(ValueError, match=r"3 engine ranks .* need a trainer rank each beside them, .* is 2"):
+        _devices(config, ["0", "1", "2"])
+    config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=2"])
+    assert _devices(config, ["4", "5", "6"]) == ({"CUDA_VISIBLE_DEVICES": "4,5"},) * 2
 
 
 def test_check_says_what_is_on_a_gpu_when(tmp_path):
