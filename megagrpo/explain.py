@@ -10,6 +10,7 @@ from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.layout import layout_problems, rank_coordinates
+from megagrpo.planning.residency import residency
 from megagrpo.planning.settings_report import engine_report, settings_report
 from megagrpo.planning.trainer_side import Load, TrainerSide, trained_elements, trainer_side
 from megagrpo.preflight import is_made, longest_samples, model_description, preflight
@@ -219,7 +220,25 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, counts: Paramet
         f"  at most  {_bytes(fullest.total)} on a GPU, in {phase}, rank {fullest.rank} ({fullest.kind}): {parts}",
         *_lora(config, arch, side),
         f"  an engine rank holds about {_bytes(engine)} of weights, before its cache",
+        *(_colocated(config, side, engine) if r.colocate else ()),
     ]
+
+
+def _colocated(config: ExperimentConfig, side: TrainerSide, engine: float) -> list[str]:
+    """Says what is on a GPU that trainer and engine share, by phase; engine: bytes of weights of one of its ranks."""
+    r, ranks = config.rollout, config.actor.world_size
+    lines = ["  colocated  on the fullest GPU, by phase"]
+    for phase, parts, awake in residency(side, engine, r.mem_fraction, config.algorithm.uses_reference):
+        held = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
+        lines.append(f"    {phase:<10} trainer {_bytes(sum(parts.values()))} ({held}); engine {awake}")
+    optimiser = side.phases["rollout"].parts.get("optimiser", 0.0)
+    lines.append(f"    on the host, pinned, while engines are awake: {_bytes(optimiser)} of optimiser state a rank")
+    if r.num_engines * r.tp != ranks:
+        lines.append(
+            f"  ADVICE   {r.num_engines} engines of tp {r.tp} are {r.num_engines * r.tp} ranks beside {ranks} trainer "
+            "ranks: GPUs without an engine idle while samples are drawn"
+        )
+    return lines
 
 
 def _trainer_side(config: ExperimentConfig, arch: Architecture, actor: ActorConfig) -> TrainerSide:

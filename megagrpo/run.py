@@ -28,7 +28,7 @@ from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.control import find_service
+from megagrpo.rollout.control import ServiceControl, find_service
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
 from megagrpo.run_folder import RunFolder
@@ -50,6 +50,7 @@ class Run:
     eval_prompts: PromptSet | None
     rollouts: RolloutSource
     exchange: Exchange
+    control: ServiceControl
     state: TrainState
     num_steps: int  # after which it ends
     checkpointer: Checkpointer
@@ -67,6 +68,9 @@ class Run:
     def publish(self) -> dict[str, float]:
         """Brings weights of version `state.step` into every engine; returns seconds when each has proved them."""
         self.watchdog.enter("publish")
+        if self.config.rollout.colocate:
+            self.actor.update_state.offload()
+            self.mesh.from_main(self.control.let_start, "let engines start")
         seconds = self.exchange.publish(self.state.step)
         return {f"publish/{name}": value for name, value in seconds.items()}
 
@@ -84,6 +88,8 @@ class Run:
             self._save_before_the_end(stopped)
             raise
         state.data_cursor, state.surplus = step.data_cursor, step.surplus
+        if config.rollout.colocate:  # the update's own state comes back when it is needed
+            self.mesh.from_main(lambda: self.control.sleep(sleep_limit_s(config)), "put engines to sleep")
         return step.groups
 
     def _save_before_the_end(self, reason: RunStopped) -> None:
@@ -172,6 +178,11 @@ class MainRecord:
     console: StepConsole
 
 
+def sleep_limit_s(config: ExperimentConfig) -> float:
+    """Returns the seconds in which all engines fall asleep: one may be starting, and one may not answer."""
+    return config.rollout.start_timeout_s + config.rollout.patience_s(cuda=True)
+
+
 def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
     """Collective. Returns what a checkpoint must share with the run that loads it."""
     model: dict = {
@@ -206,6 +217,8 @@ def load_checkpoint(config: ExperimentConfig, source: Path, actor: MegatronActor
 def start_run(config: ExperimentConfig, service_url: str | None, device: torch.device) -> Iterator[Run]:
     """Collective. Builds everything; what needs no other process comes first, so that user errors end the run early."""
     folder = RunFolder(Path(config.output_dir))
+    if config.rollout.colocate:  # every rank before it takes memory of a GPU that an engine has
+        find_service(folder.path, service_url, config.rollout.start_timeout_s).sleep(sleep_limit_s(config))
     tokenizer = load_tokenizer(config.model)
     prompts = load_prompts(config.data, tokenizer)
     eval_prompts = load_prompts(config.eval.data, tokenizer) if config.eval else None
@@ -244,6 +257,7 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
             eval_prompts=eval_prompts,
             rollouts=rollouts,
             exchange=exchange,
+            control=control,
             state=state,
             num_steps=num_steps,
             checkpointer=_checkpointer(config, folder, actor, state.step, num_steps),

@@ -75,7 +75,7 @@ class EngineInfo:
 
     id: str
     url: str  # of its HTTP server; "" while starting
-    state: str  # "starting" | "stale" (its weights are not verified) | "ready" | "draining" | "dead"
+    state: str  # "starting" | "stale" (its weights are not verified) | "ready" | "asleep" | "draining" | "dead"
     weight_version: int | None  # last verified by a trainer; None: unknown
     incarnation: int  # number of its starts
     restarts: int  # counted against rollout.max_restarts
@@ -84,8 +84,8 @@ class EngineInfo:
 
     @property
     def alive(self) -> bool:
-        """Tells whether it answers requests."""
-        return self.state in ("stale", "ready")
+        """Tells whether it answers, so that weights may be published to it."""
+        return self.state in ("stale", "ready", "asleep")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from megagrpo.actor.reference import AdaptersOff, HostReference
 from megagrpo.actor.router_bias import RouterBias
 from megagrpo.actor.router_losses import RouterLosses
 from megagrpo.actor.timing import ScheduleClock
+from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import model_tensors, read_architecture
@@ -148,6 +149,7 @@ class MegatronActor:
         self.transformer.timers, self.transformer.finalize_model_grads_func = self.clock, self._reduce_gradients
         self.model = wrap_chunks(self.chunks, self.transformer, config)
         self.optimizer = build_optimizer(self.model, config)
+        self.update_state = UpdateState(self.model, self.optimizer, device)
         self._to_gather = False  # whether parameters of other ranks lag behind this rank's own shards
         self.updates_done = 0
         self.reference: HostReference | AdaptersOff | None = None
@@ -215,7 +217,8 @@ class MegatronActor:
         return ActorWeights(record_copies(self.load_adapters, specs, self.trained()), specs, self.trained)
 
     def zero_grad(self) -> None:
-        """Clears gradients before a backward."""
+        """Clears gradients before a backward, whose state comes back first if it is away."""
+        self.update_state.bring_back()
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

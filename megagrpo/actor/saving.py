@@ -147,6 +147,11 @@ def save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: 
     With `reshardable` any layout can load it; what is not divided over data-parallel ranks always is reshardable.
     With `snapshot` the state is copied to host memory now, so that training may go on meanwhile.
     """
+    with actor.update_state.readable():
+        return _save_actor(actor, folder, reshardable, snapshot)
+
+
+def _save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: bool) -> ActorSave:
     divided = actor.updates_done > 0 and isinstance(_parts(actor)[0], DistributedOptimizer)
     metadata = _metadata(actor, _OWN_PARTS if divided and not reshardable else _RESHARDABLE)
     state = _sharded_state(actor, actor.updates_done, metadata, is_loading=False)
@@ -161,14 +166,13 @@ def save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: 
             async_sharded_save=True,
             content_metadata=metadata,
         )
-    # on the host; for a model on a CPU these are live tensors, except where Megatron had to copy a view
+    # on the host: copies of what is on a GPU, and what lies on the host itself, but for views that Megatron had to copy
     buckets = request.preload_fn() if request.preload_fn else []
-    if snapshot and actor.mesh.device.type == "cpu":
-        live = {_memory(tensor) for tensor in _live_tensors(actor)}
-        buckets = [
-            (path, name, (blobs, [(item, t.clone() if _memory(t) in live else t) for item, t in tensors]))
-            for path, name, (blobs, tensors) in buckets
-        ]
+    live = {_memory(tensor) for tensor in _live_tensors(actor)} if snapshot else set()
+    buckets = [  # tensors of their own, which stay what they are when the optimiser's are moved
+        (path, name, (blobs, [(item, t.clone() if _memory(t) in live else t.detach()) for item, t in tensors]))
+        for path, name, (blobs, tensors) in buckets
+    ]
     return ActorSave(request, buckets, metadata[_FORM] == _RESHARDABLE)
 
 

@@ -108,6 +108,11 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
     wanted = max(ranks, engine_ranks) if colocate else ranks + engine_ranks
     if not on_gpus(config, len(visible)) or (len(visible) < wanted and config.weights.transport == "disk"):
         return {}, {}
+    if colocate and engine_ranks > ranks:
+        raise ValueError(
+            f"rollout.colocate: {engine_ranks} engine ranks (rollout.num_engines x tp) need a trainer rank each beside "
+            f"them, actor.world_size is {ranks}"
+        )
     if len(visible) < wanted:
         remedy = "lower them" if colocate else "lower them, or let them share GPUs with weights.transport: disk"
         raise ValueError(

@@ -22,6 +22,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
 from megagrpo.run_folder import RunFolder
 
+_ONE_MACHINE = "rollout.colocate: engines share GPUs with the trainers of one machine so far: `megagrpo run`"
 _POLL_S = 0.2
 _JOIN_S = 600  # nodes of one job start at different times
 _GRACE_S = 30.0
@@ -64,9 +65,11 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     """Runs this node's ranks under torchrun, which starts each with `arguments`: `megagrpo train` outside torchrun.
 
     USR1, or the first TERM: all nodes save after the present step and return STOPPED. INT, USR2, a second TERM: end at
-    once. ValueError when actor.world_size does not divide over the nodes.
+    once. ValueError when actor.world_size does not divide over the nodes, or engines are colocated.
     """
     world = config.actor.world_size
+    if config.rollout.colocate:
+        raise ValueError(_ONE_MACHINE)
     if world % node.number:
         raise ValueError(f"actor.world_size {world} ranks do not divide over {node.number} nodes")
     folder = RunFolder(Path(config.output_dir))
@@ -115,6 +118,8 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     in a Slurm job TERM does not: where Slurm pre-empts by TERM, it tells every step, and the trainers' last one still
     needs the engines.
     """
+    if config.rollout.colocate:
+        raise ValueError(_ONE_MACHINE)
     folder = RunFolder(Path(config.output_dir))
     temporary = Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}")  # short: Unix socket paths end at 107 characters
     end, unheard = [signal.SIGINT, signal.SIGUSR2], [signal.SIGTERM]

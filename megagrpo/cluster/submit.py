@@ -58,6 +58,8 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
 
 def misfits(config: ExperimentConfig, request: Request) -> list[str]:
     """Returns why this experiment does not fit on these nodes, each reason with what would."""
+    if request.kind != "one-node" and config.rollout.colocate:
+        return ["rollout.colocate: engines and trainers share the GPUs of one node so far; submit with --kind one-node"]
     if request.kind != "one-node":
         return (
             _time_misfits(request)
@@ -71,10 +73,10 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
             "another --kind"
         )
     ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
-    if gpus and ranks + engine_ranks > gpus:
+    wanted = max(ranks, engine_ranks) if config.rollout.colocate else ranks + engine_ranks
+    if gpus and wanted > gpus:
         problems.append(
-            f"one-node: {ranks} trainer ranks and {engine_ranks} engine ranks want {ranks + engine_ranks} GPUs, "
-            f"not {gpus}"
+            f"one-node: {ranks} trainer ranks and {engine_ranks} engine ranks want {wanted} GPUs, not {gpus}"
         )
     return problems
 

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from megagrpo.config.section import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+_COLOCATED_MEM_FRACTION = 0.6
+
 
 class ToolConfig(Section):
     """A tool called in the middle of a response: its output is put in, masked from the loss, and sampling goes on."""
@@ -70,11 +72,15 @@ class RolloutConfig(Section):
         default=None, description="Tokens in one engine's KV cache; default: SGLang's choice (20,000 on a CPU)."
     )
     mem_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
-        default=0.85, description="Fraction of GPU memory for weights and KV cache."
+        default=0.85,
+        description="Fraction of GPU memory for weights and KV cache; default under `colocate`: 0.6, for the actor's "
+        "weights stay there while engines sample.",
     )
     colocate: bool = Field(
         default=False,
-        description="Engines on the trainers' GPUs: they sleep while the actor trains, it while they sample.",
+        description="Engines on the GPUs of the trainers of one machine, rank for rank: they release their memory "
+        "while the actor trains, and its optimizer's state and gradients go to the host while they sample; wants "
+        "`weights.transport: ipc`.",
     )
     sglang: dict[str, Any] = Field(
         default={},
@@ -112,6 +118,19 @@ class RolloutConfig(Section):
         """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
         return self.health_timeout_s or (300.0 if cuda else 60.0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _memory_beside_trainers(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("colocate") is True:
+            return {"mem_fraction": _COLOCATED_MEM_FRACTION} | given
+        return given
+
+    @model_validator(mode="after")
+    def _colocated(self) -> Self:
+        if self.colocate and self.nodes_per_engine > 1:
+            raise ValueError(f"colocate is for one machine, nodes_per_engine {self.nodes_per_engine} for several")
+        return self
+
     @model_validator(mode="after")
     def _sizes(self) -> Self:
         if self.tp % self.nodes_per_engine:
@@ -128,10 +147,11 @@ class RolloutConfig(Section):
 class WeightsConfig(Section):
     """How the actor's weights reach the engines after every step."""
 
-    transport: Literal["disk", "broadcast", "reshard"] = Field(
+    transport: Literal["disk", "broadcast", "reshard", "ipc"] = Field(
         default="reshard",
         description="Each engine rank its own slices from the trainers that hold them; or whole tensors by rank 0 "
-        "to all; or a checkpoint on a disk that engines and trainers share.",
+        "to all; or a checkpoint on a disk that engines and trainers share; or slices through memory of a machine that "
+        "they share, as `rollout.colocate` needs (`ipc`).",
     )
     bucket_mb: PositiveFloat = Field(
         default=512.0, description="MiB of weights that a rank holds beside its parameters during a transfer."

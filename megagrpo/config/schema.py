@@ -197,6 +197,11 @@ class ExperimentConfig(Section):
                 f"weights.timeout_s {self.weights.timeout_s:g} must be below actor.deadline_s {self.actor.deadline_s:g}"
                 ": while rank 0 updates engines, the other ranks wait for it in a collective"
             )
+        if self.rollout.colocate and self.weights.transport not in ("ipc", "disk"):
+            raise ValueError(
+                f"rollout.colocate with weights.transport {self.weights.transport}: NCCL takes no two ranks on one GPU;"
+                " set weights.transport: ipc, or disk"
+            )
         kl, parallel = self.algorithm.kl, self.actor.parallel
         full = kl.estimator == "full" and self.algorithm.uses_reference
         if full and parallel.cp > 1 and train.updates_of_step > 1 and not self.actor.packing:

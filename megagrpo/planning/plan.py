@@ -119,7 +119,7 @@ def _engines_and_publish(
     config: ExperimentConfig, target: Target, options: Options
 ) -> tuple[Server, tuple[float, str] | None]:
     gpu, rollout = (target.hardware, options.gpus_per_node), config.rollout
-    if len(set(representative_ranks(config.actor))) > _MAX_RECORDED or config.weights.transport == "disk":
+    if len(set(representative_ranks(config.actor))) > _MAX_RECORDED or config.weights.transport in ("disk", "ipc"):
         return server_of(rollout, resolve_all([config], gpu)[0]), None
     (recorded,) = record_all([config], gpu)
     cluster = place_ranks(

@@ -83,6 +83,24 @@ class ServiceControl:
         """Reports that an update failed half-way: the service starts the engine again, if it has not already."""
         self._call("POST", f"/engines/{engine_id}/lost", {"incarnation": incarnation})
 
+    def wake(self, engine_id: str, incarnation: int) -> bool:
+        """Gives a colocated engine, whose weights are verified, memory for its cache.
+
+        Returns False when that incarnation is gone.
+        """
+        return self._call("POST", f"/engines/{engine_id}/wake", {"incarnation": incarnation}).status_code == 200
+
+    def sleep(self, limit_s: float) -> None:
+        """Has all engines release their GPUs' memory; returns when they have. One that is just starting is waited for.
+
+        limit_s: seconds that this may take. Engines that die from now on start again after `let_start`.
+        """
+        self._call("POST", "/sleep", limit_s=limit_s)
+
+    def let_start(self) -> None:
+        """Lets engines that died in their sleep start again."""
+        self._call("POST", "/may_start")
+
     def add_engine(self) -> str:
         """Starts one more engine, which takes part once the trainers have given it weights. Returns its id."""
         return self._call("POST", "/engines").json()["id"]
@@ -96,9 +114,11 @@ class ServiceControl:
         if answer.status_code == 409:
             raise ValueError(f"{engine_id} cannot be drained: {answer.text}")
 
-    def _call(self, method: str, path: str, body: dict | None = None) -> httpx.Response:
+    def _call(
+        self, method: str, path: str, body: dict | None = None, limit_s: float = _CONTROL_TIMEOUT_S
+    ) -> httpx.Response:
         try:
-            answer = self._http.request(method, path, json=body)
+            answer = self._http.request(method, path, json=body, timeout=limit_s)
         except httpx.TransportError as exc:
             raise ServiceUnreachable(
                 f"no rollout service answers at {self.url} ({type(exc).__name__}: {exc}); is `megagrpo serve` running, "

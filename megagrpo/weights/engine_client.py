@@ -131,10 +131,11 @@ class EngineConnection:
         with suppress(EngineRefused):  # there is none
             self.end()
 
-    def record(self, specs: Specs, past_loader: bool, dummy_start: bool) -> None:
+    def record(self, specs: Specs, past_loader: bool, dummy_start: bool, forgets: bool = False) -> None:
         """Learns what every rank copies. specs: with published dtypes. past_loader: see Transport.
 
-        dummy_start: the engine started with random values, in buffers of its checkpoint too. Raises RuntimeError naming
+        dummy_start: the engine started with random values, in buffers of its checkpoint too. forgets: in its sleep it
+        loses all but its buffers. Raises RuntimeError naming
         parameters that these HF tensors do not fill, or what cannot be brought up to date.
         """
         message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
@@ -168,6 +169,11 @@ class EngineConnection:
             {name for answer in answers for name in answer["derived"] if name not in answer["proven"]}
         ):
             names = ", ".join(unknown)
+            if forgets:
+                raise RuntimeError(
+                    f"{self} would lose {names} in its sleep, and no publish brings them back: set rollout.sglang: "
+                    "{enable_weights_cpu_backup: true}, which keeps a copy of the weights in host memory"
+                )
             print(f"{self}: no digest covers what it holds beside parameters and buffers: {names}", flush=True)
 
     def digests(self, flush: bool) -> tuple[list[np.ndarray], list[str]]:

@@ -28,6 +28,9 @@ class EngineRegistry(Protocol):
     def begin_update(self, engine_id: str, incarnation: int) -> bool:
         """Says that weights are about to change. Returns False when this incarnation has died meanwhile."""
 
+    def wake(self, engine_id: str, incarnation: int) -> bool:
+        """Gives a colocated engine its cache back. Returns False when this incarnation has died meanwhile."""
+
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
         """Says which weights were verified. Returns False when this incarnation has died meanwhile."""
 
@@ -109,8 +112,9 @@ class EngineFleet:
             engine.pause()
             if not engine.slices:
                 engine.end_abandoned_update()
-                dummy_start = self._config.rollout.load_format == "dummy"
-                engine.record(self._specs, self._past_loader, dummy_start)
+                rollout = self._config.rollout
+                forgets = rollout.colocate and not rollout.sglang.get("enable_weights_cpu_backup")
+                engine.record(self._specs, self._past_loader, rollout.load_format == "dummy", forgets)
 
         self.each(open_one)
 
@@ -133,6 +137,11 @@ class EngineFleet:
                     errors.append(error)
         if errors:
             raise errors[0] if len(errors) == 1 else RuntimeError("\n".join(map(repr, errors)))
+
+    def wake(self, engine: EngineConnection) -> None:
+        """Gives an engine that has slept its cache back, now that its weights are there. Raises EngineDown."""
+        if self._config.rollout.colocate and not self._registry.wake(engine.id, engine.incarnation):
+            raise EngineDown(f"{engine} did not get its cache back")
 
     def mark_ready(self, engine: EngineConnection, version: int) -> None:
         """Admits requests to an engine that holds `version`, as was verified. Raises EngineDown when it has died."""

@@ -26,6 +26,7 @@ from megagrpo.weights.clock import Deadline
 from megagrpo.weights.digest import batched_digest, slice_digest
 from megagrpo.weights.digest_batches import CopyBatches
 from megagrpo.weights.group import EngineGroup, PeerLost, join_group
+from megagrpo.weights.handover import take_batches
 from megagrpo.weights.mailbox import address_towards, decode, encode
 from megagrpo.weights.moving import receive_batches
 from megagrpo.weights.record import Copy, Recording, Specs, coverage_problems, record
@@ -43,7 +44,8 @@ _batches: weakref.WeakKeyDictionary[torch.nn.Module, CopyBatches] = weakref.Weak
 class _EngineEnd:
     """This rank's end of the link to the trainers, and what it receives in every publish."""
 
-    group: EngineGroup
+    name: str
+    group: EngineGroup | None  # None where batches come through memory
     batches: Batches
 
 
@@ -203,25 +205,32 @@ def _take(model: torch.nn.Module, request: dict, store: TCPStore, live: dict[str
     """Receives everything once, joining the trainers first if need be. Returns bytes staged at most."""
     deadline = Deadline(request["left_s"])
     end = _ends.get(model)
-    if end is None or end.group.name != request["group"]:
+    if end is None or end.name != request["group"]:
         end = _join(model, request, store)
     whole, device = _whole[model], next(model.parameters()).device
     sent = {
         copy.parameter: torch.empty(copy.size, dtype=whole.specs[copy.hf][1], device=device) for copy in whole.copies
     }
-    traffic = receive_batches(end.group, end.batches, live | sent, deadline, request["patience_s"])
+    staging_bytes, patience_s = 0, request["patience_s"]
+    if end.group is None:
+        take_batches(store, request["memory"], end.batches, live | sent, device, deadline, patience_s)
+    else:
+        staging_bytes = receive_batches(end.group, end.batches, live | sent, deadline, patience_s).staging_bytes
     if sent:  # the stock way, for these alone
         whole.digests = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in whole.copies]
         model.load_weights([(copy.hf, sent[copy.parameter]) for copy in whole.copies])  # type: ignore[operator]
         whole.results = _digests_of_computed(model)
-    return traffic.staging_bytes + sum(tensor.nbytes for tensor in sent.values())
+    return staging_bytes + sum(tensor.nbytes for tensor in sent.values())
 
 
 def _join(model: torch.nn.Module, request: dict, store: TCPStore) -> _EngineEnd:
-    """Joins the group of a new link, which replaces that of earlier trainers."""
+    """Learns the plan of a new link, which replaces that of earlier trainers, and joins its group if it has one."""
     _leave(model, request, store)
-    plan = decode(store.get(request["plan"]))
+    batches = _read_plan(decode(store.get(request["plan"])))
     store.delete_key(request["plan"])
+    if "memory" in request:
+        _ends[model] = _EngineEnd(request["group"], None, batches)
+        return _ends[model]
     host, port = request["mailbox"]
     device = next(model.parameters()).device
     trainers = request["size"] - request["num_ranks"]
@@ -236,7 +245,12 @@ def _join(model: torch.nn.Module, request: dict, store: TCPStore) -> _EngineEnd:
         request["join_s"],
     )
     group.set_timeout(request["left_s"])
-    batches = [
+    _ends[model] = _EngineEnd(request["group"], group, batches)
+    return _ends[model]
+
+
+def _read_plan(plan: list) -> Batches:
+    return [
         [
             Message(
                 peer,
@@ -248,14 +262,12 @@ def _join(model: torch.nn.Module, request: dict, store: TCPStore) -> _EngineEnd:
         ]
         for batch in plan
     ]
-    _ends[model] = _EngineEnd(group, batches)
-    return _ends[model]
 
 
 def _leave(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     """Forgets the trainers, whatever state they are in."""
     end = _ends.pop(model, None)
-    if end is not None:
+    if end is not None and end.group is not None:
         end.group.abort()
     return {}
 

@@ -31,12 +31,14 @@ from megagrpo.weights.record import Copy
 from megagrpo.weights.transport import TrainerWeights, Transport
 from megagrpo.weights.transport_broadcast import BroadcastTransport
 from megagrpo.weights.transport_disk import DiskTransport
+from megagrpo.weights.transport_ipc import IpcTransport
 from megagrpo.weights.transport_reshard import ReshardTransport
 
 TRANSPORTS: dict[str, Callable[[TrainerWeights], Transport]] = {
     "disk": DiskTransport,
     "broadcast": BroadcastTransport,
     "reshard": ReshardTransport,
+    "ipc": IpcTransport,
 }
 _PHASES = ("connect", "plan", "gather", "transfer", "digest", "verify", "restart")
 _MISMATCHES_SHOWN = 10
@@ -162,6 +164,7 @@ class Exchange:
     def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
         """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0 only."""
         self._check(engine, expected, flush=True)
+        self._fleet.wake(engine)
         engine.resume(version)
         self._fleet.mark_ready(engine, version)
 

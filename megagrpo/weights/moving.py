@@ -45,7 +45,7 @@ def send_batches(
     for batch in batches:
         sends = []
         for message in batch:
-            values, staged = _read(message, parameters)
+            values, staged = read_message(message, parameters)
             sends.append(Send(values, message.peer, message.tag))
             flying.hold(values.nbytes if staged else 0)
             traffic.wire_bytes += values.nbytes
@@ -71,16 +71,16 @@ def receive_batches(
         for message in batch:
             values = _in_place(message, parameters)
             if values is None:
-                values = torch.empty(sum(place.numel for place in message.places), dtype=message.dtype, device=device)
+                values = torch.empty(message.numel, dtype=message.dtype, device=device)
                 unpacks.append((message, values))
                 flying.hold(values.nbytes)
             receives.append(Receive(values, message.peer, message.tag))
 
-        def unpack(unpacks: list[tuple[Message, Tensor]] = unpacks) -> None:
+        def write(unpacks: list[tuple[Message, Tensor]] = unpacks) -> None:
             for message, values in unpacks:
-                _write(message, values, parameters)
+                unpack(message, values, parameters)
 
-        flying.start(receives, unpack)
+        flying.start(receives, write)
     flying.finish()
     return Traffic(staging_bytes=flying.most_bytes)
 
@@ -126,18 +126,24 @@ def _in_place(message: Message, parameters: Mapping[str, Tensor]) -> Tensor | No
     return place.view(parameters).reshape(-1)
 
 
-def _read(message: Message, parameters: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
+def read_message(message: Message, parameters: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
     """Returns a message's values [n] in its dtype and whether they are a copy."""
     values = _in_place(message, parameters)
     if values is not None:
         return values, False
     device = parameters[message.places[0].parameter].device
-    packed = torch.empty(sum(place.numel for place in message.places), dtype=message.dtype, device=device)
-    _each(message, packed, parameters, lambda part, live: part.copy_(live))
+    packed = torch.empty(message.numel, dtype=message.dtype, device=device)
+    pack(message, packed, parameters)
     return packed, True
 
 
-def _write(message: Message, values: Tensor, parameters: Mapping[str, Tensor]) -> None:
+def pack(message: Message, values: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    """Copies the live elements of a message into values [n], which has its dtype."""
+    _each(message, values, parameters, lambda part, live: part.copy_(live))
+
+
+def unpack(message: Message, values: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    """Copies values [n] of a message into the live elements that they belong to."""
     _each(message, values, parameters, lambda part, live: live.copy_(part))
 
 

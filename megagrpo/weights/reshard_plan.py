@@ -42,6 +42,16 @@ class Message:
     dtype: torch.dtype  # in which they travel
     places: tuple[Place, ...]
 
+    @property
+    def numel(self) -> int:
+        """Returns the number of elements."""
+        return sum(place.numel for place in self.places)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes on the wire."""
+        return self.numel * self.dtype.itemsize
+
 
 Batches = list[list[Message]]  # of one rank, in the order in which they travel
 
@@ -89,25 +99,33 @@ class TransferPlan:
 
     def sent_by(self, rank: int) -> Batches:
         """Returns what a trainer rank sends, to which engine ranks."""
-        return self._messages(self.sources == rank, self.cover.targets, self.cover.sent)
+        return list(self.numbered_sent_by(rank).values())
 
     def received_by(self, rank: int) -> Batches:
         """Returns what an engine rank receives, from which trainer ranks."""
+        return list(self.numbered_received_by(rank).values())
+
+    def numbered_sent_by(self, rank: int) -> dict[int, list[Message]]:
+        """Returns what sent_by does, by the number of the batch."""
+        return self._messages(self.sources == rank, self.cover.targets, self.cover.sent)
+
+    def numbered_received_by(self, rank: int) -> dict[int, list[Message]]:
+        """Returns what received_by does, by the number of the batch."""
         return self._messages(self.cover.targets == rank, self.sources, self.cover.received)
 
-    def _messages(self, mine: np.ndarray, peers: np.ndarray, places: list[Place]) -> Batches:
+    def _messages(self, mine: np.ndarray, peers: np.ndarray, places: list[Place]) -> dict[int, list[Message]]:
         tags: Counter[int] = Counter()  # by peer, the next one
         batch_of, message_of = self.batches.tolist(), self.messages.tolist()
         pieces = np.flatnonzero(mine)
         pieces = pieces[np.lexsort((self.messages[pieces], self.batches[pieces]))]
-        batches: Batches = []
-        for _, batch in groupby(pieces.tolist(), key=batch_of.__getitem__):
-            batches.append([])
+        batches: dict[int, list[Message]] = {}
+        for number, batch in groupby(pieces.tolist(), key=batch_of.__getitem__):
+            batches[number] = []
             for _, together in groupby(batch, key=message_of.__getitem__):
                 message = list(together)
                 peer = int(peers[message[0]])
                 dtype = self.cover.dtypes[self.cover.kinds[message[0]]]
-                batches[-1].append(Message(peer, tags[peer], dtype, tuple(places[piece] for piece in message)))
+                batches[number].append(Message(peer, tags[peer], dtype, tuple(places[piece] for piece in message)))
                 tags[peer] += 1
         return batches
 
@@ -193,8 +211,12 @@ def make_cover(
     )
 
 
-def plan_transfer(cover: Cover, slot: int, slots: int, bucket_bytes: int) -> TransferPlan:
+def plan_transfer(
+    cover: Cover, slot: int, slots: int, bucket_bytes: int, near: Sequence[int] | None = None
+) -> TransferPlan:
     """Returns the transfer into the engine number `slot` of `slots` that hold the same.
+
+    near: by engine rank, the trainer rank beside it, which gives what it holds itself.
 
     What all engines need of what some trainer ranks hold is laid on one line, engine after engine, and the line is cut
     into equal parts, one a rank: the ranks send equally much, and each of them to as few engines as that allows.
@@ -206,6 +228,11 @@ def plan_transfer(cover: Cover, slot: int, slots: int, bucket_bytes: int) -> Tra
         size = cover.num_bytes[pieces]
         along = (np.cumsum(size) - size / 2) / size.sum()  # of each piece's middle, within (0, 1)
         sources[pieces] = np.array(ranks)[((slot % slots + along) / slots * len(ranks)).astype(np.int64)]
+    if near is not None:
+        beside = np.array(near)[cover.targets]
+        for number, ranks in enumerate(cover.ranks):
+            own = (cover.holders == number) & np.isin(beside, ranks)
+            sources[own] = beside[own]
     engines_a_rank = ceil(slots / min(map(len, cover.ranks))) if cover.ranks else 1
     batches = _batches(cover, sources, bucket_bytes // (2 * engines_a_rank))
     return TransferPlan(cover, sources, batches, _number_messages(cover, sources, batches))

@@ -162,11 +162,11 @@ class ReshardTransport:
     def _receive(self, engine: EngineConnection, now: _Round, traffic: Traffic) -> None:
         """Has the engine receive what all ranks send it. Rank 0 only; raises EngineDown when the transfer was cut."""
         link = next(link for link in now.links if link.name == self._names[engine.id])
-        flag = _Flag(link)
+        flag = Flag(link)
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(engine.ask, "receive", self._requests(engine, link))
             try:
-                _wait_until(asked.done, engine.deadline, flag, f"{engine} to receive")
+                wait_until(asked.done, engine.deadline, flag, f"{engine} to receive")
                 answers = asked.result()
             except PeerLost as exc:
                 engine.close()
@@ -196,7 +196,7 @@ class ReshardTransport:
             plan_key = ""
             if link.name not in self._joined:
                 plan_key = engine.mailbox.new_key("plan")
-                engine.mailbox.put(plan_key, _described(plan.received_by(rank), trainers))
+                engine.mailbox.put(plan_key, described(plan.received_by(rank), trainers))
             requests.append(request | {"rank": len(trainers) + rank, "plan": plan_key})
         return requests
 
@@ -240,7 +240,7 @@ class _TrainerEnd:
             reason = str(exc)
         # Outside of the handler: the exception holds the frames that hold the group, whose end lets the others go.
         self.abort()
-        _Flag(self.link).raise_it(reason)
+        Flag(self.link).raise_it(reason)
         raise PeerLost(reason)
 
     def _send(self, weights: TrainerWeights, deadline: Deadline) -> Traffic:
@@ -260,18 +260,18 @@ class _TrainerEnd:
 
     def _join(self, device: torch.device, timeout_s: float) -> EngineGroup:
         link = self.link
-        store = _open(link, timeout_s)
+        store = open_store(link, timeout_s)
         ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
-        _wait_until(lambda: store.check(ready), Deadline(timeout_s), _Flag(link, store), f"{link.url} to join")
+        wait_until(lambda: store.check(ready), Deadline(timeout_s), Flag(link, store), f"{link.url} to join")
         size = self._num_trainers + link.num_ranks
         return join_group(store, link.name, self._rank, size, device, address_towards(link.url), timeout_s)
 
 
-class _Flag:
+class Flag:
     """Says to all ranks of a link, through the store on rank 0, that it is cut and nobody need wait for it."""
 
     def __init__(self, link: Link, store: TCPStore | None = None):
-        self._key, self._store = f"{link.name}/cut", store or _open(link, _JOIN_S)
+        self._key, self._store = f"{link.name}/cut", store or open_store(link, _JOIN_S)
 
     def raise_it(self, reason: str) -> None:
         """Says so, unless it is said already."""
@@ -284,12 +284,12 @@ class _Flag:
         return self._store.get(self._key).decode() if self._store.check([self._key]) else ""
 
 
-def _open(link: Link, timeout_s: float) -> TCPStore:
+def open_store(link: Link, timeout_s: float) -> TCPStore:
     address, port = link.store
     return TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
-def _wait_until(done: Callable[[], bool], deadline: Deadline, flag: _Flag, what: str) -> None:
+def wait_until(done: Callable[[], bool], deadline: Deadline, flag: Flag, what: str) -> None:
     while not done():
         if reason := flag.reason:
             raise PeerLost(reason)
@@ -298,7 +298,7 @@ def _wait_until(done: Callable[[], bool], deadline: Deadline, flag: _Flag, what:
         time.sleep(_POLL_S)
 
 
-def _described(batches: Batches, trainers: list[int]) -> list:
+def described(batches: Batches, trainers: list[int]) -> list:
     """Returns what an engine rank receives as JSON can carry it, with peers as ranks of the group."""
     ranks = {trainer: rank for rank, trainer in enumerate(trainers)}
     return [

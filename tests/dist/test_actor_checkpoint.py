@@ -72,7 +72,8 @@ def saved(hf_models: Path, tmp_path_factory) -> Callable[[str], Path]:
             alone = {option: value for option, value in base.items() if option != "parallel"}
             place = folder / key(name, warm)
             from_two, from_one = str(place / "two" / "step_000001"), str(place / "one" / "step_000001")
-            straight = {**base, "warm": warm, "save": str(place / "two"), "then": f"{place}.straight.pt"}
+            # saved while it is on the host: what resumes, where it never left the device, takes the same steps
+            straight = {**base, "away": True, "warm": warm, "save": str(place / "two"), "then": f"{place}.straight.pt"}
             if (part, name, warm) in OWN_PARTS:
                 own_parts = str(place / "own" / "step_000001")
                 straight["save_own_parts"] = str(place / "own")
@@ -125,6 +126,15 @@ def assert_identical(place: Path, kind: str) -> None:
             ), what
         else:
             assert value == resumed[what], what
+
+
+def test_the_optimisers_own_weights_come_back_from_the_host_bit_by_bit(hf_models: Path, tmp_path: Path):
+    """Under bfloat16 it has weights of its own, in float32."""
+    job = {"do": "checkpoint", "model": str(hf_models / "qwen3_moe"), "dtype": "bfloat16", "distributed": True}
+    kinds = {"straight": False, "same": True}
+    jobs = [job | {"warm": 1, "away": away, "then": str(tmp_path / f"x.{kind}.pt")} for kind, away in kinds.items()]
+    run_ranks(2, tmp_path / "ranks", jobs)
+    assert_identical(tmp_path / "x", "same")
 
 
 @pytest.mark.parametrize("part, name, warm", EVERY_RUN)

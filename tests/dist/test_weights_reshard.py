@@ -75,7 +75,9 @@ def dies_once(engine: FakeEngine, while_joining: bool) -> None:
         if asked is not model:
             return original(asked, request, store)
         engine_loader._OPERATIONS["receive"] = original
-        if while_joining:  # it says that it is ready, so that the trainers join, but it does not come
+        if (
+            while_joining and "size" in request
+        ):  # it says that it is ready, so that the trainers join, but it does not come
             trainers = request["size"] - request["num_ranks"]
             store.set(f"{request['group']}/ready/{request['rank'] - trainers}", "")
         engine_loader._leave(model, request, store)
@@ -135,13 +137,24 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "pp", "dtype"),
-    [(3, 1, 3, "float32"), (4, 2, 2, "float32"), (4, 2, 1, "bfloat16")],
+    ("world", "tp", "pp", "dtype", "transport"),
+    [
+        (3, 1, 3, "float32", "reshard"),
+        (4, 2, 2, "float32", "reshard"),
+        (4, 2, 1, "bfloat16", "reshard"),
+        (4, 2, 1, "bfloat16", "ipc"),  # a trainer rank beside every engine rank
+        (3, 1, 3, "float32", "ipc"),  # one of them beside two
+    ],
 )
-def test_engines_are_filled_exactly_and_outlive_a_rank_that_dies(tmp_path, world, tp, pp, dtype):
+def test_engines_are_filled_exactly_and_outlive_a_rank_that_dies(tmp_path, world, tp, pp, dtype, transport):
     write_checkpoint(tmp_path / "initial", hf_tensors())
-    results = POOL.run(world, run_rank, world, tp, pp, dtype, "reshard", tmp_path)
+    in_memory = set(Path("/dev/shm").iterdir())
+    results = POOL.run(world, run_rank, world, tp, pp, dtype, transport, tmp_path)
     assert all(report == results[0] for report in results)
+    if transport == "ipc":
+        assert not {path for path in Path("/dev/shm").iterdir() if path.name.startswith("torch_")} - in_memory
+        assert results[0]["staging_bytes"] <= 2e-3 * 2**20
+        return
     bound = 2 * sum(parameter.numel() for rank in range(ENGINE_TP) for parameter in ToyEngine(rank).parameters())
     bound -= 2 * 2 * (ENGINE_VOCAB - VOCAB) * HIDDEN  # padding of two vocabularies in two engines
     assert results[0]["wire_bytes"] == bound * getattr(torch, dtype).itemsize, "each engine element once"

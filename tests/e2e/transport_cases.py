@@ -180,7 +180,7 @@ def problems_of(row: dict) -> list[str]:
         problems.append(f"{name}: {row['parameters'] - row['changed']} parameters were not changed by other weights")
     if row["transport"] == "reshard" and row["report"]["wire_bytes"] != row["lower_bound"]:
         problems.append(f"{name}: {row['report']['wire_bytes']:.0f} bytes on the wire, not {row['lower_bound']}")
-    if row["transport"] == "reshard" and row["report"]["staging_bytes"] > _BUCKET_MB * 2**20:
+    if row["transport"] in ("reshard", "ipc") and row["report"]["staging_bytes"] > _BUCKET_MB * 2**20:
         problems.append(f"{name}: {row['report']['staging_bytes']:.0f} bytes staged, more than weights.bucket_mb")
     distance = row.get("logprobs", {"mean": 0.0, "largest": 0.0})
     if distance["mean"] > _MOST_MEAN or distance["largest"] > _MOST:

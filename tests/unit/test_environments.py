@@ -29,6 +29,7 @@ KINDS = {
     },
     "colocated": {
         "rollout": {"dtype": "bfloat16", "colocate": True},
+        "weights": {"transport": "ipc"},
         "actor": {"world_size": 2, "parallel": {"tp": 2}},
     },
 }

@@ -86,6 +86,8 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> dict[str, A
             "node_rank": place.node_rank,
             "dist_init_addr": place.rendezvous,
         }
+    if rollout.colocate:
+        settings["enable_memory_saver"] = True  # without it the calls that release memory do nothing
     if rollout.deterministic:
         settings["enable_deterministic_inference"] = True
     settings |= _on_cuda(rollout) if place.cuda else _on_cpu()

@@ -50,15 +50,25 @@ def free_port(bind_host: str) -> int:
 class EngineNode:
     """Holds one server process of one incarnation of an engine; the process dies with it, whatever ends it.
 
-    engine: its id. cores_share: server processes that share the CPU cores of this machine.
+    engine: its id. cores_share: server processes that share the CPU cores of this machine. gpus: theirs by name, with
+    commas; None: those that Ray gives.
     """
 
     def __init__(
-        self, config: ExperimentConfig, *, engine: str, node_rank: int, cuda: bool, cores_share: int, api_key: str
+        self,
+        config: ExperimentConfig,
+        *,
+        engine: str,
+        node_rank: int,
+        cuda: bool,
+        cores_share: int,
+        api_key: str,
+        gpus: str | None = None,
     ):
         self.config, self.engine, self.node_rank, self.cuda, self.api_key = config, engine, node_rank, cuda, api_key
         self.bind_address = own_address(config.rollout.host)
         self.num_cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
+        self.gpus = gpus
         self.process: Popen[bytes] | None = None
 
     def address(self, service_loopback: str) -> tuple[str, int, int]:
@@ -88,7 +98,10 @@ class EngineNode:
         # Between the ranks of an engine, and between them and the trainer, on the same interface as everything else.
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
         network = {name: get(name) or str(interface) for name in names}
-        variables = engine_environment(self.config, place) | network | of_all_nccl_ranks() | {API_KEY: self.api_key}
+        given = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
+        variables = (
+            given | engine_environment(self.config, place) | network | of_all_nccl_ranks() | {API_KEY: self.api_key}
+        )
         environment = child_environment(variables, engine_python_path(place))
         self.process = spawn(engine_command(self.config, place), environment, Path(log))
         return self.process.pid

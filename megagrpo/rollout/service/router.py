@@ -118,6 +118,7 @@ class Router:
     async def remove(self, engine_url: str) -> None:
         """Stops requests to the engine."""
         self._wanted.discard(engine_url)
+        self._asked.pop(engine_url, None)  # one that slept comes back at the same URL
         await self._reconcile()
 
     async def _reconcile(self) -> set[str] | None:

@@ -6,7 +6,10 @@ HTTP endpoint where trainers learn which engines there are and report whose weig
     POST /engines/{id}/drain    it finishes what it has and goes; 409 when too few would be left
     POST /engines/{id}/update   {"incarnation"}: a trainer begins to write weights; 409 when that incarnation is gone
     POST /engines/{id}/ready    {"incarnation", "weight_version"}: published and verified; 409 as above
+    POST /engines/{id}/wake     {"incarnation"}: a colocated one, verified, takes memory for its cache; 409 as above
     POST /engines/{id}/lost     {"incarnation"}: an update of it failed half-way, it is to be started again
+    POST /sleep                 all engines release their memory, and none starts; answers when they have
+    POST /may_start             engines that died meanwhile start again
 
 Every request carries the run's API key, which engines and router demand as well.
 """
@@ -33,10 +36,12 @@ from megagrpo.rollout.service.engine_model import as_engines_see_it
 from megagrpo.rollout.service.node import free_port, reachable_host
 from megagrpo.rollout.service.ray_cluster import RayNotStarted, in_ray_cluster
 from megagrpo.rollout.service.router import Router, RouterFailed
+from megagrpo.rollout.service.sleep import CACHE
 from megagrpo.rollout.service.supervisor import StaleReport, SupervisedEngine
 from megagrpo.run_folder import RunFolder, write_whole
 
 _FAILED_LINGER_S = 60.0  # a failed service stays that long, so that waiting trainers can read why
+_STARTING_POLL_S = 0.1
 _HTTP_TIMEOUT_S = 30.0  # of requests to engines and router that name no other
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -99,7 +104,8 @@ class _Service:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # the lives of the engines by id, the router's and the watch
         self._num_added = self._lost_hosts = 0
         self._failed: str | None = None
-        self._stop = asyncio.Event()
+        self._stop, self._may_start = asyncio.Event(), asyncio.Event()
+        self._may_start.set()
 
     async def run(self) -> int:
         """Serves until it is told to stop or has failed; returns the exit code."""
@@ -138,6 +144,7 @@ class _Service:
             router=self._router,
             api_key=self._api_key,
             log_dir=self._folder.logs,
+            may_start=self._may_start,
         )
         self._num_added += 1
         self._engines[engine.id] = engine
@@ -191,7 +198,10 @@ class _Service:
                 web.post("/engines/{id}/drain", self._on_drain),
                 web.post("/engines/{id}/update", self._on_update),
                 web.post("/engines/{id}/ready", self._on_ready),
+                web.post("/engines/{id}/wake", self._on_wake),
                 web.post("/engines/{id}/lost", self._on_lost),
+                web.post("/sleep", self._on_sleep),
+                web.post("/may_start", self._on_may_start),
             ]
         )
         return app
@@ -211,6 +221,8 @@ class _Service:
         )
 
     async def _on_add(self, request: web.Request) -> web.Response:
+        if self._config.rollout.colocate:
+            raise web.HTTPBadRequest(text="rollout.colocate: no GPU of the trainers is left for one more engine")
         return web.json_response({"id": self._add_engine().id})
 
     async def _on_drain(self, request: web.Request) -> web.Response:
@@ -230,7 +242,22 @@ class _Service:
         print(f"{engine.id} is drained and gone", flush=True)
 
     async def _on_update(self, request: web.Request) -> web.Response:
-        self._engine(request).begin_update(int((await request.json())["incarnation"]))
+        await self._engine(request).begin_update(self._http, int((await request.json())["incarnation"]))
+        return web.json_response({})
+
+    async def _on_wake(self, request: web.Request) -> web.Response:
+        await self._engine(request).wake(self._http, int((await request.json())["incarnation"]), CACHE)
+        return web.json_response({})
+
+    async def _on_sleep(self, request: web.Request) -> web.Response:
+        self._may_start.clear()
+        while any(engine.state == "starting" for engine in self._engines.values()):
+            await asyncio.sleep(_STARTING_POLL_S)
+        await asyncio.gather(*(engine.sleep(self._http) for engine in self._engines.values()))
+        return web.json_response({})
+
+    async def _on_may_start(self, request: web.Request) -> web.Response:
+        self._may_start.set()
         return web.json_response({})
 
     async def _on_ready(self, request: web.Request) -> web.Response:

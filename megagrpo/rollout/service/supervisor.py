@@ -1,6 +1,8 @@
 """Supervision of one engine: placed, started, watched, and started again, within a budget, when it dies or hangs.
 
     starting -> stale -> ready -> dead -> starting -> ...        ready -> draining -> gone
+                  ^        |
+                  +- asleep <-  under rollout.colocate, while the actor trains; no engine starts then
 
 `stale`: it answers, but nobody vouches for its weights: it has just started, or a trainer is writing into it. The
 trainer verifies them and reports so (`mark_ready`); only then does the router send it requests. Every start is a new
@@ -15,7 +17,7 @@ of its own.
 import asyncio
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.service.node import EngineNodeActor, loopback
 from megagrpo.rollout.service.router import Router, RouterFailed
+from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.types import EngineInfo
 
 _WATCH_S = 1.0  # between two looks at the processes
@@ -36,6 +40,7 @@ _DRAIN_POLL_S = 0.5
 _PLACE_POLL_S = 0.1
 _START_POLL_S = 0.25
 _LOST_NODE_S = 30.0  # how long the actors of an engine may take to stop it
+_ANSWERING = ("stale", "ready", "asleep")
 _LOG_TAIL = 2000  # characters of the engine's log in an error
 
 
@@ -51,13 +56,22 @@ class SupervisedEngine:
     """Keeps one engine running. `begin` starts its life; the other methods answer trainers and people.
 
     `state`, `url`, `incarnation` and so on mean what EngineInfo says. `lost_hosts`: machines lost under it so far.
-    `gave_up`: its budget of restarts is spent, for the reason in `reason`.
+    `gave_up`: its budget of restarts is spent, for the reason in `reason`. may_start: cleared while engines sleep: one
+    that starts takes the memory of a GPU.
     """
 
     def __init__(
-        self, index: int, config: ExperimentConfig, *, cuda: bool, router: Router, api_key: str, log_dir: Path
+        self,
+        index: int,
+        config: ExperimentConfig,
+        *,
+        cuda: bool,
+        router: Router,
+        api_key: str,
+        log_dir: Path,
+        may_start: asyncio.Event,
     ):
-        self.id = f"engine-{index}"
+        self.id, self._index, self._may_start = f"engine-{index}", index, may_start
         self.state, self.url, self.pid, self.reason = "starting", "", 0, ""
         self.incarnation = self.restarts = self.lost_hosts = 0
         self.weight_version: int | None = None
@@ -68,6 +82,7 @@ class SupervisedEngine:
         self._nodes: list[Any] = []  # Ray actors of type EngineNode
         self._lost: asyncio.Future[None] | None = None  # done when a trainer has lost this incarnation
         self._life: asyncio.Task[None] | None = None
+        self._memory = EngineMemory("", api_key, self._patience_s)  # of this incarnation
 
     def status(self) -> dict[str, Any]:
         """Returns the fields of EngineInfo."""
@@ -89,10 +104,37 @@ class SupervisedEngine:
         """Tells whether it is about to answer, for the first time or again."""
         return self.state == "starting" or (self.state == "dead" and not self.gave_up)
 
-    def begin_update(self, incarnation: int) -> None:
-        """Notes that a trainer is about to write weights into it. Raises StaleReport."""
-        self._check_current(incarnation)
+    async def begin_update(self, http: aiohttp.ClientSession, incarnation: int) -> None:
+        """Notes that a trainer is about to write weights into it, for which a sleeping one takes memory again.
+
+        Raises StaleReport.
+        """
+        await self.wake(http, incarnation, WEIGHTS)
         self.state, self.weight_version = "stale", None
+
+    async def wake(self, http: aiohttp.ClientSession, incarnation: int, part: str) -> None:
+        """Lets it have a part of its memory again. Raises StaleReport, too when it does not come back."""
+        self._check_current(incarnation)
+        await self._move_memory(self._memory.resume(http, part), incarnation)
+        self._check_current(incarnation)
+
+    async def sleep(self, http: aiohttp.ClientSession) -> None:
+        """Has it release its memory, once no request reaches it; one that cannot is ended. Nothing happens to one that
+        is dead: it starts again when engines may.
+        """
+        if self.state not in ("stale", "ready"):
+            return
+        incarnation = self.incarnation
+        self.state, self.weight_version = "asleep", None
+        await self._router.remove(self.url)
+        await self._move_memory(self._memory.release(http), incarnation)
+
+    async def _move_memory(self, work: Coroutine[Any, Any, None], incarnation: int) -> None:
+        try:
+            await work
+        except SleepFailed as exc:
+            print(f"{self.id}: {exc}", flush=True)
+            self.lost(incarnation)
 
     async def mark_ready(self, incarnation: int, weight_version: int) -> None:
         """Lets requests come: the trainer has verified that this incarnation holds `weight_version`.
@@ -108,13 +150,13 @@ class SupervisedEngine:
 
     def lost(self, incarnation: int) -> None:
         """Ends this incarnation: a trainer could not finish an update of it, so that what it holds is unknown."""
-        if incarnation == self.incarnation and self.state in ("stale", "ready"):
+        if incarnation == self.incarnation and self.state in _ANSWERING:
             self.state, self.weight_version = "dead", None  # at once: the trainer's next look must not find it usable
             if self._lost is not None and not self._lost.done():
                 self._lost.set_result(None)
 
     def _check_current(self, incarnation: int) -> None:
-        if incarnation != self.incarnation or self.state not in ("stale", "ready"):
+        if incarnation != self.incarnation or self.state not in _ANSWERING:
             raise StaleReport(
                 f"{self.id} is incarnation {self.incarnation} and {self.state}; the report is about {incarnation}"
             )
@@ -127,7 +169,7 @@ class SupervisedEngine:
     async def drain(self, http: aiohttp.ClientSession) -> None:
         """Lets it finish the requests that it has and take no other. Returns when it has ended."""
         assert self._life is not None, "drained before its beginning"
-        was_up = self.state in ("stale", "ready")
+        was_up = self.state in _ANSWERING
         self.state = "draining"  # before the first wait: no trainer may begin an update now
         self._life.cancel()
         await asyncio.gather(self._life, return_exceptions=True)
@@ -141,6 +183,8 @@ class SupervisedEngine:
     async def _run(self, http: aiohttp.ClientSession) -> None:
         """Starts and watches incarnations. Returns when the budget of restarts is spent, with `gave_up` set."""
         while True:
+            while not self._may_start.is_set():
+                await self._may_start.wait()
             try:
                 await self._start(http)
                 await self._watch(http)
@@ -209,6 +253,7 @@ class SupervisedEngine:
                 limit = f"{rollout.start_timeout_s:.0f} s (rollout.start_timeout_s)"
                 raise EngineDied(f"did not answer within {limit}\n{self._log_tail(0)}")
             await asyncio.sleep(_START_POLL_S)
+        self._memory = EngineMemory(url, self._api_key, self._patience_s)
         self.url, self.state, self._was_up = url, "stale", True
         print(f"{self.id} is up at {url} (incarnation {self.incarnation}, pid {self.pid})", flush=True)
 
@@ -293,7 +338,17 @@ class SupervisedEngine:
             cuda=self._cuda,
             cores_share=cores_share,
             api_key=self._api_key,
+            gpus=self._gpus(),
         )
+
+    def _gpus(self) -> str | None:
+        """Returns its GPUs where they are the trainers': rank r of engine k lies beside trainer k * tp + r."""
+        if not (self._cuda and self._config.rollout.colocate):
+            return None  # Ray's choice
+        visible, tp = environment.get("CUDA_VISIBLE_DEVICES"), self._config.rollout.tp
+        places = range(self._index * tp, (self._index + 1) * tp)
+        names = visible.split(",") if visible is not None else [str(place) for place in range(places.stop)]
+        return ",".join(names[places.start : places.stop])
 
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"{self.id}.node-{rank}.log"

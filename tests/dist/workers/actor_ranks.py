@@ -32,6 +32,7 @@ from megagrpo.hf_files import HfFolder
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
 from megagrpo.weights.peft_folder import PeftFolder, export_peft
+from tests.dist.workers.held import gradient_buffers, offload, optimiser_state
 from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
 
@@ -193,17 +194,6 @@ def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder:
     }
 
 
-def gradient_buffers(actor: MegatronActor) -> list:
-    return [buffer for wrapper in actor.model for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers)]
-
-
-def optimiser_state(actor: MegatronActor) -> list[torch.Tensor]:
-    """Adam's moments, without its counts of steps."""
-    parts = getattr(actor.optimizer, "chained_optimizers", [actor.optimizer])
-    values = [value for part in parts for state in part.optimizer.state.values() for value in state.values()]
-    return [value for value in values if torch.is_tensor(value) and value.numel() > 1]
-
-
 def count_mlp_calls(actor: MegatronActor) -> list:
     """Grows by one whenever the router or the MLP of a layer computes, in the forward or again in the backward."""
     calls: list = []
@@ -227,7 +217,7 @@ def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -
 
 
 def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """[load] -> `warm` updates -> [save] -> two more, whose losses, gradients and weights are kept in job["then"]."""
+    """[load] -> `warm` updates -> [away] -> [save] -> two more, [away] in between; job["then"] gets what they give."""
     weights = actor.trained_weights(weights)
     if "load" in job:
         state = checkpoint.load(Path(job["load"]), identity(job), lambda f: load_actor(actor, f), actor.mesh)
@@ -235,6 +225,8 @@ def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folde
     for number in range(job.get("warm", 0)):
         gradient(actor, batch_of(actor.mesh, shift=number), RICH)
         actor.optimizer_step()
+    if job.get("away"):
+        offload(actor)
     torch.rand(job.get("warm", 0))  # the saved RNG state is not that of a fresh start
     saved = save(actor, job, job["save"]) if "save" in job else None
     if "save_own_parts" in job:
@@ -246,6 +238,8 @@ def checkpoint_job(actor: MegatronActor, weights: ActorWeights, job: dict, folde
             after[f"gradients{number}"] = whole(weights, actor.gradients(), actor.mesh)
         after[f"norm{number}"] = actor.optimizer_step()["optim/grad_norm"]
         after[f"weights{number}"] = whole(weights, actor.trained(), actor.mesh)
+        if job.get("away"):
+            offload(actor)
     if actor.mesh.is_main:
         torch.save(after, job["then"])
     return {"saved": str(saved)}

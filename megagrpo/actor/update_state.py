@@ -1,0 +1,105 @@
+"""What an update alone needs, optimiser state and gradients: on the device, or out of the way on the host.
+
+Memory is taken from the storages and given back to them, so every view of them stays what it is: Megatron's buckets, a
+parameter's main_grad, and the pieces of which its optimiser consists.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch import Tensor, UntypedStorage
+
+
+class UpdateState:
+    """Moves the optimiser's state, its float32 weights included, and frees the gradients, which are 0 before an update.
+
+    What the optimiser shares with the model, the weights themselves where these are float32, stays.
+    """
+
+    def __init__(self, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, device: torch.device):
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._on_host: dict[int, tuple[UntypedStorage, Tensor]] = {}  # bytes, by their storage's identity
+        self.away = False
+
+    def offload(self) -> None:
+        """Copies the optimiser's state to the host, pinned, and gives its memory and that of the gradients back."""
+        if self.away:
+            return
+        self._optimizer.zero_grad()  # what gradients there are beside Megatron's buffers
+        before, self._on_host = self._on_host, {}
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._on_host:
+                kept = before.get(storage._cdata)
+                host = kept[1] if kept is not None and len(kept[1]) == storage.nbytes() else self._host(storage)
+                host.copy_(_bytes_of(storage), non_blocking=True)
+                self._on_host[storage._cdata] = storage, host
+        self._synchronize()
+        for storage, _ in self._on_host.values():
+            storage.resize_(0)
+        for chunk in self._model:
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        self.away = True
+        torch.cuda.empty_cache()
+
+    def bring_back(self) -> None:
+        """Undoes `offload`: the same bits in the same places, and gradients of 0."""
+        if not self.away:
+            return
+        for storage, host in self._on_host.values():
+            storage.resize_(len(host))
+            _bytes_of(storage).copy_(host, non_blocking=True)
+        for chunk in self._model:
+            chunk.restore_grad_buffers(synchronize=False)
+        self._synchronize()
+        self.away = False
+
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        """Lets the optimiser's tensors be those on the host inside, where they are away: for a checkpoint."""
+        swapped = []
+        if self.away:
+            for tensor in {id(tensor): tensor for tensor in self._tensors()}.values():
+                _, host = self._on_host[tensor.untyped_storage()._cdata]
+                there = torch.empty(0, dtype=tensor.dtype)
+                there.set_(host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+                swapped.append((tensor, tensor.data))
+                tensor.data = there
+        try:
+            yield
+        finally:
+            for tensor, empty in swapped:
+                tensor.data = empty
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yields the optimiser's tensors on the device whose memory is not the model's."""
+        of_model = {
+            tensor.untyped_storage()._cdata
+            for chunk in self._model
+            for tensors in (chunk.module.parameters(), chunk.module.buffers())
+            for tensor in tensors
+        }
+        chained = isinstance(self._optimizer, ChainedOptimizer)
+        for part in self._optimizer.chained_optimizers if chained else [self._optimizer]:
+            if part.optimizer is None:  # this rank has no parameters of its kind
+                continue
+            of_groups = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
+            of_state = [value for values in part.optimizer.state.values() for value in values.values()]
+            for tensor in [*of_groups, *of_state]:
+                there = isinstance(tensor, Tensor) and tensor.device.type == self._device.type
+                if there and tensor.untyped_storage()._cdata not in of_model:
+                    yield tensor
+
+    def _host(self, storage: UntypedStorage) -> Tensor:
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

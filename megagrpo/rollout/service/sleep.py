@@ -1,0 +1,55 @@
+"""Sleep of colocated engines: they give their memory to the trainers on the same GPUs, by SGLang's own endpoints.
+
+SGLang drops the contents of what it releases. Of the weights a publish brings all back; buffers it keeps itself; the KV
+cache is empty. It asserts that nothing runs, so an engine is paused before, and that what is resumed was released, so
+the service, which outlives trainers, remembers that for every engine.
+"""
+
+import asyncio
+
+import aiohttp
+
+from megagrpo.rollout.control import bearer
+
+CACHE, WEIGHTS = "kv_cache", "weights"  # SGLang's names of the two parts
+_ORDER = (CACHE, WEIGHTS)  # the cache comes back last, when the staging memory of the transfer is free again
+
+
+class SleepFailed(RuntimeError):
+    """Raised when an engine refuses or does not answer: what it holds is unknown."""
+
+
+class EngineMemory:
+    """What one incarnation of an engine has released. `url`: of its HTTP server."""
+
+    def __init__(self, url: str, api_key: str, limit_s: float):
+        self._url, self._headers = url, bearer(api_key)
+        self._timeout = aiohttp.ClientTimeout(total=limit_s)
+        self._released: set[str] = set()
+        self._one_at_a_time = asyncio.Lock()  # trainers that have died may have left a call behind
+
+    async def release(self, http: aiohttp.ClientSession) -> None:
+        """Stops sampling, what is in flight waits, and releases everything. Raises SleepFailed."""
+        async with self._one_at_a_time:
+            await self._post(http, "pause_generation", {"mode": "retract"})
+            for part in _ORDER:
+                if part not in self._released:
+                    await self._post(http, "release_memory_occupation", {"tags": [part]})
+                    self._released.add(part)
+
+    async def resume(self, http: aiohttp.ClientSession, part: str) -> None:
+        """Takes memory for a part again, if it was released; it holds anything. Raises SleepFailed."""
+        async with self._one_at_a_time:
+            if part in self._released:
+                await self._post(http, "resume_memory_occupation", {"tags": [part]})
+                self._released.discard(part)
+
+    async def _post(self, http: aiohttp.ClientSession, path: str, body: dict) -> None:
+        try:
+            async with http.post(
+                f"{self._url}/{path}", json=body, headers=self._headers, timeout=self._timeout
+            ) as answer:
+                if answer.status != 200:
+                    raise SleepFailed(f"{self._url} refuses {path}: {answer.status} {(await answer.text())[:500]}")
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            raise SleepFailed(f"{self._url} does not answer {path} ({type(exc).__name__}: {exc})") from exc

@@ -1,0 +1,239 @@
+"""Through memory: every engine rank copies its slices out of memory that a trainer rank beside it has filled.
+
+The plan is reshard's, the carrier another: what an engine rank needs is brought together, in batches, by the trainer
+rank on its GPU (on a CPU: of its machine), from the trainer ranks that hold it, and handed over without a process
+group: NCCL takes no two ranks on one GPU. Whoever stands beside an engine rank gives what it holds itself.
+"""
+
+import re
+import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from megagrpo.weights.clock import Deadline, PhaseTimer
+from megagrpo.weights.engine_client import EngineConnection, EngineDown
+from megagrpo.weights.engine_fleet import EngineFleet
+from megagrpo.weights.handover import Handover
+from megagrpo.weights.moving import Traffic, pack, read_message
+from megagrpo.weights.record import Copy
+from megagrpo.weights.reshard_plan import Cover, TransferPlan, make_cover, piece_limit, plan_transfer, trainer_atoms
+from megagrpo.weights.transport import TrainerWeights
+from megagrpo.weights.transport_reshard import Flag, Link, described, open_store
+
+_STORE_S = 60.0
+
+
+@dataclass(frozen=True)
+class _Round:
+    links: list[Link]  # `slot`: the engine's number, which says who stands beside its ranks
+    recordings: list[list[list[Copy]]]  # that no link had before: by engine rank
+    transfer: str  # in the keys of this one transfer
+
+
+class IpcTransport:
+    """Hands slices to engine ranks through memory of their own machine."""
+
+    past_loader = True
+
+    def __init__(self, weights: TrainerWeights):
+        self._weights = weights
+        self._atoms = trainer_atoms(weights.copies, weights.specs)
+        self._recordings: list[list[list[Copy]]] = []
+        self._covers: list[Cover] = []
+        self._plans: dict[tuple[int, int], TransferPlan] = {}  # by recording and engine number
+        self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link; rank 0 only
+        self._told: set[str] = set()  # names of links whose engines have their plan; rank 0 only
+
+    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
+        """Collective. See Transport."""
+        mesh = self._weights.mesh
+        now = mesh.from_main(lambda: self._describe(engines), "plan the transfer to the engines")
+        with timer("plan"):
+            self._learn(now)
+        traffic = Traffic()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(engines.each, lambda engine: self._ask(engine, now))
+            lost = self._move(now, traffic)
+            failure = asked.exception()
+        everywhere = mesh.gather_world(lost)
+
+        def settle() -> None:
+            if failure is not None:
+                raise failure
+            reasons = {name: reason for part in everywhere for name, reason in part.items()}
+            engines.each(lambda engine: self._raise_lost(engine, reasons))
+
+        mesh.from_main(settle, "hand weights to engines")
+        return traffic
+
+    def drop(self, engine: EngineConnection) -> None:
+        """Forgets the name of the engine's link: its memory was freed at the end of the transfer."""
+        self._told.discard(self._names.pop(engine.id, ""))
+
+    def leave(self, engine: EngineConnection) -> None:
+        """Makes the engine forget its plan."""
+        if engine.id in self._names:
+            engine.ask("leave", [{}] * engine.tp)
+
+    def _beside(self, link: Link) -> list[int]:
+        """Returns, by engine rank, the trainer rank on its GPU where engines are colocated: see cluster/machine.py."""
+        first, ranks = link.slot * link.num_ranks, self._weights.mesh.world_size
+        return [(first + rank) % ranks for rank in range(link.num_ranks)]
+
+    def _describe(self, engines: EngineFleet) -> _Round:
+        """Says who takes part and what is new. Rank 0 only."""
+        links: list[Link] = []
+        new: list[list[list[Copy]]] = []
+        for engine in engines.alive:
+            known = [*self._recordings, *new]
+            if engine.slices not in known:
+                new.append(engine.slices)
+                known.append(engine.slices)
+            engine.slices = known[known.index(engine.slices)]  # one list for all: there may be a million
+            links.append(
+                Link(
+                    name=self._names.setdefault(engine.id, f"memory-{uuid.uuid4().hex}"),
+                    url=engine.url,
+                    num_ranks=engine.tp,
+                    slot=_number(engine.id),
+                    recording=known.index(engine.slices),
+                    store=(engine.mailbox.address, engine.mailbox.port),
+                    patience_s=engine.patience,
+                    join_s=engine.patience,
+                    left_s=engine.deadline.left,
+                )
+            )
+        return _Round(links, new, uuid.uuid4().hex)
+
+    def _learn(self, now: _Round) -> None:
+        """Plans transfers to engines that were not met before. No rank waits for another here."""
+        weights = self._weights
+        for recording in now.recordings:
+            self._recordings.append(recording)
+            self._covers.append(make_cover(self._atoms, recording, weights.specs, piece_limit(weights.bucket_bytes)))
+        for link in now.links:
+            key = link.recording, link.slot
+            if key not in self._plans:
+                near, engines = self._beside(link), weights.num_engines
+                hands = -(-engines * link.num_ranks // weights.mesh.world_size)  # engine ranks beside a trainer rank
+                # Half of it: the other is the shared memory's second half.
+                limit = weights.bucket_bytes // (2 * hands)
+                self._plans[key] = plan_transfer(
+                    self._covers[link.recording], link.slot % engines, engines, limit, near
+                )
+
+    def _plan(self, link: Link) -> TransferPlan:
+        return self._plans[link.recording, link.slot]
+
+    def _move(self, now: _Round, traffic: Traffic) -> dict[str, str]:
+        """Collective. Brings every batch together and hands it over. Returns links that were cut, and why.
+
+        Batches of all links with one number travel together; an engine that is gone holds up nobody.
+        """
+        rank, weights = self._weights.mesh.rank, self._weights
+        with ExitStack() as stack:
+            hands = self._hands(now, stack)
+            sent = [self._plan(link).numbered_sent_by(rank) for link in now.links]
+            parameters = weights.parameters()
+            last = max((int(self._plan(link).batches.max(initial=-1)) for link in now.links), default=-1)
+            for number in range(last + 1):
+                # What one rank sends another is posted in one order on both: by link, engine rank and message.
+                inside = {
+                    (k, target, message.peer, message.tag): values
+                    for (k, target), hand in hands.items()
+                    for message, values in hand.begin(number)
+                }
+                posts = [
+                    ((k, target, tag), dist.P2POp(dist.irecv, values, peer))
+                    for (k, target, peer, tag), values in inside.items()
+                    if peer != rank
+                ]
+                staged = 0
+                for k, link in enumerate(now.links):
+                    for message in sent[k].get(number, ()):
+                        to = self._beside(link)[message.peer]
+                        if to == rank:
+                            pack(message, inside[k, message.peer, rank, message.tag], parameters)
+                            continue
+                        values, copied = read_message(message, parameters)
+                        staged += values.nbytes if copied else 0
+                        traffic.wire_bytes += values.nbytes
+                        traffic.messages += 1
+                        posts.append(((k, message.peer, message.tag), dist.P2POp(dist.isend, values, to)))
+                posts.sort(key=lambda post: post[0])
+                for work in dist.batch_isend_irecv([post for _, post in posts]) if posts else ():
+                    work.wait()
+                shared = sum(hand.num_bytes for hand in hands.values())
+                traffic.staging_bytes = max(traffic.staging_bytes, shared + staged)
+                for hand in hands.values():
+                    hand.offer(number)
+        return {now.links[k].name: hand.lost for (k, _), hand in hands.items() if hand.lost}
+
+    def _hands(self, now: _Round, stack: ExitStack) -> dict[tuple[int, int], Handover]:
+        """Returns this rank's ends by place of the link and engine rank; they are closed with the stack."""
+        hands = {}
+        device = self._weights.mesh.device
+        for k, link in enumerate(now.links):
+            mine = [target for target, rank in enumerate(self._beside(link)) if rank == self._weights.mesh.rank]
+            flag = Flag(link, open_store(link, _STORE_S)) if mine else None
+            for target in mine:
+                batches = self._plan(link).numbered_received_by(target)
+                hand = Handover(
+                    open_store(link, _STORE_S),
+                    _key(link, now, target),
+                    batches,
+                    device,
+                    Deadline(link.left_s),
+                    link.patience_s,
+                    cut=lambda flag=flag: flag.reason,  # type: ignore[misc]  # of this link, not of the last one
+                )
+                stack.callback(hand.close)
+                hands[k, target] = hand
+        return hands
+
+    def _ask(self, engine: EngineConnection, now: _Round) -> None:
+        """Has the engine copy what is handed to it. Rank 0 only; raises EngineDown when the transfer was cut."""
+        link = next(link for link in now.links if link.name == self._names[engine.id])
+        try:
+            answers = engine.ask("receive", list(self._requests(engine, link, now)))
+        except Exception as exc:
+            Flag(link).raise_it(str(exc))  # no trainer may wait for an engine that does not come
+            raise
+        if reasons := [answer["lost"] for answer in answers if answer["lost"]]:
+            raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
+        self._told.add(link.name)
+
+    def _requests(self, engine: EngineConnection, link: Link, now: _Round) -> Iterable[dict]:
+        """Yields what each rank of the engine is asked, with its part of the plan unless it has that already."""
+        for target in range(link.num_ranks):
+            plan_key = ""
+            if link.name not in self._told:
+                plan_key = engine.mailbox.new_key("plan")
+                batches = self._plan(link).received_by(target)
+                engine.mailbox.put(plan_key, described([[replace(m, peer=0) for m in b] for b in batches], [0]))
+            yield {
+                "memory": _key(link, now, target),
+                "group": link.name,
+                "plan": plan_key,
+                "patience_s": link.patience_s,
+                "left_s": link.left_s,
+            }
+
+    def _raise_lost(self, engine: EngineConnection, reasons: dict[str, str]) -> None:
+        name = self._names[engine.id]
+        if name in reasons:
+            raise EngineDown(f"a trainer lost {engine} in the transfer: {reasons[name]}")
+
+
+def _key(link: Link, now: _Round, target: int) -> str:
+    return f"{link.name}/{now.transfer}/{target}"
+
+
+def _number(engine: str) -> int:
+    """Returns the number in an engine's id, engine-3: engines come up in any order."""
+    found = re.search(r"\d+$", engine)
+    return int(found.group()) if found else 0

@@ -1,0 +1,68 @@
+"""Colocated engines: they sleep while the actor trains, and nothing that is sampled or learned differs for it."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from run_megagrpo import LONG_RUN, Job, assert_same_run, engine, megagrpo, metrics, trainer, write_experiment
+
+NUM_STEPS = 4  # of the session's ten undisturbed ones, whose engine has the other way of getting weights
+COLOCATED = LONG_RUN | {
+    "train": LONG_RUN["train"] | {"num_steps": NUM_STEPS},
+    "rollout": LONG_RUN["rollout"] | {"colocate": True},
+    "weights": {"transport": "ipc", "bucket_mb": 0.05},
+}
+
+
+def killed_in_its_sleep(job: Job, folder: Path, step: int, whose: str) -> None:
+    """SIGKILL the engine or trainer rank 1 after step `step`, while rank 1 is held so that the engine stays asleep."""
+    done = folder / "rollouts" / f"step_{step:06}.jsonl"
+    job.wait_for(done.exists, f"step {step}", 400)
+
+    def killed() -> bool:
+        held, victim = trainer(job, 1), engine(folder)
+        if held is None or victim is None or victim["state"] != "asleep":
+            return False
+        held.suspend()
+        if engine(folder)["state"] != "asleep":  # the moment has passed
+            held.resume()
+            return False
+        if whose == "engine":
+            os.kill(victim["pid"], signal.SIGKILL)
+            held.resume()
+        else:
+            held.kill()
+        return True
+
+    job.wait_for(killed, f"an engine asleep after step {step}", 300, poll_s=0.002)
+
+
+def test_the_same_bits_as_beside_the_trainers(long_run):
+    folder = long_run[0].parent / "colocated"
+    done = megagrpo("run", write_experiment(folder, **COLOCATED), timeout_s=500)
+    assert done.status == 0, done.stderr
+    assert_same_run(folder, long_run[0], NUM_STEPS)
+    assert_no_complaint(folder)
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_in_its_sleep_comes_back(long_run):
+    folder = long_run[0].parent / "killed_asleep"
+    with Job("run", write_experiment(folder, **COLOCATED)) as job:
+        killed_in_its_sleep(job, folder, 1, "engine")
+        killed_in_its_sleep(job, folder, 2, "trainer")
+        done = job.finish(500)
+    assert done.status == 0, done.stderr
+    log = (folder / "logs" / "service.log").read_text()
+    assert log.count("engine-0 died: the server process of node 0 ended, killed by signal 9") == 1
+    assert "all ranks started again, for the 1." in done.stdout
+    assert_same_run(folder, long_run[0], NUM_STEPS)
+    assert_no_complaint(folder)
+
+
+def assert_no_complaint(folder: Path) -> None:
+    """Engines were asked what they allow, in the right order, and nothing is left in shared memory."""
+    for log in (folder / "logs").glob("engine-*.log"):
+        assert "Traceback" not in log.read_text()
+    assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(folder).items() if step)

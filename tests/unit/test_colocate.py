@@ -1,0 +1,183 @@
+"""Colocated engines without SGLang: what is refused, what `check` says, who releases what, and the shared memory."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from inspect import signature
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from pydantic import ValidationError
+from torch.distributed import TCPStore
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from fake_engine import FakeEngine, running
+
+from megagrpo.cluster.machine import _devices
+from megagrpo.cluster.nodes import Node, serve_node, train_node
+from megagrpo.cluster.submit import Request, misfits
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import TinyModelConfig
+from megagrpo.explain import explain
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
+from megagrpo.rollout.service.sleep import CACHE, WEIGHTS, EngineMemory, SleepFailed
+from megagrpo.tiny.model import make_tiny_model
+from megagrpo.weights.clock import Deadline
+from megagrpo.weights.group import PeerLost
+from megagrpo.weights.handover import Handover, take_batches
+from megagrpo.weights.mailbox import listening_store
+from megagrpo.weights.reshard_plan import Message
+from megagrpo.weights.shared_buffer import SharedBuffer, open_shared
+from megagrpo.weights.views import Place
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+SETTINGS = ["rollout.colocate=true", "weights.transport=ipc"]
+CPU = torch.device("cpu")
+
+
+def test_engines_beside_trainers_get_less_memory_and_can_release_it():
+    config = load_config(QUICKSTART, SETTINGS)
+    assert config.rollout.mem_fraction == 0.6 and load_config(QUICKSTART, []).rollout.mem_fraction == 0.85
+    assert load_config(QUICKSTART, [*SETTINGS, "rollout.mem_fraction=0.4"]).rollout.mem_fraction == 0.4
+    place = ServerPlace(0, "127.0.0.1", 1, "", cuda=False, num_cores=1)
+    assert "--enable-memory-saver" in engine_command(config, place)
+    assert "--enable-memory-saver" not in engine_command(load_config(QUICKSTART, []), place)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["rollout.colocate=true"], "weights.transport broadcast: NCCL takes no two ranks on one GPU"),
+        ([*SETTINGS, "weights.transport=reshard"], "set weights.transport: ipc, or disk"),
+        ([*SETTINGS, "rollout.nodes_per_engine=2", "rollout.tp=2"], "colocate is for one machine"),
+    ],
+)
+def test_what_cannot_be_colocated_is_refused(settings, named):
+    with pytest.raises((ValueError, ValidationError), match=named):
+        load_config(QUICKSTART, settings)
+
+
+def test_several_machines_are_refused():
+    config, node = load_config(QUICKSTART, SETTINGS), Node(0, 1, None, None, 1)
+    for start in (train_node, serve_node):
+        with pytest.raises(ValueError, match="of one machine so far: `megagrpo run`"):
+            start(config, [], node)
+    assert "submit with --kind one-node" in misfits(config, Request("one-job"))[0]
+    assert misfits(config, Request("one-node", gpus_per_node=2)) == []
+    assert "want 2 GPUs, not 1" in misfits(config, Request("one-node", gpus_per_node=1))[0]
+
+
+def test_an_engine_rank_without_a_trainer_beside_it_is_refused():
+    config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=3"])
+    with pytest.raises(ValueError, match=r"3 engine ranks .* need a trainer rank each beside them, .* is 2"):
+        _devices(config, ["0", "1", "2"])
+    config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=2"])
+    assert _devices(config, ["4", "5", "6"]) == ({"CUDA_VISIBLE_DEVICES": "4,5"},) * 2
+
+
+def test_check_says_what_is_on_a_gpu_when(tmp_path):
+    make_tiny_model(TinyModelConfig(path=str(tmp_path / "model"), family="qwen3_moe"), seed=0)
+    text = explain(load_config(QUICKSTART, [*SETTINGS, f"model.path={tmp_path / 'model'}"]))
+    lines = {line.split()[0]: line for line in text.partition("  colocated")[2].splitlines()[1:5]}
+    assert list(lines) == ["rollout", "logprobs", "update", "publish"]
+    assert all(("optimiser" in line and "gradients" in line) == (phase == "update") for phase, line in lines.items())
+    assert all(("engine asleep" in line) == (phase in ("logprobs", "update")) for phase, line in lines.items())
+    assert "ADVICE   1 engines of tp 1 are 1 ranks beside 2 trainer ranks" in text
+
+
+def test_an_engine_releases_once_and_takes_back_only_what_it_has_released():
+    asked = []
+    more = {
+        f"/{verb}_memory_occupation": lambda body, verb=verb: asked.append((verb, *body["tags"]))
+        for verb in ("release", "resume")
+    }
+
+    async def through_a_step(url: str) -> None:
+        memory = EngineMemory(url, "key", 5.0)
+        async with aiohttp.ClientSession() as http:
+            await asyncio.gather(memory.release(http), memory.release(http))  # of trainers that died, and of new ones
+            await memory.resume(http, WEIGHTS)
+            await memory.resume(http, WEIGHTS)
+            await memory.release(http)  # the trainers died before the cache was back
+            await memory.resume(http, WEIGHTS)
+            await memory.resume(http, CACHE)
+
+    with running(FakeEngine(more=more)) as engine:
+        asyncio.run(through_a_step(engine.info.url))
+        assert engine.calls[0] == "/pause_generation", "SGLang releases nothing while something runs"
+        engine.refuses = "/release_memory_occupation"
+        with pytest.raises(SleepFailed, match="refuses release_memory_occupation: 400"):
+            asyncio.run(through_a_step(engine.info.url))
+    both = [("release", CACHE), ("release", WEIGHTS)]
+    assert asked == [*both, ("resume", WEIGHTS), ("release", WEIGHTS), ("resume", WEIGHTS), ("resume", CACHE)]
+
+
+READER = """
+import json, os, sys, torch
+from megagrpo.weights.shared_buffer import open_shared
+with open_shared(json.loads(sys.argv[1]), torch.device("cpu")) as values:
+    values.add_(1)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_another_process_sees_the_memory_and_nothing_is_left_when_it_dies():
+    before = set(Path("/dev/shm").iterdir())
+    buffer = SharedBuffer(64, CPU)
+    buffer.values.copy_(torch.arange(64, dtype=torch.uint8))
+    assert subprocess.run([sys.executable, "-c", READER, json.dumps(buffer.handle)]).returncode == -9
+    assert torch.equal(buffer.values, torch.arange(64, dtype=torch.uint8) + 1)
+    left = {path.name for path in set(Path("/dev/shm").iterdir()) - before}
+    assert not [name for name in left if name.startswith("torch_")]
+    handle = dict(buffer.handle)
+    buffer.close(closed_there=True)
+    with pytest.raises(ValueError, match="every engine rank on the machine"), open_shared(handle, CPU):
+        pass
+    there = handle | {"machine": "another"}
+    with pytest.raises(ValueError, match="does not see that one's memory"), open_shared(there, CPU):
+        pass
+
+
+def test_torch_opens_a_cuda_handle_by_what_we_send():
+    """No GPU shows it here: the order of arguments is torch's own affair, and was that of torch 2.13 when written."""
+    names = list(signature(rebuild_cuda_tensor).parameters)
+    opened = ["storage_device", "storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad"]
+    opened += ["ref_counter_handle", "ref_counter_offset", "event_handle", "event_sync_required"]
+    assert names[:6] == ["tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype"]
+    assert names[6:] == opened
+    assert callable(torch.UntypedStorage._release_ipc_counter_cuda) and callable(torch.cuda.use_mem_pool)
+    assert callable(torch.cuda.memory._set_allocator_settings)
+
+
+def test_an_engine_rank_that_goes_away_holds_up_nobody():
+    store = listening_store("127.0.0.1", 30)
+    other = TCPStore("127.0.0.1", store.port, wait_for_workers=False, timeout=timedelta(seconds=10))
+    live = {"a": torch.zeros(40)}
+    batches = {n: [Message(0, n, torch.float32, (Place("a", 10 * n, (10,), (1,)),))] for n in range(4)}
+    cut: list[str] = []
+
+    def taking(of: list) -> None:
+        with pytest.raises(PeerLost):  # it waits for a third batch
+            take_batches(other, "k", of, live, CPU, Deadline(20), patience_s=1.0)
+
+    engine = threading.Thread(target=taking, args=([*list(batches.values())[:2], batches[3]],))
+    engine.start()
+    hand = Handover(store, "k", batches, CPU, Deadline(1000), 1000.0, lambda: "".join(cut))
+    for number in (0, 1):
+        for _, values in hand.begin(number):
+            values.fill_(number + 1)
+        hand.offer(number)
+    engine.join()
+    cut.append("the engine is gone")
+    for number in (2, 3):
+        hand.begin(number)
+        hand.offer(number)
+    hand.close()
+    assert hand.lost == "the engine is gone"
+    assert live["a"].tolist() == [1.0] * 10 + [2.0] * 10 + [0.0] * 20
