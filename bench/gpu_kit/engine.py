@@ -1,0 +1,173 @@
+"""SGLang on this GPU, with its own kernels where they are installed, else with torch's and Triton's; then the loop."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_kit.figures import Figures, Setting, Unavailable
+from megagrpo.config.rollout import RolloutConfig
+from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
+from megagrpo.environment import child_environment
+from megagrpo.rollout.service.engine_command import CPU_SHIMS, ServerPlace, engine_command, engine_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+_BACKENDS = ("triton", "torch_native")  # of attention: neither needs SGLang's CUDA kernels
+_READY_S, _STEPS = 50.0, 3
+_LAST_LINES = 15
+
+
+def engine(figures: Figures, setting: Setting) -> None:
+    """Starts one engine after the other, with either attention backend, and samples from it. None may work here."""
+    config = _config(setting)
+    command = engine_command(config, _place(30_000))
+    figures.add("words of an engine's command", len(command), "", " ".join(command[3:9]))
+    _require(setting, "sglang")
+    shims = [] if _importable("sgl_kernel") else [str(CPU_SHIMS)]
+    figures.add("sgl_kernel", "the CPU's plain functions in its place" if shims else "installed")
+    _make_model(config)
+    for number, backend in enumerate(_BACKENDS):
+        try:
+            seconds, tokens_s = _one_engine(config, setting, backend, shims, 30_010 + number)
+        except (RuntimeError, OSError) as exc:
+            figures.add(f"attention backend {backend}", None, note=str(exc))
+        else:
+            figures.add(f"attention backend {backend}: answers after", seconds, "s")
+            figures.add(f"attention backend {backend}: decodes", tokens_s, "tokens/s", "one request, tiny model")
+
+
+def loop(figures: Figures, setting: Setting) -> None:
+    """Runs a few steps of the whole loop on one GPU, colocated where the program has that. It may fail: that is told."""
+    _require(setting, "sglang", "ray")
+    config = _config(setting)
+    colocated = "colocate" in RolloutConfig.model_fields
+    figures.add("engines", "on the trainer's GPU, asleep while it trains" if colocated else "beside the trainer")
+    rollout: dict[str, Any] = {"num_engines": 1, "mem_fraction": 0.3, "dtype": "bfloat16"}
+    backend = {"attention_backend": _BACKENDS[0], "sampling_backend": "pytorch"}
+    if "sglang" in RolloutConfig.model_fields:
+        rollout |= {"sglang": backend}
+    else:
+        rollout |= {"extra_args": [word for k, v in backend.items() for word in (f"--{k.replace('_', '-')}", v)]}
+    changes = {"rollout": rollout | ({"colocate": True} if colocated else {})}
+    changes |= {"weights": {"transport": "ipc" if colocated else "disk"}}  # NCCL refuses two ranks on one GPU
+    experiment = _experiment(setting) | changes
+    file = setting.folder / "loop.yaml"
+    file.write_text(json.dumps(experiment))  # JSON is YAML
+    shims = [] if _importable("sgl_kernel") else [str(CPU_SHIMS)]
+    for command in ("prepare", "run"):
+        words = [sys.executable, "-m", "megagrpo.cli", command, str(file)]
+        start = time.perf_counter()
+        done = subprocess.run(words, env=child_environment({}, shims), capture_output=True, text=True, cwd=ROOT)
+        if done.returncode:
+            print("\n".join((done.stdout + done.stderr).splitlines()[-_LAST_LINES:]))
+            raise RuntimeError(f"`megagrpo {command}` ended with status {done.returncode}")
+        figures.add(f"megagrpo {command}", time.perf_counter() - start, "s")
+    metrics = Path(config.output_dir) / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    figures.add("steps on record", len(lines))
+    for key in ("reward/mean", "time/step", "mismatch/logprob_abs"):
+        if lines and key in lines[-1]:
+            figures.add(f"last step's {key}", float(lines[-1][key]))
+
+
+def _one_engine(
+    config: ExperimentConfig, setting: Setting, backend: str, shims: list[str], port: int
+) -> tuple[float, float]:
+    """Returns seconds until it answers, and tokens/s of one request. RuntimeError with its last lines when it dies."""
+    place = _place(port)
+    words = engine_command(config, place)
+    words += ["--attention-backend", backend, "--sampling-backend", "pytorch"]
+    words += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
+    log = setting.folder / f"engine_{backend}.log"
+    start = time.perf_counter()
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            words, env=child_environment(engine_environment(config, place), shims), stdout=output, stderr=output
+        )
+    try:
+        while not _answers(port):
+            if server.poll() is not None or time.perf_counter() - start > _READY_S / len(_BACKENDS):
+                state = f"ended with {server.poll()}" if server.poll() is not None else "did not answer in time"
+                last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-_LAST_LINES:]
+                print("\n".join(last))
+                raise RuntimeError(f"{state}: {last[-1] if last else 'no output'}")
+            time.sleep(0.5)
+        ready = time.perf_counter() - start
+        request = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 64, "ignore_eos": True}}
+        _post(port, request)  # compiles
+        start = time.perf_counter()
+        _post(port, request)
+        return ready, 64 / (time.perf_counter() - start)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def _post(port: int, body: dict) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        answer.read()
+
+
+def _place(port: int) -> ServerPlace:
+    cores = os.cpu_count() or 1
+    return ServerPlace(
+        node_rank=0, bind_host="127.0.0.1", port=port, rendezvous="127.0.0.1:30099", cuda=True, num_cores=cores
+    )
+
+
+def _require(setting: Setting, *libraries: str) -> None:
+    if setting.small:
+        raise Unavailable("left out at small sizes: it needs a GPU")
+    missing = [name for name in libraries if not _importable(name)]
+    if missing:
+        raise Unavailable(f"not installed here: {', '.join(missing)}")
+
+
+def _importable(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
+
+
+def _experiment(setting: Setting) -> dict[str, Any]:
+    folder = setting.folder / "loop"
+    return {
+        "name": "kit",
+        "output_dir": str(folder / "run"),
+        "prepare": {
+            "model": {"path": str(folder / "model"), "family": "qwen3"},
+            "dataset": {"kind": "arithmetic", "folder": str(folder / "data"), "num_train": 256},
+        },
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "data" / "train.jsonl"), "max_prompt_tokens": 8},
+        "sampling": {"max_response_tokens": 8},
+        "reward": {"grader": "exact", "workers": 1},
+        "train": {"num_steps": _STEPS, "num_prompts_per_step": 16, "group_size": 4},
+        "actor": {"dtype": "bfloat16"},
+        "rollout": {"num_engines": 1, "mem_fraction": 0.3, "dtype": "bfloat16", "load_format": "model"},
+    }
+
+
+def _config(setting: Setting) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(_experiment(setting))
+
+
+def _make_model(config: ExperimentConfig) -> None:
+    from megagrpo.tiny.model import make_tiny_model
+
+    assert config.prepare is not None and isinstance(config.prepare.model, TinyModelConfig), "as written above"
+    make_tiny_model(config.prepare.model, seed=0)

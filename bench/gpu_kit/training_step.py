@@ -1,0 +1,74 @@
+"""One update of a 1.7B-shaped model over 16,384 packed tokens: tokens/s, share of the peak, memory, synchronisations."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from bench.gpu_kit.figures import Figures, Setting
+from bench.gpu_kit.models import DEVICE, PLAIN, QWEN3_1_7B, QWEN3_TINY, description, random_actor, random_batch
+from bench.gpu_kit.timing import peak_bytes, seconds_of, synchronisations, wait_for
+from megagrpo.actor import step
+from megagrpo.families.architecture import Architecture
+from megagrpo.planning.hardware import HARDWARE
+from megagrpo.planning.work import model_work
+
+_SHOWN = 12  # places of synchronisations, the most frequent ones
+
+
+def with_recompute(figures: Figures, setting: Setting) -> None:
+    """Measures with every layer's activations computed again."""
+    _measure(figures, setting, "full")
+
+
+def without_recompute(figures: Figures, setting: Setting) -> None:
+    """Measures with all activations kept."""
+    _measure(figures, setting, "none")
+
+
+def _measure(figures: Figures, setting: Setting, recompute: str) -> None:
+    sizes = setting.of(QWEN3_1_7B, QWEN3_TINY)
+    lengths, prompt = setting.of([1024] * 16, [32] * 4), setting.of(256, 8)
+    options = {"dtype": "bfloat16", "micro_batch_tokens": sum(lengths), "recompute": recompute}
+    folder = setting.folder / f"step_{recompute}"
+    with random_actor(folder, description("qwen3", sizes), **options) as actor:
+        batch = random_batch(sizes["vocab_size"], lengths, prompt)
+
+        def update() -> None:
+            step.update(actor, batch, PLAIN, 1.0, max(lengths) - prompt)
+
+        start = time.perf_counter()
+        update()
+        wait_for(DEVICE)
+        figures.add("first update", time.perf_counter() - start, "s", "with all that is made once")
+        seconds = seconds_of(update, DEVICE)
+        tokens, trained = sum(lengths), int(batch.loss_mask.sum())
+        figures.add("update", seconds, "s", f"{tokens:,} tokens, {trained:,} of them trained")
+        figures.add("tokens/s", tokens / seconds)
+        tflops = update_flops(actor.arch, lengths, trained) / seconds / 1e12
+        figures.add("model TFLOP/s", tflops, "", "forward once, backward twice; recomputing does not count")
+        peak = peak_tflops()
+        figures.add("MFU", tflops / peak if peak else None, "", f"of {peak} TFLOP/s" if peak else "device not known")
+        figures.add("log-probabilities", seconds_of(lambda: step.token_logprobs(actor, batch, 1.0), DEVICE), "s")
+        if DEVICE.type == "cuda":
+            figures.add("memory held by the actor", torch.cuda.memory_allocated() / 2**30, "GiB")
+        figures.add("peak beyond that", peak_bytes(update, DEVICE) / 2**30, "GiB", "0 on a CPU: not measured")
+        with synchronisations(DEVICE) as found:
+            update()
+        figures.add("synchronisations of an update", found.total())
+        for place, count in found.most_common(_SHOWN):
+            figures.add(f"  at {place}", count)
+
+
+def update_flops(arch: Architecture, lengths: Sequence[int], trained: int) -> float:
+    """Returns the model's FLOPs of one update: three forwards of sequences of these lengths, `trained` output rows."""
+    work = model_work(arch)
+    layers = sum(sum(work.forward_flops(layer)) for layer in work.layers) * sum(lengths)
+    attention = len(work.layers) * work.attention_flops * sum(n * (n + 1) / 2 for n in lengths)
+    return 3 * (layers + attention + 2.0 * work.head * trained)
+
+
+def peak_tflops() -> float | None:
+    """Returns the device's bfloat16 peak of planning/hardware.py, None where it is not listed."""
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else ""
+    return next((gpu.bf16_tflops for gpu in HARDWARE.values() if gpu.device_name == name), None)
