@@ -1,4 +1,4 @@
-"""The certificate's cases of one rank: padding, packing, micro-batches and recomputing change nothing, on this device."""
+"""The certificate's cases of one rank: padding, packing, micro-batches and recomputing change nothing here."""
 
 import math
 

@@ -32,7 +32,9 @@ def checkpoints(figures: Figures, setting: Setting) -> None:
             plan = partial(_plan, actor, reshardable=reshardable)
             saved = checkpoint.begin(root, TrainState(step=1), identity, Retention(1), plan, actor.mesh).finish()
             seconds, num_bytes = time.perf_counter() - start, _bytes_below(saved)
-            figures.add(f"{form}: save", num_bytes / seconds / 1e9, "GB/s", f"{num_bytes / 1e9:.2f} GB in {seconds:.2f} s")
+            figures.add(
+                f"{form}: save", num_bytes / seconds / 1e9, "GB/s", f"{num_bytes / 1e9:.2f} GB in {seconds:.2f} s"
+            )
             with torch.no_grad():
                 for parameter in actor.parameters().values():
                     parameter.zero_()

@@ -43,11 +43,11 @@ def engine(figures: Figures, setting: Setting) -> None:
 
 
 def loop(figures: Figures, setting: Setting) -> None:
-    """Runs a few steps of the whole loop on one GPU, colocated where the program has that. It may fail: that is told."""
+    """Runs a few steps of the whole loop on one GPU, colocated where the program can. It may fail: that is told."""
     _require(setting, "sglang", "ray")
     config = _config(setting)
     colocated = "colocate" in RolloutConfig.model_fields
-    figures.add("engines", "on the trainer's GPU, asleep while it trains" if colocated else "beside the trainer")
+    figures.add("engines", "on the trainer's GPU, asleep in training" if colocated else "beside the trainer")
     rollout: dict[str, Any] = {"num_engines": 1, "mem_fraction": 0.3, "dtype": "bfloat16"}
     backend = {"attention_backend": _BACKENDS[0], "sampling_backend": "pytorch"}
     if "sglang" in RolloutConfig.model_fields:

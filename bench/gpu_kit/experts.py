@@ -1,4 +1,6 @@
-"""One layer of experts at the sizes of Qwen3-235B: one after the other, grouped by Transformer Engine, torch's product."""
+"""One layer of experts at the sizes of Qwen3-235B: one after the other, grouped, and torch's grouped product."""
+
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -40,7 +42,7 @@ def experts(figures: Figures, setting: Setting) -> None:
 def _layer(setting: Setting, sizes: dict, tokens: int, transformer_engine: bool) -> tuple[float, int]:
     if transformer_engine:
         try:
-            import transformer_engine.pytorch  # noqa: F401  # what is installed may still not load
+            import_module("transformer_engine.pytorch")  # what is installed may still not load
         except ImportError as exc:
             raise Unavailable(f"Transformer Engine: {exc}") from None
     folder = setting.folder / f"experts_{transformer_engine}"

@@ -1,4 +1,4 @@
-"""What a section is given, and how it says what it found: figures on disk one by one, so that none is lost in a crash."""
+"""What a section is given, and how it says what it found: figure by figure on disk, so that a crash loses none."""
 
 import json
 import math
@@ -15,7 +15,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a section runs. `folder`: scratch, shared by all sections of a run, which may leave files for later ones."""
+    """Where a section runs. `folder`: scratch of a run; sections may leave files there for later ones."""
 
     device: str  # "cuda" | "cpu"
     small: bool  # sizes for a CPU, to see that everything runs

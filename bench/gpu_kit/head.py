@@ -13,7 +13,10 @@ from megagrpo.algo.logprob import chunked_logprobs
 TOKENS, HIDDEN, VOCAB, CHUNK = 4096, 2048, 151_936, 2048
 SMALL = (64, 32, 9000, 32)  # two tiles of columns
 FLOAT32_BOUND, BFLOAT16_BOUND = 1e-5, 2e-2  # largest difference over the largest value
-MEMORY = {"float32": 1 / 8, "bfloat16": 3 / 8}  # of two float32 matrices of logits; the weight's gradient is summed there
+MEMORY = {
+    "float32": 1 / 8,
+    "bfloat16": 3 / 8,
+}  # of two float32 matrices of logits; the weight's gradient is summed there
 
 
 def head(figures: Figures, setting: Setting) -> None:
@@ -35,7 +38,9 @@ def head(figures: Figures, setting: Setting) -> None:
         kept = sum(t.nbytes for t in found)
         del found, expected
         work = {"chunked": chunked, "plain autograd": plain}
-        work |= {"chunked, no entropy": partial(_alone, lambda h, w, t: chunked_logprobs(h, w, t, 1.0, chunk)[0], *inputs)}
+        work |= {
+            "chunked, no entropy": partial(_alone, lambda h, w, t: chunked_logprobs(h, w, t, 1.0, chunk)[0], *inputs)
+        }
         work |= {title: partial(_alone, one, *inputs) for title, one in others(figures, name, device).items()}
         for title, one in work.items():
             beyond = _measure(figures, f"{name}: {title}", one, inputs)
@@ -61,7 +66,7 @@ def _measure(figures: Figures, title: str, work: Callable, inputs: tuple[Tensor,
 
 
 def others(figures: Figures, dtype: str, device: torch.device) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Returns what else can be measured here: log-probabilities [T], or minus their sum, from hidden, weight, targets."""
+    """Returns what else can be measured here: cross entropies, [T] or their sum, of hidden, weight and targets."""
     found: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {}
     for title, make in {
         "torch's linear_cross_entropy": _torch,

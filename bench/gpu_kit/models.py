@@ -81,9 +81,7 @@ def random_actor(
     (folder / "config.json").write_text(json.dumps(config_json))
     config = ActorConfig(deadline_s=120.0, **options)
     optimizer = OptimizerConfig(lr=lr, clip_grad=1.0)
-    with joined(
-        folder / "store", config=config, optimizer=optimizer, model_path=str(folder), device=DEVICE
-    ) as actor:
+    with joined(folder / "store", config=config, optimizer=optimizer, model_path=str(folder), device=DEVICE) as actor:
         actor.load_hf(RandomTensors(actor.arch, DEVICE, spread))
         actor.weights_loaded()
         yield actor

@@ -22,7 +22,7 @@ LIBRARIES = (
 
 
 def surroundings(figures: Figures, setting: Setting) -> None:
-    """Names device, driver and versions. A machine without CUDA fails here where CUDA was asked for, with the reason."""
+    """Names device, driver and versions. Where CUDA was asked for and is not there it fails, with the reason."""
     figures.add("torch", torch.__version__, note=f"built for CUDA {torch.version.cuda}")
     figures.add("Python", platform.python_version())
     for name in LIBRARIES:

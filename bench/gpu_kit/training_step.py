@@ -1,4 +1,4 @@
-"""One update of a 1.7B-shaped model over 16,384 packed tokens: tokens/s, share of the peak, memory, synchronisations."""
+"""One update of a 1.7B-shaped model over 16,384 packed tokens: speed, share of the peak, memory, synchronisations."""
 
 import time
 from collections.abc import Sequence

@@ -100,9 +100,7 @@ class _Sampler:
         groups = []
         for number, prompt in enumerate(prompts.tolist()):
             mine = range(number * _GROUP_SIZE, (number + 1) * _GROUP_SIZE)
-            samples = [
-                Sample(k, tuple(responses[i]), tuple(chances[i]), "stop", 0, "") for k, i in enumerate(mine)
-            ]
+            samples = [Sample(k, tuple(responses[i]), tuple(chances[i]), "stop", 0, "") for k, i in enumerate(mine)]
             outcomes = [Outcome("score", sum(t < VOCAB // 2 for t in responses[i]) / RESPONSE) for i in mine]
             groups.append(RolloutGroup(number, Prompt(number, "", tuple(prompt), ""), tuple(samples), tuple(outcomes)))
         return groups

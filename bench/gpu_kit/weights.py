@@ -73,11 +73,11 @@ def buckets(figures: Figures, setting: Setting) -> None:
         live = torch.randn(count, rows, columns, device=device).to(dtype)
         parameters: Mapping[str, Tensor] = {"experts": live}
         places = [Place("experts", k * rows * columns, (rows, width), (columns, 1)) for k in range(count)]
-        batches = [
-            [Message(peer=1, tag=k, dtype=torch.bfloat16, places=(place,))] for k, place in enumerate(places)
-        ]
+        batches = [[Message(peer=1, tag=k, dtype=torch.bfloat16, places=(place,))] for k, place in enumerate(places)]
         moved = 2 * count * rows * width
         for end, move in (("packing", send_batches), ("unpacking", receive_batches)):
             group = cast(EngineGroup, _NoWire())
-            seconds = seconds_of(lambda m=move, g=group, b=batches, p=parameters: m(g, b, p, Deadline(60.0), 60.0), device)
+            seconds = seconds_of(
+                lambda m=move, g=group, b=batches, p=parameters: m(g, b, p, Deadline(60.0), 60.0), device
+            )
             figures.add(f"{title}, {end}", moved / seconds / 1e9, "GB/s", f"{moved / 1e9:.2f} GB of bfloat16")

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -60,7 +61,7 @@ def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_siz
 
 @cache
 def _takes_grouped_heads(varlen_attn: Callable) -> bool:
-    """Tells whether torch's kernel is promised to take fewer key and value heads than queries: from torch 2.12 on."""
+    """Tells whether torch's kernel promises to take fewer key and value heads than queries; that of 2.11 does not."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
@@ -146,12 +147,10 @@ class CausalAttention(torch.nn.Module):
         width = value.shape[-1]
         if width < query.shape[-1]:  # the kernel wants heads of one width
             value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
-        grouped = {"enable_gqa": True} if _takes_grouped_heads(varlen_attn) else {}
+        grouped: dict[str, Any] = {"enable_gqa": True} if _takes_grouped_heads(varlen_attn) else {}
         repeat = query.shape[1] // key.shape[1]
         if repeat > 1 and not grouped:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        out = varlen_attn(
-            query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal, **grouped
-        )
+        out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal, **grouped)
         assert isinstance(out, Tensor), "no log-sum-exp was asked for"
         return out[..., :width].flatten(1)
