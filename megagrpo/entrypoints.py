@@ -24,9 +24,12 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
     """Runs one trainer rank of a run: `megagrpo train`."""
 
     def body(device: torch.device) -> None:
+        from megagrpo.actor.host import refuse_training_without_gpu
         from megagrpo.monitor.report import write_report
         from megagrpo.run import start_run
         from megagrpo.train import train
+
+        refuse_training_without_gpu(config.actor, device)
 
         with start_run(config, service_url, device) as run:
             train(run)
@@ -41,8 +44,10 @@ def sft_main(config: ExperimentConfig) -> int:
     """Runs one rank of the supervised warm-up: `megagrpo sft`."""
 
     def body(device: torch.device) -> None:
+        from megagrpo.actor.host import refuse_training_without_gpu
         from megagrpo.sft import sft
 
+        refuse_training_without_gpu(config.actor, device)
         sft(config, device)
 
     return guarded(config, "sft", body)
@@ -78,14 +83,14 @@ def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], 
     The report is a final one when another try would end in the same way: torchrun starts the ranks again whatever
     their status, so that the launcher, which sees the file, has to end it.
     """
-    from megagrpo.actor.host import prepare_host
+    from megagrpo.actor.host import prepare_host, uses_transformer_engine
     from megagrpo.mesh import RunStopped
 
     folder, rank = RunFolder(Path(config.output_dir)), environment.get_int("RANK", 0)
     for final in (False, True):
         folder.error_report(name, rank, final).unlink(missing_ok=True)
     try:
-        body(prepare_host())
+        body(prepare_host(config.actor.device, uses_transformer_engine(config.actor)))
     except Exception as exc:
         traceback.print_exc()
         final = isinstance(exc, ValueError | AssertionError | RunStopped)

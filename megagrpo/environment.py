@@ -53,6 +53,11 @@ def temporarily(name: str, value: str) -> Iterator[None]:
             os.environ[name] = old
 
 
+def hide_gpus() -> None:
+    """Lets this process and its children see no GPU; without effect once CUDA has been asked for one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def of_all_nccl_ranks() -> dict[str, str]:
     """Returns what trainers and engines, which meet in one NCCL communicator, must agree on.
 

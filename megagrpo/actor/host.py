@@ -1,4 +1,4 @@
-"""Patches what Megatron-Core misses on this machine; entrypoints.py calls `prepare_host` before Megatron is imported.
+"""Chooses the device and patches what Megatron-Core misses there; entrypoints.py calls `prepare_host` before Megatron.
 
 Megatron calls torch.cuda for devices, streams and RNG states without asking whether CUDA exists. On a CPU those calls
 have a natural meaning (the device is the CPU, streams are already in order, the RNG state is the CPU's), which is
@@ -6,13 +6,19 @@ given here. Nothing of Megatron's mathematics is replaced.
 """
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megagrpo import environment
+from megagrpo.config.actor import ActorConfig
+
 CPU = torch.device("cpu")
+_TRANSFORMER_ENGINE_BELOW = (2, 12)  # megatron-core 0.16.1's own bound
 
 
 class _InOrder:
@@ -108,19 +114,47 @@ def _admit_whole_linear() -> None:
         multi_latent_attention.HAVE_TE = False
 
 
-def prepare_host() -> torch.device:
+def uses_transformer_engine(config: ActorConfig) -> bool:
+    """Returns whether layers are Transformer Engine's in this process: "auto" is where they are installed on CUDA."""
+    if config.transformer_engine != "auto":
+        return config.transformer_engine
+    return config.expects_transformer_engine and config.device != "cpu" and _admits_transformer_engine()
+
+
+def _admits_transformer_engine() -> bool:
+    """Whether CUDA is here and a version of Transformer Engine that Megatron-Core takes; False once it is hidden."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
+        return False
+    version = importlib.metadata.version("transformer_engine")
+    return tuple(int(part) for part in version.split(".")[:2]) < _TRANSFORMER_ENGINE_BELOW
+
+
+def prepare_host(
+    device: Literal["auto", "cuda", "cpu"] = "auto", transformer_engine: bool | Literal["auto"] = "auto"
+) -> torch.device:
     """Makes Megatron-Core importable and runnable here, and returns the device to compute on.
 
-    To be called before anything imports Megatron; calling again changes nothing that matters.
+    To be called before anything imports Megatron; calling again with the same wishes changes nothing that matters.
+    transformer_engine: whether Megatron finds it. Once it does, it takes Transformer Engine's optimizer and norms of
+    gradients whatever the layers are, so where its layers are not used, it is hidden. Raises ValueError for a device
+    that is not here.
     """
+    if device == "cpu":
+        environment.hide_gpus()
     if torch.cuda.is_available():
+        if device == "cpu":
+            raise ValueError("actor.device is cpu, but CUDA was at work in this process before it could be hidden")
+        if transformer_engine is False or (transformer_engine == "auto" and not _admits_transformer_engine()):
+            _hide_transformer_engine()
         _name_missing_gemm()
         _admit_whole_linear()
         return torch.device("cuda")
+    if device == "cuda":
+        raise ValueError(f"actor.device is cuda, but no GPU is visible here: {why_no_gpu()}")
     if torch.cuda.Stream is not _InOrder:
-        # On a machine with a GPU that is not to be seen: Megatron would call its CUDA kernels because it is installed.
-        modules: dict[str, Any] = sys.modules
-        modules["transformer_engine"] = None
+        if transformer_engine is not True:
+            # On a machine with a GPU that is not to be seen: Megatron would call its kernels because it is installed.
+            _hide_transformer_engine()
         _install_cuda_names()
         _OnCpu().__enter__()  # for the life of the process
         _name_missing_gemm()
@@ -129,3 +163,36 @@ def prepare_host() -> torch.device:
         # what Megatron compiles, a router's counting, costs minutes of a C++ compiler and computes the same
         torch.compiler.set_stance("force_eager")
     return CPU
+
+
+def _hide_transformer_engine() -> None:
+    modules: dict[str, Any] = sys.modules
+    assert modules.get("transformer_engine") is None, "Transformer Engine was imported before it could be hidden"
+    modules["transformer_engine"] = None
+
+
+def refuse_training_without_gpu(config: ActorConfig, device: torch.device) -> None:
+    """Raises ValueError when training in bfloat16 found no GPU: on a CPU it would take forever, for what nobody wants.
+
+    device: what `prepare_host` returned.
+    """
+    if device.type == "cpu" and config.dtype == "bfloat16" and config.device == "auto":
+        raise ValueError(
+            f"actor.dtype is bfloat16, but no GPU is visible here: {why_no_gpu()}. Ask the scheduler for GPUs (Slurm: "
+            "--gpus-per-node), bring the driver up to torch's CUDA (megagrpo doctor prints both), or set actor.device: "
+            "cpu to train on the CPU all the same"
+        )
+
+
+def why_no_gpu() -> str:
+    """Returns what torch says of CUDA on a machine where it is not available."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    hidden = environment.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES is {hidden!r}"
+    try:
+        torch._C._cuda_init()
+    except RuntimeError as exc:
+        return f"torch {torch.__version__} with CUDA {torch.version.cuda} says: {str(exc).strip().splitlines()[0]}"
+    return f"torch {torch.__version__} with CUDA {torch.version.cuda} sees no device"

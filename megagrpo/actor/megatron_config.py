@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megagrpo.actor.host import uses_transformer_engine
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture, LatentAttention
 from megagrpo.layout import layout_problems
@@ -27,7 +28,7 @@ def check_layout(arch: Architecture, config: ActorConfig) -> None:
 
 def check_transformer_engine(config: ActorConfig) -> None:
     """Raises ValueError when Transformer Engine's layers are asked for where it is not installed."""
-    if config.transformer_engine and importlib.util.find_spec("transformer_engine") is None:
+    if config.transformer_engine is True and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             "actor.transformer_engine is true, but the package transformer_engine is not installed here "
             "(it needs CUDA): pip install 'megagrpo[gpu]', or set actor.transformer_engine: false for torch's layers"
@@ -107,7 +108,7 @@ def _moe_options(arch: Architecture, config: ActorConfig) -> dict[str, Any]:
         "num_moe_experts": arch.num_experts,
         "moe_router_topk": arch.experts_per_token,
         "moe_ffn_hidden_size": arch.expert_ffn_size,
-        "moe_grouped_gemm": config.transformer_engine,
+        "moe_grouped_gemm": uses_transformer_engine(config),
         "moe_router_load_balancing_type": "none",  # under plain sums Megatron's would count every token of the batch
         "moe_router_pre_softmax": not arch.norm_topk_prob,
         "moe_router_dtype": "fp32" if config.dtype != "float32" else None,

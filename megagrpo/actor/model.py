@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megagrpo.actor.host import uses_transformer_engine
 from megagrpo.actor.layer_specs import block_spec
 from megagrpo.actor.lora import add_adapters, is_adapter
 from megagrpo.config.actor import ActorConfig
@@ -79,7 +80,7 @@ def build_chunks(
 ) -> list[HiddenStatesModel]:
     """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype, uninitialised."""
     stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
-    chunks = [build_chunk(arch, transformer, stage, config.transformer_engine).to(device) for stage in stages]
+    chunks = [build_chunk(arch, transformer, stage, uses_transformer_engine(config)).to(device) for stage in stages]
     if config.lora is not None:
         for chunk in chunks:
             add_adapters(chunk, arch, config.lora, _place(), transformer.params_dtype)

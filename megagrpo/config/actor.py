@@ -1,6 +1,6 @@
 """The `actor` section: how the learner is cut over ranks, what it computes in, and its optimizer."""
 
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -74,6 +74,11 @@ class OptimizerConfig(Section):
     adam_eps: PositiveFloat = Field(default=1e-8, description="Added to the root of Adam's second moment.")
     clip_grad: NonNegativeFloat = Field(default=1.0, description="Largest global gradient norm; 0: no clipping.")
     distributed: bool = Field(default=True, description="Shard the optimizer's state over data-parallel ranks.")
+    megatron: dict[str, Any] = Field(
+        default={},
+        description="Fields of Megatron's OptimizerConfig by their own names, such as `optimizer_cpu_offload: true`; "
+        "what is set elsewhere in this file, or would break a promise, is refused.",
+    )
 
     @model_validator(mode="after")
     def _decay(self) -> Self:
@@ -124,10 +129,22 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
 
+class RouterLossConfig(Section):
+    """Losses of the routers of a model with experts, divided by the global number of tokens."""
+
+    balance: NonNegativeFloat = Field(default=0.0, description="Coefficient of the load-balancing loss; 0: none.")
+    z: NonNegativeFloat = Field(default=0.0, description="Coefficient of the z-loss of the routers' logits; 0: none.")
+
+
 class ActorConfig(Section):
     """The Megatron-Core learner."""
 
     world_size: PositiveInt = Field(default=1, description="Trainer ranks, over all nodes.")
+    device: Literal["auto", "cuda", "cpu"] = Field(
+        default="auto",
+        description="What trainers compute on; auto: CUDA where a GPU is visible, else the CPU, where bfloat16 is then "
+        "refused.",
+    )
     dtype: Dtype = Field(
         default="float32", description="Type of weights and activations; sums and optimizer state are float32."
     )
@@ -144,15 +161,33 @@ class ActorConfig(Section):
         "mean: DeepSeek-V3's balance without an auxiliary loss, which took 0.001 for most of its training; default: "
         "biases stay as they are.",
     )
+    router_losses: RouterLossConfig | None = Field(
+        default=None, description="Auxiliary losses of the routers; default: none."
+    )
     micro_batch_tokens: PositiveInt = Field(
         default=4096, description="Most tokens in one forward pass, padding included."
     )
     packing: bool = Field(default=True, description="Lay several sequences into one row, without padding between them.")
     recompute: Literal["none", "selective", "full"] = Field(
-        default="none", description="Activations computed again in the backward pass: none, those of attention, or all."
+        default="none",
+        description="Activations computed again in the backward pass: none; those of `megatron.recompute_modules`; or "
+        "all, layer by layer.",
     )
-    transformer_engine: bool = Field(
-        default=False, description="Use Transformer Engine's layers, attention and grouped experts; needs CUDA."
+    transformer_engine: Literal["auto"] | bool = Field(
+        default="auto",
+        description="Use Transformer Engine's layers, attention and grouped experts; auto: on CUDA where it is "
+        "installed, but for `lora`, whose adapters are added to Megatron's own layers, and for float32, which it would "
+        "multiply as TF32.",
+    )
+    megatron: dict[str, Any] = Field(
+        default={},
+        description="Fields of Megatron's TransformerConfig by their own names, such as `moe_permute_fusion: true`; "
+        "what is set elsewhere in this file, or would break a promise, is refused.",
+    )
+    ddp: dict[str, Any] = Field(
+        default={},
+        description="Fields of Megatron's DistributedDataParallelConfig by their own names, such as `bucket_size: "
+        "40000000`; what is set elsewhere in this file, or would break a promise, is refused.",
     )
     logprob_chunk_tokens: PositiveInt = Field(
         default=1024,
@@ -171,6 +206,15 @@ class ActorConfig(Section):
         return self.world_size // (self.parallel.tp * self.parallel.pp * self.parallel.cp)
 
     @property
+    def expects_transformer_engine(self) -> bool:
+        """Whether GPUs that have Transformer Engine compute with its layers; which of them do is seen when they start.
+
+        Of a machine without it nothing is known here: actor/host.py's uses_transformer_engine decides there.
+        """
+        by_itself = self.lora is None and self.dtype != "float32"
+        return self.transformer_engine is True or (self.transformer_engine == "auto" and by_itself)
+
+    @property
     def layout(self) -> dict[str, int | None]:
         """What two starts must share to hold the same slices on the same ranks: `ranks` and every field of parallel."""
         return {"ranks": self.world_size, **self.parallel.model_dump()}
@@ -186,7 +230,7 @@ class ActorConfig(Section):
 
     @model_validator(mode="after")
     def _lora_layers(self) -> Self:
-        if self.lora is not None and self.transformer_engine:
+        if self.lora is not None and self.transformer_engine is True:
             raise ValueError(
                 "lora adds to Megatron's own linear layers, not to Transformer Engine's: set transformer_engine: false"
             )

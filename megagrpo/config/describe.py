@@ -121,7 +121,7 @@ def _member(member: Any) -> str:
     if get_origin(member) is list:
         return f"list of {_member(members(get_args(member)[0])[0])}s"
     if get_origin(member) is dict:
-        return "map of scalars"
+        return "map" if get_args(member)[1] is Any else "map of scalars"
     return _SCALARS.get(member, "section")
 
 

@@ -105,7 +105,7 @@ class _TrainerSearch:
         tps = [tp for tp in _POWERS if tp <= gpus]
         eps = [ep for ep in _POWERS if arch.num_experts % ep == 0] if arch.is_moe else [1]
         # without Transformer Engine, context-parallel attention on a GPU builds whole masks
-        cps = (1, 2, 4, 8) if actor.transformer_engine else (1,)
+        cps = (1, 2, 4, 8) if actor.expects_transformer_engine else (1,)
         for tp, pp, cp, ep in product(tps, _DEPTHS, cps, eps):
             if world % (tp * pp * cp) or world % (ep * pp) or pp > arch.num_layers:
                 continue

@@ -88,7 +88,7 @@ class TrainSpeed:
 
     def __init__(self, work: ModelWork, actor: ActorConfig, hardware: Hardware, gpus_per_node: int):
         self._work, self._actor, self._hardware, self._gpus = work, actor, hardware, gpus_per_node
-        experts = "experts" if actor.transformer_engine else "experts one by one"
+        experts = "experts" if actor.expects_transformer_engine else "experts one by one"
         dense, expert = (sum(flops) for flops in zip(*map(work.forward_flops, work.layers), strict=True))
         share = expert / (dense + expert)
         # one rate for both kinds of products: the time of each adds up

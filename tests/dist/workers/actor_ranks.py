@@ -343,6 +343,7 @@ def main(folder: Path) -> None:
             micro_batch_tokens=job.get("budget", 64),
             recompute=job.get("recompute", "none"),
             dtype=job.get("dtype", "float32"),
+            transformer_engine=job.get("transformer_engine", False),
             logprob_chunk_tokens=32,
             deadline_s=120.0,
             lora=LoraConfig(**job["lora"]) if "lora" in job else None,

@@ -1,0 +1,11 @@
+"""Stands in tests for NVIDIA's Transformer Engine: its names and signatures, computed by plain torch on a CPU.
+
+Found where tests/stand_ins is on PYTHONPATH. Megatron's own wrappers subclass and call it as they do the released
+package, whose signatures are held in tests/unit/transformer_engine_signatures.json. fp8, dropout and what overlaps
+communication with products are refused: nothing here pretends to have computed them.
+"""
+
+from . import common, pytorch
+
+__version__ = "2.11.0"  # the newest that megatron-core 0.16.1 allows
+__all__ = ["common", "pytorch"]

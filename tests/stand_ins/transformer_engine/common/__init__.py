@@ -1,0 +1,5 @@
+"""Holds the recipes."""
+
+from . import recipe
+
+__all__ = ["recipe"]

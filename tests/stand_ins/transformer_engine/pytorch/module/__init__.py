@@ -1,0 +1,9 @@
+"""Holds the layers."""
+
+from .base import TransformerEngineBaseModule
+from .grouped_linear import GroupedLinear
+from .layernorm_linear import LayerNormLinear
+from .linear import Linear
+from .norms import LayerNorm, RMSNorm
+
+__all__ = ["GroupedLinear", "LayerNorm", "LayerNormLinear", "Linear", "RMSNorm", "TransformerEngineBaseModule"]

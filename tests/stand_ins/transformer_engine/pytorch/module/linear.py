@@ -1,0 +1,78 @@
+"""A linear layer, cut over tensor-parallel ranks by its outputs or its inputs."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .base import ParallelProduct, TransformerEngineBaseModule
+
+
+class Linear(TransformerEngineBaseModule):
+    """Computes x W^T + b."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group=None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split=None,
+        device: torch.device | str = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        refused = (parameters_split, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad)
+        if any(refused) or delay_wgrad_compute or symmetric_ar_type is not None:
+            raise NotImplementedError("the stand-in for Transformer Engine overlaps, delays and splits nothing")
+        dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+        self._take_parallel(tp_group, tp_size, parallel_mode, sequence_parallel)
+        self.in_features, self.out_features = in_features, out_features
+        if parallel_mode == "column":
+            self.out_features = out_features // self.tp_size
+        elif parallel_mode == "row":
+            self.in_features = in_features // self.tp_size
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
+        self.ub_name, self.save_original_input, self.name = ub_name, save_original_input, name
+        self.weight_names, self.bias_names = ["weight"], ["bias"]
+        self._new_weight("weight", self.out_features, self.in_features, dtype, device, init_method)
+        self._new_bias("bias", self.out_features, bias, dtype, device)
+
+    def forward(
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Maps [s / tp or s, ..., in] to [s or s / tp, ..., out], and the bias beside it where it is to be returned."""
+        bias = self.bias if self.apply_bias else None
+        out = ParallelProduct.apply(
+            inp,
+            self.weight,
+            bias,
+            self.parallel_mode,
+            self.tp_group,
+            self.sequence_parallel,
+            self.fuse_wgrad_accumulation,
+        )
+        return (out, self.bias) if self.return_bias else out
