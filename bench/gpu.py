@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,7 +24,7 @@ sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path or ".").resol
 from bench.common import RESULTS, provenance  # noqa: E402
 from bench.gpu_kit.children import Outcome, Section, run_section  # noqa: E402
 from bench.gpu_kit.figures import Setting  # noqa: E402
-from bench.gpu_kit.report import above_bounds, is_failure, write_report  # noqa: E402
+from bench.gpu_kit.report import above_bounds, is_failure, value_of, write_report  # noqa: E402
 
 _KIT = "bench.gpu_kit"
 # In order of worth: what the time limit leaves out is at the end.
@@ -34,6 +35,7 @@ SECTIONS = {
     "log-probabilities": Section(f"{_KIT}.logprobs:logprobs", 90),
     "step, recompute full": Section(f"{_KIT}.training_step:with_recompute", 60),
     "step, no recompute": Section(f"{_KIT}.training_step:without_recompute", 60),
+    "memory of a step": Section(f"{_KIT}.training_step:without_logits", 40),
     "NCCL alone": Section(f"{_KIT}.groups:alone", 40),
     "NCCL without its peer": Section(f"{_KIT}.groups:without_peer", 50),
     "digests": Section(f"{_KIT}.weights:digests", 40),
@@ -60,7 +62,9 @@ def main() -> int:
         setting = Setting(args.device, args.small, Path(scratch))
         chosen = {name: section for name, section in SECTIONS.items() if name in args.sections}
         outcomes = run_all(chosen, setting, args.limit_s)
-    page = write_report(args.out or Path(tempfile.mkdtemp(prefix="gpu-kit-")), outcomes, origin)
+    known = args.device == "cuda" and value_of(outcomes, "surroundings", "device")
+    folder = args.out or (RESULTS if known else Path(tempfile.mkdtemp(prefix="gpu-kit-")))
+    page = write_report(folder, outcomes, origin)
     above = above_bounds(outcomes)
     failed = [outcome.section for outcome in outcomes if is_failure(outcome)]
     for text in above:
@@ -87,12 +91,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU computes in seconds")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS), metavar="NAME")
-    parser.add_argument("--out", type=Path, help="default: bench/results, for a GPU")
+    parser.add_argument("--out", type=Path, help="default: bench/results for a GPU, else a temporary folder")
     parser.add_argument("--limit-s", type=float, default=480.0, help="seconds for everything")
     parser.add_argument("--commit", help="where the folder is no git checkout")
-    args = parser.parse_args()
-    args.out = args.out or (RESULTS if args.device == "cuda" else None)
-    return args
+    return parser.parse_args()
 
 
 def _preload() -> None:
@@ -101,8 +103,11 @@ def _preload() -> None:
     from megagrpo.actor.host import prepare_host
 
     prepare_host()
-    import megagrpo.actor.step
-    import megagrpo.tiny.model  # noqa: F401
+    from megagrpo.torchvision_ops import define_torchvision_operators
+
+    define_torchvision_operators()
+    for module in ("megagrpo.actor.step", "megagrpo.tiny.model", "transformers.models.qwen3.modeling_qwen3"):
+        import_module(module)
 
 
 if __name__ == "__main__":

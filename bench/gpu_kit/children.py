@@ -72,15 +72,23 @@ def run_section(name: str, section: Section, setting: Setting, limit_s: float | 
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     if not in_time:
         reason = f"no end after {limit_s:.0f} s"
-        return Outcome(name, "timed out", seconds, reason, lines[-LAST_LINES:], figures)
+        return Outcome(name, "timed out", seconds, reason, _telling(lines), figures)
     if child.exitcode == 0:
         return Outcome(name, "done", seconds, figures=figures)
     reason = next((line for line in reversed(lines) if line.strip()), "no output")
     if child.exitcode == _UNAVAILABLE:
         return Outcome(name, "unavailable", seconds, reason, figures=figures)
     if child.exitcode is not None and child.exitcode < 0:
-        reason = f"ended by {signal.Signals(-child.exitcode).name}; {reason}"
-    return Outcome(name, "failed", seconds, reason, lines[-LAST_LINES:], figures)
+        frame = next((line.strip() for line in lines if line.startswith('  File "')), reason)
+        reason = f"ended by {signal.Signals(-child.exitcode).name}; {frame}"
+    return Outcome(name, "failed", seconds, reason, _telling(lines), figures)
+
+
+def _telling(lines: list[str]) -> list[str]:
+    """Returns where it was when it hung or crashed, as faulthandler says, innermost first; else its last lines."""
+    places = [n for n, line in enumerate(lines) if line.startswith(("Timeout (", "Fatal Python error"))]
+    start = max(places[0] - 2, 0) if places else max(len(lines) - LAST_LINES, 0)
+    return lines[start : start + LAST_LINES]
 
 
 def _child(run: str, setting: Setting, file: Path, log: Path, limit_s: float) -> None:
@@ -95,6 +103,10 @@ def _child(run: str, setting: Setting, file: Path, log: Path, limit_s: float) ->
     warnings.simplefilter("ignore")
     status = 0
     try:
+        if setting.device == "cuda" and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+            import torch
+
+            torch.cuda.init()  # or a section without a GPU would compute for hours on the CPU
         module, _, function = run.partition(":")
         getattr(import_module(module), function)(Figures(file), setting)
     except Unavailable as exc:

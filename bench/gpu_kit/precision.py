@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bench.gpu_kit.figures import Figures, Setting, Unavailable
-from bench.gpu_kit.models import DEVICE, RICH, description, random_actor, random_batch
+from bench.gpu_kit.models import DEVICE, RICH, RandomTensors, description, random_actor, random_batch
 from megagrpo.actor import step
 from megagrpo.certify.measure import whole
 from megagrpo.weights.actor_weights import ActorWeights
@@ -44,6 +44,7 @@ def truth(figures: Figures, setting: Setting) -> None:
         numbers = measure(family, "float32", setting.folder, VARIANTS["packed"])
         torch.save(numbers, _truth_file(setting, family))
         figures.add(f"{family}: loss", numbers["loss"])
+        figures.add("  loaded weights that differ from their source", numbers["wrong"], at_most=0)
 
 
 def actor(figures: Figures, setting: Setting) -> None:
@@ -64,6 +65,7 @@ def actor(figures: Figures, setting: Setting) -> None:
             logprob = "logprob_max" if dtype == "float32" else "logprob_mean"
             which = "largest" if dtype == "float32" else "mean"
             others = f"largest {worst['logprob_max']:.2g}, loss {worst['loss']:.2g}, norm {worst['norm']:.2g}"
+            figures.add(f"{family} {dtype}: loaded weights that differ", worst["wrong"], at_most=0)
             figures.add(f"{family} {dtype}: {which} log-prob difference", worst[logprob], "nats", others, bounds[0])
             note = f"worst parameter {worst['worst_gradient']:.2g}"
             figures.add(f"{family} {dtype}: gradients, relative", worst["gradient"], "", note, bounds[1])
@@ -75,6 +77,8 @@ def measure(family: str, dtype: str, folder: Path, variant: dict[str, Any]) -> d
     options = {"dtype": dtype, "logprob_chunk_tokens": 32, **variant}
     with random_actor(place, description(family, FAMILIES[family]), **options) as built:
         weights = weights_of(built)
+        source, loaded = RandomTensors(built.arch, DEVICE), whole(weights, built.parameters(), built.mesh)
+        wrong = sum(not torch.equal(loaded[name].to(DEVICE), source[name]) for name in source)
         batch = random_batch(VOCAB, LENGTHS, PROMPT)
         rows = range(len(LENGTHS))
         logprobs = step.token_logprobs(built, batch, 1.0)
@@ -83,7 +87,7 @@ def measure(family: str, dtype: str, folder: Path, variant: dict[str, Any]) -> d
         gradients = whole(weights, built.gradients(), built.mesh)
         norm = built.optimizer_step(loss)["optim/grad_norm"]
         gradients = {name: gradient.float().cpu() for name, gradient in gradients.items()}
-    return {"logprobs": logprobs.cpu(), "gradients": gradients, "loss": loss, "norm": norm, "device": DEVICE.type}
+    return {"logprobs": logprobs.cpu(), "gradients": gradients, "loss": loss, "norm": norm, "wrong": wrong}
 
 
 def weights_of(built: Any) -> ActorWeights:
@@ -108,6 +112,7 @@ def differences(values: dict, exact: dict) -> dict[str, float]:
         "worst_gradient": max(each.values(), key=_nan_last),
         "loss": abs(values["loss"] - exact["loss"]),
         "norm": abs(values["norm"] / exact["norm"] - 1),
+        "wrong": values["wrong"],
     }
 
 

@@ -1,6 +1,5 @@
 """Writes what all sections found: one table for people, one JSON with everything."""
 
-import json
 import math
 import re
 from dataclasses import asdict
@@ -44,11 +43,6 @@ def above_bounds(outcomes: list[Outcome]) -> list[str]:
 def is_failure(outcome: Outcome) -> bool:
     """Tells a section that should have run to its end from one that this machine lacks something for."""
     return outcome.status in ("failed", "timed out")
-
-
-def read_report(file: Path) -> dict:
-    """Returns the JSON that write_report wrote."""
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def _lines(outcome: Outcome) -> list[tuple[str, ...]]:

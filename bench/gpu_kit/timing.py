@@ -6,14 +6,17 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
 import torch
 
+import megagrpo
+
 _AT_LEAST_S = 0.02  # of one timing: shorter work is repeated
 _SYNCHRONISING = "called a synchronizing CUDA operation"  # torch's warning, c10/cuda/CUDAFunctions.cpp
-_PLACES = ("megagrpo", "megatron")
 
 
 def wait_for(device: torch.device) -> None:
@@ -86,11 +89,16 @@ def synchronisations(device: torch.device) -> Iterator[Counter[str]]:
 
 def _place() -> str:
     """Returns file:line of the innermost frame of ours or of Megatron's."""
-    for frame in reversed(traceback.extract_stack()[:-1]):
-        parts = Path(frame.filename).parts
-        if "gpu_kit" in parts:
-            break
-        for name in _PLACES:
-            if name in parts:
-                return f"{'/'.join(parts[parts.index(name) :])}:{frame.lineno}"
+    for frame in reversed(traceback.extract_stack()):
+        for folder in _packages():
+            if Path(frame.filename).is_relative_to(folder):
+                return f"{Path(frame.filename).relative_to(folder.parent)}:{frame.lineno}"
     return "elsewhere"
+
+
+@cache
+def _packages() -> tuple[Path, ...]:
+    """Returns the folders of this program and of Megatron."""
+    megatron = find_spec("megatron.core")
+    assert megatron is not None and megatron.origin is not None, "the actor needs it"
+    return Path(megagrpo.__file__).parent, Path(megatron.origin).parents[1]

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 import torch
 
 from bench.gpu_kit.figures import Figures, Setting
-from bench.gpu_kit.models import DEVICE, PLAIN, QWEN3_1_7B, QWEN3_TINY, description, random_actor, random_batch
+from bench.gpu_kit.models import (
+    DEVICE,
+    PLAIN,
+    QWEN3_1_7B,
+    QWEN3_TINY,
+    RICH,
+    description,
+    random_actor,
+    random_batch,
+)
 from bench.gpu_kit.timing import peak_bytes, seconds_of, synchronisations, wait_for
 from megagrpo.actor import step
 from megagrpo.families.architecture import Architecture
@@ -24,6 +33,24 @@ def with_recompute(figures: Figures, setting: Setting) -> None:
 def without_recompute(figures: Figures, setting: Setting) -> None:
     """Measures with all activations kept."""
     _measure(figures, setting, "none")
+
+
+def without_logits(figures: Figures, setting: Setting) -> None:
+    """Measures the peak of forward and backward of a small model with a large vocabulary: its logits never exist."""
+    sizes = QWEN3_TINY | {"vocab_size": setting.of(65_536, 512)}
+    sizes |= setting.of({"hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "intermediate_size": 1024}, {})
+    lengths = setting.of([1024] * 16, [32] * 4)
+    options = {"dtype": "bfloat16", "micro_batch_tokens": sum(lengths)}
+    with random_actor(setting.folder / "without_logits", description("qwen3", sizes), **options) as actor:
+        batch, rows = random_batch(sizes["vocab_size"], lengths, 1), range(len(lengths))
+        denominators = step.denominators_of(actor, batch, rows, RICH, max(lengths))
+
+        def both_ways() -> None:
+            step.backward(actor, batch, rows, RICH, 1.0, denominators)
+
+        both_ways()
+        share = peak_bytes(both_ways, DEVICE) / (4 * sum(lengths) * sizes["vocab_size"])
+    figures.add("peak of forward and backward", share, "", "of float32 logits of all tokens; 0 on a CPU", at_most=0.25)
 
 
 def _measure(figures: Figures, setting: Setting, recompute: str) -> None:
