@@ -9,6 +9,7 @@ installed. Every section runs in a process of its own under a time limit. Writes
 """
 
 import argparse
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -31,7 +32,7 @@ _KIT = "bench.gpu_kit"
 SECTIONS = {
     "surroundings": Section(f"{_KIT}.surroundings:surroundings", 60),
     "float32 on the CPU": Section(f"{_KIT}.precision:truth", 60, hides_gpu=True),
-    "actor": Section(f"{_KIT}.precision:actor", 90),
+    "actor": Section(f"{_KIT}.precision:actor", 120),
     "log-probabilities": Section(f"{_KIT}.logprobs:logprobs", 90),
     "step, recompute full": Section(f"{_KIT}.training_step:with_recompute", 60),
     "step, no recompute": Section(f"{_KIT}.training_step:without_recompute", 60),
@@ -111,4 +112,8 @@ def _preload() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if multiprocessing.active_children():  # they could not be killed, and Python would wait for them
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -22,6 +22,7 @@ from megagrpo.processes import process_tree, stop_tree
 
 LAST_LINES = 30  # of a failed section's output that the report keeps
 _UNAVAILABLE = 3  # a child's exit status
+_GONE_S = 10.0
 _SPARE_S = 20  # after which a child whose parent is gone ends itself
 
 
@@ -67,7 +68,7 @@ def run_section(name: str, section: Section, setting: Setting, limit_s: float | 
     finally:
         if process_tree(child.pid):
             stop_tree(child.pid, grace_s=0.5)
-        child.join()
+        child.join(_GONE_S)  # one that waits for the driver cannot be killed
     seconds, figures = time.monotonic() - start, read_figures(file)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     if not in_time:

@@ -1,4 +1,4 @@
-"""The GPU kit runs to its end on a CPU, at small sizes, where nothing is installed that it can do without."""
+"""What a bare machine with a GPU has: little but torch, perhaps an older one. The kit, run to its end on a CPU."""
 
 import json
 import math
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from bench.gpu import SECTIONS
 from megagrpo.environment import child_environment
+from tests.dist.workers.launch import POOL
+from tests.dist.workers.varlen_signatures import run_rank
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "dist" / "workers" / "bare_machine.py"
@@ -31,3 +33,9 @@ def test_every_section_writes_its_figures(tmp_path):
             assert not isinstance(figure["value"], float) or math.isfinite(figure["value"]), (name, figure)
     libraries = {figure["what"]: figure for figure in sections["head"]["figures"]}
     assert "not here" in libraries["bfloat16: Liger"]["note"]
+
+
+def test_attention_takes_the_kernel_of_either_release():
+    """torch 2.11's has no enable_gqa: it is given every query head's own keys."""
+    (found,) = POOL.run(1, run_rank)
+    assert found.keys() == {"2.11", "2.13"} and max(found.values()) < 1e-5, found
