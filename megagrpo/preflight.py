@@ -15,6 +15,7 @@ from megagrpo.families.table import architecture_of, model_problems, read_descri
 from megagrpo.layout import divisors, layout_problems
 from megagrpo.rewards.code import read_tests
 from megagrpo.rewards.graders import check_grader, load_group_grader
+from megagrpo.rollout.tools import load_tool
 from megagrpo.run_folder import RunFolder
 from megagrpo.tiny.description import hf_config as tiny_hf_config
 from megagrpo.tiny.package_file import find_gguf
@@ -203,8 +204,6 @@ def _function_problems(config: ExperimentConfig) -> list[str]:
     if reward.group_grader is not None:
         problems += _complaint(load_group_grader, reward.group_grader, reward.group_args)
     if config.sampling.tool is not None:
-        from megagrpo.rollout.tools import load_tool  # needs an HTTP client, which certificates do without
-
         problems += _complaint(load_tool, config.sampling.tool.function)
     return problems
 
