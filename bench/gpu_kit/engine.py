@@ -44,19 +44,11 @@ def engine(figures: Figures, setting: Setting) -> None:
 
 def loop(figures: Figures, setting: Setting) -> None:
     """Runs a few steps of the whole loop on one GPU, colocated where the program can. It may fail: that is told."""
-    _require(setting, "sglang", "ray")
-    config = _config(setting)
-    colocated = "colocate" in RolloutConfig.model_fields
+    experiment = _loop_experiment(setting)
+    config = ExperimentConfig.model_validate(experiment)
+    colocated = getattr(config.rollout, "colocate", False)
     figures.add("engines", "on the trainer's GPU, asleep in training" if colocated else "beside the trainer")
-    rollout: dict[str, Any] = {"num_engines": 1, "mem_fraction": 0.3, "dtype": "bfloat16"}
-    backend = {"attention_backend": _BACKENDS[0], "sampling_backend": "pytorch"}
-    if "sglang" in RolloutConfig.model_fields:
-        rollout |= {"sglang": backend}
-    else:
-        rollout |= {"extra_args": [word for k, v in backend.items() for word in (f"--{k.replace('_', '-')}", v)]}
-    changes = {"rollout": rollout | ({"colocate": True} if colocated else {})}
-    changes |= {"weights": {"transport": "ipc" if colocated else "disk"}}  # NCCL refuses two ranks on one GPU
-    experiment = _experiment(setting) | changes
+    _require(setting, "sglang", "ray")
     file = setting.folder / "loop.yaml"
     file.write_text(json.dumps(experiment))  # JSON is YAML
     shims = [] if _importable("sgl_kernel") else [str(CPU_SHIMS)]
@@ -160,6 +152,21 @@ def _experiment(setting: Setting) -> dict[str, Any]:
         "actor": {"dtype": "bfloat16"},
         "rollout": {"num_engines": 1, "mem_fraction": 0.3, "dtype": "bfloat16", "load_format": "model"},
     }
+
+
+def _loop_experiment(setting: Setting) -> dict[str, Any]:
+    """Returns the experiment with engines whose attention needs no CUDA kernels of SGLang's own."""
+    experiment, colocated = _experiment(setting), "colocate" in RolloutConfig.model_fields
+    backend = {"attention_backend": _BACKENDS[0], "sampling_backend": "pytorch"}
+    if "sglang" in RolloutConfig.model_fields:
+        engines: dict[str, Any] = {"sglang": backend}
+    else:
+        engines = {"extra_args": [word for k, v in backend.items() for word in (f"--{k.replace('_', '-')}", v)]}
+    if colocated:
+        engines["colocate"] = True
+    # NCCL refuses two ranks on one GPU
+    weights = {"transport": "ipc" if colocated else "disk"}
+    return experiment | {"rollout": experiment["rollout"] | engines, "weights": weights}
 
 
 def _config(setting: Setting) -> ExperimentConfig:
