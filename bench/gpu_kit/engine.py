@@ -29,12 +29,12 @@ def engine(figures: Figures, setting: Setting) -> None:
     command = engine_command(config, _place(30_000))
     figures.add("words of an engine's command", len(command), "", " ".join(command[3:9]))
     _require(setting, "sglang")
-    shims = [] if _importable("sgl_kernel") else [str(CPU_SHIMS)]
-    figures.add("sgl_kernel", "the CPU's plain functions in its place" if shims else "installed")
+    paths, variables = _without_kernels(setting)
+    figures.add("sgl_kernel", "its stand-in, and SGLang's plain functions" if paths else "installed")
     _make_model(config)
     for number, backend in enumerate(_BACKENDS):
         try:
-            seconds, tokens_s = _one_engine(config, setting, backend, shims, 30_010 + number)
+            seconds, tokens_s = _one_engine(config, setting, backend, paths, variables, 30_010 + number)
         except (RuntimeError, OSError) as exc:
             figures.add(f"attention backend {backend}", None, note=str(exc))
         else:
@@ -51,11 +51,11 @@ def loop(figures: Figures, setting: Setting) -> None:
     _require(setting, "sglang", "ray")
     file = setting.folder / "loop.yaml"
     file.write_text(json.dumps(experiment))  # JSON is YAML
-    shims = [] if _importable("sgl_kernel") else [str(CPU_SHIMS)]
+    paths, variables = _without_kernels(setting)
     for command in ("prepare", "run"):
         words = [sys.executable, "-m", "megagrpo.cli", command, str(file)]
         start = time.perf_counter()
-        done = subprocess.run(words, env=child_environment({}, shims), capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run(words, env=child_environment(variables, paths), capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
             print("\n".join((done.stdout + done.stderr).splitlines()[-_LAST_LINES:]))
             raise RuntimeError(f"`megagrpo {command}` ended with status {done.returncode}")
@@ -69,7 +69,7 @@ def loop(figures: Figures, setting: Setting) -> None:
 
 
 def _one_engine(
-    config: ExperimentConfig, setting: Setting, backend: str, shims: list[str], port: int
+    config: ExperimentConfig, setting: Setting, backend: str, paths: list[str], variables: dict[str, str], port: int
 ) -> tuple[float, float]:
     """Returns seconds until it answers, and tokens/s of one request. RuntimeError with its last lines when it dies."""
     place = _place(port)
@@ -79,9 +79,8 @@ def _one_engine(
     log = setting.folder / f"engine_{backend}.log"
     start = time.perf_counter()
     with log.open("w") as output:
-        server = subprocess.Popen(
-            words, env=child_environment(engine_environment(config, place), shims), stdout=output, stderr=output
-        )
+        env = child_environment(engine_environment(config, place) | variables, paths)
+        server = subprocess.Popen(words, env=env, stdout=output, stderr=output)
     try:
         while not _answers(port):
             if server.poll() is not None or time.perf_counter() - start > _READY_S / len(_BACKENDS):
@@ -99,6 +98,20 @@ def _one_engine(
     finally:
         server.kill()
         server.wait()
+
+
+def _without_kernels(setting: Setting) -> tuple[list[str], dict[str, str]]:
+    """Returns folders for PYTHONPATH and variables with which SGLang starts where its CUDA kernels are missing.
+
+    Of the CPU's shims only sgl_kernel: the one of Triton would hide the real Triton.
+    """
+    if _importable("sgl_kernel"):
+        return [], {}
+    folder = setting.folder / "stand_in"
+    folder.mkdir(exist_ok=True)
+    if not (folder / "sgl_kernel").exists():
+        (folder / "sgl_kernel").symlink_to(CPU_SHIMS / "sgl_kernel")
+    return [str(folder)], {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
 
 
 def _answers(port: int) -> bool:
