@@ -23,11 +23,13 @@ def provenance() -> dict:
     return {"commit": commit, "date": datetime.now(UTC).date().isoformat(), "machine": machine}
 
 
-def write_results(name: str, data: dict, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+def write_results(
+    name: str, data: dict, header: Sequence[str], lines: Sequence[Sequence[str]], folder: Path = RESULTS
+) -> None:
     """bench/results/NAME.json with all of `data`, and NAME.md with the table; prints the table."""
     table = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *lines)]
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
     origin = f"commit {data['commit']}, {data['date']}, {data['machine']}"
-    (RESULTS / f"{name}.md").write_text("\n".join([*table, "", origin, ""]))
+    (folder / f"{name}.md").write_text("\n".join([*table, "", origin, ""]))
     print("\n".join(table))

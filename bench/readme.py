@@ -3,13 +3,14 @@
 `<!-- bench/results/NAME.md -->`  a measured table      `<!-- loop -->`    the loop of megagrpo/train.py
 `<!-- rooms -->`                  the tree by folder    `<!-- layers -->`  what may import what
 `<!-- modules -->`                the package by room      `<!-- presets -->`  the presets
-`<!-- tests/unit/NAME.py -->`     what its table() returns
+`<!-- tests/unit/NAME.py -->`     what its table() returns    `<!-- last-device -->`  where bench/gpu.py last ran
 
 python bench/readme.py
 """
 
 import ast
 import itertools
+import json
 import re
 import runpy
 import textwrap
@@ -49,6 +50,8 @@ def _copied(source: str) -> str:
             return _layers()
         case "presets":
             return _presets()
+        case "last-device":
+            return last_device(ROOT / "bench" / "results")
     if source.endswith(".py"):
         return str(runpy.run_path(str(ROOT / source))["table"]())
     return (ROOT / source).read_text(encoding="utf-8")
@@ -107,6 +110,22 @@ def _presets() -> str:
         head = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
         rows.append(f"| `{path.stem}` | {' '.join(line.removeprefix('#').strip() for line in head)} |")
     return "\n".join(["| preset | what it is |", "|---|---|", *rows])
+
+
+def last_device(results: Path) -> str:
+    """Returns on which GPU, when and at which commit bench/gpu.py last ran, or that it never did."""
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in results.glob("gpu_*.json")]
+    reports = sorted((report for report in reports if report["device"] != "cpu"), key=lambda report: report["date"])
+    if not reports:
+        return (
+            "No figure here was measured on a GPU: none was at hand yet. `bench/gpu.py` measures them on one, see "
+            "[the GPU kit](#the-gpu-kit)."
+        )
+    last, ended = reports[-1], [section["status"] for section in reports[-1]["sections"]]
+    return (
+        f"`bench/gpu.py` last ran on {last['device']}, {last['date']}, commit {last['commit']}: "
+        f"{ended.count('done')} of {len(ended)} sections to their end, {ended.count('unavailable')} lacked something."
+    )
 
 
 if __name__ == "__main__":

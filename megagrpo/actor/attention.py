@@ -5,7 +5,11 @@ on a CPU. This one is torch's scaled_dot_product_attention on a CPU and torch's 
 context parallelism a rank holds two chunks of every sequence (zigzag) and gathers the keys and values of all ranks.
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -72,6 +76,12 @@ def zigzag_position(place: Tensor, local_length: Tensor | int, rank: int, cp_siz
     chunk = local_length // 2 if cp_size > 1 else local_length
     late = place >= chunk
     return torch.where(late, (2 * cp_size - 1 - rank) * chunk + place - chunk, rank * chunk + place)
+
+
+@cache
+def _takes_grouped_heads(varlen_attn: Callable) -> bool:
+    """Tells whether torch's kernel promises to take fewer key and value heads than queries; that of 2.11 does not."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class CausalAttention(torch.nn.Module):
@@ -156,8 +166,10 @@ class CausalAttention(torch.nn.Module):
         width = value.shape[-1]
         if width < query.shape[-1]:  # the kernel wants heads of one width
             value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
-        out = varlen_attn(
-            query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal, enable_gqa=True
-        )
+        grouped: dict[str, Any] = {"enable_gqa": True} if _takes_grouped_heads(varlen_attn) else {}
+        repeat = query.shape[1] // key.shape[1]
+        if repeat > 1 and not grouped:
+            key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+        out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal, **grouped)
         assert isinstance(out, Tensor), "no log-sum-exp was asked for"
         return out[..., :width].flatten(1)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from megagrpo.config.schema import ToolConfig
-from megagrpo.rollout.generation import Response
 from megagrpo.user_function import load_function
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase
+
+    from megagrpo.rollout.generation import Response  # needs an HTTP client, which `check` and certificates do without
 
 ToolFunction = Callable[[str], str | None]  # (the response so far, as text) -> output, or None to end the response
 
@@ -25,7 +26,7 @@ BUILT_IN = {"calculator": "megagrpo.tiny.arithmetic:calculator"}
 class Turn(Protocol):
     """Samples one turn of a response."""
 
-    def __call__(self, number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> Awaitable[Response]:
+    def __call__(self, number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> "Awaitable[Response]":
         """Continues the token ids `so_far` until a token of `stops` or of the experiment's own; turns count from 0."""
         ...
 
@@ -67,13 +68,15 @@ def make_tool(config: ToolConfig, tokenizer: "PreTrainedTokenizerBase") -> Tool:
 
 async def respond_with_tool(
     turn: Turn, tool: Tool, decode: Callable[[Sequence[int]], str], max_tokens: int
-) -> tuple[Response, tuple[int, ...]]:
+) -> "tuple[Response, tuple[int, ...]]":
     """Samples a whole response and returns it with its loss mask: 1 on the model's tokens, 0 on the tool's.
 
     max_tokens: limit of the response, the tool's tokens included. A response that is cut by a limit, of tokens or of
     turns, has finish reason "length". The tool's output is never cut: where it leaves no room for another token, the
     response ends before it.
     """
+    from megagrpo.rollout.generation import Response
+
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     mask: tuple[int, ...] = ()

@@ -7,17 +7,19 @@ To add one: a file transport_NAME.py with a class that has the methods of Transp
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from megagrpo.mesh import Mesh
 from megagrpo.weights.clock import PhaseTimer
-from megagrpo.weights.engine_client import EngineConnection
-from megagrpo.weights.engine_fleet import EngineFleet
 from megagrpo.weights.moving import Traffic
 from megagrpo.weights.record import Copy, Specs
+
+if TYPE_CHECKING:  # digests are computed where there is no HTTP client, too
+    from megagrpo.weights.engine_client import EngineConnection
+    from megagrpo.weights.engine_fleet import EngineFleet
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Transport(Protocol):
 
     past_loader: bool  # whether it writes live parameters itself, without the model's own load_weights
 
-    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
+    def transfer(self, version: int, engines: "EngineFleet", timer: PhaseTimer) -> Traffic:
         """Collective. Moves this moment's weights, called `version`, into all engines of the round.
 
         `engines.each` runs the HTTP part, one thread per engine; on ranks other than 0 it reaches no engine and does
@@ -64,14 +66,14 @@ class Transport(Protocol):
         rest counts as "transfer". Returns what this rank put on the wire.
         """
 
-    def drop(self, engine: EngineConnection) -> None:
+    def drop(self, engine: "EngineConnection") -> None:
         """Forgets an engine that died, was drained or started again, and ends what still waits for it.
 
         Runs on rank 0, in any thread, perhaps twice for the same engine, and raises nothing. Where other ranks hold
         connections too, the next `transfer` must tell them.
         """
 
-    def leave(self, engine: EngineConnection) -> None:
+    def leave(self, engine: "EngineConnection") -> None:
         """Makes a living engine forget the connection: it outlives these trainers. Runs on rank 0; `drop` follows.
 
         Raises EngineDown or EngineRefused, which end nothing.

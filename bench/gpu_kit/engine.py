@@ -1,0 +1,193 @@
+"""SGLang on this GPU, with its own kernels where they are installed, else with torch's and Triton's; then the loop."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from bench.gpu_kit.figures import Figures, Setting, Unavailable
+from megagrpo.config.rollout import RolloutConfig
+from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
+from megagrpo.environment import child_environment
+from megagrpo.rollout.service.engine_command import CPU_SHIMS, ServerPlace, engine_command, engine_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+_BACKENDS = ("triton", "torch_native")  # of attention: neither needs SGLang's CUDA kernels
+_READY_S, _STEPS = 50.0, 3
+_LAST_LINES = 15
+
+
+def engine(figures: Figures, setting: Setting) -> None:
+    """Starts one engine after the other, with either attention backend, and samples from it. None may work here."""
+    config = _config(setting)
+    command = engine_command(config, _place(30_000))
+    figures.add("words of an engine's command", len(command), "", " ".join(command[3:9]))
+    _require(setting, "sglang")
+    paths, variables = _without_kernels(setting)
+    figures.add("sgl_kernel", "its stand-in, and SGLang's plain functions" if paths else "installed")
+    _make_model(config)
+    for number, backend in enumerate(_BACKENDS):
+        try:
+            seconds, tokens_s = _one_engine(config, setting, backend, paths, variables, 30_010 + number)
+        except (RuntimeError, OSError) as exc:
+            figures.add(f"attention backend {backend}", None, note=str(exc))
+        else:
+            figures.add(f"attention backend {backend}: answers after", seconds, "s")
+            figures.add(f"attention backend {backend}: decodes", tokens_s, "tokens/s", "one request, tiny model")
+
+
+def loop(figures: Figures, setting: Setting) -> None:
+    """Runs a few steps of the whole loop on one GPU, colocated where the program can. It may fail: that is told."""
+    experiment = _loop_experiment(setting)
+    config = ExperimentConfig.model_validate(experiment)
+    colocated = getattr(config.rollout, "colocate", False)
+    figures.add("engines", "on the trainer's GPU, asleep in training" if colocated else "beside the trainer")
+    _require(setting, "sglang", "ray")
+    file = setting.folder / "loop.yaml"
+    file.write_text(json.dumps(experiment))  # JSON is YAML
+    paths, variables = _without_kernels(setting)
+    for command in ("prepare", "run"):
+        words = [sys.executable, "-m", "megagrpo.cli", command, str(file)]
+        start = time.perf_counter()
+        done = subprocess.run(words, env=child_environment(variables, paths), capture_output=True, text=True, cwd=ROOT)
+        if done.returncode:
+            print("\n".join((done.stdout + done.stderr).splitlines()[-_LAST_LINES:]))
+            raise RuntimeError(f"`megagrpo {command}` ended with status {done.returncode}")
+        figures.add(f"megagrpo {command}", time.perf_counter() - start, "s")
+    metrics = Path(config.output_dir) / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    figures.add("steps on record", len(lines))
+    for key in ("reward/mean", "time/step", "mismatch/logprob_abs"):
+        if lines and key in lines[-1]:
+            figures.add(f"last step's {key}", float(lines[-1][key]))
+
+
+def _one_engine(
+    config: ExperimentConfig, setting: Setting, backend: str, paths: list[str], variables: dict[str, str], port: int
+) -> tuple[float, float]:
+    """Returns seconds until it answers, and tokens/s of one request. RuntimeError with its last lines when it dies."""
+    place = _place(port)
+    words = engine_command(config, place)
+    words += ["--attention-backend", backend, "--sampling-backend", "pytorch"]
+    words += ["--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"]
+    log = setting.folder / f"engine_{backend}.log"
+    start = time.perf_counter()
+    with log.open("w") as output:
+        env = child_environment(engine_environment(config, place) | variables, paths)
+        server = subprocess.Popen(words, env=env, stdout=output, stderr=output)
+    try:
+        while not _answers(port):
+            if server.poll() is not None or time.perf_counter() - start > _READY_S / len(_BACKENDS):
+                state = f"ended with {server.poll()}" if server.poll() is not None else "did not answer in time"
+                last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-_LAST_LINES:]
+                print("\n".join(last))
+                raise RuntimeError(f"{state}: {last[-1] if last else 'no output'}")
+            time.sleep(0.5)
+        ready = time.perf_counter() - start
+        request = {"input_ids": [5, 6, 7, 8], "sampling_params": {"max_new_tokens": 64, "ignore_eos": True}}
+        _post(port, request)  # compiles
+        start = time.perf_counter()
+        _post(port, request)
+        return ready, 64 / (time.perf_counter() - start)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _without_kernels(setting: Setting) -> tuple[list[str], dict[str, str]]:
+    """Returns folders for PYTHONPATH and variables with which SGLang starts where its CUDA kernels are missing.
+
+    Of the CPU's shims only sgl_kernel: the one of Triton would hide the real Triton.
+    """
+    if _importable("sgl_kernel"):
+        return [], {}
+    folder = setting.folder / "stand_in"
+    folder.mkdir(exist_ok=True)
+    if not (folder / "sgl_kernel").exists():
+        (folder / "sgl_kernel").symlink_to(CPU_SHIMS / "sgl_kernel")
+    return [str(folder)], {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
+
+
+def _answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def _post(port: int, body: dict) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        answer.read()
+
+
+def _place(port: int) -> ServerPlace:
+    cores = os.cpu_count() or 1
+    return ServerPlace(
+        node_rank=0, bind_host="127.0.0.1", port=port, rendezvous="127.0.0.1:30099", cuda=True, num_cores=cores
+    )
+
+
+def _require(setting: Setting, *libraries: str) -> None:
+    if setting.small:
+        raise Unavailable("left out at small sizes: it needs a GPU")
+    missing = [name for name in libraries if not _importable(name)]
+    if missing:
+        raise Unavailable(f"not installed here: {', '.join(missing)}")
+
+
+def _importable(library: str) -> bool:
+    return importlib.util.find_spec(library) is not None
+
+
+def _experiment(setting: Setting) -> dict[str, Any]:
+    folder = setting.folder / "loop"
+    return {
+        "name": "kit",
+        "output_dir": str(folder / "run"),
+        "prepare": {
+            "model": {"path": str(folder / "model"), "family": "qwen3"},
+            "dataset": {"kind": "arithmetic", "folder": str(folder / "data"), "num_train": 256},
+        },
+        "model": {"path": str(folder / "model")},
+        "data": {"path": str(folder / "data" / "train.jsonl"), "max_prompt_tokens": 8},
+        "sampling": {"max_response_tokens": 8},
+        "reward": {"grader": "exact", "workers": 1},
+        "train": {"num_steps": _STEPS, "num_prompts_per_step": 16, "group_size": 4},
+        "actor": {"dtype": "bfloat16"},
+        "rollout": {"num_engines": 1, "mem_fraction": 0.3, "dtype": "bfloat16", "load_format": "model"},
+    }
+
+
+def _loop_experiment(setting: Setting) -> dict[str, Any]:
+    """Returns the experiment with engines whose attention needs no CUDA kernels of SGLang's own."""
+    experiment, colocated = _experiment(setting), "colocate" in RolloutConfig.model_fields
+    backend = {"attention_backend": _BACKENDS[0], "sampling_backend": "pytorch"}
+    if "sglang" in RolloutConfig.model_fields:
+        engines: dict[str, Any] = {"sglang": backend}
+    else:
+        engines = {"extra_args": [word for k, v in backend.items() for word in (f"--{k.replace('_', '-')}", v)]}
+    if colocated:
+        engines["colocate"] = True
+    # NCCL refuses two ranks on one GPU
+    weights = {"transport": "ipc" if colocated else "disk"}
+    return experiment | {"rollout": experiment["rollout"] | engines, "weights": weights}
+
+
+def _config(setting: Setting) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(_experiment(setting))
+
+
+def _make_model(config: ExperimentConfig) -> None:
+    from megagrpo.tiny.model import make_tiny_model
+
+    assert config.prepare is not None and isinstance(config.prepare.model, TinyModelConfig), "as written above"
+    make_tiny_model(config.prepare.model, seed=0)

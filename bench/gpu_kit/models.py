@@ -1,0 +1,120 @@
+"""Models with random weights and batches of random tokens, made where they are needed: no file, no download."""
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagrpo.actor.host import prepare_host
+
+DEVICE = prepare_host()  # comes first: it prepares the host for Megatron
+
+# isort: split
+
+from megagrpo.actor.megatron_actor import MegatronActor  # noqa: E402
+from megagrpo.batching.updates import one_pass  # noqa: E402
+from megagrpo.certify.measure import joined  # noqa: E402
+from megagrpo.config.algorithm import AlgorithmConfig  # noqa: E402
+from megagrpo.config.schema import ActorConfig, OptimizerConfig  # noqa: E402
+from megagrpo.families.architecture import Architecture  # noqa: E402
+from megagrpo.families.table import FAMILIES, model_tensors  # noqa: E402
+from megagrpo.types import Batch  # noqa: E402
+
+# Everything that a loss can have: the reference's KL, an entropy bonus, a clip.
+RICH = AlgorithmConfig.model_validate(
+    {"kl": {"loss_coef": 0.1}, "entropy_coef": 0.01, "aggregation": "seq-mean-token-mean", "loss": {"name": "ppo_clip"}}
+)
+# What most runs take.
+PLAIN = AlgorithmConfig.model_validate({"loss": {"name": "ppo_clip"}, "aggregation": "token-mean"})
+QWEN3_1_7B = {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+QWEN3_1_7B |= {"head_dim": 128, "intermediate_size": 6144, "vocab_size": 151_936}
+QWEN3_TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+QWEN3_TINY |= {"head_dim": 16, "intermediate_size": 128, "vocab_size": 512}
+
+
+def description(family: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.json of a model of these sizes."""
+    common = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32_768}
+    common |= {"attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": True, "dtype": "float32"}
+    common |= {"use_sliding_window": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return {"architectures": [FAMILIES[family].HF_CLASS], "model_type": family, **common, **sizes}
+
+
+class RandomTensors(Mapping[str, Tensor]):
+    """The tensors of a model by their HF names, drawn on the device when asked for: the same ones every time.
+
+    Values are rounded to bfloat16, so that models of any dtype have the same. spread: standard deviation of the logits,
+    which is the last norm's weight; those of a trained model spread by about 4.
+    """
+
+    def __init__(self, arch: Architecture, device: torch.device, spread: float = 1.0):
+        self._specs, self._device, self._spread = {spec.name: spec for spec in model_tensors(arch)}, device, spread
+
+    def __getitem__(self, name: str) -> Tensor:
+        spec = self._specs[name]
+        if spec.kind == "norm":
+            return torch.full(spec.shape, self._spread if name == "model.norm.weight" else 1.0, device=self._device)
+        if spec.kind == "bias":
+            return torch.zeros(spec.shape, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(spec.shape, generator=generator, device=self._device)
+        return (values * spec.shape[-1] ** -0.5).bfloat16().float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+@contextmanager
+def random_actor(
+    folder: Path, config_json: dict[str, Any], spread: float = 1.0, lr: float = 1e-5, **options: Any
+) -> Iterator[MegatronActor]:
+    """Makes an actor with RandomTensors, in a world of its own. options: of ActorConfig. `folder`: not used before."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config_json))
+    config = ActorConfig(deadline_s=120.0, **options)
+    optimizer = OptimizerConfig(lr=lr, clip_grad=1.0)
+    with joined(folder / "store", config=config, optimizer=optimizer, model_path=str(folder), device=DEVICE) as actor:
+        actor.load_hf(RandomTensors(actor.arch, DEVICE, spread))
+        actor.weights_loaded()
+        yield actor
+
+
+def random_batch(vocab: int, lengths: Sequence[int], prompt: int, seed: int = 0) -> Batch:
+    """Returns samples of random tokens on the device, each a group of its own and all of one update.
+
+    lengths: of prompt and response together, tokens. A hole in the first sample's mask stands for a tool's answer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows, width = len(lengths), max(lengths)
+    column, length = torch.arange(width), torch.tensor(lengths)
+    inside = column < length[:, None]
+    mask = (inside & (column >= prompt)).float()
+    mask[0, prompt + 2 : prompt + 4] = 0.0
+    logprobs = -6.0 * mask + 0.2 * torch.randn(rows, width, generator=generator) * mask
+    ids = torch.arange(rows)
+    batch = Batch(
+        sample_ids=ids,
+        group_ids=ids,
+        num_groups=rows,
+        tokens=torch.randint(3, vocab, (rows, width), generator=generator) * inside,
+        lengths=length,
+        prompt_lengths=torch.full((rows,), prompt),
+        loss_mask=mask,
+        rollout_logprobs=logprobs,
+        rewards=torch.zeros(rows, dtype=torch.float64),
+        valid=torch.ones(rows, dtype=torch.bool),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        advantages=torch.randn(rows, 1, generator=generator) * mask,
+        old_logprobs=logprobs,
+        ref_logprobs=logprobs * 1.02,
+        updates=one_pass(rows),
+    )
+    return batch.to(DEVICE)

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Puts into FOLDER, 5 MB, what bench/gpu.py and tests/gpu need beside torch and transformers, for a machine with Python 3.12
+# (x86-64) that reaches no package index; docs/gpu.md says how it is used there. usage: launch/gpu_wheels.sh FOLDER
+set -euo pipefail
+folder="${1:?usage: launch/gpu_wheels.sh FOLDER}"
+platforms=(--platform any)
+for tag in manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux2014; do
+    platforms+=(--platform "${tag}_x86_64")
+done
+python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
+    -d "$folder" megatron-core==0.16.1 pydantic==2.12.5 pydantic-core==2.41.5 annotated-types typing-inspection orjson
+ls "$folder"

@@ -1,0 +1,40 @@
+"""Runs bench/gpu.py as on a machine that has only what docs/gpu.md asks for. usage: bare_machine.py [its arguments]
+
+Whatever else is installed here is not found. Also imports tests/gpu, which must be collected there.
+"""
+
+import runpy
+import sys
+import warnings
+from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+warnings.simplefilter("ignore")
+from megagrpo.torchvision_ops import define_torchvision_operators  # noqa: E402
+
+define_torchvision_operators()
+import_module("transformers.models.qwen3.modeling_qwen3")  # has requirements of its own
+
+ROOT = Path(__file__).parents[3]
+ABSENT = {"ray", "sglang", "sglang_router", "sgl_kernel", "math_verify", "transformer_engine", "apex", "flash_attn"}
+ABSENT |= {"liger_kernel", "cut_cross_entropy", "tensorboard", "matplotlib", "plotly", "wandb", "httpx", "aiohttp"}
+ABSENT |= {"hypothesis", "pytest_timeout", "peft", "torchvision"}
+found = PathFinder.find_spec
+
+
+@staticmethod
+def present(name, *place):
+    """Finds a module unless it is absent."""
+    return None if name.partition(".")[0] in ABSENT else found(name, *place)
+
+
+PathFinder.find_spec = present
+for name in list(sys.modules):
+    if name.partition(".")[0] in ABSENT:
+        del sys.modules[name]
+for name in ("tests.conftest", "tests.gpu.conftest", "tests.gpu.test_kit", "tests.gpu.test_kernels_cuda"):
+    import_module(name)
+for name in ("megagrpo.certify.command", "megagrpo.actor.saving", "megagrpo.weights.expected_digests"):
+    import_module(name)
+runpy.run_path(str(ROOT / "bench" / "gpu.py"), run_name="__main__")
