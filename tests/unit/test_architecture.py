@@ -19,7 +19,7 @@ LAYERS = (
     {"run_folder", "checkpoint_folder", "environment"},
     {"types", "stop_request", "user_function", "processes"},
     {"config"},
-    {"mesh", "hf_files", "algo", "layout", "torchvision_ops"},
+    {"mesh", "hf_files", "group_file", "algo", "layout", "torchvision_ops"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
     {"actor", "rollout", "checkpoint", "dump", "selection", "doctor", "view"},
     {"preflight", "checkpoint_cost"},
