@@ -2,7 +2,8 @@
 
     run/checkpoints/step_000010/   written as step_000010.partial, renamed when every rank has finished
         actor/         Megatron dist_checkpointing
-        state.json     TrainState, model identity, layout, whether another layout can load it, version of this package
+        surplus.npz    groups that the next step takes first, where there are any
+        state.json     all else of TrainState, model identity, layout, whether another layout can load it, version
         manifest.json  size and CRC-32 of every file, written last
 
 A folder without a manifest, or whose files differ from it, is refused with the file's name; one that only its own
@@ -17,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Protocol, TypeVar
@@ -35,10 +36,12 @@ from megagrpo.checkpoint_folder import (
     manifest_bytes,
 )
 from megagrpo.config.schema import CheckpointConfig
+from megagrpo.group_file import read_groups, write_groups
 from megagrpo.mesh import LeaderError, Mesh
-from megagrpo.types import TrainState
+from megagrpo.types import AlgoState, TrainState
 
 _WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch names the files of a rank so
+_SURPLUS = "surplus.npz"
 T = TypeVar("T")
 SizeAndCrc = tuple[int, int]  # bytes, CRC-32
 
@@ -168,8 +171,9 @@ class PendingSave:
     def __init__(self, root: Path, state: TrainState, identity: RunIdentity, retention: Retention, mesh: Mesh):
         self.target = checkpoint_folder(root, state.step)
         self.partial = self.target.with_name(self.target.name + PARTIAL)
+        self._surplus = state.surplus
         self._description = {
-            "train": asdict(state),
+            "train": {name: value for name, value in asdict(replace(state, surplus=[])).items() if name != "surplus"},
             "identity": identity.model,
             "layout": dict(identity.layout),
             "version": __version__,
@@ -209,6 +213,8 @@ class PendingSave:
             self._written.set_exception(exc)
 
     def _publish(self, written: dict[str, SizeAndCrc]) -> None:
+        if self._surplus:
+            write_groups(self.partial / _SURPLUS, self._surplus)
         _write_json(self.partial / "state.json", self._description | {"reshardable": self._plan.reshardable})
         rest = sorted(p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written)
         entries = written | {self._name(path): _size_and_crc(path) for path in rest}
@@ -272,7 +278,10 @@ def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None]
         error = str(exc)
     mesh.raise_any(error)
     load_actor(folder / "actor")
-    return TypeAdapter(TrainState).validate_python(json.loads((folder / "state.json").read_text())["train"])
+    state = json.loads((folder / "state.json").read_text())["train"]
+    algo_state = TypeAdapter(AlgoState).validate_python(state.pop("algo_state"))
+    surplus = folder / _SURPLUS
+    return TrainState(**state, algo_state=algo_state, surplus=read_groups(surplus) if surplus.exists() else [])
 
 
 def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megagrpo import checkpoint, environment
@@ -23,6 +24,7 @@ from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.record import StepLog
+from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.monitor.timeline import Timeline
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
@@ -57,6 +59,7 @@ class Run:
     stop_request: StopRequest | None  # None where no launcher of ours started the ranks: nobody can ask them
     watchdog: Watchdog
     timeline: Timeline
+    samples: RolloutLog | None = None  # of the one rank in a replica that samples
     trained: TrainedLog | None = None  # of the one rank in a replica that records what the update saw
     record: "MainRecord | None" = None  # the main rank's
 
@@ -157,14 +160,12 @@ class Run:
         return True
 
     def log(self, values: dict[str, float], groups: Sequence[RolloutGroup] | None = None) -> None:
-        """Collective. Adds one entry to the run's record, which the main rank writes."""
-        parts = self.mesh.gather_dp_to_main(groups) if groups is not None and self.config.log.rollouts else []
+        """Adds one entry to the run's record: the main rank's metrics, and of every replica the groups it sampled."""
+        if self.samples is not None and groups is not None:
+            self.samples.write(self.state.step, groups)
         if self.record is not None:
             self.record.step_log.write(self.state.step, values)
             self.record.wandb_log.write(self.state.step, values)
-            if parts:
-                in_order = sorted((group for part in parts for group in part), key=lambda group: group.group_id)
-                self.record.step_log.write_rollouts(self.state.step, in_order)
             self.record.console.update(self.state.step, values)
         self.timeline.end_step(self.state.step)
 
@@ -239,8 +240,8 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, timeline.mark))
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
 
-        def decode(token_ids: Sequence[int]) -> str:
-            return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        def decode(token_ids: np.ndarray) -> str:
+            return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
 
         rollouts = RolloutSource(
             config, mesh, control, rewards, decode, tool=tool, alive=watchdog.alive, on_request=timeline.request
@@ -249,6 +250,7 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
         watchdog.waits += [rollouts.waiting, exchange.waiting]
         stop_file = environment.get(STOP_FILE)
+        samples = _rollout_log(config, folder, mesh, state.step)
         run = Run(
             config=config,
             folder=folder,
@@ -260,14 +262,15 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
             control=control,
             state=state,
             num_steps=num_steps,
-            checkpointer=_checkpointer(config, folder, actor, state.step, num_steps),
+            checkpointer=_checkpointer(config, folder, actor, state.step, num_steps, samples),
             stop_request=StopRequest(Path(stop_file)) if stop_file is not None else None,
             watchdog=watchdog,
             timeline=timeline,
+            samples=samples,
             trained=_trained_log(config, folder, mesh, tokenizer, state.step),
         )
-        if run.trained is not None:
-            stack.callback(run.trained.close)
+        for close in [log.close for log in (run.samples, run.trained) if log is not None]:
+            stack.callback(close)
         if console is not None:
             step_log = StepLog(folder, config.log, state.step)
             stack.callback(step_log.close)
@@ -288,17 +291,34 @@ def _trained_log(
     return TrainedLog(folder, mesh.dp_rank, mesh.dp_size, config.log.tokens, pieces, start_step)
 
 
+def _rollout_log(config: ExperimentConfig, folder: RunFolder, mesh: Mesh, start_step: int) -> RolloutLog | None:
+    if not config.log.rollouts or not mesh.is_leader:
+        return None
+    return RolloutLog(folder, mesh.dp_rank, mesh.dp_size, start_step)
+
+
 def _checkpointer(
-    config: ExperimentConfig, folder: RunFolder, actor: MegatronActor, saved_step: int, num_steps: int
+    config: ExperimentConfig,
+    folder: RunFolder,
+    actor: MegatronActor,
+    saved_step: int,
+    num_steps: int,
+    samples: RolloutLog | None,
 ) -> Checkpointer:
     wish, several_nodes = config.checkpoint.asynchronous, environment.num_trainer_nodes() > 1
     background = several_nodes if wish == "auto" else wish
+
+    def whole(state: TrainState) -> TrainState:
+        if samples is not None:
+            samples.flush()  # what a checkpoint has behind it is on disk: no other start will sample it again
+        return replace(state, surplus=gather_surplus(state.surplus, actor.mesh))
+
     return Checkpointer(
         config.checkpoint,
         folder.checkpoints,
         run_identity(config, actor),
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
-        lambda state: replace(state, surplus=gather_surplus(state.surplus, actor.mesh)),
+        whole,
         actor.mesh,
         num_steps=num_steps,
         saved_step=saved_step,

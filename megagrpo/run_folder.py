@@ -135,9 +135,17 @@ class RunFolder:
         """The batch of finished step `step`, for `megagrpo replay`."""
         return self.path / "dumps" / f"step_{step:06d}"
 
-    def rollout_file(self, step: int) -> Path:
-        """The samples of finished step `step`."""
-        return self.rollouts / f"step_{step:06d}.jsonl"
+    def rollout_file(self, step: int, replica: int) -> Path:
+        """The samples of finished step `step` that data-parallel rank `replica` sampled."""
+        return self.rollouts / f"step_{step:06d}.replica_{replica}.jsonl"
+
+    def rollout_files(self) -> dict[int, dict[int, Path]]:
+        """The samples of all steps, by step and data-parallel rank."""
+        found: dict[int, dict[int, Path]] = {}
+        for path in sorted(self.rollouts.glob("step_*.replica_*.jsonl")):
+            step, replica = (int(word.partition("_")[2]) for word in path.name.split(".")[:2])
+            found.setdefault(step, {})[replica] = path
+        return found
 
     def timeline_file(self, rank: int) -> Path:
         """What rank `rank` did in every step, and what it asked of the engines."""

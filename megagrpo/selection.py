@@ -181,8 +181,9 @@ def rollout_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh
     metrics.add_mean("response/truncated_fraction", sum(s.finish_reason == "length" for s in samples), len(samples))
     # Only responses that may call a tool have one.
     masks = [sample.loss_mask for sample in samples if sample.loss_mask is not None]
-    metrics.add_mean("response/tool_token_fraction", sum(mask.count(0) for mask in masks), sum(map(len, masks)))
-    metrics.add_mean("response/tool_use_fraction", sum(0 in mask for mask in masks), len(masks))
+    of_tools = [len(mask) - int(mask.sum()) for mask in masks]
+    metrics.add_mean("response/tool_token_fraction", sum(of_tools), sum(map(len, masks)))
+    metrics.add_mean("response/tool_use_fraction", sum(number > 0 for number in of_tools), len(masks))
     errors = [o for o in outcomes if o.status == "error"]
     timeouts = [o for o in outcomes if o.status == "timeout"]
     metrics.add_mean("reward/error_fraction", len(errors), len(samples))

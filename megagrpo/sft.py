@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
@@ -74,7 +75,7 @@ def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:
     """Returns this rank's share of the prompts with their answers as responses that were never sampled."""
     groups = []
     for index in range(mesh.dp_rank, len(prompts), mesh.dp_size):
-        answer = (*tokenizer.encode(prompts[index].answer, add_special_tokens=False), tokenizer.eos_token_id)
-        sample = Sample(0, answer, (0.0,) * len(answer), "stop", 0, prompts[index].answer)
+        answer = np.array([*tokenizer.encode(prompts[index].answer, add_special_tokens=False), tokenizer.eos_token_id])
+        sample = Sample(0, answer, np.zeros(len(answer)), "stop", 0, prompts[index].answer)
         groups.append(RolloutGroup(index, prompts[index], (sample,), (Outcome("score"),)))
     return build_batch(groups, one_pass(len(prompts)), mesh)

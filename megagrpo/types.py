@@ -7,7 +7,9 @@ place that shifts. Log-probabilities are natural logarithms.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
 
 if TYPE_CHECKING:  # this file loads without torch
     import torch
@@ -17,29 +19,55 @@ Updates = tuple[tuple[tuple[int, ...], ...], ...]  # [passes over a step's group
 Refresh = Callable[[Sequence[str]], None]  # engine ids -> publishes the present weights to them and marks them ready
 
 
-@dataclass(frozen=True)
-class Prompt:
+class WithArrays:
+    """Keeps fields of a dataclass as arrays of one type, whatever sequence they were made of, and compares them whole.
+
+    A token takes 8 bytes so, its id and its log-probability; as Python numbers in tuples it took 83.
+    """
+
+    _types: ClassVar[dict[str, type]] = {}  # by field; None stays None
+
+    def __post_init__(self) -> None:
+        for name, kind in self._types.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, np.asarray(value, dtype=kind))
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and all(
+            np.array_equal(mine, getattr(other, name)) for name, mine in vars(self).items()
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # as for every class that says what is equal
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt(WithArrays):
     """Holds one problem of a data file, and what its grader needs."""
+
+    _types: ClassVar[dict[str, type]] = {"token_ids": np.int32}
 
     id: int  # line in the data file, from 0; with several files counted over all of them
     text: str  # as tokenised, chat template included
-    token_ids: tuple[int, ...]
+    token_ids: np.ndarray  # [T] int32
     answer: str  # the reference answer, handed to the grader
     grader: str | None = None  # replaces the experiment's grader for this prompt
     place: str = ""  # file:line, for messages
 
 
-@dataclass(frozen=True)
-class Sample:
+@dataclass(frozen=True, eq=False)
+class Sample(WithArrays):
     """Holds one response as the engine returned it: token ids are never re-tokenised. T response tokens."""
 
+    _types: ClassVar[dict[str, type]] = {"token_ids": np.int32, "logprobs": np.float32, "loss_mask": np.bool_}
+
     index: int  # within its group, from 0
-    token_ids: tuple[int, ...]  # [T], the token that ended the response included
-    logprobs: tuple[float, ...]  # [T], of the sampled tokens after temperature, by the engine; 0 for a tool's tokens
+    token_ids: np.ndarray  # [T] int32, the token that ended the response included
+    logprobs: np.ndarray  # [T] float32, of the sampled tokens after temperature, by the engine; 0 for a tool's tokens
     finish_reason: str  # "stop" | "length"
     weight_version: int  # of the weights that sampled it: the number of finished steps
     text: str  # decoded without special tokens; what the grader sees
-    loss_mask: tuple[int, ...] | None = None  # [T], 1 sampled, 0 a tool's; None: every token was sampled
+    loss_mask: np.ndarray | None = None  # [T] bool, False on a tool's tokens; None: every token was sampled
 
 
 @dataclass(frozen=True)

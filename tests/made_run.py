@@ -4,10 +4,12 @@ import math
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.record import StepLog
+from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.monitor.timeline import Timeline
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.run_folder import RunFolder
@@ -41,8 +43,8 @@ def made_batch(groups: list[RolloutGroup], difference: float = 2e-3) -> Batch:
     n, width = len(rows), 6
     tokens, mask = torch.zeros(n, width, dtype=torch.int64), torch.zeros(n, width)
     for i, (group, sample) in enumerate(rows):
-        ids = group.prompt.token_ids + sample.token_ids
-        tokens[i, : len(ids)] = torch.tensor(ids)
+        ids = np.concatenate([group.prompt.token_ids, sample.token_ids])
+        tokens[i, : len(ids)] = torch.from_numpy(ids)
         mask[i, 3 : len(ids)] = 1
     advantages = torch.tensor([1.5, -0.5, -1.0, 0.0] * len(groups))[:, None] * mask
     rollout = -0.5 * mask
@@ -67,6 +69,7 @@ def make_run(path: Path, num_steps: int = 5, level: float = 0.0, start_step: int
     """A run of two ranks and two engines; `level` is added to its rewards."""
     folder = RunFolder(path)
     log = StepLog(folder, LogConfig(tensorboard=False), start_step)
+    rollouts = RolloutLog(folder, 0, 1, start_step)
     timelines = [Timeline(folder, rank, 2, start_step) for rank in range(2)]
     trained = TrainedLog(folder, 0, 1, 2, lambda ids: [{5: " one", 6: "<b>", 9: "é"}[i] for i in ids], start_step)
     if start_step == 0:
@@ -83,10 +86,10 @@ def make_run(path: Path, num_steps: int = 5, level: float = 0.0, start_step: int
         values = {"reward/mean": reward, "reward/std": 0.1, "policy/entropy": 1 / step, "optim/grad_norm": math.inf}
         log.write(step, values | {"time/rollout_s": 2.0, "time/update_s": 1.0, "time/step_s": 3.5})
         groups = made_groups(step)
-        log.write_rollouts(step, groups)
+        rollouts.write(step, groups)
         trained.write(step, made_batch(groups))
         for timeline in timelines:
             timeline.end_step(step)
-    for writer in (log, trained, *timelines):
+    for writer in (log, rollouts, trained, *timelines):
         writer.close()
     return folder

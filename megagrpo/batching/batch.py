@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megagrpo.batching.balance import balanced_parts, sample_cost
@@ -16,10 +17,10 @@ class _Row:
 
     sample_id: int
     group_id: int
-    tokens: tuple[int, ...]  # token ids of prompt + response
+    tokens: np.ndarray  # int32 ids of prompt + response
     prompt_length: int  # tokens
-    response_mask: tuple[int, ...] | None  # [T], 0 on tokens of a tool; None: all were sampled
-    logprobs: tuple[float, ...]  # [T], by the engine
+    response_mask: np.ndarray | None  # [T] bool, False on tokens of a tool; None: all were sampled
+    logprobs: np.ndarray  # [T] float32, by the engine
     reward: float
     valid: bool
     truncated: bool
@@ -61,7 +62,7 @@ def _rows(group: RolloutGroup, group_size: int) -> list[_Row]:
         _Row(
             sample_id=group.group_id * group_size + sample.index,
             group_id=group.group_id,
-            tokens=group.prompt.token_ids + sample.token_ids,
+            tokens=np.concatenate([group.prompt.token_ids, sample.token_ids]),
             prompt_length=len(group.prompt.token_ids),
             response_mask=sample.loss_mask,
             logprobs=sample.logprobs,
@@ -80,9 +81,9 @@ def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool) -> Bat
     mask, logprobs = torch.zeros(n, width), torch.zeros(n, width)
     for i, row in enumerate(rows):
         start, end = row.prompt_length, len(row.tokens)
-        tokens[i, :end] = torch.tensor(row.tokens)
-        mask[i, start:end] = 1.0 if row.response_mask is None else torch.tensor(row.response_mask, dtype=torch.float32)
-        logprobs[i, start:end] = torch.tensor(row.logprobs, dtype=torch.float32)
+        tokens[i, :end] = torch.from_numpy(row.tokens)
+        mask[i, start:end] = 1.0 if row.response_mask is None else torch.from_numpy(row.response_mask)
+        logprobs[i, start:end] = torch.from_numpy(row.logprobs)
     return Batch(
         sample_ids=torch.tensor([r.sample_id for r in rows], dtype=torch.int64),
         group_ids=torch.tensor([r.group_id for r in rows], dtype=torch.int64),

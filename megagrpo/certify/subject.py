@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,21 +99,22 @@ def make_groups(config: ExperimentConfig, seed: int) -> list[RolloutGroup]:
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
 
-    def tokens(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(3, VOCAB, (count,), generator=generator).tolist())
+    def tokens(count: int) -> np.ndarray:
+        return torch.randint(3, VOCAB, (count,), generator=generator).numpy()
 
     groups = []
     for g in range(NUM_GROUPS):
         samples, outcomes = [], []
         for index in range(size):
             length = MAX_RESPONSE if (g, index) == (1, 0) else number(1, MAX_RESPONSE)
-            hole = tuple(int(not 2 <= t < 4) for t in range(length)) if g == 2 else None
+            places = np.arange(length)
+            hole = (places < 2) | (places >= 4) if g == 2 else None
             finish = "length" if length == MAX_RESPONSE else "stop"
-            samples.append(Sample(index, tokens(length), (0.0,) * length, finish, 0, "", hole))
+            samples.append(Sample(index, tokens(length), np.zeros(length), finish, 0, "", hole))
             reward = 1.0 if g == 0 else number(0, 4) / 4
             outcomes.append(Outcome("error", detail="planted") if (g, index) == (3, 1) else Outcome("score", reward))
         greedy = (
-            (Sample(0, (1,), (0.0,), "stop", 0, ""), Outcome("score", 0.5))
+            (Sample(0, np.ones(1), np.zeros(1), "stop", 0, ""), Outcome("score", 0.5))
             if config.algorithm.needs_greedy_response
             else (None, None)
         )

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
@@ -97,7 +98,7 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Prom
             raise ValueError(f"{row.place}: the tokenizer does not know every character of {text!r:.80}")
         grader = None if data.grader_key is None else str(row.values[data.grader_key])
         answer = str(row.values[data.answer_key])
-        prompts.append(Prompt(row.id, text, tuple(ids), answer, grader, row.place))
+        prompts.append(Prompt(row.id, text, np.array(ids), answer, grader, row.place))
     kept = tuple(p for p in prompts if len(p.token_ids) <= data.max_prompt_tokens)
     if not kept:
         shortest = f"; the shortest has {min(len(p.token_ids) for p in prompts)} tokens" if prompts else " in the file"

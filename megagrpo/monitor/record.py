@@ -1,4 +1,4 @@
-"""Writes and reads a run's record in its folder: metrics, TensorBoard, samples.
+"""Writes and reads what a run measures, in its folder: metrics.jsonl and TensorBoard.
 
 Entries are numbered by finished steps, which is the weight version: entry 0 holds what was measured before the first
 update, entry n what was measured while making weights n and of them.
@@ -6,29 +6,23 @@ update, entry n what was measured while making weights n and of them.
 
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import asdict
 
 from megagrpo.config.schema import LogConfig
 from megagrpo.run_folder import RunFolder, write_json_lines
-from megagrpo.types import Outcome, RolloutGroup
 
 
 class StepLog:
-    """Writes the run's record: metrics.jsonl, tensorboard/, rollouts/step_000012.jsonl. On the main rank alone.
+    """Writes the run's record: metrics.jsonl and tensorboard/. On the main rank alone.
 
     A run that starts at `start_step` finished steps (0: from the beginning) drops the entries of later steps, which it
     makes again; beginning anew drops all.
     """
 
     def __init__(self, folder: RunFolder, config: LogConfig, start_step: int = 0) -> None:
-        self._folder, self._keeps_rollouts = folder, config.rollouts
+        self._folder = folder
         last_kept = start_step if start_step > 0 else -1
         entries = read_metrics(folder) if folder.metrics.exists() else []
         write_json_lines(folder.metrics, [entry for entry in entries if entry["step"] <= last_kept])
-        for path in folder.rollouts.glob("step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) > last_kept:
-                path.unlink()
         self._board = None
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # seconds of import that only the main rank pays
@@ -45,43 +39,10 @@ class StepLog:
                 self._board.add_scalar(name, value, step)
             self._board.flush()
 
-    def write_rollouts(self, step: int, groups: Iterable[RolloutGroup]) -> None:
-        """Writes a line per prompt: its text and answer, and every sample with reward, outcome and finish reason."""
-        if self._keeps_rollouts:
-            write_json_lines(self._folder.rollout_file(step), map(_rollout_record, groups))
-
     def close(self) -> None:
         """Closes TensorBoard's file."""
         if self._board is not None:
             self._board.close()
-
-
-def _rollout_record(group: RolloutGroup) -> dict:
-    samples = [
-        {
-            "text": sample.text,
-            "reward": outcome.value if outcome.ok else None,
-            "outcome": _outcome_record(outcome),
-            "finish_reason": sample.finish_reason,
-            "num_tokens": len(sample.token_ids),
-            "weight_version": sample.weight_version,
-        }
-        for sample, outcome in zip(group.samples, group.outcomes, strict=True)
-    ]
-    prompt = group.prompt
-    return {
-        "group_id": group.group_id,
-        "prompt_id": prompt.id,
-        "prompt": prompt.text,
-        "answer": prompt.answer,
-        "samples": samples,
-    }
-
-
-def _outcome_record(outcome: Outcome) -> dict:
-    record = asdict(outcome)
-    parts = {name: _outcome_record(part) for name, part in outcome.parts.items()}
-    return {**record, "parts": parts} if parts else {key: value for key, value in record.items() if key != "parts"}
 
 
 def read_metrics(folder: RunFolder) -> list[dict]:

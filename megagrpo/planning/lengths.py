@@ -1,6 +1,5 @@
 """How long responses are: given by three numbers or a file, or taken from the rollouts of an earlier run."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.run_folder import RunFolder
 
 _POINTS = 4096  # of a distribution that is given by numbers
@@ -82,15 +82,15 @@ def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
 
 def lengths_of_run(folder: Path, config: ExperimentConfig) -> Lengths:
     """Reads the lengths of all samples in the rollouts of a run folder. Raises ValueError where it has none."""
-    files = sorted(RunFolder(folder).rollouts.glob("step_*.jsonl"))
+    run = RunFolder(folder)
     responses = [
         sample["num_tokens"]
-        for file in files
-        for line in file.read_text(encoding="utf-8").splitlines()
-        for sample in json.loads(line)["samples"]
+        for step in run.rollout_files()
+        for group in read_rollouts(run, step)
+        for sample in group["samples"]
     ]
     if not responses:
-        raise ValueError(f"--lengths-from {folder}: it has no samples in rollouts/step_*.jsonl (log.rollouts)")
+        raise ValueError(f"--lengths-from {folder}: it has no samples in rollouts/ (log.rollouts)")
     prompt = _PROMPT_SHARE * config.data.max_prompt_tokens  # the record has their texts alone
     return Lengths(prompt, _sorted(responses, str(folder)), f"{len(responses):,} samples of {folder}")
 

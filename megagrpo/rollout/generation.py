@@ -7,13 +7,18 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
+import numpy as np
+import orjson
 
 from megagrpo.config.schema import ExperimentConfig, SamplingConfig
 from megagrpo.environment import ENGINE_HEADER
 from megagrpo.rollout.control import bearer
+from megagrpo.types import WithArrays
+
+_JSON = {"Content-Type": "application/json"}
 
 # engine id ("": unknown), start and end in seconds since the epoch, tokens (0: no sample)
 OnRequest = Callable[[str, float, float, int], None]
@@ -51,12 +56,14 @@ class SamplingParams:
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
 
-@dataclass(frozen=True)
-class Response:
-    """Holds token ids as sampled, the one that ended the response included."""
+@dataclass(frozen=True, eq=False)
+class Response(WithArrays):
+    """Holds T token ids as sampled, the one that ended the response included."""
 
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]  # the engine's, of each token, in nats, after temperature
+    _types: ClassVar[dict[str, type]] = {"token_ids": np.int32, "logprobs": np.float32}
+
+    token_ids: np.ndarray  # [T] int32
+    logprobs: np.ndarray  # [T] float32, the engine's, of each token, in nats, after temperature
     finish_reason: str  # "stop" | "length"
 
 
@@ -131,10 +138,8 @@ class GenerationClient:
     async def __aexit__(self, *exc_info) -> None:
         await self._http.close()
 
-    async def generate(
-        self, prompt: tuple[int, ...], params: SamplingParams, seed: int, weight_version: int
-    ) -> Response:
-        """Returns one response by weights of exactly `weight_version`. Raises GenerationFailed.
+    async def generate(self, prompt: np.ndarray, params: SamplingParams, seed: int, weight_version: int) -> Response:
+        """Returns one response to ids `prompt` [T] by weights of exactly `weight_version`. Raises GenerationFailed.
 
         Failed attempts are repeated with back-off. Time without any ready engine or without the router (one is being
         restarted) does not count against the retries; the caller's deadline bounds it.
@@ -180,13 +185,14 @@ class GenerationClient:
         for attempt in self._attempts:
             attempt.cancel()
 
-    async def _attempt(
-        self, prompt: tuple[int, ...], params: SamplingParams, seed: int, weight_version: int
-    ) -> Response:
-        body = {"input_ids": list(prompt), "sampling_params": _sampling_body(params, seed), "return_logprob": True}
+    async def _attempt(self, prompt: np.ndarray, params: SamplingParams, seed: int, weight_version: int) -> Response:
+        body = orjson.dumps(
+            {"input_ids": prompt, "sampling_params": _sampling_body(params, seed), "return_logprob": True},
+            option=orjson.OPT_SERIALIZE_NUMPY,
+        )
         engine, start, num_tokens = "", time.time(), 0
         try:
-            async with self._http.post(self._url, json=body) as answer:
+            async with self._http.post(self._url, data=body, headers=_JSON) as answer:
                 engine = answer.headers.get(ENGINE_HEADER, "")
                 if answer.status == 400:  # the request itself is wrong: trying again would say the same
                     raise GenerationFailed(f"{self._url} refused a request: {(await answer.text())[:1000]}")
@@ -194,7 +200,7 @@ class GenerationClient:
                     text = (await answer.text())[:500]
                     no_engine = answer.status == 503 and "no_available_workers" in text
                     raise _Refused(f"status {answer.status}: {text}", waiting=no_engine)
-                response = _read_response(await answer.json(), weight_version)
+                response = _read_response(orjson.loads(await answer.read()), weight_version)
                 num_tokens = len(response.token_ids)
                 return response
         finally:
@@ -225,5 +231,5 @@ def _read_response(answer: dict[str, Any], weight_version: int) -> Response:
     versions = {span["version"] for span in meta.get("weight_versions") or []} | {meta["weight_version"]}
     if versions != {str(weight_version)}:
         raise _Refused(f"sampled by weights of version {sorted(versions)}, wanted {weight_version}")
-    pairs = meta["output_token_logprobs"]
-    return Response(tuple(pair[1] for pair in pairs), tuple(pair[0] for pair in pairs), reason)
+    logprobs, token_ids, *_ = list(zip(*meta["output_token_logprobs"], strict=True)) or [(), ()]
+    return Response(np.array(token_ids), np.array(logprobs), reason)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,6 +34,7 @@ from megagrpo.rollout.generation import (
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import EngineInfo, Outcome, Prompt, Refresh, RolloutGroup, Sample
 
+_NOTHING = np.zeros(0, np.int32)
 _FIRST_POLL_S, _POLL_S = 0.02, 0.2  # pause between two meetings of all ranks
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
 _CANCEL_S = 10.0  # how long a cancelled thread may take
@@ -63,7 +65,7 @@ class RolloutSource:
         mesh: Mesh,
         control: ServiceControl,
         grader: OutcomeSource | None,
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[[np.ndarray], str],
         *,
         tool: Tool | None = None,
         alive: Callable[[], None] = lambda: None,
@@ -258,7 +260,7 @@ class RolloutSource:
     async def _respond(self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot", index: int) -> Sample:
         prompt, purpose_of_all = slot.prompt, f"{job.purpose} again {slot.again}" if slot.again else job.purpose
 
-        def turn(number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> Awaitable[Response]:
+        def turn(number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Awaitable[Response]:
             purpose = f"{purpose_of_all} turn {number}" if number else purpose_of_all
             seed = sample_seed(self._config.seed, purpose, job.step, prompt.id, index)
             params = replace(
@@ -266,10 +268,10 @@ class RolloutSource:
                 max_tokens=job.params.max_tokens - len(so_far),
                 stop_token_ids=job.params.stop_token_ids + stops,
             )
-            return client.generate(prompt.token_ids + so_far, params, seed, job.version)
+            return client.generate(np.concatenate([prompt.token_ids, so_far]), params, seed, job.version)
 
         if self._tool is None:
-            response, loss_mask = await turn(0, (), ()), None
+            response, loss_mask = await turn(0, _NOTHING, ()), None
         else:
             response, loss_mask = await respond_with_tool(turn, self._tool, self._decode, job.params.max_tokens)
         return Sample(

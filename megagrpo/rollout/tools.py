@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from megagrpo.config.schema import ToolConfig
 from megagrpo.user_function import load_function
 
@@ -26,8 +28,8 @@ BUILT_IN = {"calculator": "megagrpo.tiny.arithmetic:calculator"}
 class Turn(Protocol):
     """Samples one turn of a response."""
 
-    def __call__(self, number: int, so_far: tuple[int, ...], stops: tuple[int, ...]) -> "Awaitable[Response]":
-        """Continues the token ids `so_far` until a token of `stops` or of the experiment's own; turns count from 0."""
+    def __call__(self, number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> "Awaitable[Response]":
+        """Continues the ids `so_far` [T] until a token of `stops` or of the experiment's own; turns count from 0."""
         ...
 
 
@@ -67,9 +69,9 @@ def make_tool(config: ToolConfig, tokenizer: "PreTrainedTokenizerBase") -> Tool:
 
 
 async def respond_with_tool(
-    turn: Turn, tool: Tool, decode: Callable[[Sequence[int]], str], max_tokens: int
-) -> "tuple[Response, tuple[int, ...]]":
-    """Samples a whole response and returns it with its loss mask: 1 on the model's tokens, 0 on the tool's.
+    turn: Turn, tool: Tool, decode: Callable[[np.ndarray], str], max_tokens: int
+) -> "tuple[Response, np.ndarray]":
+    """Samples a whole response of T tokens and returns it with its loss mask [T] bool, False on the tool's tokens.
 
     max_tokens: limit of the response, the tool's tokens included. A response that is cut by a limit, of tokens or of
     turns, has finish reason "length". The tool's output is never cut: where it leaves no room for another token, the
@@ -77,12 +79,17 @@ async def respond_with_tool(
     """
     from megagrpo.rollout.generation import Response
 
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    mask: tuple[int, ...] = ()
+    tokens, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    mask = np.zeros(0, np.bool_)
+
+    def append(ids: np.ndarray, of_ids: np.ndarray, sampled: bool) -> None:
+        nonlocal tokens, logprobs, mask
+        tokens, logprobs = np.concatenate([tokens, ids]), np.concatenate([logprobs, of_ids])
+        mask = np.concatenate([mask, np.full(len(ids), sampled)])
+
     for number in range(tool.max_turns):
         said = await turn(number, tokens, (tool.call_end,))
-        tokens, logprobs, mask = tokens + said.token_ids, logprobs + said.logprobs, mask + (1,) * len(said.token_ids)
+        append(said.token_ids, said.logprobs, True)
         if said.finish_reason != "stop" or tokens[-1] != tool.call_end:
             return Response(tokens, logprobs, said.finish_reason), mask
         if number + 1 == tool.max_turns:
@@ -91,8 +98,8 @@ async def respond_with_tool(
         result = await asyncio.to_thread(tool.function, decode(tokens))
         if result is None:
             return Response(tokens, logprobs, "stop"), mask
-        ids = tuple(tool.encode(result))
+        ids = np.array(tool.encode(result), np.int32)
         if len(tokens) + len(ids) >= max_tokens:
             break
-        tokens, logprobs, mask = tokens + ids, logprobs + (0.0,) * len(ids), mask + (0,) * len(ids)
+        append(ids, np.zeros(len(ids), np.float32), False)
     return Response(tokens, logprobs, "length"), mask

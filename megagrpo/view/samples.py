@@ -1,9 +1,6 @@
 """Reads the samples that a page shows: whole runs have too many for a browser."""
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
-
+from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.run_folder import RunFolder
 from megagrpo.view.steps import spread
@@ -16,18 +13,18 @@ _TOKEN_BYTES = 12  # of a token in the page: its id and its difference
 def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     """Returns {"groups": [...], "pieces": {token id: text}} of about `max_bytes`, and what was left out.
 
-    A group is a line of rollouts/step_N.jsonl with its step; a sample has its advantage and, where they were recorded,
+    A group is a line of rollouts/ with its step; a sample has its advantage and, where they were recorded,
     its tokens too: {"ids", "difference"}. Taken are the first groups of every step, or of steps evenly spread.
     """
-    files = sorted(folder.rollouts.glob("step_*.jsonl"))
-    chosen = {int(path.stem.removeprefix("step_")): path for path in spread(files, _MAX_STEPS)}
+    steps = list(folder.rollout_files())
+    chosen = spread(steps, _MAX_STEPS)
     trained, pieces = _trained(folder, set(chosen))
     groups: list[dict] = []
     num_cut, left = 0, max_bytes
-    for index, (step, path) in enumerate(chosen.items()):
+    for index, step in enumerate(chosen):
         allowance = left / (len(chosen) - index)  # what a step leaves over is for the later ones
         used = 0
-        for record in _records(path):
+        for record in read_rollouts(folder, step):
             group, size = _group(step, record, trained, allowance - used, first=used == 0)
             if group is None:
                 num_cut += 1
@@ -36,19 +33,14 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
             used += size
         left -= used
     notes = []
-    if len(files) > len(chosen):
-        notes.append(f"samples: of {len(chosen)} of {len(files)} steps, evenly spread")
+    if len(steps) > len(chosen):
+        notes.append(f"samples: of {len(chosen)} of {len(steps)} steps, evenly spread")
     if num_cut:
         notes.append(f"samples: in {num_cut} step(s) only the first groups, within --sample-mb {max_bytes / 1e6:g}")
     used_ids = {
         token for group in groups for sample in group["samples"] for token in sample.get("tokens", {}).get("ids", ())
     }
     return {"groups": groups, "pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids}}, notes
-
-
-def _records(path: Path) -> Iterator[dict]:
-    with path.open(encoding="utf-8") as file:
-        yield from map(json.loads, file)
 
 
 def _group(step: int, record: dict, trained: dict, allowance: float, first: bool) -> tuple[dict | None, int]:

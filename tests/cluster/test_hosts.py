@@ -53,7 +53,7 @@ class Run:
         return spawn(self._hosts.command(number, python), env, self.folder.with_name(f"{self.folder.name}-{log}"))
 
     def wait_for_step(self, step: int, timeout_s: float = 600.0) -> None:
-        deadline, path = time.monotonic() + timeout_s, self.folder / "rollouts" / f"step_{step:06}.jsonl"
+        deadline, path = time.monotonic() + timeout_s, self.folder / "rollouts" / f"step_{step:06}.replica_0.jsonl"
         while not path.exists():
             assert time.monotonic() < deadline and all(child.poll() is None for child in self._children), self.end()
             time.sleep(0.1)

@@ -100,7 +100,7 @@ def wait_for(ready, what: str, folder: Path, timeout_s: float = END_S) -> None:
 
 
 def step_done(folder: Path) -> bool:
-    return (folder / "rollouts" / "step_000001.jsonl").exists()
+    return (folder / "rollouts" / "step_000001.replica_0.jsonl").exists()
 
 
 def saved_step(text: str) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,8 +13,10 @@ import psutil
 import yaml
 
 from megagrpo.environment import child_environment
+from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.processes import is_live, process_tree, stop_tree
 from megagrpo.rollout.control import ServiceUnreachable, find_service
+from megagrpo.run_folder import RunFolder
 
 REPEATED = (
     "loss/total",
@@ -233,12 +234,9 @@ def metrics(run_dir: Path) -> dict[int, dict]:
 
 
 def rollouts(run_dir: Path) -> dict[int, list[dict]]:
-    """rollouts/step_N.jsonl by step."""
-    files = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
-    return {
-        int(re.sub(r"\D", "", file.stem)): [json.loads(line) for line in file.read_text().splitlines()]
-        for file in files
-    }
+    """The samples of every step."""
+    folder = RunFolder(run_dir)
+    return {step: list(read_rollouts(folder, step)) for step in folder.rollout_files()}
 
 
 def assert_same_run(folder: Path, reference: Path, num_steps: int, but: str = "") -> None:

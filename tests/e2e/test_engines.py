@@ -105,7 +105,7 @@ class Trainer:
         self.grader.on_first, self.grader.arrived = on_first, 0
         groups = self.rollouts.next(step, PROMPTS, self.version, self.refresh)
         assert [group.group_id for group in groups] == list(range(len(PROMPTS))) and self.grader.arrived == 48
-        return [[(sample.token_ids, sample.logprobs) for sample in group.samples] for group in groups]
+        return [[(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in group.samples] for group in groups]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ def test_killed_in_an_update_of_the_weights_and_in_a_rollout(long_run):
     folder = long_run[0].parent / "restarted"
     config = write_experiment(folder, **WATCHED, train={"num_steps": NUM_STEPS}, checkpoint={"every": 2, "keep": 5})
     with Job("run", config) as job:
-        job.wait_for(lambda: (folder / "rollouts" / "step_000003.jsonl").exists(), "step 3", 400)
+        job.wait_for(lambda: (folder / "rollouts" / "step_000003.replica_0.jsonl").exists(), "step 3", 400)
         first = kill_rank(job, folder, 0, during_update)
         job.wait_for(
             lambda: (rank := trainer(job, 1)) and rank.create_time() > first.create_time() + 1, "the first restart", 300

@@ -32,9 +32,9 @@ def test_engines_killed_during_a_rollout_and_during_an_update(long_run):
     folder = long_run[0].parent / "killed"
     config = write_experiment(folder, **WATCHED, train={"num_steps": NUM_STEPS})
     with Job("run", config) as job:
-        job.wait_for(lambda: (folder / "rollouts" / "step_000001.jsonl").exists(), "step 1", 400)
+        job.wait_for(lambda: (folder / "rollouts" / "step_000001.replica_0.jsonl").exists(), "step 1", 400)
         first = kill_engine(job, folder, during_rollout)
-        job.wait_for(lambda: (folder / "rollouts" / "step_000002.jsonl").exists(), "step 2", 400)
+        job.wait_for(lambda: (folder / "rollouts" / "step_000002.replica_0.jsonl").exists(), "step 2", 400)
         second = kill_engine(job, folder, during_update)
         done = job.finish(400)
     assert done.status == 0, done.stderr
@@ -91,7 +91,7 @@ def test_rewards_that_fail_are_no_zeros_and_too_many_end_the_run(experiments):
     # three kinds of eight are bad, so that more than half of a step's samples may be, now and then
     config = write_experiment(folder, reward=reward, train={"num_steps": 500, "max_bad_fraction": 0.9})
     with Job("run", config) as job:
-        job.wait_for(lambda: (folder / "rollouts" / "step_000001.jsonl").exists(), "step 1", 400)
+        job.wait_for(lambda: (folder / "rollouts" / "step_000001.replica_0.jsonl").exists(), "step 1", 400)
         flag.touch()
         done = job.finish(300)
     assert done.status == 1

@@ -1,5 +1,6 @@
 """Responses of several turns from a real engine, and the loop with all that asks for more than one batch of samples."""
 
+import numpy as np
 import pytest
 import torch
 from run_megagrpo import megagrpo, metrics, rollouts, write_experiment
@@ -46,8 +47,9 @@ def test_turns_continue_the_tokens_that_were_sampled(service):
             and len(after.loss_mask) == len(after.token_ids) == len(after.logprobs) <= MAX_TOKENS
         )
         mask = torch.tensor(after.loss_mask)
-        cut = before.token_ids.index(call_end) + 1 if call_end in before.token_ids else len(before.token_ids)
-        assert after.token_ids[:cut] == before.token_ids[:cut] and after.logprobs[:cut] == pytest.approx(
+        calls = np.flatnonzero(before.token_ids == call_end)
+        cut = calls[0] + 1 if len(calls) else len(before.token_ids)
+        assert (after.token_ids[:cut] == before.token_ids[:cut]).all() and after.logprobs[:cut] == pytest.approx(
             before.logprobs[:cut], abs=1e-5
         )
         put_in = torch.tensor(after.token_ids)[mask == 0].tolist()
@@ -55,7 +57,7 @@ def test_turns_continue_the_tokens_that_were_sampled(service):
         assert len(put_in) // len(RESULT) <= sum(
             t == call_end for t, m in zip(after.token_ids, after.loss_mask, strict=True) if m
         )
-        tokens = torch.tensor([prompt.token_ids + after.token_ids])
+        tokens = torch.tensor([[*prompt.token_ids, *after.token_ids]])
         with torch.no_grad():
             logits = model(tokens).logits[0, len(prompt.token_ids) - 1 : -1]
         expected = torch.log_softmax(logits, -1).gather(1, tokens[0, len(prompt.token_ids) :, None]).squeeze(1) * mask

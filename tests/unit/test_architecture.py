@@ -19,7 +19,7 @@ LAYERS = (
     {"run_folder", "checkpoint_folder", "environment", "library_settings"},
     {"types", "stop_request", "user_function", "processes"},
     {"config"},
-    {"mesh", "hf_files", "algo", "layout", "torchvision_ops", "megatron_fields"},
+    {"mesh", "hf_files", "group_file", "algo", "layout", "torchvision_ops", "megatron_fields"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
     {"actor", "rollout", "checkpoint", "dump", "selection", "doctor", "view"},
     {"preflight", "checkpoint_cost"},

@@ -9,6 +9,7 @@ import torch
 from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.metrics import Metrics, StepTimer
 from megagrpo.monitor.record import StepLog, read_metrics
+from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
@@ -109,16 +110,14 @@ def test_resume_drops_what_will_be_made_again(tmp_path):
     log = StepLog(RunFolder(tmp_path), FILES_ONLY)
     for step in range(5):
         log.write(step, {"reward/mean": float(step)})
-        log.write_rollouts(step, [])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "reward/me')  # the writer was killed here
     resumed = StepLog(RunFolder(tmp_path), FILES_ONLY, start_step=3)
     resumed.write(4, {"reward/mean": 40.0})
     rewards = [(entry["step"], entry["reward/mean"]) for entry in read_metrics(RunFolder(tmp_path))]
     assert rewards == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
-    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [f"step_{n:06d}.jsonl" for n in range(4)]
     StepLog(RunFolder(tmp_path), FILES_ONLY, start_step=0)
-    assert read_metrics(RunFolder(tmp_path)) == [] and not list((tmp_path / "rollouts").iterdir())
+    assert read_metrics(RunFolder(tmp_path)) == []
 
 
 def test_broken_line_is_named(tmp_path):
@@ -133,8 +132,10 @@ def test_rollout_lines(tmp_path):
     prompt = Prompt(id=7, text="1+1=", token_ids=(1, 2), answer="2")
     samples = tuple(Sample(i, (3, 4), (-0.1, -0.2), "stop", 5, text) for i, text in enumerate(("2", "é")))
     group = RolloutGroup(0, prompt, samples, (Outcome("score", 1.0), Outcome("timeout", detail="10 s")))
-    StepLog(RunFolder(tmp_path), FILES_ONLY).write_rollouts(12, [group])
-    (line,) = (tmp_path / "rollouts" / "step_000012.jsonl").read_text().splitlines()
+    log = RolloutLog(RunFolder(tmp_path), 0, 1)
+    log.write(12, [group])
+    log.close()
+    (line,) = (tmp_path / "rollouts" / "step_000012.replica_0.jsonl").read_text().splitlines()
     record = json.loads(line)
     assert (record["prompt"], record["answer"], record["prompt_id"]) == ("1+1=", "2", 7)
     assert [s["reward"] for s in record["samples"]] == [1.0, None]  # a timeout is not a reward of 0
@@ -146,8 +147,38 @@ def test_rollout_lines(tmp_path):
         "num_tokens": 2,
         "weight_version": 5,
     }
-    StepLog(RunFolder(tmp_path / "off"), LogConfig(tensorboard=False, rollouts=False)).write_rollouts(0, [group])
-    assert not (tmp_path / "off" / "rollouts").exists()
+
+
+def test_samples_of_all_replicas_are_one_record(tmp_path):
+    folder, prompt = RunFolder(tmp_path), Prompt(7, "", (1,), "")
+
+    def write(replica, num_replicas, groups, start_step=0, steps=(1, 2, 3)):
+        log = RolloutLog(folder, replica, num_replicas, start_step)
+        for step in steps:
+            log.write(step, [RolloutGroup(number, prompt, (), ()) for number in groups])
+        log.close()
+
+    def found(step):
+        return [record["group_id"] for record in read_rollouts(folder, step)]
+
+    write(0, 2, [3, 0])
+    write(1, 2, [2, 1])
+    assert [found(step) for step in (1, 2, 3, 4)] == [[0, 1, 2, 3]] * 3 + [[]]
+    write(0, 1, [1, 0], start_step=1, steps=[2])  # goes on after step 1 with one replica
+    assert [found(step) for step in (1, 2, 3)] == [[0, 1, 2, 3], [0, 1], []]
+    write(0, 1, [], steps=[])  # begins anew
+    assert list(folder.rollouts.iterdir()) == []
+
+
+def test_samples_that_cannot_be_written_are_an_error(tmp_path):
+    folder = RunFolder(tmp_path)
+    log = RolloutLog(folder, 0, 1)
+    folder.rollouts.write_text("a file where a folder should be")
+    log.write(1, [])
+    with pytest.raises(FileExistsError):
+        log.flush()
+    with pytest.raises(FileExistsError):
+        log.close()
 
 
 def test_tensorboard_reads_back(tmp_path):

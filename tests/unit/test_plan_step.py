@@ -80,8 +80,11 @@ def test_lengths_as_they_are_given(tmp_path):
 def test_lengths_of_an_earlier_run(tmp_path):
     folder = tmp_path / "rollouts"
     folder.mkdir()
-    records = [{"samples": [{"num_tokens": 5}, {"num_tokens": 7}]}, {"samples": [{"num_tokens": 3}]}]
-    (folder / "step_000001.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    records = [
+        {"group_id": 0, "samples": [{"num_tokens": 5}, {"num_tokens": 7}]},
+        {"group_id": 1, "samples": [{"num_tokens": 3}]},
+    ]
+    (folder / "step_000001.replica_0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     assert lengths_of_run(tmp_path, shipped()).responses.tolist() == [3, 5, 7]
     with pytest.raises(ValueError, match=r"no samples in rollouts"):
         lengths_of_run(tmp_path / "elsewhere", shipped())

@@ -35,7 +35,7 @@ def test_jsonl_is_read_with_ids_by_line_and_answers_as_text(tmp_path, tokenizer)
     prompts = load_prompts(DataConfig(path=path), tokenizer).prompts
     assert [(p.id, p.text, p.answer) for p in prompts] == [(0, "1+1=", "2"), (1, "2+2=", "4"), (3, "3/2=", "1.5")]
     assert tokenizer.decode(prompts[0].token_ids) == "1+1="
-    assert prompts[0].token_ids == tuple(tokenizer.convert_tokens_to_ids(list("1+1=")))
+    assert prompts[0].token_ids.tolist() == tokenizer.convert_tokens_to_ids(list("1+1="))
 
 
 def test_parquet_is_read_like_jsonl(tmp_path, tokenizer):

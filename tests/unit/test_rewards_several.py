@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.config.schema import ExperimentConfig, LogConfig, RewardConfig
+from megagrpo.config.schema import ExperimentConfig, RewardConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.monitor.record import StepLog
+from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.preflight import preflight
 from megagrpo.rewards.group import distinct, rank
 from megagrpo.rewards.pool import RewardPool
@@ -70,8 +70,10 @@ def test_the_reward_is_the_weighted_sum_and_an_error_of_one_is_the_outcome(own, 
     outcomes = (good, bad, alone, other)
     samples = tuple(Sample(i, (3,), (-0.1,), "stop", 0, "t") for i in range(4))
     group = RolloutGroup(0, prompt(), samples, outcomes)
-    StepLog(RunFolder(tmp_path), LogConfig(tensorboard=False)).write_rollouts(1, [group])
-    record = json.loads((tmp_path / "rollouts" / "step_000001.jsonl").read_text())["samples"][0]["outcome"]
+    log = RolloutLog(RunFolder(tmp_path), 0, 1)
+    log.write(1, [group])
+    log.close()
+    record = json.loads((tmp_path / "rollouts" / "step_000001.replica_0.jsonl").read_text())["samples"][0]["outcome"]
     assert record == {
         "status": "score",
         "value": 4.25,

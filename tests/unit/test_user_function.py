@@ -93,4 +93,4 @@ def test_a_toy_tool_from_a_file_of_the_user(own):
         return turns[number]
 
     response, mask = asyncio.run(tools.respond_with_tool(turn, tool, tokenizer.decode, 20))
-    assert tokenizer.decode(response.token_ids) == "a<bc>BCc" and mask == (1, 1, 1, 1, 1, 0, 0, 1)
+    assert tokenizer.decode(response.token_ids) == "a<bc>BCc" and mask.tolist() == [True] * 5 + [False] * 2 + [True]

@@ -15,6 +15,7 @@ from made_run import HOSTILE, made_batch, made_groups, make_run
 from megagrpo import cli
 from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.record import StepLog
+from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.run_folder import RunFolder
 from megagrpo.view.command import view_data, write_view
 from megagrpo.view.run_data import ViewLimits, curves, read_run
@@ -115,10 +116,11 @@ def test_serving_writes_no_files(tmp_path, capsys):
 def test_a_run_without_the_new_records_is_shown(tmp_path):
     """A folder of an earlier version, or with everything switched off."""
     folder = RunFolder(tmp_path / "run")
-    log = StepLog(folder, LogConfig(tensorboard=False))
+    log, samples = StepLog(folder, LogConfig(tensorboard=False)), RolloutLog(folder, 0, 1)
     log.write(1, {"reward/mean": 0.5})
-    log.write_rollouts(1, made_groups(1))
-    log.close()
+    samples.write(1, made_groups(1))
+    for writer in (log, samples):
+        writer.close()
     write_view([folder], ViewLimits(), folder.view)
     (run,) = data_of(folder.view.read_text())["runs"]
     assert run["timeline"] == [] and not folder.trace.exists()
@@ -138,9 +140,9 @@ def test_long_curves_are_means_of_bins():
 
 def test_samples_are_bounded_in_bytes_and_spread_over_steps(tmp_path):
     folder = RunFolder(tmp_path)
-    log = StepLog(folder, LogConfig(tensorboard=False))
+    log = RolloutLog(folder, 0, 1)
     for step in range(1, 301):
-        log.write_rollouts(step, made_groups(step, num_groups=6))
+        log.write(step, made_groups(step, num_groups=6))
     log.close()
     data, notes = read_samples(folder, 150_000)
     size = len(json.dumps(data))
@@ -157,8 +159,8 @@ def test_one_huge_response_does_not_fill_the_page(tmp_path):
     folder = RunFolder(tmp_path)
     (group,) = made_groups(1, num_groups=1)
     long = type(group.samples[0])(**{**vars(group.samples[0]), "text": "x" * 1_000_000})
-    log = StepLog(folder, LogConfig(tensorboard=False))
-    log.write_rollouts(1, [type(group)(0, group.prompt, (long, *group.samples[1:]), group.outcomes)])
+    log = RolloutLog(folder, 0, 1)
+    log.write(1, [type(group)(0, group.prompt, (long, *group.samples[1:]), group.outcomes)])
     log.close()
     data, _ = read_samples(folder, 50_000)
     text = data["groups"][0]["samples"][0]["text"]

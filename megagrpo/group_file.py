@@ -1,0 +1,64 @@
+"""Keeps groups in one binary file: their token ids, log-probabilities and masks as arrays, everything else as JSON."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+
+_RECORDS = "records"  # in the file: the JSON text; beside it all arrays of a type in one, named after the type
+
+
+def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
+    """Writes the groups to a new file, on disk when this returns."""
+    parts: dict[str, list[np.ndarray]] = {}
+    sizes: dict[str, int] = {}
+
+    def place(array: np.ndarray) -> dict[str, Any]:
+        kind = array.dtype.name
+        start = sizes.get(kind, 0)
+        parts.setdefault(kind, []).append(array)
+        sizes[kind] = start + len(array)
+        return {"array": [kind, start, sizes[kind]]}
+
+    records = json.dumps([asdict(group) for group in groups], default=place).encode()
+    arrays = {kind: np.concatenate(found) for kind, found in parts.items()}
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **{_RECORDS: np.frombuffer(records, np.uint8)}, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_groups(path: Path) -> list[RolloutGroup]:
+    """Reads what `write_groups` wrote."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+
+    def fetch(record: dict[str, Any]) -> Any:
+        if record.keys() != {"array"}:
+            return record
+        kind, start, end = record["array"]
+        return arrays[kind][start:end]
+
+    return [_group(record) for record in json.loads(arrays[_RECORDS].tobytes(), object_hook=fetch)]
+
+
+def _group(record: dict[str, Any]) -> RolloutGroup:
+    greedy, of_greedy = record["greedy"], record["greedy_outcome"]
+    return RolloutGroup(
+        group_id=record["group_id"],
+        prompt=Prompt(**record["prompt"]),
+        samples=tuple(Sample(**sample) for sample in record["samples"]),
+        outcomes=tuple(map(_outcome, record["outcomes"])),
+        greedy=None if greedy is None else Sample(**greedy),
+        greedy_outcome=None if of_greedy is None else _outcome(of_greedy),
+    )
+
+
+def _outcome(record: dict[str, Any]) -> Outcome:
+    return Outcome(**{**record, "parts": {name: _outcome(part) for name, part in record["parts"].items()}})

@@ -1,0 +1,39 @@
+"""Groups in a binary file: what is read is what was written, types included."""
+
+import numpy as np
+
+from megagrpo.group_file import read_groups, write_groups
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+
+
+def test_groups_come_back_as_they_were(tmp_path):
+    generator = np.random.default_rng(0)
+    prompt = Prompt(7, "1+1=", generator.integers(0, 150_000, 5), "2", "exact", "a.jsonl:3")
+    parts = {"length": Outcome("score", 2.0), "taste": Outcome("timeout", detail="10 s")}
+    samples = tuple(
+        Sample(i, generator.integers(0, 150_000, n), -generator.random(n), "stop", 3, "é", mask)
+        for i, (n, mask) in enumerate([(4, None), (0, None), (3, (1, 0, 1))])
+    )
+    outcomes = (Outcome("score", 0.1 + 0.2, parts=parts), Outcome("error", detail="x"), Outcome("score", -1.0))
+    groups = [
+        RolloutGroup(0, prompt, samples, outcomes),
+        RolloutGroup(1, prompt, samples, outcomes, Sample(0, (1, 2), (0.0, -0.5), "length", 3, ""), Outcome("score")),
+    ]
+    write_groups(tmp_path / "groups.npz", groups)
+    found = read_groups(tmp_path / "groups.npz")
+    assert found == groups
+    assert found[0].samples[2].loss_mask.tolist() == [True, False, True]
+    arrays = found[1].greedy.token_ids, found[1].greedy.logprobs, found[0].prompt.token_ids
+    assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
+
+
+def test_samples_are_compared_with_their_arrays():
+    one = Sample(0, (1, 2), (-0.5, -1.0), "stop", 0, "a")
+    assert one == Sample(0, [1, 2], np.array([-0.5, -1.0]), "stop", 0, "a")
+    for other in (
+        Sample(0, (1, 3), (-0.5, -1.0), "stop", 0, "a"),
+        Sample(0, (1, 2), (-0.5, -1.5), "stop", 0, "a"),
+        Sample(0, (1, 2), (-0.5, -1.0), "stop", 0, "a", (1, 1)),
+        Sample(0, (1,), (-0.5,), "stop", 0, "a"),
+    ):
+        assert one != other
