@@ -175,6 +175,30 @@ def test_a_wrong_setting_is_refused_by_its_key(override, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor.megatron.recompute_modules=[mlp]"], "read with actor.recompute selective alone, which is none"),
+        (["actor.recompute=selective", "actor.megatron.recompute_num_layers=2"], "actor.recompute full alone"),
+        (
+            [
+                *("actor.transformer_engine=false", "actor.recompute=selective"),
+                "actor.megatron.recompute_modules=[mlp, moe_act]",
+            ],
+            "moe_act: only with Transformer Engine's layers",
+        ),
+        (["actor.transformer_engine=false", "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
+        (["actor.lora.rank=4", "actor.ddp.overlap_grad_reduce=true"], "with lora, replicas of experts"),
+        (["actor.optimizer.distributed=false", "actor.ddp.overlap_param_gather=true"], "sharded"),
+        (["actor.optimizer.megatron.optimizer_cpu_offload=true"], "with actor.dtype float32 there are none"),
+        (["actor.dtype=bfloat16", "actor.optimizer.megatron.exp_avg_dtype=bfloat16"], "use_precision_aware_optimizer"),
+    ],
+)
+def test_settings_that_other_keys_contradict_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(QUICKSTART, overrides)
+
+
 def test_problems_of_all_maps_come_with_their_lines(tmp_path):
     text = QUICKSTART.read_text().replace(
         "actor:\n", "actor:\n  megatron:\n    apply_rope_fusion: 1\n    tp: 2\n  ddp: {bucket_size: x}\n", 1
