@@ -169,7 +169,7 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
 
 def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Two updates, the second's forward right behind the first's step; does every rank hold the same parameters then?"""
+    """Two updates, the second's forward right behind the first's step; do all ranks hold the same parameters then?"""
     trained, norms = actor.trained_weights(weights), []
     for number in range(2):
         loss = gradient(actor, batch_of(actor.mesh, shift=number), RICH)
@@ -177,9 +177,9 @@ def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, fold
     actor.gather_parameters()
     own, everyone = dict(actor.parameters()), [None] * actor.mesh.world_size
     dist.all_gather_object(everyone, own)
-    kept = whole(trained, actor.trained(), actor.mesh)
-    if actor.mesh.is_main:
-        torch.save({"norms": norms, "weights": kept}, job["kept"])
+    torch.save(
+        {"norms": norms, "weights": whole(trained, actor.trained(), actor.mesh)}, f"{job['kept']}{actor.mesh.rank}"
+    )
     ddp = actor.model[0].ddp_config
     return {
         "same_on_all_ranks": all(torch.equal(p, other[name]) for other in everyone for name, p in own.items()),
