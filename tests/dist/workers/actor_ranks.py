@@ -177,9 +177,8 @@ def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, fold
     actor.gather_parameters()
     own, everyone = dict(actor.parameters()), [None] * actor.mesh.world_size
     dist.all_gather_object(everyone, own)
-    torch.save(
-        {"norms": norms, "weights": whole(trained, actor.trained(), actor.mesh)}, f"{job['kept']}{actor.mesh.rank}"
-    )
+    kept = {"norms": norms, "weights": whole(trained, actor.trained(), actor.mesh)}
+    torch.save(kept, f"{job['kept']}{actor.mesh.rank}")
     ddp = actor.model[0].ddp_config
     return {
         "same_on_all_ranks": all(torch.equal(p, other[name]) for other in everyone for name, p in own.items()),
