@@ -9,6 +9,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import sys
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -134,7 +135,15 @@ def _admits_transformer_engine() -> bool:
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return False
     version = importlib.metadata.version("transformer_engine")
-    return tuple(int(part) for part in version.split(".")[:2]) < _TRANSFORMER_ENGINE_BELOW
+    admitted = tuple(int(part) for part in version.split(".")[:2]) < _TRANSFORMER_ENGINE_BELOW
+    if not admitted:
+        bound = ".".join(map(str, _TRANSFORMER_ENGINE_BELOW))
+        warnings.warn(
+            f"Transformer Engine {version} is installed, but Megatron-Core takes versions below {bound}: layers are "
+            "torch's; install another, or set actor.transformer_engine: true to use it all the same",
+            stacklevel=2,
+        )
+    return admitted
 
 
 def prepare_host(
