@@ -29,6 +29,16 @@ def check_layout(arch: Architecture, config: ActorConfig) -> None:
         raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
 
 
+def check_packages(config: ActorConfig) -> None:
+    """Raises ValueError when a package that the settings need is not installed where ranks start."""
+    settings = config.megatron
+    if settings.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise ValueError(
+            "actor.megatron.moe_token_dispatcher_type is flex, but DeepEP (the package deep_ep) is not installed here: "
+            "build it as its own pages say, or leave alltoall, which is enough where actor.parallel.ep stays in a node"
+        )
+
+
 def check_transformer_engine(config: ActorConfig) -> None:
     """Raises ValueError when Transformer Engine's layers are asked for, or needed, where it is not installed."""
     if config.transformer_engine is True and importlib.util.find_spec("transformer_engine") is None:

@@ -24,6 +24,8 @@ from megagrpo.batching.microbatch import plan_micro_batches
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
+_FP8_ROWS = 32  # what the blocks of MXFP8 divide the rows of a product into; other recipes ask for 16 or less
+
 
 def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Tensor:
     """Collective. Returns log-probabilities [N, S] float32 of the sampled tokens under the live weights, 0 elsewhere.
@@ -247,7 +249,10 @@ def _run(
     config, device = actor.config, actor.mesh.device
     layout, cp_rank = config.parallel, mpu.get_context_parallel_rank()
     bias, router_losses = (None, None) if forward_only else (actor.router_bias, actor.router_losses)
-    micros = plan_micro_batches(batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank)
+    multiple = _FP8_ROWS if actor.transformer.fp8 else 1
+    micros = plan_micro_batches(
+        batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank, multiple
+    )
     lengths = batch.lengths.tolist()
     real = sum(lengths[row] for row in rows)
     padded = sum(m.tokens.numel() for m in micros) * layout.cp

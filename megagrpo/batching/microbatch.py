@@ -4,6 +4,7 @@ Everything is planned on the host, from what is copied from the device once, and
 forward and backward of a micro-batch no size and no index depends on what a device has yet to compute.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,14 +35,22 @@ class _Layout:
 
 
 def plan_micro_batches(
-    batch: Batch, rows: Sequence[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh, cp_rank: int = 0
+    batch: Batch,
+    rows: Sequence[int],
+    budget: int,
+    packed: bool,
+    layout: ParallelConfig,
+    mesh: Mesh,
+    cp_rank: int = 0,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
     """Collective over data-parallel ranks. Cuts `rows` of the batch into micro-batches, the same number on every rank.
 
     budget: tokens of a micro-batch of several samples, at most. Under context parallelism a rank gets its zigzag part
     of every sequence, so sequences are padded to multiples of 2 cp; whole micro-batches are multiples of tp as well,
-    since sequence parallelism cuts them. With pipeline stages all micro-batches of all ranks have one shape, and with
-    virtual ones their number is a multiple of pp: Megatron's schedule asks for both. Waits for the batch's device once.
+    since sequence parallelism cuts them; each rank's part of a row has a multiple of `multiple` tokens. With pipeline
+    stages all micro-batches of all ranks have one shape, and with virtual ones their number is a multiple of pp:
+    Megatron's schedule asks for both. Waits for the batch's device once.
     """
     unit = 2 * layout.cp if layout.cp > 1 else 1
     real_lengths, sampled = batch.lengths.cpu(), (batch.loss_mask > 0).cpu()
@@ -56,7 +65,7 @@ def plan_micro_batches(
     def shape(members: list[int]) -> tuple[int, int]:
         sizes = [length_of[r] for r in members] or [1]
         height, width = (1, sum(sizes)) if packed else (max(len(members), 1), max(sizes))
-        return height, _up(width, unit * layout.tp)
+        return height, _up(width, layout.tp * math.lcm(unit, multiple * layout.cp))
 
     shapes = [shape(b) for b in bins]
     if layout.pp > 1:

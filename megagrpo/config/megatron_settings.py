@@ -244,9 +244,8 @@ MEGATRON_SETTINGS = (TRANSFORMER_SETTINGS, DDP_SETTINGS, OPTIMIZER_SETTINGS)
 
 def megatron_setting_problems(actor: ActorConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yields the key path of each setting that Megatron would not take, or that is refused here, and why."""
-    yield from _wrong_alone(actor)
-    for table, key, problem in _wrong_together(actor):
-        yield (*table.path, key), problem
+    wrong = list(_wrong_alone(actor))
+    yield from wrong or (((*table.path, key), problem) for table, key, problem in _wrong_together(actor))
 
 
 def _wrong_alone(actor: ActorConfig) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -304,3 +303,17 @@ def _wrong_together(actor: ActorConfig) -> Iterator[tuple[SettingsTable, str, st
         if optimizer.get(key, "float32") != "float32" and not aware:
             text = "other types than float32 need actor.optimizer.megatron.use_precision_aware_optimizer: true"
             yield OPTIMIZER_SETTINGS, key, text
+
+
+def refusal_rows() -> list[str]:
+    """Returns the rows of docs/gpu.md's table: why fields are not set in an experiment, and which they are."""
+    reasons: dict[str, list[str]] = {}
+    for table in MEGATRON_SETTINGS:
+        for name, refusal in table.refused.items():
+            text = f"set `{refusal.instead}`" if refusal.instead.startswith("actor.") else refusal.reason
+            names = reasons.setdefault(text, [])
+            names += [name] if name not in names else []
+    return [
+        f"| {reason} | {', '.join(f'`{name}`' for name in names[:8])}{f', {len(names) - 8} more' * (len(names) > 8)} |"
+        for reason, names in reasons.items()
+    ]

@@ -10,7 +10,7 @@ import pytest
 
 from megagrpo.config.fields import annotations_at
 from megagrpo.config.load import ConfigError, load_config
-from megagrpo.config.megatron_settings import MEGATRON_SETTINGS, SettingsTable
+from megagrpo.config.megatron_settings import MEGATRON_SETTINGS, SettingsTable, refusal_rows
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.library_settings import Library, LibraryMissing, accepted_values, accepts, library_fields
 
@@ -116,6 +116,11 @@ def test_refusals_name_keys_that_exist(table: SettingsTable):
                 assert annotations_at(ExperimentConfig, keys) or keys[-1] in known, word
 
 
+def test_the_page_has_every_refusal():
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert [row for row in refusal_rows() if row not in page] == []
+
+
 def test_the_source_says_what_the_imported_classes_say():
     from megagrpo.actor.host import prepare_host
 
@@ -168,6 +173,30 @@ def test_a_wrong_setting_is_refused_by_its_key(override, message):
     key, _value = override.split("=")
     assert f"--set {override}: {key} = " in str(error.value)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["actor.megatron.recompute_modules=[mlp]"], "read with actor.recompute selective alone, which is none"),
+        (["actor.recompute=selective", "actor.megatron.recompute_num_layers=2"], "actor.recompute full alone"),
+        (
+            [
+                *("actor.transformer_engine=false", "actor.recompute=selective"),
+                "actor.megatron.recompute_modules=[mlp, moe_act]",
+            ],
+            "moe_act: only with Transformer Engine's layers",
+        ),
+        (["actor.transformer_engine=false", "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
+        (["actor.lora.rank=4", "actor.ddp.overlap_grad_reduce=true"], "with lora, replicas of experts"),
+        (["actor.optimizer.distributed=false", "actor.ddp.overlap_param_gather=true"], "sharded"),
+        (["actor.optimizer.megatron.optimizer_cpu_offload=true"], "with actor.dtype float32 there are none"),
+        (["actor.dtype=bfloat16", "actor.optimizer.megatron.exp_avg_dtype=bfloat16"], "use_precision_aware_optimizer"),
+    ],
+)
+def test_settings_that_other_keys_contradict_are_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(QUICKSTART, overrides)
 
 
 def test_problems_of_all_maps_come_with_their_lines(tmp_path):

@@ -147,21 +147,16 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
 
 def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Two updates, the second's forward right behind the first's step, kept in job["kept"]; norms of both.
-
-    And whether every rank then holds the same parameters, which they publish.
-    """
+    """Two updates, the second's forward right behind the first's step; do all ranks hold the same parameters then?"""
     trained, norms = actor.trained_weights(weights), []
     for number in range(2):
         loss = gradient(actor, batch_of(actor.mesh, shift=number), RICH)
         norms.append([loss, actor.optimizer_step(loss, followed=True)["optim/grad_norm"]])
     actor.gather_parameters()
-    own = {name: p.detach().clone() for name, p in actor.parameters().items()}
-    everyone: list = [None] * actor.mesh.world_size
+    own, everyone = dict(actor.parameters()), [None] * actor.mesh.world_size
     dist.all_gather_object(everyone, own)
-    kept = whole(trained, actor.trained(), actor.mesh)
-    if actor.mesh.is_main:
-        torch.save({"norms": norms, "weights": kept}, job["kept"])
+    kept = {"norms": norms, "weights": whole(trained, actor.trained(), actor.mesh)}
+    torch.save(kept, f"{job['kept']}{actor.mesh.rank}")
     ddp = actor.model[0].ddp_config
     return {
         "same_on_all_ranks": all(torch.equal(p, other[name]) for other in everyone for name, p in own.items()),
