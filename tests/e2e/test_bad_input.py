@@ -46,7 +46,7 @@ def in_this_process(command: str, config: Path, *words: str, timeout_s: float) -
         ("actor.world_size=3", "world_size 3 is not a multiple of etp x ep x pp = 2; 4 would be"),
         ("actor.parallel={tp: 4, ep: 1}", "world_size 2 is not a multiple of tp x pp x cp = 4; 4 would be"),
         (
-            "actor={world_size: 8, parallel: {tp: 8}}",
+            "actor={world_size: 3, parallel: {tp: 3}}",
             "actor.parallel.tp = 8 does not divide the model's num_attention_heads = 4",
         ),
         (
@@ -84,7 +84,7 @@ def test_what_prepare_has_not_made_yet(tmp_path):
 
 def test_every_problem_at_once(experiments):
     said = refused(
-        write_experiment(experiments / "refused"), "data.path=a.jsonl", "actor={world_size: 8, parallel: {tp: 8}}"
+        write_experiment(experiments / "refused"), "data.path=a.jsonl", "actor={world_size: 3, parallel: {tp: 3}}"
     )
     assert "a.jsonl" in said and "num_attention_heads" in said and "num_key_value_heads" in said
 

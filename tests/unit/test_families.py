@@ -210,11 +210,11 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
 def test_check_and_the_actor_say_the_same_of_a_layout():
     """One place has the rules: `check` lists them, the actor refuses with them."""
     hf = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
-    config = load_config(QUICKSTART, ["actor.world_size=36", "actor.parallel={tp: 4, ep: 3, pp: 3}"])
+    config = load_config(QUICKSTART, ["actor.world_size=9", "actor.parallel={tp: 3, ep: 3, pp: 3}"])
     arch = architecture_of(hf)
     problems = layout_problems(arch, config.actor)
     assert [text.split(" does not divide")[0] for text in problems] == [
-        "actor.parallel.tp = 4",
+        *["actor.parallel.tp = 3"] * 2,  # heads, key/value heads
         "actor.parallel.ep = 3",
         "actor.parallel.pp x vpp = 3",
     ]
