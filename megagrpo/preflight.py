@@ -15,7 +15,6 @@ from megagrpo.families.table import architecture_of, model_problems, read_descri
 from megagrpo.layout import divisors, layout_problems
 from megagrpo.rewards.code import read_tests
 from megagrpo.rewards.graders import check_grader, load_group_grader
-from megagrpo.rollout.service.server_settings import engine_setting_problems
 from megagrpo.rollout.tools import load_tool
 from megagrpo.run_folder import RunFolder
 from megagrpo.tiny.description import hf_config as tiny_hf_config
@@ -29,7 +28,6 @@ def preflight(config: ExperimentConfig) -> list[str]:
         *_missing_packages(config),
         *_broken_lines(config),
         *_function_problems(config),
-        *engine_setting_problems(config.rollout),
         *_source_problems(config),
     ]
     hf = model_description(config)

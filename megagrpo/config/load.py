@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, keys_of, sections, variant_names
 from megagrpo.config.megatron_settings import megatron_setting_problems
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.server_settings import engine_setting_problems
 from megagrpo.run_folder import write_whole
 
 PRESETS = Path(__file__).with_name("presets")
@@ -81,7 +82,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
         config = ExperimentConfig.model_validate(source.data)
     except ValidationError as exc:
         raise _error(path, _explain_errors(exc, source, str(path))) from None
-    problems = [_at(keys, problem, source, str(path)) for keys, problem in megatron_setting_problems(config.actor)]
+    found = [*megatron_setting_problems(config.actor), *engine_setting_problems(config.rollout)]
+    problems = [_at(keys, problem, source, str(path)) for keys, problem in found]
     if problems:
         raise _error(path, problems)
     return config

@@ -7,11 +7,11 @@ from typing import Any
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.megatron_settings import DDP, LATENT_TRANSFORMER, OPTIMIZER, TRANSFORMER
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.server_fields import server_fields
 from megagrpo.families.architecture import Architecture
 from megagrpo.library_settings import Library, LibraryMissing, library_fields
 from megagrpo.megatron_fields import Kernels, ddp_fields, expected_kernels, optimizer_fields, transformer_fields
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
-from megagrpo.rollout.service.server_fields import server_fields
 
 _WIDTH = 116
 _OF_A_START = ("port", "node_rank", "dist_init_addr")  # chosen anew whenever an engine starts

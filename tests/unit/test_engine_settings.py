@@ -1,17 +1,20 @@
 """`rollout.sglang`: every field of ServerArgs is decided, wrong and forbidden ones are refused, right ones arrive."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from megagrpo.config.load import load_config
+from megagrpo.config import server_settings
+from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.server_fields import server_fields
+from megagrpo.config.server_settings import ALLOWED, OURS, REFUSED_GROUPS, engine_setting_problems
 from megagrpo.environment import WEIGHT_LOADER, child_environment
 from megagrpo.planning.settings_report import engine_report
-from megagrpo.preflight import preflight
-from megagrpo.rollout.service import server_settings
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_command,
@@ -20,9 +23,8 @@ from megagrpo.rollout.service.engine_command import (
     engine_settings,
     on_gpus,
 )
-from megagrpo.rollout.service.server_fields import server_fields
-from megagrpo.rollout.service.server_settings import ALLOWED, OURS, REFUSED_GROUPS, engine_setting_problems
 
+ROOT = Path(__file__).parents[2]
 PLACE = {cuda: ServerPlace(0, "127.0.0.1", 20001, "10.0.0.1:20002", cuda=cuda, num_cores=8) for cuda in (False, True)}
 
 
@@ -32,7 +34,7 @@ def config(**rollout) -> ExperimentConfig:
 
 
 def problems(**rollout) -> list[str]:
-    return engine_setting_problems(config(**rollout).rollout)
+    return [f"{'.'.join(keys)}: {problem}" for keys, problem in engine_setting_problems(config(**rollout).rollout)]
 
 
 def test_every_field_is_decided_once():
@@ -85,8 +87,8 @@ def test_fields_and_options_are_those_of_sglang_itself():
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"chunked_prefil_size": 1}, "rollout.sglang.chunked_prefil_size is no field of SGLang's ServerArgs; "
-         "do you mean chunked_prefill_size?"),
+        ({"chunked_prefil_size": 1}, "rollout.sglang.chunked_prefil_size: SGLang's ServerArgs has no such field; "
+         "did you mean 'chunked_prefill_size'?"),
         ({"chunked_prefill_size": "8k"}, "should be a whole number, as SGLang declares it (sglang/srt/arg_groups/"),
         ({"chunked_prefill_size": True}, "should be a whole number"),
         ({"disable_radix_cache": 1}, "should be true or false"),
@@ -95,7 +97,7 @@ def test_fields_and_options_are_those_of_sglang_itself():
         ({"cuda_graph_bs_decode": [1, "2"]}, "should be a list of (a whole number)"),
         ({"schedule_conservativeness": "1"}, "should be a number"),
         ({"radix_eviction_policy_config": "{}"}, "should be a map"),
-        ({"tp_size": 8}, "rollout.sglang.tp_size is set by rollout.tp"),
+        ({"tp_size": 8}, "rollout.sglang.tp_size: is set by rollout.tp"),
         ({"random_seed": 1}, "is set by seed"),
         ({"api_key": "x"}, "MEGAGRPO_API_KEY"),
         ({"enable_fp32_lm_head": False}, "is set by rollout.dtype"),
@@ -108,7 +110,7 @@ def test_fields_and_options_are_those_of_sglang_itself():
         ({"kv_cache_dtype": "fp8_e4m3"}, "of another distribution"),
         ({"enable_eplb": True}, "experts would leave the ranks"),
         ({"pp_size": 2}, "an engine's ranks are rollout.tp"),
-        ({"dp_size": 2}, "rollout.sglang.dp_size without enable_dp_attention"),
+        ({"dp_size": 2}, "rollout.sglang.dp_size: is refused without enable_dp_attention"),
         ({"enable_hierarchical_cache": True}, "keys and values of older weights"),
         ({"stat_loggers": {}}, "its value is a function"),
     ],
@@ -232,6 +234,12 @@ def test_without_sglang_nothing_is_taken_unchecked(monkeypatch):
     assert problems() == []
 
 
-def test_preflight_reports_them(tmp_path):
-    found = preflight(load_config("configs/quickstart.yaml", overrides=['rollout.sglang={"page_sise": 1}']))
-    assert any("rollout.sglang.page_sise is no field" in text for text in found)
+def test_they_are_reported_with_their_lines(tmp_path):
+    text, file = (ROOT / "configs" / "quickstart.yaml").read_text(), tmp_path / "e.yaml"
+    section = "rollout:\n  sglang:\n    page_sise: 1\n    page_size: x"
+    file.write_text(re.sub(r"^rollout: .*$", section, text, flags=re.MULTILINE))
+    line = file.read_text().splitlines().index("  sglang:") + 1
+    with pytest.raises(ConfigError) as error:
+        load_config(file)
+    assert f"e.yaml:{line + 1}: rollout.sglang.page_sise = 1: SGLang's ServerArgs has no such field" in str(error.value)
+    assert f"e.yaml:{line + 2}: rollout.sglang.page_size = 'x': should be a whole number" in str(error.value)

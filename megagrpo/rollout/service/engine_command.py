@@ -11,8 +11,8 @@ from typing import Any
 
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.server_settings import engine_setting_problems, engine_setting_words
 from megagrpo.environment import ENGINE, WEIGHT_LOADER, get, without_expandable_segments
-from megagrpo.rollout.service.server_settings import engine_setting_problems, engine_setting_words
 
 CPU_SHIMS = Path(__file__).parents[1] / "cpu"
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
@@ -52,7 +52,7 @@ def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
 
 def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
     """Returns the command of one server process. Raises ValueError for settings that engines cannot have."""
-    if problems := engine_setting_problems(config.rollout):
+    if problems := [f"{'.'.join(keys)}: {problem}" for keys, problem in engine_setting_problems(config.rollout)]:
         raise ValueError("; ".join(problems))
     settings = engine_settings(config, place)
     own = {name: value for name, value in settings.items() if name not in config.rollout.sglang}

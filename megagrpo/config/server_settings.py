@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from megagrpo.config.rollout import RolloutConfig
+from megagrpo.config.server_fields import ServerField, server_fields
 from megagrpo.environment import WEIGHT_LOADER
-from megagrpo.rollout.service.server_fields import ServerField, server_fields
 
 _PORTS = "the service, which finds free ports for every engine"
 _PLACE = "rollout.nodes_per_engine, and the service, which places engines"
@@ -200,34 +200,32 @@ def refusal(field: ServerField) -> str:
     return f"is refused: {reason}" if reason else ""
 
 
-def engine_setting_problems(rollout: RolloutConfig) -> list[str]:
-    """Returns everything that is wrong with `rollout.sglang` and `rollout.extra_args`."""
-    if not rollout.sglang and not rollout.extra_args:
-        return []
-    fields = server_fields()
-    if not fields:
-        if not rollout.sglang:
-            return []
-        return ["rollout.sglang: SGLang is not installed here, so its settings cannot be checked"]
-    found = [*_map_problems(rollout.sglang, fields), *_word_problems(rollout.extra_args, fields)]
+def engine_setting_problems(rollout: RolloutConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yields (keys, problem) for everything that is wrong with `rollout.sglang` and `rollout.extra_args`."""
+    fields = server_fields() if rollout.sglang or rollout.extra_args else {}
+    if rollout.sglang and not fields:
+        yield ("rollout", "sglang"), "SGLang is not installed here, so its settings cannot be checked"
+        return
+    for name, problem in _map_problems(rollout.sglang, fields):
+        yield ("rollout", "sglang", name), problem
+    for problem in _word_problems(rollout.extra_args, fields):
+        yield ("rollout", "extra_args"), problem
     if rollout.sglang.get("dp_size", 1) != 1 and not rollout.sglang.get("enable_dp_attention"):
-        found.append(f"rollout.sglang.dp_size without enable_dp_attention is refused: {_RANKS}; raise num_engines")
-    return found
+        yield ("rollout", "sglang", "dp_size"), f"is refused without enable_dp_attention: {_RANKS}; raise num_engines"
 
 
-def _map_problems(given: dict[str, Any], fields: dict[str, ServerField]) -> Iterator[str]:
+def _map_problems(given: dict[str, Any], fields: dict[str, ServerField]) -> Iterator[tuple[str, str]]:
     for name, value in given.items():
-        key = f"rollout.sglang.{name}"
         if name not in fields:
             near = get_close_matches(name, ALLOWED | set(OURS), n=1) or get_close_matches(name, fields, n=1)
-            yield f"{key} is no field of SGLang's ServerArgs" + (f"; do you mean {near[0]}?" if near else "")
+            yield name, "SGLang's ServerArgs has no such field" + (f"; did you mean {near[0]!r}?" if near else "")
         elif problem := refusal(fields[name]) or fields[name].problem(value) or _value_problem(name, value):
-            yield f"{key} {problem}"
+            yield name, problem
 
 
 def _value_problem(name: str, value: object) -> str:
     right, reason = _VALUES.get(name, ((), ""))
-    return f"= {value} is refused: {reason}; it may be {', '.join(right)}" if right and value not in right else ""
+    return f"{value} is refused: {reason}; it may be {', '.join(right)}" if right and value not in right else ""
 
 
 def _word_problems(words: Sequence[str], fields: dict[str, ServerField]) -> Iterator[str]:
@@ -241,11 +239,11 @@ def _word_problems(words: Sequence[str], fields: dict[str, ServerField]) -> Iter
         field = near[0] if len({entry.name for entry in near}) == 1 else None
         value = value or (words[number + 1] if number + 1 < len(words) else "")
         if name == "--config":
-            yield "rollout.extra_args: --config is refused: a file of settings is not read here; name them one by one"
+            yield "--config is refused: a file of settings is not read here; name them one by one"
         elif field is None or (field.name == "custom_weight_loader" and WEIGHT_LOADER in words):  # one beside ours
             continue
         elif problem := refusal(field) or _value_problem(field.name, value):
-            yield f"rollout.extra_args: {name} {problem}"
+            yield f"{name} {problem}"
 
 
 def engine_setting_words(given: dict[str, Any]) -> list[str]:
