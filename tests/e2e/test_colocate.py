@@ -30,6 +30,7 @@ def killed_in_its_sleep(job: Job, folder: Path, step: int, whose: str) -> None:
             return False
         if whose == "engine":
             os.kill(victim["pid"], signal.SIGKILL)
+            job.wait_for(lambda: engine(folder)["state"] == "dead", "the supervisor to see it", 60)
             held.resume()
         else:
             held.kill()
