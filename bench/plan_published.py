@@ -18,8 +18,8 @@ from common import RESULTS, provenance, write_results
 
 from megagrpo.config.load import load_config
 from megagrpo.planning.lengths import Lengths
-from megagrpo.planning.plan import Options, exact_plan, quick_plan, target_of
-from megagrpo.planning.step_time import Plan, training_of, usable_bytes
+from megagrpo.planning.plan import Options, exact_plan, target_of
+from megagrpo.planning.step_time import Plan, plan_step, training_of, usable_bytes
 from megagrpo.planning.trainer_side import Load, trainer_side
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -174,7 +174,7 @@ def _plan(run: Run, quick: bool) -> Plan:
     options = Options(hardware=run.hardware, lengths=lengths)
     target = target_of(config, options)
     # piece by piece only where a publish was timed: recording both sides takes minutes
-    return quick_plan(config, target) if quick or run.publish_s is None else exact_plan(config, target, options)
+    return plan_step(config, target) if quick or run.publish_s is None else exact_plan(config, target, options)
 
 
 def _pretrained(

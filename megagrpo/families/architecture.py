@@ -73,8 +73,8 @@ class Architecture:
     rope_theta: float
     rope_scaling: dict[str, Any] | None
     tied: bool  # the output layer is the input embedding
-    qkv_bias: bool
-    qk_norm: bool  # RMSNorm over each head of queries and keys
+    qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of queries and keys
     num_experts: int = 0  # 0: dense
     experts_per_token: int = 0
     expert_ffn_size: int = 0
@@ -171,16 +171,8 @@ def attention_bias_refusals(hf: Mapping[str, Any]) -> list[str]:
     return [wrong] if hf.get("attention_bias") else []
 
 
-def decoder_architecture(
-    hf: Mapping[str, Any],
-    qkv_bias: bool = False,
-    qk_norm: bool = False,
-    num_experts: int = 0,
-    experts_per_token: int = 0,
-    expert_ffn_size: int = 0,
-    norm_topk_prob: bool = True,
-) -> Architecture:
-    """Reads a config.json that has no refusals; the other arguments are what the family alone knows."""
+def decoder_architecture(hf: Mapping[str, Any]) -> Architecture:
+    """Reads from a config.json without refusals what all families have; the rest is left as in Llama."""
     rope = hf.get("rope_parameters") or {}  # transformers 5's place for rope_theta and rope_scaling
     return Architecture(
         family=hf["model_type"],
@@ -196,12 +188,6 @@ def decoder_architecture(
         rope_theta=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
         rope_scaling=_rope_scaling(hf),
         tied=bool(hf.get("tie_word_embeddings", False)),
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
-        num_experts=num_experts,
-        experts_per_token=experts_per_token,
-        expert_ffn_size=expert_ffn_size,
-        norm_topk_prob=norm_topk_prob,
     )
 
 

@@ -53,10 +53,13 @@ def refusals(hf: Mapping[str, Any]) -> list[str]:
 
 def architecture(hf: Mapping[str, Any]) -> Architecture:
     """Reads a config.json that has no refusals; attention_bias is of queries, keys and values alone."""
-    attention = decoder_architecture(
-        hf, qkv_bias=bool(hf.get("attention_bias")), qk_norm=bool(hf.get("use_qk_norm", False))
+    attention = replace(
+        decoder_architecture(hf),
+        qkv_bias=bool(hf.get("attention_bias")),
+        qk_norm=bool(hf.get("use_qk_norm", False)),
+        rotary_fraction=rotary_fraction(hf, _ROTARY_FRACTION),
     )
-    return with_sigmoid_moe(replace(attention, rotary_fraction=rotary_fraction(hf, _ROTARY_FRACTION)), hf)
+    return with_sigmoid_moe(attention, hf)
 
 
 def load_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: RankPlace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megagrpo.families.architecture import (
@@ -30,7 +31,7 @@ def refusals(hf: Mapping[str, Any]) -> list[str]:
 
 def architecture(hf: Mapping[str, Any]) -> Architecture:
     """Reads a config.json that has no refusals."""
-    return decoder_architecture(hf, qkv_bias=True)
+    return replace(decoder_architecture(hf), qkv_bias=True)
 
 
 def tiny_options(sizes: TinySizes) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megagrpo.families.architecture import (
@@ -41,8 +42,8 @@ def refusals(hf: Mapping[str, Any]) -> list[str]:
 
 def architecture(hf: Mapping[str, Any]) -> Architecture:
     """Reads a config.json that has no refusals."""
-    return decoder_architecture(
-        hf,
+    return replace(
+        decoder_architecture(hf),
         qk_norm=True,
         num_experts=_num_experts(hf),
         experts_per_token=hf["num_experts_per_tok"],

@@ -31,18 +31,8 @@ REQUIRED_KEYS = (
     "norm_topk_prob",
     "routed_scaling_factor",
 )
-SIZE_KEYS = frozenset(
-    {
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "n_shared_experts",
-        "first_k_dense_replace",
-        "n_group",
-        "topk_group",
-        "num_nextn_predict_layers",
-    }
-)
+_COMPUTING_KEYS = {"norm_topk_prob", "routed_scaling_factor"}  # they say how, not how large
+SIZE_KEYS = frozenset(REQUIRED_KEYS) - _COMPUTING_KEYS | {"num_nextn_predict_layers"}
 _GROUP_SCORE_EXPERTS = 2  # the published models' score of a group: its best experts' together
 
 

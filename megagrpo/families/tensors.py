@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 
 from megagrpo.families.architecture import Architecture
 
+_WHOLE = ("gate", "q_a_proj", "kv_a_proj_with_mqa")  # a router, and what latent attention projects down
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -25,6 +27,11 @@ class TensorSpec:
     def size(self) -> int:
         """Counts the elements."""
         return math.prod(self.shape)
+
+    @property
+    def whole(self) -> bool:
+        """Tells whether every tensor-parallel rank, of trainers and of engines, holds all of it."""
+        return self.kind == "norm" or self.name.split(".")[-2] in _WHOLE
 
 
 class GatedNames(NamedTuple):

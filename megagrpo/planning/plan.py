@@ -57,7 +57,7 @@ def plan_command(config: ExperimentConfig, options: Options) -> tuple[str, bool]
     """
     config = with_model(config)
     target = target_of(config, options)
-    plan = quick_plan(config, target) if options.quick else exact_plan(config, target, options)
+    plan = plan_step(config, target) if options.quick else exact_plan(config, target, options)
     remedy: list[str] = []
     if plan.problems:
         remedy = next(_fitting_changes(config, target), [])
@@ -99,11 +99,6 @@ def _lengths(config: ExperimentConfig, options: Options) -> Lengths:
     if options.lengths_from is not None:
         return lengths_of_run(options.lengths_from, config)
     return assumed_lengths(config)
-
-
-def quick_plan(config: ExperimentConfig, target: Target) -> Plan:
-    """Plans by closed forms alone: starts no process."""
-    return plan_step(config, target)
 
 
 def exact_plan(config: ExperimentConfig, target: Target, options: Options) -> Plan:

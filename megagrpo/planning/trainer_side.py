@@ -153,7 +153,6 @@ def in_flight(parallel: ParallelConfig, stage: int) -> float:
 
 
 _ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the inputs: their A is, and B is whole; of the others it is B
-_WHOLE = ("mlp.gate.weight", "q_a_proj.weight", "kv_a_proj_with_mqa.weight")  # on every tensor-parallel rank
 
 
 def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[Held]:
@@ -203,7 +202,7 @@ def elements_held(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> f
     p = actor.parallel
     if spec.name in ("model.embed_tokens.weight", "lm_head.weight"):
         return -(-arch.vocab_size // p.tp) * arch.hidden_size
-    if spec.kind == "norm" or spec.name.endswith(_WHOLE):
+    if spec.whole:
         return spec.size
     cut = p.etp if spec.expert else p.tp
     *_, projection, half, _ = ["", "", *spec.name.split(".")]

@@ -89,7 +89,7 @@ def model_work(arch: Architecture) -> ModelWork:
             dense[index] += spec.size
             if index < arch.num_layers - 1:
                 continue
-            if spec.kind != "matrix" or _is_whole(words[-2]):
+            if spec.whole:
                 whole += spec.size
             elif words[3] == "self_attn":
                 attention += spec.size
@@ -115,8 +115,3 @@ def model_work(arch: Architecture) -> ModelWork:
         whole=whole,
         rope_dim=mla.rope_dim if mla else 0,
     )
-
-
-def _is_whole(projection: str) -> bool:
-    """Tells whether every tensor-parallel rank of trainer and engine holds this projection whole."""
-    return projection in ("gate", "q_a_proj", "kv_a_proj_with_mqa")

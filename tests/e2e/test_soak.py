@@ -1,4 +1,4 @@
-"""Ten publishes of bench/soak.py: a run under faults finishes with every sample, and leaves nothing behind."""
+"""Seven publishes of bench/soak.py: a run under faults finishes with every sample, and leaves nothing behind."""
 
 import sys
 from pathlib import Path
@@ -9,11 +9,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from faults import prepare
 from soak import soak
 
-NUM_STEPS, EVERY = 10, 2
+NUM_STEPS, EVERY = 7, 2
 
 
 @pytest.mark.timeout(900)
-def test_ten_steps_in_which_engines_and_a_trainer_are_killed(experiments, tmp_path):
+def test_seven_steps_in_which_engines_and_a_trainer_are_killed(experiments, tmp_path):
     prepare(tmp_path / "soak", made=experiments)
     faults = ["engine killed in prefill", "engine killed in a weight update", "trainer rank 1 killed in the optimiser"]
     result = soak(tmp_path / "soak" / "run", NUM_STEPS, EVERY, faults)

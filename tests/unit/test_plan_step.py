@@ -14,10 +14,10 @@ from megagrpo.families.table import parameter_counts, read_architecture
 from megagrpo.planning.engine_side import EngineSide, engine_side, server_of, weight_elements
 from megagrpo.planning.hardware import EFFICIENCY, HARDWARE, efficiency, hardware_of
 from megagrpo.planning.lengths import Lengths, assumed_lengths, given_lengths, lengths_of_run
-from megagrpo.planning.plan import Options, plan_command, quick_plan, target_of, with_model
+from megagrpo.planning.plan import Options, plan_command, target_of, with_model
 from megagrpo.planning.rollout_time import EngineSpeed, rollout_time
 from megagrpo.planning.search import best_layouts, changes
-from megagrpo.planning.step_time import publish_seconds
+from megagrpo.planning.step_time import plan_step, publish_seconds
 from megagrpo.planning.train_time import Schedule, TrainSpeed, schedule_of, train_time
 from megagrpo.planning.trainer_side import Load, trainer_side
 from megagrpo.planning.work import model_work
@@ -245,7 +245,7 @@ def test_a_publish_fills_the_fullest_link():
 @pytest.mark.parametrize("path", CLUSTER, ids=lambda path: path.stem)
 def test_every_cluster_experiment_fits(path):
     config = with_model(load_config(path))
-    plan = quick_plan(config, target_of(config, Options()))
+    plan = plan_step(config, target_of(config, Options()))
     assert plan.problems == []
     assert plan.step == pytest.approx(sum(plan.seconds.values())) and 0 < plan.asynchronous < plan.step
     assert 0 < plan.idle < 1 and plan.engine.at_once > 0
@@ -298,4 +298,4 @@ def test_a_search_proposes_what_fits():
 def test_a_search_is_no_worse_than_the_shipped_file():
     config = with_model(load_config(ROOT / "configs" / f"{LARGE}.yaml"))
     target = target_of(config, Options())
-    assert best_layouts(config, target, 32)[0].step <= quick_plan(config, target).step
+    assert best_layouts(config, target, 32)[0].step <= plan_step(config, target).step
