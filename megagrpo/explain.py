@@ -11,6 +11,7 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.layout import layout_problems, rank_coordinates
 from megagrpo.planning.residency import residency
+from megagrpo.planning.settings_report import settings_report
 from megagrpo.planning.trainer_side import Load, TrainerSide, trained_elements, trainer_side
 from megagrpo.preflight import is_made, longest_samples, model_description, preflight
 from megagrpo.rewards.graders import SERVICES
@@ -34,6 +35,7 @@ def explain(config: ExperimentConfig, trial: Trial | None = None) -> str:
         _layout(config),
         _step(config, steps),
         _rollout(config),
+        settings_report(arch, config.actor),
         _memory(config, arch, counts),
         _events(config),
         _checkpoints(config, arch),
@@ -213,7 +215,8 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, counts: Paramet
     weights_and_gradients = _bytes(held["parameters"] + held["gradients"])
     return [
         f"memory     a trainer rank holds about {weights_and_gradients} of weights and gradients"
-        f" + {_bytes(held['optimiser'])} of optimiser state",
+        f" + {_bytes(held.get('optimiser', 0))} of optimiser state"
+        + (f", its node {_bytes(on_host)} more on the host" if (on_host := side.host_bytes["optimiser"]) else ""),
         f"  at most  {_bytes(fullest.total)} on a GPU, in {phase}, rank {fullest.rank} ({fullest.kind}): {parts}",
         *_lora(config, arch, side),
         f"  an engine rank holds about {_bytes(engine)} of weights, before its cache",
@@ -256,14 +259,14 @@ def _lora(config: ExperimentConfig, arch: Architecture, side: TrainerSide) -> li
     all_weights = config.actor.model_copy(update={"lora": None})
     held = side.phases["rollout"].parts
     whole = _trainer_side(config, arch, all_weights).phases["rollout"].parts
-    saved = sum(whole[name] - held[name] for name in ("gradients", "optimiser"))
+    saved = sum(whole.get(name, 0) - held.get(name, 0) for name in ("gradients", "optimiser"))
     return [
         f"  lora       rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(lora.targets)}: "
         f"{_count(trained_elements(arch, config.actor))} of {_count(trained_elements(arch, all_weights))} "
         "parameters are trained",
         f"  saved      of a trainer rank: gradients {_bytes(held['gradients'])} + optimiser "
-        f"{_bytes(held['optimiser'])} "
-        f"instead of {_bytes(whole['gradients'])} + {_bytes(whole['optimiser'])}: {_bytes(saved)} less",
+        f"{_bytes(held.get('optimiser', 0))} "
+        f"instead of {_bytes(whole['gradients'])} + {_bytes(whole.get('optimiser', 0))}: {_bytes(saved)} less",
         "  publish    merges the adapters into the weights and keeps a copy of the targeted ones meanwhile",
     ]
 

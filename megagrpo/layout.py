@@ -38,6 +38,9 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
         )
     if config.lora is not None and arch.family in _WITHOUT_ADAPTERS:
         problems.append(f"actor.lora is not supported with a {arch.family} model: train all weights, or another family")
+    gpu = config.device == "cuda" or (config.device == "auto" and config.dtype == "bfloat16")
+    if gpu and (problem := context_problem(config, config.expects_transformer_engine)):
+        problems.append(problem)
     if not arch.is_moe:
         problems += [
             f"actor.parallel.{key} = {size}, but a {arch.family} model has no experts; {key} must be 1"
@@ -45,6 +48,20 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
             if size > 1
         ]
     return problems
+
+
+def context_problem(config: ActorConfig, transformer_engine: bool) -> str | None:
+    """Returns why a sequence cannot be shared by GPUs of which it is known whether layers are Transformer Engine's."""
+    if config.parallel.cp == 1 or (transformer_engine and config.dtype == "bfloat16"):
+        return None
+    if config.lora is not None:
+        remedy = "with actor.lora, which it does not support, cp must be 1"
+    else:
+        remedy = "install it and set actor.dtype: bfloat16 (it has none in float32), or set cp: 1"
+    return (
+        f"actor.parallel.cp = {config.parallel.cp} needs Transformer Engine's attention on a GPU: torch's would hold "
+        f"masks as large as the square of the longest sequence; {remedy}"
+    )
 
 
 def rank_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> dict[str, int]:

@@ -168,18 +168,18 @@ def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) 
 
 def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> list[str]:
     """Returns what is cheap to compute again for the memory that it holds; flash attention holds next to nothing."""
-    delayed = actor.megatron.get("fp8") and actor.megatron.get("fp8_recipe", "delayed") == "delayed"
-    modules = [] if delayed else ["layernorm"]  # whose scales would be those of another forward
-    if arch.mla is not None:
-        modules.append("mla_up_proj")
-    if not arch.is_moe or arch.dense_layers:
-        modules.append("mlp")
-    if arch.is_moe and not kernels.transformer_engine:
-        modules.append("moe")  # experts one by one have no activation of their own to recompute
-    elif arch.is_moe:
-        modules += [] if delayed else ["moe_act"]
-        modules += ["shared_experts"] if arch.shared_ffn_size else []
-    return modules
+    dense = [] if arch.is_moe and not arch.dense_layers else ["mlp"]
+    if not kernels.transformer_engine:  # experts one by one have no activation of their own to recompute
+        return [*dense, *(["moe"] if arch.is_moe else [])]
+    modules = dense + (["shared_experts"] if arch.shared_ffn_size else [])
+    if actor.megatron.get("fp8") and actor.megatron.get("fp8_recipe", "delayed") == "delayed":
+        return modules  # the scales would be those of another forward, says Megatron of the others
+    return [
+        "layernorm",
+        *(["mla_up_proj"] if arch.mla is not None else []),
+        *(["moe_act"] if arch.is_moe else []),
+        *modules,
+    ]
 
 
 def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str, Any]:

@@ -37,6 +37,10 @@ class PackedSequences(PackedSeqParams):
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_kv=cu_seqlens,
+            # Transformer Engine's under context parallelism: its padding is counted as part of the sequences here. The
+            # same tensor, which it compares with the other in every layer without asking the device for the values.
+            cu_seqlens_q_padded=cu_seqlens if cp_size > 1 else None,
+            cu_seqlens_kv_padded=cu_seqlens if cp_size > 1 else None,
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             query_at=(sequence, place),

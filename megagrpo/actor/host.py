@@ -114,6 +114,14 @@ def _admit_whole_linear() -> None:
         multi_latent_attention.HAVE_TE = False
 
 
+def _share_angles() -> None:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    from megagrpo.actor import rotary
+
+    rotary.install(rope_utils)
+
+
 def uses_transformer_engine(config: ActorConfig) -> bool:
     """Returns whether layers are Transformer Engine's in this process: "auto" is where they are installed on CUDA."""
     if config.transformer_engine != "auto":
@@ -148,6 +156,7 @@ def prepare_host(
             _hide_transformer_engine()
         _name_missing_gemm()
         _admit_whole_linear()
+        _share_angles()
         return torch.device("cuda")
     if device == "cuda":
         raise ValueError(f"actor.device is cuda, but no GPU is visible here: {why_no_gpu()}")
@@ -160,6 +169,7 @@ def prepare_host(
         _name_missing_gemm()
         _fill_megatron_gaps()
         _admit_whole_linear()
+        _share_angles()
         # what Megatron compiles, a router's counting, costs minutes of a C++ compiler and computes the same
         torch.compiler.set_stance("force_eager")
     return CPU

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megagrpo import environment
 from megagrpo.actor import lora
-from megagrpo.actor.megatron_config import check_layout, check_transformer_engine, transformer_config
+from megagrpo.actor.megatron_config import check_layout, check_packages, check_transformer_engine, transformer_config
 from megagrpo.actor.model import (
     HiddenStatesModel,
     adapter_parameters,
@@ -133,6 +133,7 @@ class MegatronActor:
         self.arch = read_architecture(model_path)
         check_layout(self.arch, config)
         check_transformer_engine(config)
+        check_packages(config)
         self.config = config = config.model_copy(update={"optimizer": optimizer})
         self.mesh = start_distributed(config, device)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)

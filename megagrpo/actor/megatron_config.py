@@ -16,7 +16,7 @@ from megagrpo.actor.host import uses_transformer_engine
 from megagrpo.config.megatron_settings import DDP_SETTINGS, OPTIMIZER_SETTINGS, TRANSFORMER_SETTINGS, SettingsTable
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.layout import layout_problems
+from megagrpo.layout import context_problem, layout_problems
 from megagrpo.megatron_fields import Kernels, ddp_fields, optimizer_fields, transformer_fields
 
 _APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
@@ -29,13 +29,26 @@ def check_layout(arch: Architecture, config: ActorConfig) -> None:
         raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
 
 
+def check_packages(config: ActorConfig) -> None:
+    """Raises ValueError when a package that the settings need is not installed where ranks start."""
+    settings = config.megatron
+    if settings.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise ValueError(
+            "actor.megatron.moe_token_dispatcher_type is flex, but DeepEP (the package deep_ep) is not installed here: "
+            "build it as its own pages say, or leave alltoall, which is enough where actor.parallel.ep stays in a node"
+        )
+
+
 def check_transformer_engine(config: ActorConfig) -> None:
-    """Raises ValueError when Transformer Engine's layers are asked for where it is not installed."""
+    """Raises ValueError when Transformer Engine's layers are asked for, or needed, where it is not installed."""
     if config.transformer_engine is True and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             "actor.transformer_engine is true, but the package transformer_engine is not installed here "
             "(it needs CUDA): pip install 'megagrpo[gpu]', or set actor.transformer_engine: false for torch's layers"
         )
+    kernels = kernels_here(config)
+    if kernels.cuda and (problem := context_problem(config, kernels.transformer_engine)):
+        raise ValueError(problem)
 
 
 def kernels_here(config: ActorConfig) -> Kernels:

@@ -72,7 +72,22 @@ def build_chunk(
             # little.
             module.weight.tensor_model_parallel, module.weight.partition_dim = True, _SHARDED_DIM[type(module)]
             module.weight.partition_stride = 1
+    if transformer_engine:
+        _mark_whole_weights(chunk)
     return chunk
+
+
+def _mark_whole_weights(chunk: HiddenStatesModel) -> None:
+    """Marks latent attention's down projections as held whole by every tensor-parallel rank.
+
+    Transformer Engine marks each linear layer's weight as a shard. The gradient norm would count these once a rank, and
+    clip too much.
+    """
+    from megatron.core.extensions.transformer_engine import TELinear
+
+    for module in chunk.modules():
+        if type(module) is TELinear:  # not its subclasses, the layers that are cut
+            module.weight.tensor_model_parallel = False
 
 
 def build_chunks(

@@ -86,7 +86,8 @@ def pretended_bytes(
 
     cuda: count what kernels of a GPU keep, not those of a CPU. The process must be in no process group.
     """
-    config = config.model_copy(update={"transformer_engine": False, "micro_batch_tokens": sum(work.lengths)})
+    changes = {"device": "cpu", "transformer_engine": False, "micro_batch_tokens": sum(work.lengths)}
+    config = config.model_copy(update=changes)
     live = LiveBytes()
     with pretended_world(config, rank), _own_mesh(), live, ShapesOnly(), as_on_device(cuda):
         actor = MegatronActor(

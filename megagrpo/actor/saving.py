@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
@@ -40,19 +41,40 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 
 from megagrpo.actor.lora import sharded_adapters
 from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.model import HiddenStatesModel
 
 _FORM = "distrib_optim_sharding_type"
 _OWN_PARTS, _RESHARDABLE = "dp_reshardable", "fully_reshardable"
 _MESSAGE_CHARACTERS = 300
+_KIND = "kind_of_optimizer"
+_KIND_FIELDS = ("use_precision_aware_optimizer", "store_param_remainders", "main_params_dtype", "optimizer_cpu_offload")
 
 
-def _metadata(form: str) -> dict:
+def _metadata(actor: MegatronActor, form: str) -> dict:
     return {
+        _KIND: _kind_of_optimizer(actor),
         _FORM: form,
         # gathered by one rank of each replica group, not by all
         "distrib_optim_fully_reshardable_mem_efficient": True,
         "chained_optim_avoid_prefix": True,
     }
+
+
+def _kind_of_optimizer(actor: MegatronActor) -> dict[str, str]:
+    """Returns the settings that decide what the optimiser's state is, none where they are Megatron's defaults."""
+    config = _parts(actor)[0].config
+    if not config.use_precision_aware_optimizer:
+        return {}
+    return {name: str(getattr(config, name)) for name in _KIND_FIELDS}
+
+
+def _check_kind_of_optimizer(actor: MegatronActor, metadata: dict, folder: Path) -> None:
+    """Raises ValueError when the state was saved by an optimiser of another kind."""
+    saved, here = metadata.get(_KIND, {}), _kind_of_optimizer(actor)
+    if saved != here:
+        names = [name for name in _KIND_FIELDS if saved.get(name) != here.get(name)]
+        text = "; ".join(f"{name} {saved.get(name, 'not set')}, here {here.get(name, 'not set')}" for name in names)
+        raise ValueError(f"checkpoint {folder} was written with other settings in actor.optimizer.megatron: {text}")
 
 
 class _Checksummed(RawIOBase):
@@ -131,7 +153,7 @@ def save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: 
 
 def _save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: bool) -> ActorSave:
     divided = actor.updates_done > 0 and isinstance(_parts(actor)[0], DistributedOptimizer)
-    metadata = _metadata(_OWN_PARTS if divided and not reshardable else _RESHARDABLE)
+    metadata = _metadata(actor, _OWN_PARTS if divided and not reshardable else _RESHARDABLE)
     state = _sharded_state(actor, actor.updates_done, metadata, is_loading=False)
     # Megatron's forked writers hand over results through a manager process, a thread does through a queue: a new one,
     # because `finish` never reads what a rank has written of a save that failed on another rank.
@@ -197,6 +219,7 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
         common = dist_checkpointing.load_common_state_dict(str(folder))
         updates_done, metadata = common["updates_done"], common["content_metadata"]
         if updates_done:
+            _check_kind_of_optimizer(actor, metadata, folder)
             _allocate_optimizer_state(actor)
         wanted = _sharded_state(actor, updates_done, metadata, is_loading=True)
         if common["layout"] != wanted["layout"]:
@@ -210,7 +233,7 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
             f"checkpoint {folder} does not fit this model and layout: {type(exc).__name__}: {exc}"
         ) from exc
     for index, chunk in enumerate(actor.chunks):
-        chunk.load_state_dict(state[f"model{index}"], strict=actor.config.lora is None)
+        _load_chunk(actor, chunk, state[f"model{index}"])
     if updates_done:
         _load_optimizer_state(actor, state["optimizer"], metadata[_FORM])
     else:
@@ -220,6 +243,19 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
         rng = state["rng"]
         torch.set_rng_state(rng["torch"])
         tensor_parallel.get_cuda_rng_tracker().set_states(rng["tensor_parallel"])
+
+
+def _load_chunk(actor: MegatronActor, chunk: HiddenStatesModel, state: dict) -> None:
+    """Loads tensors; raises ValueError when one is missing or unknown.
+
+    Of Transformer Engine's modules some have an `_extra_state` beside their tensors (scales of fp8), which Megatron
+    saves of some only. With adapters only they are saved.
+    """
+    wrong = chunk.load_state_dict(state, strict=False)
+    missing = [] if actor.config.lora is not None else wrong.missing_keys
+    names = [name for name in [*missing, *wrong.unexpected_keys] if not name.endswith("._extra_state")]
+    if names:
+        raise ValueError(f"the checkpoint does not fit the model: {', '.join(names[:5])} missing or unknown")
 
 
 def _parts(actor: MegatronActor) -> list[MegatronOptimizer]:
@@ -238,7 +274,7 @@ def _allocate_optimizer_state(actor: MegatronActor) -> None:
 
 @torch.no_grad()
 def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
-    """Loads as Megatron does, around its two slips with torch's Adam (Apex's keeps no step count beside a parameter).
+    """Loads as Megatron does, around two slips with torch's Adam (Apex's keeps no step count beside a parameter).
 
     Reading parameter state it looks for a step count that is saved elsewhere, or takes the present one; and the count
     that it restores is one tensor shared by all parameters, which torch then increases once for each of them.
@@ -252,11 +288,32 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
         inner = part.optimizer.state
         steps = {parameter: values.pop("step") for parameter, values in inner.items() if "step" in values}
         if form == _OWN_PARTS:
-            part.load_parameter_state_from_dp_reshardable(own["param_state"])
+            with _tensors_alone(part):
+                part.load_parameter_state_from_dp_reshardable(own["param_state"])
+            if isinstance(part.optimizer, HybridDeviceOptimizer):  # the other form's function does this itself
+                part.optimizer._sync_hdo_state_to_sub_optimizers()
         else:
             part.load_parameter_state_from_fully_reshardable(own["param_state"])
         for parameter, step in steps.items():
             inner[parameter]["step"] = step.clone()
+
+
+@contextmanager
+def _tensors_alone(part: DistributedOptimizer) -> Iterator[None]:
+    """Inside, a parameter's state is set without the mark `padding`, which Megatron leaves among its tensors.
+
+    An optimiser that keeps weights of its own takes every name for a tensor's.
+    """
+    whole = part._set_main_param_and_optimizer_states
+
+    def of_tensors(parameter: Tensor, state: dict) -> None:
+        whole(parameter, {name: value for name, value in state.items() if name != "padding"})
+
+    part._set_main_param_and_optimizer_states = of_tensors
+    try:
+        yield
+    finally:
+        del part._set_main_param_and_optimizer_states
 
 
 def _first_failure(exc: CheckpointException) -> str:
@@ -274,7 +331,17 @@ def _sharded_state(actor: MegatronActor, updates_done: int, metadata: dict, is_l
     state = {**model, "updates_done": updates_done, "layout": actor.config.layout, "rng": _rng_state(actor)}
     if updates_done:  # before the first update the optimiser has no state, and Megatron would ask for one when loading
         state["optimizer"] = actor.optimizer.sharded_state_dict(merged, is_loading=is_loading, metadata=metadata)
+        _forget_classes(state["optimizer"])
     return state
+
+
+def _forget_classes(state: Any) -> None:
+    """Removes classes, which torch reads from no file: of its parts' optimisers the hybrid one keeps the class."""
+    for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        _forget_classes(value)
+    if isinstance(state, dict):
+        for name in [name for name, value in state.items() if isinstance(value, type)]:
+            del state[name]
 
 
 def _rng_state(actor: MegatronActor) -> ShardedObject:

@@ -24,6 +24,8 @@ from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
+_FP8_ROWS = 32  # what the blocks of MXFP8 divide the rows of a product into; other recipes ask for 16 or less
+
 
 def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Tensor:
     """Collective. Returns log-probabilities [N, S] float32 of the sampled tokens under the live weights, 0 elsewhere.
@@ -245,7 +247,10 @@ def _run(
     """Runs Megatron's schedule over the micro-batches of `rows`; returns the last stage's metric sums, [] elsewhere."""
     config, device = actor.config, actor.mesh.device
     layout, cp_rank, bias = config.parallel, mpu.get_context_parallel_rank(), actor.router_bias
-    micros = plan_micro_batches(batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank)
+    multiple = _FP8_ROWS if actor.transformer.fp8 else 1
+    micros = plan_micro_batches(
+        batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank, multiple
+    )
     counts = {
         "padded": torch.tensor(float(sum(m.tokens.numel() for m in micros) * layout.cp), device=device),
         "real": batch.lengths[list(rows)].sum(),

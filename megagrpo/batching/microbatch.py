@@ -1,5 +1,6 @@
 """Micro-batches: rows of a Batch laid out for one forward pass, and which of its positions are trained on."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,14 +21,22 @@ from megagrpo.types import Batch, MicroBatch
 
 
 def plan_micro_batches(
-    batch: Batch, rows: Sequence[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh, cp_rank: int = 0
+    batch: Batch,
+    rows: Sequence[int],
+    budget: int,
+    packed: bool,
+    layout: ParallelConfig,
+    mesh: Mesh,
+    cp_rank: int = 0,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
     """Collective over data-parallel ranks. Cuts `rows` of the batch into micro-batches, the same number on every rank.
 
     budget: tokens of a micro-batch of several samples, at most. Under context parallelism a rank gets its zigzag part
     of every sequence, so sequences are padded to multiples of 2 cp; whole micro-batches are multiples of tp as well,
-    since sequence parallelism cuts them. With pipeline stages all micro-batches of all ranks have one shape, and with
-    virtual ones their number is a multiple of pp: Megatron's schedule asks for both.
+    since sequence parallelism cuts them; each rank's part of a row has a multiple of `multiple` tokens. With pipeline
+    stages all micro-batches of all ranks have one shape, and with virtual ones their number is a multiple of pp:
+    Megatron's schedule asks for both.
     """
     unit = 2 * layout.cp if layout.cp > 1 else 1
     lengths = [_up(int(batch.lengths[r]), unit) for r in rows]
@@ -40,7 +49,7 @@ def plan_micro_batches(
     def shape(members: list[int]) -> tuple[int, int]:
         sizes = [length_of[r] for r in members] or [1]
         height, width = (1, sum(sizes)) if packed else (max(len(members), 1), max(sizes))
-        return height, _up(width, unit * layout.tp)
+        return height, _up(width, layout.tp * math.lcm(unit, multiple * layout.cp))
 
     shapes = [shape(b) for b in bins]
     if layout.pp > 1:

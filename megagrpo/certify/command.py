@@ -32,8 +32,8 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
     layouts = layouts_of(config.actor)
     tiny = make_models(folder, config, config.actor.parallel, config.seed)
     cases, left_out = grid(layouts, ranks, is_moe=tiny.is_moe, only=only, fault=fault)
-    if config.actor.transformer_engine is True:
-        left_out["Transformer Engine's layers"] = "the certificate computes with torch's"
+    if config.actor.transformer_engine == "auto" and config.actor.expects_transformer_engine:
+        left_out["Transformer Engine's layers"] = "they are off in float32 unless actor.transformer_engine is true"
     if config.actor.dtype != "float32":
         left_out[config.actor.dtype] = "its rounding would hide what the bounds are for"
     results = []
@@ -68,7 +68,13 @@ def _run_world(config: ExperimentConfig, folder: Path, world: int, cases: list[C
     changes = {
         "output_dir": str(mine),
         "model": ModelConfig(path=str(folder / "model")),
-        "actor": ActorConfig(world_size=world, deadline_s=config.actor.deadline_s, lora=config.actor.lora),
+        "actor": ActorConfig(
+            world_size=world,
+            device=config.actor.device,
+            transformer_engine=config.actor.transformer_engine,
+            deadline_s=config.actor.deadline_s,
+            lora=config.actor.lora,
+        ),
     }
     status = train_ranks(config.model_copy(update=changes), ["certify"])
     return json.loads((mine / "results.json").read_text()) if status == 0 else None

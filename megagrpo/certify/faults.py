@@ -52,7 +52,7 @@ def _experts_not_reduced_over_tp() -> Iterator[Plant]:
     def build_as_released(*args):
         chunk = build_chunk(*args)
         for name, parameter in chunk.named_parameters():
-            if ".local_experts." in name:
+            if ".experts." in name:
                 parameter.allreduce = True
         return chunk
 

@@ -244,6 +244,11 @@ MEGATRON_SETTINGS = (TRANSFORMER_SETTINGS, DDP_SETTINGS, OPTIMIZER_SETTINGS)
 
 def megatron_setting_problems(actor: ActorConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yields the key path of each setting that Megatron would not take, or that is refused here, and why."""
+    wrong = list(_wrong_alone(actor))
+    yield from wrong or (((*table.path, key), problem) for table, key, problem in _wrong_together(actor))
+
+
+def _wrong_alone(actor: ActorConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     for table in MEGATRON_SETTINGS:
         given = table.given(actor)
         if not given:
@@ -256,3 +261,59 @@ def megatron_setting_problems(actor: ActorConfig) -> Iterator[tuple[tuple[str, .
         what = f"Megatron's {table.library.name.replace('MLA', '')}"
         for key, problem in setting_problems(fields, table.refused, given, what).items():
             yield (*table.path, key), problem
+
+
+_RECOMPUTE_OF = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}
+# Megatron's checkpoint of these names what Transformer Engine defines, in fp8 or not
+_RECOMPUTED_BY_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
+
+
+def _wrong_together(actor: ActorConfig) -> Iterator[tuple[SettingsTable, str, str]]:
+    """Yields settings that other keys of the experiment make impossible or meaningless."""
+    model, ddp, optimizer = actor.megatron, actor.ddp, actor.optimizer.megatron
+    for key, kind in _RECOMPUTE_OF.items():
+        if key in model and actor.recompute != kind:
+            yield TRANSFORMER_SETTINGS, key, f"it is read with actor.recompute {kind} alone, which is {actor.recompute}"
+    if not actor.expects_transformer_engine:
+        engine = _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ())
+        if engine:
+            text = f"{', '.join(sorted(engine))}: only with Transformer Engine's layers (actor.transformer_engine)"
+            yield TRANSFORMER_SETTINGS, "recompute_modules", text
+        for key in ("fp8", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion", "use_te_activation_func"):
+            if model.get(key):
+                yield TRANSFORMER_SETTINGS, key, "it needs Transformer Engine's layers (actor.transformer_engine)"
+    if model.get("moe_token_dispatcher_type") == "flex" and model.get("moe_shared_expert_overlap"):
+        yield TRANSFORMER_SETTINGS, "moe_shared_expert_overlap", "it works with the alltoall dispatcher alone"
+    if actor.lora is not None:
+        for key in ("overlap_grad_reduce", "overlap_param_gather"):
+            if ddp.get(key):
+                yield DDP_SETTINGS, key, "with lora, replicas of experts are summed before the ranks' gradients are"
+    if ddp.get("overlap_param_gather") and not actor.optimizer.distributed:
+        yield DDP_SETTINGS, "overlap_param_gather", "it gathers what actor.optimizer.distributed: true sharded"
+    if ddp.get("overlap_param_gather") and ddp.get("overlap_grad_reduce") is False:
+        yield DDP_SETTINGS, "overlap_param_gather", "it needs actor.ddp.overlap_grad_reduce: true"
+    for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+        if optimizer.get(key) and not actor.optimizer.distributed:
+            yield OPTIMIZER_SETTINGS, key, "it needs actor.optimizer.distributed: true"
+        if optimizer.get(key) and actor.dtype != "bfloat16":
+            text = "it keeps float32 copies of bfloat16 weights; with actor.dtype float32 there are none"
+            yield OPTIMIZER_SETTINGS, key, text
+    aware = optimizer.get("use_precision_aware_optimizer") or optimizer.get("optimizer_cpu_offload")
+    for key in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        if optimizer.get(key, "float32") != "float32" and not aware:
+            text = "other types than float32 need actor.optimizer.megatron.use_precision_aware_optimizer: true"
+            yield OPTIMIZER_SETTINGS, key, text
+
+
+def refusal_rows() -> list[str]:
+    """Returns the rows of docs/gpu.md's table: why fields are not set in an experiment, and which they are."""
+    reasons: dict[str, list[str]] = {}
+    for table in MEGATRON_SETTINGS:
+        for name, refusal in table.refused.items():
+            text = f"set `{refusal.instead}`" if refusal.instead.startswith("actor.") else refusal.reason
+            names = reasons.setdefault(text, [])
+            names += [name] if name not in names else []
+    return [
+        f"| {reason} | {', '.join(f'`{name}`' for name in names[:8])}{f', {len(names) - 8} more' * (len(names) > 8)} |"
+        for reason, names in reasons.items()
+    ]

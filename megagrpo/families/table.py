@@ -151,8 +151,11 @@ def left_out(hf: Mapping[str, Any]) -> list[str]:
 
 
 def is_left_out(hf: Mapping[str, Any], tensor: str) -> bool:
-    """Tells whether a tensor of a model's checkpoint belongs to what `left_out` says, or follows from config.json."""
-    if tensor.endswith("rotary_emb.inv_freq"):
+    """Tells whether a tensor of a model's checkpoint belongs to what `left_out` says, or follows from config.json.
+
+    Published tied models store their output layer, too: it is the input embedding, whatever their files hold.
+    """
+    if tensor.endswith("rotary_emb.inv_freq") or (tensor == "lm_head.weight" and hf.get("tie_word_embeddings")):
         return True
     prefix, _, rest = tensor.partition("model.layers.")
     number, layers = rest.partition(".")[0], hf.get("num_hidden_layers")

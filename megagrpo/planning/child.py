@@ -10,6 +10,7 @@ import json
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,8 +33,9 @@ def _trainers(folder: Path) -> list:
     prepare_host()
     from megagrpo.actor.pretended import record_trainer_rank
 
-    # Transformer Engine needs CUDA; its layers take the same slices. Adapters are merged before they travel.
-    changes = {"transformer_engine": False, "lora": None}
+    # Transformer Engine and settings for it need CUDA; its layers take the same slices. Adapters are merged before they
+    # travel.
+    changes: dict[str, Any] = {"transformer_engine": False, "lora": None, "megatron": {}}
     actor = load_config(folder / "config.yaml").actor.model_copy(update=changes)
     arch = read_architecture(folder / "model")
     specs = hf_specs(folder / "model", getattr(torch, actor.dtype))

@@ -9,6 +9,7 @@ from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.layout import layout_problems
+from megagrpo.planning.optimizer_bytes import optimizer_bytes
 from megagrpo.planning.rollout_time import RolloutTime
 from megagrpo.planning.step_time import (
     Plan,
@@ -129,7 +130,9 @@ class _TrainerSearch:
         if actor.lora is not None:
             return 2 * (dense + expert) < self._room
         copies = (world // (tp * pp), world // (ep * pp)) if actor.optimizer.distributed else (1, 1)
-        return 6 * (dense + expert) + 12 * (dense / copies[0] + expert / copies[1]) < self._room
+        each = optimizer_bytes(actor)
+        shards = dense / copies[0] + expert / copies[1]
+        return (2 + each.gradient) * (dense + expert) + each.state * shards < self._room
 
     def _side(self, actor: ActorConfig) -> _Trained | None:
         target, config = self._target, self._config

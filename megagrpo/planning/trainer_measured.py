@@ -28,12 +28,16 @@ def measured(side: TrainerSide, description: Mapping[str, Any], actor: ActorConf
 
     description: the model's config.json. Raises ValueError with the end of its output when the child fails.
     """
+    # what Transformer Engine's optimiser or the host would hold is not to be seen where there is no GPU
+    held = ("parameters",) if actor.optimizer.megatron else ("parameters", "gradients", "optimiser")
     updates = side.ranks["update"]
     fullest = max(range(len(updates)), key=lambda number: updates[number].total)
     stages = sorted({0, fullest, len(updates) - 1})
     found = dict(zip(stages, _run(description, actor, load, [updates[n].rank for n in stages]), strict=True))
     ranks = {
-        phase: tuple(_replaced(phase, of[n], bytes_of, in_flight(actor.parallel, n)) for n, bytes_of in found.items())
+        phase: tuple(
+            _replaced(phase, of[n], bytes_of, in_flight(actor.parallel, n), held) for n, bytes_of in found.items()
+        )
         for phase, of in side.ranks.items()
     }
     return replace(
@@ -41,9 +45,11 @@ def measured(side: TrainerSide, description: Mapping[str, Any], actor: ActorConf
     )
 
 
-def _replaced(phase: str, rank: RankMemory, found: Mapping[str, int], flying: float) -> RankMemory:
+def _replaced(
+    phase: str, rank: RankMemory, found: Mapping[str, int], flying: float, held: tuple[str, ...]
+) -> RankMemory:
     """Returns a rank's parts of a phase, those that were measured in the place of closed forms."""
-    parts = dict(rank.parts) | {name: found[name] for name in ("parameters", "gradients", "optimiser")}
+    parts = dict(rank.parts) | {name: found[name] for name in held}
     for name in ("activations", "head"):
         parts.pop(name, None)
     if phase == "load":
@@ -59,7 +65,14 @@ def _replaced(phase: str, rank: RankMemory, found: Mapping[str, int], flying: fl
 
 def _run(description: Mapping[str, Any], actor: ActorConfig, load: Load, ranks: list[int]) -> list[dict[str, int]]:
     # virtual stages hold the same layers; how many micro-batches' worth of them is kept, in_flight says
-    one_round = actor.model_copy(update={"parallel": actor.parallel.model_copy(update={"vpp": 1})})
+    one_round = actor.model_copy(
+        update={
+            "parallel": actor.parallel.model_copy(update={"vpp": 1}),
+            "optimizer": actor.optimizer.model_copy(update={"megatron": {}}),
+            "megatron": {},  # fusions and dispatchers need CUDA
+            "ddp": {},
+        }
+    )
     with tempfile.TemporaryDirectory(prefix="megagrpo-memory-") as name:
         folder = Path(name)
         (folder / "model").mkdir()

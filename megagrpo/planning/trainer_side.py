@@ -12,6 +12,7 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import model_tensors
 from megagrpo.families.tensors import TensorSpec, adapter_tensors
 from megagrpo.planning.layer_costs import LayerCost, layer_cost
+from megagrpo.planning.optimizer_bytes import optimizer_bytes
 
 PHASES = ("load", "rollout", "logprobs", "reference", "update", "publish", "checkpoint", "resume")
 _TILE_COLUMNS = 8192  # of algo/logprob.py, which loads torch
@@ -111,6 +112,7 @@ def trainer_side(
     weights = max(stage.weights for stage in stages)
     host = {
         "reference": weights * node if reference and actor.lora is None else 0.0,
+        "optimiser": max(stage.optimiser_on_host() for stage in stages) * node,
         "checkpoint": max(cost.save_host_bytes.values()),
         "resume": max(cost.resume_host_bytes.values()),
     }
@@ -246,14 +248,22 @@ class _Stage:
         return RankMemory(self._rank(), self._kind(), {name: size for name, size in parts.items() if size})
 
     def _training_state(self) -> dict[str, float]:
+        held, shards, each = self.held, self._shards(), optimizer_bytes(self.actor)
+        return {
+            "gradients": (held.trained_dense + held.trained_expert) * each.gradient,
+            "optimiser": shards * each.state,
+        }
+
+    def optimiser_on_host(self) -> float:
+        """Returns the bytes that a rank's optimiser has in host memory."""
+        return self._shards() * optimizer_bytes(self.actor).host
+
+    def _shards(self) -> float:
+        """Returns the trained elements whose state this rank keeps."""
         p, actor, held = self.actor.parallel, self.actor, self.held
         stage = actor.world_size // p.pp
         copies = (stage // p.tp, stage // (p.etp * p.ep)) if actor.optimizer.distributed else (1, 1)
-        shards = held.trained_dense / copies[0] + held.trained_expert / copies[1]
-        return {
-            "gradients": (held.trained_dense + held.trained_expert) * _FP32,
-            "optimiser": shards * (12 if self.width == 2 else 8),
-        }
+        return held.trained_dense / copies[0] + held.trained_expert / copies[1]
 
     def _communicators(self) -> float:
         p, actor = self.actor.parallel, self.actor

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.dist.figures import LayoutFigures
-from tests.dist.workers.launch import POOL, run_transformers
+from tests.dist.workers.launch import POOL, TRANSFORMER_ENGINE_POOL, run_transformers
 
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks() -> Iterator[None]:
-    """The pool of ranks lives as long as the session."""
+    """The pools of ranks live as long as the session."""
     yield
     POOL.stop()
+    TRANSFORMER_ENGINE_POOL.stop()
 
 
 @pytest.fixture(scope="session")

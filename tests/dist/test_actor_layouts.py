@@ -117,7 +117,7 @@ def test_two_ranks(one_rank: Path, layout_figures: LayoutFigures):
 
 def test_few_samples_distributed_optimizer_and_recompute(one_rank: Path, layout_figures: LayoutFigures):
     results = check(one_rank, 2, special_jobs("qwen3", one_rank) | special_jobs("qwen3_moe", one_rank), layout_figures)
-    calls = {key[1:]: result["norm_calls"] for key, result in results.items()}
+    calls = {key[1:]: result["mlp_calls"] for key, result in results.items()}
     for layout, kind in product(("PP2", "TP2xEP2"), ("full", "selective")):
         assert calls[layout, f"update recompute {kind}"] == 2 * calls[layout, "update recompute none"], (
             "it was computed once more"

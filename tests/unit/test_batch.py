@@ -192,6 +192,13 @@ def test_targets_are_the_trained_tokens_each_from_the_position_before(
     assert torch.equal(found, batch.loss_mask)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}])
+def test_a_ranks_part_of_a_row_is_a_multiple_where_products_in_fp8_ask_for_one(sizes: dict):
+    batch, layout = batch_of([(2, [3, 9]), (4, [5])]), ParallelConfig(**sizes)
+    for micro in plan_micro_batches(batch, range(3), 12, True, layout, ALONE, multiple=32):
+        assert micro.tokens.shape[1] % (32 * layout.tp) == 0  # context ranks have their parts, tensor ranks cut these
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2, "cp": 2}])
 def test_no_sample_gives_a_dummy_micro_batch(packed: bool, sizes: dict):

@@ -10,7 +10,7 @@ import pytest
 
 from megagrpo.config.fields import annotations_at
 from megagrpo.config.load import ConfigError, load_config
-from megagrpo.config.megatron_settings import MEGATRON_SETTINGS, SettingsTable
+from megagrpo.config.megatron_settings import MEGATRON_SETTINGS, SettingsTable, refusal_rows
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.library_settings import Library, LibraryMissing, accepted_values, accepts, library_fields
 
@@ -114,6 +114,11 @@ def test_refusals_name_keys_that_exist(table: SettingsTable):
                 settings = next((t for t in MEGATRON_SETTINGS if t.path == keys[: len(t.path)]), None)
                 known = settings.allowed if settings is not None else ()
                 assert annotations_at(ExperimentConfig, keys) or keys[-1] in known, word
+
+
+def test_the_page_has_every_refusal():
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert [row for row in refusal_rows() if row not in page] == []
 
 
 def test_the_source_says_what_the_imported_classes_say():

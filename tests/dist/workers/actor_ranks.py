@@ -147,7 +147,7 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
     The reference job writes the file.
     """
-    calls = count_norm_calls(actor)
+    calls = count_mlp_calls(actor)
     weights = actor.trained_weights(weights)
     loss = gradient(actor, batch_of(actor.mesh, keep=job.get("keep", NUM_SAMPLES)), RICH)
     values = None if job.get("distributed") else actor.gradients()
@@ -163,28 +163,23 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
         "gradients": gradients,
         "norm": abs(norm / reference["optim/grad_norm"] - 1),
         "weights": difference(whole(weights, actor.trained(), actor.mesh), reference["weights"]),
-        "norm_calls": len(calls),
+        "mlp_calls": len(calls),
         "gradient_bytes": sum(buffer.grad_data.nbytes for buffer in gradient_buffers(actor)),
         "state_bytes": sum(values.nbytes for values in optimiser_state(actor)),
     }
 
 
 def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Two updates, the second's forward right behind the first's step, kept in job["kept"]; norms of both.
-
-    And whether every rank then holds the same parameters, which they publish.
-    """
+    """Two updates, the second's forward right behind the first's step; do all ranks hold the same parameters then?"""
     trained, norms = actor.trained_weights(weights), []
     for number in range(2):
         loss = gradient(actor, batch_of(actor.mesh, shift=number), RICH)
         norms.append([loss, actor.optimizer_step(loss, followed=True)["optim/grad_norm"]])
     actor.gather_parameters()
-    own = {name: p.detach().clone() for name, p in actor.parameters().items()}
-    everyone: list = [None] * actor.mesh.world_size
+    own, everyone = dict(actor.parameters()), [None] * actor.mesh.world_size
     dist.all_gather_object(everyone, own)
-    kept = whole(trained, actor.trained(), actor.mesh)
-    if actor.mesh.is_main:
-        torch.save({"norms": norms, "weights": kept}, job["kept"])
+    kept = {"norms": norms, "weights": whole(trained, actor.trained(), actor.mesh)}
+    torch.save(kept, f"{job['kept']}{actor.mesh.rank}")
     ddp = actor.model[0].ddp_config
     return {
         "same_on_all_ranks": all(torch.equal(p, other[name]) for other in everyone for name, p in own.items()),
@@ -220,12 +215,12 @@ def adapters_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder:
     }
 
 
-def count_norm_calls(actor: MegatronActor) -> list:
-    """Grows by one whenever a layer's first norm computes, in the forward or again in the backward."""
+def count_mlp_calls(actor: MegatronActor) -> list:
+    """Grows by one whenever the router or the MLP of a layer computes, in the forward or again in the backward."""
     calls: list = []
     for chunk in actor.chunks:
         for layer in chunk.decoder.layers:
-            layer.input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+            getattr(layer.mlp, "router", layer.mlp).register_forward_hook(lambda *_: calls.append(1))
     return calls
 
 
@@ -362,6 +357,7 @@ def main(folder: Path) -> None:
             micro_batch_tokens=job.get("budget", 64),
             recompute=job.get("recompute", "none"),
             dtype=job.get("dtype", "float32"),
+            transformer_engine=job.get("transformer_engine", False),
             logprob_chunk_tokens=32,
             deadline_s=120.0,
             lora=LoraConfig(**job["lora"]) if "lora" in job else None,

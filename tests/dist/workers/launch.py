@@ -13,17 +13,24 @@ from tests.dist.workers.pool import RankPool, run_main
 WORKERS = Path(__file__).parent
 SHIMS = Path(__file__).parents[3] / "megagrpo" / "rollout" / "cpu"
 LIMIT_S = 900
-POOL = RankPool()  # ended by the fixture in tests/dist/conftest.py
+# ended by the fixture in tests/dist/conftest.py
+POOL = RankPool()
+TRANSFORMER_ENGINE_POOL = RankPool(transformer_engine=True)
 
 
 def run_ranks(
-    world: int, folder: Path, jobs: list[dict], script: str = "actor_ranks.py", device: str = "cpu"
+    world: int,
+    folder: Path,
+    jobs: list[dict],
+    script: str = "actor_ranks.py",
+    device: str = "cpu",
+    pool: RankPool = POOL,
 ) -> list[dict]:
     """Run `jobs` one after the other on `world` ranks; return one result per job. AssertionError with the log's end."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     if device == "cpu" and script in (path.name for path in WORKERS.glob("*_ranks.py")):
-        POOL.run(world, run_main, f"tests.dist.workers.{Path(script).stem}", folder)
+        pool.run(world, run_main, f"tests.dist.workers.{Path(script).stem}", folder)
     else:
         _launch(world, folder, script, device)
     results = json.loads((folder / "results.json").read_text())

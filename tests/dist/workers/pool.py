@@ -3,7 +3,7 @@
 A rank is a process that waits on a socket for (function, arguments), calls it and answers with what it returned. The
 function makes its process group from a store of its own and leaves it before it returns. Whatever goes wrong ends all
 ranks; the next run starts new ones.
-usage of a rank: python -m tests.dist.workers.pool SOCKET
+usage of a rank: python -m tests.dist.workers.pool SOCKET [STAND_INS]
 """
 
 import importlib
@@ -24,14 +24,19 @@ from megagrpo import environment
 from megagrpo.processes import spawn, stop_tree
 
 REPOSITORY = Path(__file__).parents[3]
+STAND_INS = REPOSITORY / "tests" / "stand_ins"
 LIMIT_S = 900.0  # of one run, which may check dozens of layouts
 START_S = 300.0  # until a new process answers, on a machine that is busy with other things
 
 
 class RankPool:
-    """Rank processes 0, 1, ..., started when a run first needs them."""
+    """Rank processes 0, 1, ..., started when a run first needs them.
 
-    def __init__(self) -> None:
+    transformer_engine: they find the stand-in for it, and Megatron in them takes its optimizer.
+    """
+
+    def __init__(self, transformer_engine: bool = False) -> None:
+        self._stand_ins = [str(STAND_INS)] if transformer_engine else []
         self._processes: list[subprocess.Popen] = []
         self._connections: list[connection.Connection] = []  # by rank
         self._folder: Path | None = None
@@ -44,7 +49,7 @@ class RankPool:
             log.write_bytes(b"")
             call = pickle.dumps((function, arguments))
             for rank in self._connections[:world]:
-                rank.send((sys.path, world, call))
+                rank.send(([*self._stand_ins, *sys.path], world, call))
             return self._answers(world)
         except BaseException as exc:
             end = self._end_of_log()
@@ -64,8 +69,9 @@ class RankPool:
                 server.listen()
                 server.settimeout(START_S)
                 place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-                env = environment.child_environment(place | {"PYTHONUNBUFFERED": "1"}, [str(REPOSITORY)])
-                command = [sys.executable, "-W", "ignore", "-m", "tests.dist.workers.pool", address]
+                paths = [*self._stand_ins, str(REPOSITORY)]
+                env = environment.child_environment(place | {"PYTHONUNBUFFERED": "1"}, paths)
+                command = [sys.executable, "-W", "ignore", "-m", "tests.dist.workers.pool", address, *self._stand_ins]
                 self._processes.append(spawn(command, env, self._folder / "ranks.log"))
                 self._connections.append(connection.Connection(server.accept()[0].detach()))
 
@@ -102,7 +108,7 @@ def run_main(rank: int, module: str, folder: Path) -> None:
     importlib.import_module(module).main(folder)
 
 
-def serve(address: str) -> None:
+def serve(address: str, transformer_engine: bool) -> None:
     """Answer calls until the tests' side closes the connection."""
     link = socket.socket(socket.AF_UNIX)
     link.connect(address)
@@ -112,7 +118,7 @@ def serve(address: str) -> None:
 
         from megagrpo.actor.host import prepare_host
 
-        prepare_host()  # before a function imports Megatron
+        prepare_host(transformer_engine=transformer_engine)  # before a function imports Megatron
         while True:
             try:
                 path, world, call = tests.recv()
@@ -132,4 +138,4 @@ def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], transformer_engine=len(sys.argv) > 2)

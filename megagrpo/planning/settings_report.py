@@ -1,0 +1,67 @@
+"""Lists what is handed over to Megatron's configuration classes, and what of it differs from their own defaults."""
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from megagrpo.config.actor import ActorConfig
+from megagrpo.config.megatron_settings import DDP, LATENT_TRANSFORMER, OPTIMIZER, TRANSFORMER
+from megagrpo.families.architecture import Architecture
+from megagrpo.library_settings import Library, LibraryMissing, library_fields
+from megagrpo.megatron_fields import Kernels, ddp_fields, expected_kernels, optimizer_fields, transformer_fields
+
+_WIDTH = 116
+
+
+def settings_report(arch: Architecture | None, actor: ActorConfig) -> list[str]:
+    """Returns the lines of `megagrpo check` about Megatron's settings; those the user set are marked with *."""
+    if arch is None:
+        return ["megatron   unknown without the model's config.json"]
+    kernels = expected_kernels(actor)
+    model = TRANSFORMER if arch.mla is None else LATENT_TRANSFORMER
+    lines = [f"megatron   settings {_where(kernels)}; (its own default); * set in this file"]
+    for library, fields, given in (
+        (model, transformer_fields(arch, actor, kernels), actor.megatron),
+        (DDP, ddp_fields(actor, kernels), actor.ddp),
+        (OPTIMIZER, optimizer_fields(actor, kernels), actor.optimizer.megatron),
+    ):
+        lines += _of_class(library, fields, given)
+    return lines
+
+
+def _where(kernels: Kernels) -> str:
+    if not kernels.cuda:
+        return "as on a CPU"
+    return "as on CUDA with Transformer Engine" if kernels.transformer_engine else "as on CUDA with torch's layers"
+
+
+def _of_class(library: Library, fields: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    try:
+        defaults = {name: field.default_value for name, field in library_fields(library).items()}
+    except LibraryMissing as exc:
+        return [f"  {library.name}: {exc}"]
+    other, same = [], []
+    for name, value in fields.items():
+        text = f"{'*' if name in given else ''}{name}"
+        if value == defaults[name] and type(value) is type(defaults[name]):
+            same.append(text)
+        else:
+            other.append(f"{text} {_show(value)} ({_show(defaults[name])})")
+    return [
+        f"  {library.name}: {len(fields)} fields handed over",
+        *_wrapped("    differ  ", other),
+        *_wrapped("    equal   ", same),
+    ]
+
+
+def _wrapped(head: str, words: list[str]) -> list[str]:
+    indent = " " * len(head)
+    text = ", ".join(word.replace(" ", "\N{NO-BREAK SPACE}") for word in words) or "none"
+    lines = textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=indent, break_on_hyphens=False)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list) and len(value) > 8:
+        return f"[{value[0]}, ..., {value[-1]}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

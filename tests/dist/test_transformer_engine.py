@@ -1,0 +1,127 @@
+"""Megatron's own wrappers of Transformer Engine's layers, around the stand-in for it, against torch's layers.
+
+Weights loaded and exported bit by bit, logits and gradients against transformers, an update against one rank with
+torch's layers, the certificate and its planted faults: within the bounds that torch's layers have.
+"""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megagrpo import environment
+from megagrpo.certify.cases import LAYOUTS as CERTIFIED
+from megagrpo.certify.cases import REFERENCE
+from megagrpo.certify.report import failures
+from megagrpo.certify.subject import make_models
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import ParallelConfig
+from tests.dist.cases import BATCHES, FOUR_RANKS, LAYOUTS, MODELS, has
+from tests.dist.test_actor_layouts import problems_of
+from tests.dist.test_certify import ALGORITHMS, CONFIG, FIRST, SPOILED, case, certify
+from tests.dist.workers.launch import TRANSFORMER_ENGINE_POOL, run_ranks
+from tests.dist.workers.pool import STAND_INS
+
+pytestmark = pytest.mark.timeout(900)
+# model, layout, batch, recompute, distributed optimizer
+CI = (
+    ("qwen3", "CP2", "packed", "none", False),
+    ("qwen3_moe", "TP2+SP", "packed", "full", False),
+    ("qwen3_moe", "EP2", "padded", "none", True),
+)
+ALL = [
+    (model, layout, batch, recompute, False)
+    for model in MODELS
+    for layout in LAYOUTS
+    for batch, recompute in (("packed", "none"), ("padded", "full"))
+    if has(model, layout) and layout not in FOUR_RANKS
+]
+
+
+@pytest.fixture(scope="module")
+def reference(hf_models: Path) -> Callable[[str], Path]:
+    """What torch's layers on one rank compute of a model, once."""
+
+    @cache
+    def of(model: str) -> Path:
+        file = hf_models / f"{model}.torch.pt"
+        job = {"do": "layout", "write": True, "model": str(hf_models / model), "reference": str(file)}
+        run_ranks(1, hf_models / f"torch_{model}", [{**job, **BATCHES["padded"], "budget": 4096}])
+        return file
+
+    return of
+
+
+def check(folder: Path, reference: Callable[[str], Path], cases: list[tuple]) -> None:
+    jobs = []
+    for model, layout, batch, recompute, distributed in cases:
+        base = {"model": str(folder / model), "reference": str(reference(model)), "transformer_engine": True}
+        base |= {"parallel": LAYOUTS[layout], **BATCHES[batch]}
+        jobs.append({**base, "do": "forward"})
+        jobs.append({**base, "do": "layout", "recompute": recompute, "distributed": distributed})
+    results = run_ranks(2, folder / f"te_{len(jobs)}", jobs, pool=TRANSFORMER_ENGINE_POOL)
+    problems = []
+    for job, result in zip(jobs, results, strict=True):
+        found = problems_of("forward" if job["do"] == "forward" else "update", result)
+        problems += [f"{Path(job['model']).name}, {job['parallel']}, {job['do']}: {problem}" for problem in found]
+    assert not problems, "\n".join(problems)
+
+
+def test_layers_are_as_torchs(hf_models: Path, reference: Callable[[str], Path]):
+    check(hf_models, reference, list(CI))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout(hf_models: Path, reference: Callable[[str], Path], model: str):
+    check(hf_models, reference, [one for one in ALL if one[0] == model])
+
+
+def certified(folder: Path, family: str, cases: list[dict]) -> list[dict]:
+    """What the certificate measures of a family's tiny model with Transformer Engine's layers."""
+    settings = [f"prepare.model.family={family}", "actor.transformer_engine=true"]
+    settings += ["prepare.model.experts_per_token=4"] if family not in ("qwen3", "qwen3_moe") else []
+    make_models(folder, load_config(str(CONFIG), settings), ParallelConfig(), 0)
+    common = {"config": str(CONFIG), "folder": str(folder), "algorithm": ALGORITHMS[FIRST], "settings": settings}
+    pool = TRANSFORMER_ENGINE_POOL
+    run_ranks(1, folder / "one", [{**common, "case": vars(REFERENCE)}], "certify_ranks.py", pool=pool)
+    return run_ranks(2, folder / "two", [{**common, "case": one} for one in cases], "certify_ranks.py", pool=pool)
+
+
+def test_latent_attention_is_certified_and_a_fault_found(tmp_path: Path):
+    """Down projections, which Transformer Engine marks as shards, count once in the norm; experts' gradients are summed
+    over tensor-parallel ranks."""
+    fault = "experts-not-reduced-over-tp"
+    results = certified(tmp_path, "deepseek_v3", [case("TP2+SP"), case("TP2+SP", fault)])
+    assert failures(results[0]) == []
+    spoiled = {name for name, value in results[1]["gradients"].items() if value > 1e-5}
+    assert spoiled and all(".experts." in name for name in spoiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "glm4_moe", "mixtral", "kimi_k2"])
+def test_families_are_certified(tmp_path: Path, family: str):
+    left_out = {"ep", "etp"} if family == "qwen3" else set()
+    names = [name for name, (ranks, sizes) in CERTIFIED.items() if ranks == 2 and not sizes.keys() & left_out]
+    results = certified(tmp_path, family, [case(name) for name in names])
+    assert [failures(result) for result in results] == [[]] * len(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [[], ["prepare.model.family=qwen3"]], ids=["quickstart", "dense"])
+def test_the_command_certifies_its_layers(tmp_path: Path, monkeypatch, settings: list[str]):
+    monkeypatch.setenv("PYTHONPATH", environment.child_environment({}, [str(STAND_INS)])["PYTHONPATH"])
+    words = [f"output_dir={tmp_path}", "actor.transformer_engine=true", *settings]
+    done = certify(*(word for setting in words for word in ("--set", setting)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "certify" / "report.json").read_text())
+    assert report["passed"] and "Transformer Engine's layers" not in report["not_run"]
+
+
+@pytest.mark.slow
+def test_every_fault_is_found(tmp_path: Path):
+    cases = [case(layout, fault) for fault, layout in SPOILED.items()]
+    for what, result in zip(cases, certified(tmp_path, "qwen3_moe", cases), strict=True):
+        assert failures(result), what["fault"]

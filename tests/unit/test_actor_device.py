@@ -1,0 +1,119 @@
+"""Which device trainers choose, what they refuse, and where layers are Transformer Engine's."""
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megagrpo import environment
+from megagrpo.actor.host import prepare_host, refuse_training_without_gpu, uses_transformer_engine, why_no_gpu
+from megagrpo.config.load import load_config
+from megagrpo.families.table import architecture_of
+from megagrpo.layout import context_problem, layout_problems
+from megagrpo.tiny.description import hf_config
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def actor(*settings: str):
+    return load_config(str(QUICKSTART), [f"actor.{setting}" for setting in settings]).actor
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch):
+    """A machine with CUDA and a version of Transformer Engine."""
+
+    def of(version: str) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+
+    return of
+
+
+def test_cuda_without_a_gpu_is_refused(no_gpu):
+    with pytest.raises(ValueError, match="actor.device is cuda, but no GPU is visible here: "):
+        prepare_host("cuda")
+
+
+def test_training_in_bfloat16_without_a_gpu_is_refused(no_gpu):
+    with pytest.raises(ValueError, match="no GPU is visible here: .*or set actor.device: cpu to train"):
+        refuse_training_without_gpu(actor("dtype=bfloat16"), CPU)
+    for fine in (actor("dtype=bfloat16", "device=cpu"), actor("dtype=float32")):
+        refuse_training_without_gpu(fine, CPU)
+    refuse_training_without_gpu(actor("dtype=bfloat16"), CUDA)
+
+
+def test_the_reason_is_what_torch_says(monkeypatch: pytest.MonkeyPatch):
+    def too_old() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nPlease update")
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert why_no_gpu() == f"torch {torch.__version__} is built without CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert why_no_gpu() == "CUDA_VISIBLE_DEVICES is ''"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch._C, "_cuda_init", too_old, raising=False)
+    assert why_no_gpu().endswith("CUDA 13.0 says: The NVIDIA driver on your system is too old (found version 12040).")
+
+
+def test_check_needs_no_gpu():
+    """Login nodes have none."""
+    words = [sys.executable, "-m", "megagrpo.cli", "check", str(QUICKSTART), "--set", "actor.dtype=bfloat16"]
+    done = subprocess.run(words, env=environment.child_environment({"CUDA_VISIBLE_DEVICES": ""}), capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "version, settings, expected",
+    [
+        ("2.11.0", ["dtype=bfloat16"], True),
+        ("2.11.1+cu13", ["dtype=bfloat16"], True),
+        ("2.12.0", ["dtype=bfloat16"], False),
+        ("2.20.2", ["dtype=bfloat16"], False),
+        ("2.11.0", [], False),  # float32
+        ("2.11.0", ["dtype=bfloat16", "lora={rank: 4}"], False),
+        ("2.11.0", ["dtype=bfloat16", "transformer_engine=false"], False),
+        ("2.11.0", ["dtype=bfloat16", "device=cpu"], False),
+        ("2.11.0", ["transformer_engine=true"], True),
+    ],
+)
+def test_where_layers_are_transformer_engines(installed, version, settings, expected):
+    installed(version)
+    assert uses_transformer_engine(actor(*settings)) is expected
+
+
+def test_on_a_cpu_they_are_only_on_request(no_gpu):
+    assert not uses_transformer_engine(actor("dtype=bfloat16"))
+    assert uses_transformer_engine(actor("transformer_engine=true"))
+
+
+@pytest.mark.parametrize(
+    "settings, refused",
+    [
+        (["dtype=bfloat16"], False),
+        (["dtype=bfloat16", "device=cpu", "transformer_engine=false"], False),
+        (["dtype=float32"], False),  # perhaps on a CPU: seen when it starts
+        (["dtype=bfloat16", "transformer_engine=false"], True),
+        (["dtype=bfloat16", "lora={rank: 4}"], True),
+        (["dtype=float32", "device=cuda"], True),
+    ],
+)
+def test_context_parallelism_on_a_gpu_needs_its_attention(settings, refused):
+    config = load_config(str(QUICKSTART), [])
+    arch = architecture_of(hf_config(config.prepare.model))
+    found = actor("world_size=2", "parallel={cp: 2}", *settings)
+    problems = [problem for problem in layout_problems(arch, found) if "actor.parallel.cp = 2 needs" in problem]
+    assert bool(problems) is refused
+    assert context_problem(found.model_copy(update={"dtype": "bfloat16", "lora": None}), False) is not None

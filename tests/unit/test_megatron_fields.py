@@ -1,0 +1,219 @@
+"""What Megatron's configuration classes are given: defaults on CUDA as a table, and every shipped experiment built."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megagrpo.config.actor import ActorConfig
+from megagrpo.environment import child_environment
+from megagrpo.families.table import architecture_of, read_architecture
+from megagrpo.megatron_fields import (
+    Kernels,
+    ddp_fields,
+    expected_kernels,
+    optimizer_fields,
+    transformer_defaults,
+    transformer_fields,
+)
+from megagrpo.planning.optimizer_bytes import optimizer_bytes
+from megagrpo.planning.settings_report import settings_report
+from megagrpo.preflight import model_description
+from tests.unit.test_examples import CONFIGS, MODELS, ROOT, described
+
+CPU = Kernels(cuda=False, transformer_engine=False, fused_weight_gradient=False)
+CUDA = Kernels(cuda=True, transformer_engine=False, fused_weight_gradient=False)
+ENGINE = Kernels(cuda=True, transformer_engine=True, fused_weight_gradient=False)
+DENSE, EXPERTS, LATENT = (
+    read_architecture(MODELS / name) for name in ("Qwen3-8B", "Qwen3-235B-A22B", "DeepSeek-V3-0324")
+)
+BUILD = """
+import json, sys
+from megagrpo.actor.host import prepare_host
+prepare_host("cpu", True)
+from megagrpo.actor.megatron_config import ddp_config, optimizer_config, transformer_config
+from megagrpo.config.actor import ActorConfig
+from megagrpo.families.table import architecture_of
+from megagrpo.megatron_fields import expected_kernels
+for name, description, actor in json.load(sys.stdin):
+    actor = ActorConfig.model_validate(actor)
+    kernels = expected_kernels(actor)
+    model = transformer_config(architecture_of(description), actor, kernels)
+    ddp, optimizer = ddp_config(actor, kernels), optimizer_config(actor, kernels)
+    print(json.dumps([name, model.moe_permute_fusion, model.moe_grouped_gemm, ddp.overlap_grad_reduce,
+                      str(optimizer.exp_avg_dtype)]))
+"""
+
+
+def actor(**options) -> ActorConfig:
+    return ActorConfig.model_validate({"world_size": 8, "dtype": "bfloat16", **options})
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernels", "options", "on"),
+    [
+        (EXPERTS, CPU, {"parallel": {"pp": 2, "ep": 2}}, set()),
+        (DENSE, CUDA, {}, {"bias_activation_fusion", "bias_dropout_fusion"}),
+        (
+            DENSE,
+            CUDA,
+            {"parallel": {"pp": 2}},
+            {*(["bias_activation_fusion", "bias_dropout_fusion"]), "deallocate_pipeline_outputs"},
+        ),
+    ],
+)
+def test_defaults_without_transformer_engine(arch, kernels, options, on):
+    assert set(transformer_defaults(arch, actor(**options), kernels)) == on
+
+
+@pytest.mark.parametrize(
+    ("arch", "options", "added"),
+    [
+        (DENSE, {}, {"apply_rope_fusion", "gradient_accumulation_fusion"}),
+        (EXPERTS, {}, {"apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion"}),
+        (LATENT, {}, {"gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion"}),
+        (
+            DENSE,
+            {"parallel": {"pp": 2, "vpp": 2}},
+            {"apply_rope_fusion", "gradient_accumulation_fusion", "deallocate_pipeline_outputs", "overlap_p2p_comm"},
+        ),
+    ],
+)
+def test_defaults_with_transformer_engine(arch, options, added):
+    found = set(transformer_defaults(arch, actor(**options), ENGINE))
+    assert found == added | {"bias_activation_fusion", "bias_dropout_fusion"}
+
+
+def test_adapters_get_no_fused_gradients_and_no_overlap():
+    adapters = actor(lora={"rank": 4})
+    assert "gradient_accumulation_fusion" not in transformer_defaults(DENSE, adapters, CUDA)
+    assert ddp_fields(adapters, CUDA).keys() == {"use_distributed_optimizer", "grad_reduce_in_fp32"}
+
+
+@pytest.mark.parametrize(
+    ("options", "kernels", "overlaps"),
+    [
+        ({}, CPU, []),
+        ({}, ENGINE, ["overlap_grad_reduce", "overlap_param_gather"]),
+        ({"optimizer": {"distributed": False}}, ENGINE, ["overlap_grad_reduce"]),
+        ({"parallel": {"tp": 8}}, ENGINE, []),  # no data-parallel ranks
+        ({"ddp": {"overlap_param_gather": False}}, ENGINE, ["overlap_grad_reduce"]),
+    ],
+)
+def test_communication_overlaps_on_cuda(options, kernels, overlaps):
+    fields = ddp_fields(actor(**options), kernels)
+    assert [name for name in ("overlap_grad_reduce", "overlap_param_gather") if fields.get(name)] == overlaps
+    assert optimizer_fields(actor(**options), kernels)["overlap_param_gather"] == ("overlap_param_gather" in overlaps)
+
+
+def test_what_the_user_sets_wins():
+    given = actor(megatron={"moe_router_fusion": False, "moe_token_dispatcher_type": "flex"})
+    fields = transformer_fields(EXPERTS, given, ENGINE)
+    assert fields["moe_router_fusion"] is False and fields["moe_token_dispatcher_type"] == "flex"
+
+
+@pytest.mark.parametrize(
+    ("arch", "kernels", "megatron", "modules"),
+    [
+        (DENSE, ENGINE, {}, ["layernorm", "mlp"]),
+        (EXPERTS, ENGINE, {}, ["layernorm", "moe_act"]),
+        (LATENT, ENGINE, {}, ["layernorm", "mla_up_proj", "moe_act", "mlp", "shared_experts"]),
+        (LATENT, ENGINE, {"fp8": "hybrid"}, ["mlp", "shared_experts"]),
+        (EXPERTS, CPU, {}, ["moe"]),
+        (DENSE, CPU, {}, ["mlp"]),
+        (EXPERTS, ENGINE, {"recompute_modules": ["core_attn"]}, ["core_attn"]),
+    ],
+)
+def test_selective_recompute_takes_what_holds_memory(arch, kernels, megatron, modules):
+    fields = transformer_fields(arch, actor(recompute="selective", megatron=megatron), kernels)
+    assert fields["recompute_granularity"] == "selective" and fields["recompute_modules"] == modules
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "gradient", "state", "host"),
+    [
+        ("float32", {}, 4, 8, 0),
+        ("bfloat16", {}, 4, 12, 0),
+        ("bfloat16", {"use_precision_aware_optimizer": True}, 4, 10, 0),
+        ("bfloat16", {"use_precision_aware_optimizer": True, "store_param_remainders": False}, 4, 12, 0),
+        (
+            "bfloat16",
+            {
+                "use_precision_aware_optimizer": True,
+                "exp_avg_dtype": "bfloat16",
+                "exp_avg_sq_dtype": "fp8",
+                "main_grads_dtype": "bfloat16",
+            },
+            2,
+            5,
+            0,
+        ),
+        ("bfloat16", {"optimizer_cpu_offload": True}, 4, 0, 16),
+        ("bfloat16", {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25}, 4, 9, 4),
+    ],
+)
+def test_bytes_of_a_trained_element(dtype, settings, gradient, state, host):
+    found = optimizer_bytes(actor(dtype=dtype, optimizer={"megatron": settings}))
+    assert (found.gradient, found.state, found.host) == (gradient, state, host)
+
+
+def test_gradients_in_bfloat16_are_reduced_in_it():
+    aware = actor(optimizer={"megatron": {"use_precision_aware_optimizer": True, "main_grads_dtype": "bfloat16"}})
+    assert ddp_fields(aware, ENGINE)["grad_reduce_in_fp32"] is False
+    assert ddp_fields(actor(), ENGINE)["grad_reduce_in_fp32"] is True
+
+
+def test_every_shipped_experiment_builds_megatrons_objects():
+    """As on CUDA, with the functions that Transformer Engine's stand-in has; Megatron's own checks run.
+
+    Two models are not described in configs/models.
+    """
+    jobs = []
+    for path in CONFIGS:
+        config = described(path)
+        hf = model_description(config)
+        if hf is not None:
+            jobs.append([path.stem, hf, config.actor.model_dump()])
+            report = "\n".join(settings_report(architecture_of(hf), config.actor))
+            assert report.count("fields handed over") == 3
+    assert {path.stem for path in CONFIGS} - {"gsm8k", "smollm2"} == {name for name, *_ in jobs}
+    environment = child_environment(
+        {"PYTHONPATH": f"{ROOT / 'tests' / 'stand_ins'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=ROOT, env=environment, input=json.dumps(jobs), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = {name: rest for name, *rest in map(json.loads, done.stdout.splitlines())}
+    assert built.keys() == {name for name, *_ in jobs}
+    assert built["qwen3_235b_a22b"][:3] == [True, True, True] and built["quickstart"][:3] == [False, False, False]
+
+
+def test_what_megatron_refuses_is_said_with_our_keys():
+    code = """
+from megagrpo.actor.host import prepare_host
+prepare_host("cpu", False)
+from megagrpo.actor.megatron_config import transformer_config
+from megagrpo.config.actor import ActorConfig
+from megagrpo.families.table import read_architecture
+import sys
+actor = ActorConfig(recompute="full", megatron={"recompute_method": "block", "distribute_saved_activations": True},
+                    world_size=2, parallel={"tp": 2})
+try:
+    transformer_config(read_architecture(sys.argv[1]), actor)
+except ValueError as exc:
+    print(exc)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(MODELS / "Qwen3-8B")], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "Megatron's TransformerConfig refuses these settings: distribute_saved_activations" in done.stdout
+    assert "sequence_parallel is actor.parallel.tp here" in done.stdout or "actor.megatron.distribute" in done.stdout
+
+
+def test_bfloat16_is_for_cuda():
+    assert expected_kernels(actor()) == ENGINE
+    assert expected_kernels(actor(device="cpu")) == CPU
+    assert expected_kernels(actor(lora={"rank": 4})) == CUDA
+    assert expected_kernels(ActorConfig()) == CPU

@@ -1,0 +1,149 @@
+"""The stand-in for Transformer Engine has the released package's parameters; what Megatron does with and without it."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megagrpo import environment
+from tests.stand_ins.signatures import FILES, STAND_IN, TABLE, released, stand_ins
+
+TABLE_OF_RELEASED = json.loads(TABLE.read_text())
+
+
+def run(code: str) -> list[str]:
+    """What a process prints that could import the stand-in."""
+    paths = [str(STAND_IN.parent)]
+    env = environment.child_environment({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, paths)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_stand_in_takes_what_the_released_package_takes(name: str):
+    expected = TABLE_OF_RELEASED["parameters"][name]
+    assert expected is not None and stand_ins()[name] == expected
+
+
+def test_its_version_is_that_of_the_table():
+    assert f'__version__ = "{TABLE_OF_RELEASED["version"]}"' in (STAND_IN / "__init__.py").read_text()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is not installed"
+)
+def test_the_installed_package_takes_the_same():
+    spec = importlib.util.find_spec("transformer_engine")
+    found = released(Path(spec.submodule_search_locations[0]))
+    assert found == TABLE_OF_RELEASED["parameters"]
+
+
+WITH = """
+import copy, torch
+from megagrpo.actor.host import prepare_host
+prepare_host(transformer_engine=True)
+from megatron.core import optimizer
+from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
+assert optimizer.Adam.__module__.startswith("transformer_engine") and distrib_optimizer.USING_TE_OPTIMIZER
+assert clip_grads.l2_norm_impl.__module__.startswith("transformer_engine")
+torch.manual_seed(0)
+options = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+def after_steps(make, weights, gradients):
+    p = torch.nn.Parameter(weights.clone())
+    adam = make([p])
+    for g in gradients:
+        p.grad = g.to(p.dtype)
+        adam.step()
+    return p.detach(), adam
+
+
+weights, gradients = torch.randn(40, 7), [torch.randn(40, 7) for _ in range(4)]
+expected, _ = after_steps(lambda p: torch.optim.AdamW(p, **options), weights, gradients)
+found, adam = after_steps(lambda p: optimizer.Adam(p, **options), weights, gradients)
+assert (found - expected).abs().max() < 2e-7
+for dtype, bound in ((torch.bfloat16, 2e-3), (torch.float16, 3e-4), (torch.uint8, 2e-2)):
+    found, adam = after_steps(lambda p: optimizer.Adam(p, exp_avg_dtype=dtype, **options), weights, gradients)
+    assert all(state["exp_avg"].dtype == dtype for state in adam.state.values())
+    assert 0 < (found - expected).abs().max() < bound, (dtype, (found - expected).abs().max())
+half = [g.bfloat16() for g in gradients]
+whole, _ = after_steps(lambda p: torch.optim.AdamW(p, **options), weights.bfloat16().float(), [g.float() for g in half])
+for remainders in (False, True):
+    make = lambda p: optimizer.Adam(p, master_weights=True, store_param_remainders=remainders, **options)
+    found, adam = after_steps(make, weights.bfloat16(), half)
+    kept = {name: values.dtype for name, values in next(iter(adam.state.values())).items()}
+    assert kept["master_param"] == (torch.int16 if remainders else torch.float32)
+    assert (found.float() - whole).abs().max() < 2e-2 and torch.equal(found, whole.bfloat16()), remainders
+print("ok")
+"""
+
+
+def test_adam_of_the_stand_in_is_adam():
+    """Moments of few bits and master weights, whole or as remainders, beside torch's AdamW."""
+    assert run(WITH) == ["ok"]
+
+
+WITHOUT = """
+import torch
+from megagrpo.actor import host
+share, host._share_angles = host._share_angles, lambda: None
+host.prepare_host()
+from megatron.core.models.common.embeddings import rope_utils
+theirs = rope_utils._apply_rotary_pos_emb_bshd, rope_utils._apply_rotary_pos_emb_thd
+share()
+ours = rope_utils._apply_rotary_pos_emb_bshd, rope_utils._apply_rotary_pos_emb_thd
+assert not set(ours) & set(theirs)
+
+
+class Group:
+    def __init__(self, rank, size):
+        self.rank, self.size = lambda: rank, lambda: size
+
+
+torch.manual_seed(0)
+lengths, freqs = [8, 4, 16, 0, 12], 3 * torch.randn(16, 1, 1, 6)
+cu = torch.tensor([0, *lengths]).cumsum(0).int()
+for latent in (False, True):
+    whole = torch.randn(16, 2, 3, 8)
+    assert torch.equal(*(f(whole, freqs, False, latent, 1.2) for f in (theirs[0], ours[0])))
+    for place in (Group(0, 1), Group(0, 2), Group(1, 2)):
+        packed = torch.randn(sum(lengths) // place.size(), 3, 8)
+        first, again = (ours[1](packed, cu, freqs, False, latent, 1.2, place) for _ in range(2))
+        expected = theirs[1](packed, cu, freqs, False, latent, 1.2, place)
+        assert torch.equal(first, expected) and torch.equal(again, expected)
+        cu = cu.clone()  # what is known of it is of one layout
+        exact = theirs[1](packed.bfloat16().double(), cu, freqs.double(), False, latent, 1.2, place)
+        cu = cu.clone()
+        rounded = ours[1](packed.bfloat16(), cu, freqs, False, latent, 1.2, place)
+        assert rounded.dtype == torch.bfloat16 and (rounded != exact.bfloat16()).float().mean() < 0.01
+        cu = cu.clone()
+    exact = theirs[0](whole.bfloat16().double(), freqs.double(), False, latent, 1.2).bfloat16()
+    found = [f(whole.bfloat16(), freqs, False, latent, 1.2) for f in (theirs[0], ours[0])]
+    off = [float((values != exact).float().mean()) for values in found]
+    assert off[1] < 0.01 and off[0] > 0.1, off
+read = []
+values = torch.Tensor.tolist, torch.Tensor.item
+torch.Tensor.tolist = torch.Tensor.item = lambda self: read.append(1)
+ours[1](packed, cu, freqs, False, False, 1.0, place)
+torch.Tensor.tolist, torch.Tensor.item = values
+assert not read, "it read a value back"
+from megatron.core import optimizer
+from megatron.core.optimizer import clip_grads, distrib_optimizer
+print(optimizer.Adam.__module__, optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.USING_TE_OPTIMIZER)
+print(clip_grads.l2_norm_impl.__module__)
+"""
+
+
+def test_without_its_layers_megatron_does_not_find_it():
+    """Installed, it would give Megatron its optimizer and its norms, which need CUDA, whatever the layers are.
+
+    Rotary embeddings are ours then: to the last bit Megatron's in float32; in bfloat16 rounded once, at the end; and no
+    length is read back.
+    """
+    assert run(WITHOUT) == ["torch.optim.adamw", "True", "False", "megatron.core.utils"]
