@@ -39,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, choices in (("families", FAMILIES), ("trainers", TRAINERS), ("engines", ENGINES)):
         parser.add_argument(f"--{name}", nargs="+", choices=list(choices), default=list(choices), metavar="NAME")
-    parser.add_argument("--transports", nargs="+", choices=("reshard", "broadcast", "disk"), default=["reshard"])
+    parser.add_argument("--transports", nargs="+", choices=("reshard", "ipc", "broadcast", "disk"), default=["reshard"])
     args = parser.parse_args()
     rows, pool, started = [], RankPool(), time.monotonic()
     try:

@@ -30,6 +30,7 @@ def killed_in_its_sleep(job: Job, folder: Path, step: int, whose: str) -> None:
             return False
         if whose == "engine":
             os.kill(victim["pid"], signal.SIGKILL)
+            job.wait_for(lambda: engine(folder)["state"] == "dead", "the supervisor to see it", 60)
             held.resume()
         else:
             held.kill()
@@ -62,7 +63,7 @@ def test_whoever_is_killed_in_its_sleep_comes_back(long_run):
 
 
 def assert_no_complaint(folder: Path) -> None:
-    """Engines were asked what they allow, in the right order, and nothing is left in shared memory."""
+    """Engines were asked what they allow, in the right order, and computed what the trainers do."""
     for log in (folder / "logs").glob("engine-*.log"):
-        assert "Traceback" not in log.read_text()
+        assert "Scheduler hit an exception" not in log.read_text()
     assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(folder).items() if step)
