@@ -19,13 +19,14 @@ from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# The script's own folder would come first, where a statistics.py hides Python's.
-sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "bench"))]
+if __name__ == "__main__":  # the script's own folder would come first, where a statistics.py hides Python's
+    sys.path[:] = [str(ROOT), *(path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "bench"))]
 
 from bench.common import RESULTS, provenance  # noqa: E402
 from bench.gpu_kit.children import Outcome, Section, run_section  # noqa: E402
 from bench.gpu_kit.figures import Setting  # noqa: E402
 from bench.gpu_kit.report import above_bounds, is_failure, value_of, write_report  # noqa: E402
+from megagrpo.environment import of_all_nccl_ranks  # noqa: E402
 
 _KIT = "bench.gpu_kit"
 # In order of worth: what the time limit leaves out is at the end.
@@ -59,6 +60,9 @@ def main() -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         _preload()
+    else:  # as trainers have it
+        os.environ.update(of_all_nccl_ranks())
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True) as scratch:
         setting = Setting(args.device, args.small, Path(scratch))
         chosen = {name: section for name, section in SECTIONS.items() if name in args.sections}
