@@ -12,7 +12,6 @@ from megagrpo.families.table import ParameterCounts, architecture_of, left_out, 
 from megagrpo.layout import layout_problems, rank_coordinates
 from megagrpo.planning.residency import residency
 from megagrpo.planning.settings_report import engine_report, settings_report
-from megagrpo.planning.settings_report import settings_report
 from megagrpo.planning.trainer_side import Load, TrainerSide, trained_elements, trainer_side
 from megagrpo.preflight import is_made, longest_samples, model_description, preflight
 from megagrpo.rewards.graders import SERVICES
