@@ -120,10 +120,11 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
 def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     """Returns the fields of DistributedDataParallelConfig; on CUDA communication overlaps with computation.
 
-    Not with adapters, whose replicas of experts are summed between the backward and the reduction.
+    Not with adapters, whose replicas of experts are summed between the backward and the reduction. With pipeline stages
+    only where the file asks for it: no test has shown it there.
     """
     sharded = actor.optimizer.distributed
-    overlap = kernels.cuda and actor.lora is None and actor.world_size > actor.parallel.tp * actor.parallel.pp
+    overlap = kernels.cuda and actor.lora is None and actor.parallel.pp == 1 and actor.world_size > actor.parallel.tp
     overlapped = {"overlap_grad_reduce": True, **({"overlap_param_gather": True} if sharded else {})}
     return {
         "use_distributed_optimizer": sharded,
