@@ -70,6 +70,8 @@ class Run:
     def publish(self) -> dict[str, float]:
         """Brings weights of version `state.step` into every engine; returns seconds when each has proved them."""
         self.watchdog.enter("publish")
+        if self.config.weights.in_flight == "drain":
+            self.rollouts.drain()
         seconds = self.exchange.publish(self.state.step)
         return {f"publish/{name}": value for name, value in seconds.items()}
 
@@ -80,7 +82,10 @@ class Run:
         """
         config, state = self.config, self.state
         try:
-            step = next_groups(self.rollouts, self.prompts, state, config, self.mesh, self._refresh, metrics)
+            steps_left = self.num_steps - state.step
+            step = next_groups(
+                self.rollouts, self.prompts, state, config, self.mesh, self._refresh, metrics, steps_left
+            )
             grader_metrics(metrics, step.groups, config.reward)
             rollout_metrics(metrics, step.groups, self.mesh, config.train)
         except RunStopped as stopped:
@@ -233,6 +238,7 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
         rollouts = RolloutSource(
             config, mesh, control, rewards, decode, tool=tool, alive=watchdog.alive, on_request=timeline.request
         )
+        stack.callback(rollouts.close)
         exchange = Exchange(config, mesh, weights, control, folder.path, timeline.call)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
         watchdog.waits += [rollouts.waiting, exchange.waiting]

@@ -197,6 +197,12 @@ class ExperimentConfig(Section):
                 f"weights.timeout_s {self.weights.timeout_s:g} must be below actor.deadline_s {self.actor.deadline_s:g}"
                 ": while rank 0 updates engines, the other ranks wait for it in a collective"
             )
+        mismatch = self.algorithm.mismatch
+        if self.rollout.max_staleness and mismatch.weight is None and mismatch.reject is None:
+            raise ValueError(
+                f"rollout.max_staleness {self.rollout.max_staleness} trains on tokens of older weights, which needs a "
+                "correction: set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject"
+            )
         kl, parallel = self.algorithm.kl, self.actor.parallel
         full = kl.estimator == "full" and self.algorithm.uses_reference
         if full and parallel.cp > 1 and train.updates_of_step > 1 and not self.actor.packing:
