@@ -1,8 +1,9 @@
 """Holds all that the loop needs, built once from the configuration on every rank, in an order that fails early."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,14 +232,18 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
         stack.callback(timeline.close)
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, timeline.mark))
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
-
-        def decode(token_ids: np.ndarray) -> str:
-            return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
-
         rollouts = RolloutSource(
-            config, mesh, control, rewards, decode, tool=tool, alive=watchdog.alive, on_request=timeline.request
+            config,
+            mesh,
+            control,
+            rewards,
+            _decoder(tokenizer),
+            tool=tool,
+            alive=watchdog.alive,
+            on_request=timeline.request,
         )
         stack.callback(rollouts.close)
+        rollouts.hold(state.ahead)
         exchange = Exchange(config, mesh, weights, control, folder.path, timeline.call)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
         watchdog.waits += [rollouts.waiting, exchange.waiting]
@@ -254,7 +259,9 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
             exchange=exchange,
             state=state,
             num_steps=num_steps,
-            checkpointer=_checkpointer(config, folder, actor, state.step, num_steps, samples),
+            checkpointer=_checkpointer(
+                config, folder, actor, state.step, num_steps, partial(_state_of_all, mesh, rollouts, samples)
+            ),
             stop_request=StopRequest(Path(stop_file)) if stop_file is not None else None,
             watchdog=watchdog,
             timeline=timeline,
@@ -289,28 +296,37 @@ def _rollout_log(config: ExperimentConfig, folder: RunFolder, mesh: Mesh, start_
     return RolloutLog(folder, mesh.dp_rank, mesh.dp_size, start_step)
 
 
+def _decoder(tokenizer: Any) -> Callable[[np.ndarray], str]:
+    def decode(token_ids: np.ndarray) -> str:
+        return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    return decode
+
+
+def _state_of_all(mesh: Mesh, rollouts: RolloutSource, samples: RolloutLog | None, state: TrainState) -> TrainState:
+    """Collective. Returns, on the main rank, the state with what other ranks hold of it, for a checkpoint."""
+    if samples is not None:
+        samples.flush()  # what a checkpoint has behind it is on disk: no other start will sample it again
+    surplus, ahead = gather_surplus(state.surplus, mesh), gather_surplus(rollouts.finished(), mesh)
+    return replace(state, surplus=surplus, ahead=ahead)
+
+
 def _checkpointer(
     config: ExperimentConfig,
     folder: RunFolder,
     actor: MegatronActor,
     saved_step: int,
     num_steps: int,
-    samples: RolloutLog | None,
+    gather_state: Callable[[TrainState], TrainState],
 ) -> Checkpointer:
     wish, several_nodes = config.checkpoint.asynchronous, environment.num_trainer_nodes() > 1
     background = several_nodes if wish == "auto" else wish
-
-    def whole(state: TrainState) -> TrainState:
-        if samples is not None:
-            samples.flush()  # what a checkpoint has behind it is on disk: no other start will sample it again
-        return replace(state, surplus=gather_surplus(state.surplus, actor.mesh))
-
     return Checkpointer(
         config.checkpoint,
         folder.checkpoints,
         run_identity(config, actor),
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
-        whole,
+        gather_state,
         actor.mesh,
         num_steps=num_steps,
         saved_step=saved_step,

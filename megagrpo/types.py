@@ -218,3 +218,6 @@ class TrainState:
     algo_state: AlgoState = AlgoState()
     # Dynamic sampling: groups for the next step, ids dense over all ranks. This rank's; in a checkpoint those of all.
     surplus: list[RolloutGroup] = field(default_factory=list)
+    # rollout.max_staleness: finished groups of batches that no step has taken, ids counted over the run's prompts. In a
+    # checkpoint alone, those of all ranks: while a run goes on its source has them
+    ahead: list[RolloutGroup] = field(default_factory=list)

@@ -6,10 +6,9 @@ the current weights, publishing is collective, and so every rank must take part 
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -30,6 +29,7 @@ from megagrpo.rollout.generation import (
     SamplingParams,
     sample_seed,
 )
+from megagrpo.rollout.jobs import BegunBatch, PromptSlot, SamplingJob, prompt_slots
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import EngineInfo, Outcome, Prompt, Refresh, RolloutGroup, Sample
 
@@ -78,16 +78,38 @@ class RolloutSource:
         self._lost_hosts = 0  # of the service, as far as this rank's requests know
         self._background, self._turnstile = BackgroundLoop(), Turnstile()
         self._clients: set[GenerationClient] = set()  # of what is sampled in the background
-        # by batch and attempt, until `next` takes it
-        self._begun: dict[tuple[int, int], Future[list[RolloutGroup]] | None] = {}
+        self._begun: dict[int, BegunBatch] = {}  # by number, until `next` takes it
+        self._held: dict[int, RolloutGroup] = {}  # finished by an earlier start, by place in the run
 
-    def begin(self, batch: int, prompts: Sequence[Prompt], version: int, attempt: int = 0) -> None:
+    def begin(self, batch: int, prompts: Sequence[Prompt], version: int) -> None:
         """Begins to sample this rank's share of a batch, for which `next` asks later; does nothing where it has begun.
 
-        Weights of `version` sample, and the newer ones that are published before the end.
+        Weights of `version` sample, and the newer ones that are published before the end. Batches are counted over the
+        run.
         """
-        if (batch, attempt) not in self._begun:
-            self._begun[batch, attempt] = self._start(self._training(batch, version, attempt, or_newer=True), prompts)
+        if batch in self._begun:
+            return
+        first = batch * len(prompts)
+        held = {place: self._held.pop(first + place, None) for place in range(len(prompts))}
+        finished = {place: replace(group, group_id=place) for place, group in held.items() if group is not None}
+        self._begun[batch] = self._start(self._training(batch, version, 0, or_newer=True), prompts, finished)
+
+    def hold(self, ahead: list[RolloutGroup]) -> None:
+        """Takes, out of the list, what `finished` returned in an earlier start: `begin` samples none of it again."""
+        self._held = {group.group_id: group for group in ahead}
+        ahead.clear()
+
+    def finished(self) -> list[RolloutGroup]:
+        """Returns the finished groups of this leader whose batches were not taken, ids counted over the run's prompts.
+
+        On other ranks []. Those that are still being sampled are left out.
+        """
+        return [
+            replace(group, group_id=number * batch.num_groups + place)
+            for number, batch in self._begun.items()
+            if self._mesh.is_leader
+            for place, group in sorted(batch.finished.copy().items())
+        ]
 
     def next(
         self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int = 0
@@ -100,12 +122,13 @@ class RolloutSource:
         on every rank.
         """
         job = self._training(step, version, attempt)
-        groups = self._collect(job, self._begun.pop((step, attempt), None) or self._start(job, prompts), refresh)
+        batch = self._begun.pop(step) if step in self._begun else self._start(job, prompts)
+        groups = self._collect(job, batch, refresh)
         if not self._config.algorithm.needs_greedy_response:
             return groups
         # After the others and not among them: one greedy request (a top-k of 1) moves SGLang's whole batch to another
         # sampling routine, which draws other tokens from the same seeds.
-        job = _SamplingJob(f"greedy{job.again}", step, version, job.params.greedy(), num_samples=1)
+        job = SamplingJob(f"greedy{job.again}", step, version, job.params.greedy(), num_samples=1)
         greedy = self._collect(job, self._start(job, prompts), refresh)
         return [
             replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0]) for g, b in zip(groups, greedy, strict=True)
@@ -122,7 +145,7 @@ class RolloutSource:
             error, num_ready = "", 1
             if self._mesh.is_main:
                 error, num_ready = self._count_ready()
-            unfinished = any(work is not None and not work.done() for work in self._begun.values())
+            unfinished = any(not batch.done for batch in self._begun.values())
             waiting, failed, none_ready = self._agree(unfinished, bool(error), num_ready == 0)
             self._alive()
             if failed:
@@ -145,11 +168,11 @@ class RolloutSource:
         self._begun.clear()
         self._background.close()
 
-    def _training(self, step: int, version: int, attempt: int, or_newer: bool = False) -> "_SamplingJob":
+    def _training(self, step: int, version: int, attempt: int, or_newer: bool = False) -> SamplingJob:
         again = f" batch {attempt}" if attempt else ""
         params, size = SamplingParams.of(self._config.sampling), self._config.train.group_size
         regrade = self._config.reward.group_grader is not None
-        return _SamplingJob(f"train{again}", step, version, params, size, again, regrade, or_newer)
+        return SamplingJob(f"train{again}", step, version, params, size, again, regrade, or_newer)
 
     def evaluate(
         self,
@@ -166,21 +189,24 @@ class RolloutSource:
         """
         stops = SamplingParams.of(self._config.sampling)
         params = SamplingParams(temperature, max_tokens, stop_token_ids=stops.stop_token_ids, stop=stops.stop)
-        job = _SamplingJob("evaluate", 0, version, params, num_samples)
+        job = SamplingJob("evaluate", 0, version, params, num_samples)
         return self._collect(job, self._start(job, prompts), refresh)
 
-    def _start(self, job: "_SamplingJob", prompts: Sequence[Prompt]) -> "Future[list[RolloutGroup]] | None":
-        """Begins a leader's share in the background; None on the other ranks."""
+    def _start(
+        self, job: SamplingJob, prompts: Sequence[Prompt], finished: dict[int, RolloutGroup] | None = None
+    ) -> BegunBatch:
+        """Begins a leader's share in the background; other ranks wait for theirs. `finished`: not sampled again."""
         mesh, total = self._mesh, len(prompts)
         first, last = total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
-        if not mesh.is_leader:
-            return None
-        return self._background.submit(self._sample_share(job, _slots(prompts)[first:last]))
+        batch = BegunBatch(total, finished or {})
+        if mesh.is_leader:
+            share = prompt_slots(prompts)[first:last]
+            batch.work = self._background.submit(self._sample_share(job, share, batch.finished))
+        return batch
 
-    def _collect(
-        self, job: "_SamplingJob", work: "Future[list[RolloutGroup]] | None", refresh: Refresh
-    ) -> list[RolloutGroup]:
+    def _collect(self, job: SamplingJob, batch: BegunBatch, refresh: Refresh) -> list[RolloutGroup]:
         """Collective. Waits for every leader's share of a job and gives it to the leader's replica."""
+        work = batch.work
         try:
             self._wait(work, job, refresh)
         finally:
@@ -193,7 +219,7 @@ class RolloutSource:
 
         return self._mesh.from_leader(result, f"rollout of {job}")
 
-    def _wait(self, work: "Future[list[RolloutGroup]] | None", job: "_SamplingJob", refresh: Refresh) -> None:
+    def _wait(self, work: "Future[list[RolloutGroup]] | None", job: SamplingJob, refresh: Refresh) -> None:
         """Meets the other ranks until every leader is done, and refreshes engines together with them.
 
         Raises LeaderError.
@@ -244,8 +270,10 @@ class RolloutSource:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    async def _sample_share(self, job: "_SamplingJob", share: list["_PromptSlot"]) -> list[RolloutGroup]:
-        """Returns all groups of this leader, in order.
+    async def _sample_share(
+        self, job: SamplingJob, share: list[PromptSlot], finished: dict[int, RolloutGroup]
+    ) -> list[RolloutGroup]:
+        """Returns all groups of this leader, in order, and adds each to `finished` (by place) when it comes.
 
         Raises GenerationFailed, which names what is missing at the deadline.
         """
@@ -257,17 +285,17 @@ class RolloutSource:
             status.router, self._control.api_key, self._retry, self._turnstile, self._on_request
         ) as client:
             self._clients.add(client)
-            tasks = [asyncio.create_task(self._sample_group(client, job, slot)) for slot in share]
+            missing = [slot for slot in share if slot.group_id not in finished]
+            tasks = [asyncio.create_task(self._sample_group(client, job, slot, finished)) for slot in missing]
             try:
                 async with asyncio.timeout(rollout.step_timeout_s):
-                    return list(await asyncio.gather(*tasks))
+                    await asyncio.gather(*tasks)
+                return [finished[slot.group_id] for slot in share]
             except TimeoutError:
-                missing = [
-                    at.prompt.id for task, at in zip(tasks, share, strict=True) if not task.done() or task.cancelled()
-                ]
+                late = [slot.prompt.id for slot in share if slot.group_id not in finished]
                 raise GenerationFailed(
-                    f"{len(missing)} of {len(share)} groups did not come within {rollout.step_timeout_s:.0f} s "
-                    f"(rollout.step_timeout_s): prompts {missing[:10]}; {client.num_retries} retries, "
+                    f"{len(late)} of {len(share)} groups did not come within {rollout.step_timeout_s:.0f} s "
+                    f"(rollout.step_timeout_s): prompts {late[:10]}; {client.num_retries} retries, "
                     f"the last because of: {client.last_problem or 'nothing, the engines are slow'}"
                 ) from None
             finally:
@@ -276,7 +304,9 @@ class RolloutSource:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample_group(self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot") -> RolloutGroup:
+    async def _sample_group(
+        self, client: GenerationClient, job: SamplingJob, slot: PromptSlot, finished: dict[int, RolloutGroup]
+    ) -> None:
         answers = await asyncio.gather(*(self._sample(client, job, slot, index) for index in range(job.num_samples)))
         samples, outcomes = zip(*answers, strict=True)
         if job.regrade:
@@ -284,7 +314,7 @@ class RolloutSource:
             texts = [sample.text for sample in samples]
             regraded = await asyncio.wrap_future(self._grader.submit_group(slot.prompt, texts, outcomes))
             outcomes = tuple(regraded)
-        return RolloutGroup(slot.group_id, slot.prompt, samples, outcomes)
+        finished[slot.group_id] = RolloutGroup(slot.group_id, slot.prompt, samples, outcomes)
 
     def waiting(self) -> str:
         """Returns what this rank's samples wait for at present, "" for nothing. May be called from any thread."""
@@ -297,7 +327,7 @@ class RolloutSource:
         )
 
     async def _sample(
-        self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot", index: int
+        self, client: GenerationClient, job: SamplingJob, slot: PromptSlot, index: int
     ) -> tuple[Sample, Outcome]:
         assert self._grader is not None, "leaders alone sample"
         key = slot.group_id, slot.prompt.id, index
@@ -309,7 +339,7 @@ class RolloutSource:
         finally:
             del self._pending[key]
 
-    async def _respond(self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot", index: int) -> Sample:
+    async def _respond(self, client: GenerationClient, job: SamplingJob, slot: PromptSlot, index: int) -> Sample:
         prompt, purpose_of_all = slot.prompt, f"{job.purpose} again {slot.again}" if slot.again else job.purpose
 
         def turn(number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Awaitable[Response]:
@@ -336,41 +366,6 @@ class RolloutSource:
             text=self._decode(response.token_ids),
             loss_mask=loss_mask,
         )
-
-
-@dataclass(frozen=True)
-class _PromptSlot:
-    """Holds a prompt's place in its batch, for which a group is sampled."""
-
-    group_id: int
-    prompt: Prompt
-    again: int  # how often the prompt has come before in the same batch; part of its seeds
-
-
-def _slots(prompts: Sequence[Prompt]) -> list[_PromptSlot]:
-    seen: Counter[int] = Counter()
-    slots = []
-    for group_id, prompt in enumerate(prompts):
-        slots.append(_PromptSlot(group_id, prompt, seen[prompt.id]))
-        seen[prompt.id] += 1
-    return slots
-
-
-@dataclass(frozen=True)
-class _SamplingJob:
-    """Holds what one call asks for: the same for every prompt."""
-
-    purpose: str  # part of every seed
-    step: int
-    version: int  # of the weights that sample
-    params: SamplingParams
-    num_samples: int  # responses to each prompt
-    again: str = ""  # which of a step's batches, where it has several
-    regrade: bool = False  # by reward.group_grader
-    or_newer: bool = False  # weights that are published meanwhile may go on
-
-    def __str__(self) -> str:
-        return f"{self.purpose} step {self.step}, weights {self.version}"
 
 
 def _needs_weights(engine: EngineInfo, version: int) -> bool:

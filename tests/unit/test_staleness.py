@@ -141,3 +141,31 @@ def test_mismatch_is_measured_by_lag():
     by_lag = [found[f"mismatch/logprob_abs_mean_lag_{lag}"] for lag in range(3)]
     assert by_lag == pytest.approx([0.5, 1.0, 4.0])
     assert [found[f"lag/fraction_{lag}"] for lag in range(3)] == pytest.approx([1 / 3, 1 / 2, 1 / 6])
+
+
+@pytest.mark.parametrize("num_finished", [0, 1, WANTED])
+def test_what_was_sampled_ahead_is_not_sampled_again_after_a_restart(num_finished):
+    """Batch 1 is on its way when the run is killed; of its groups, `num_finished` had come."""
+    decode = lambda ids: "".join(map(str, ids))  # noqa: E731
+    config, state = experiment(1), TrainState()
+    late = [{}] * ((WANTED + num_finished) * GROUP_SIZE) + ["hang"] * ((WANTED - num_finished) * GROUP_SIZE)
+    with running(FakeService(script=late)) as service:
+        source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
+        taken = next_groups(source, PROMPTS, state, config, MESH, None, Metrics(), STEPS)
+        deadline = time.monotonic() + 10
+        while len(source.finished()) < num_finished or len(service.requests) < 2 * WANTED * GROUP_SIZE:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        ahead = source.finished()
+        source.close()
+    assert len(taken.groups) == WANTED and [group.group_id for group in ahead] == [2, 3][:num_finished]
+    state = TrainState(step=1, data_cursor=taken.data_cursor)
+    with running(FakeService(version=1)) as service:
+        source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
+        source.hold(ahead)
+        again = next_groups(source, PROMPTS, state, config, MESH, None, Metrics(), 1)
+        source.close()
+        assert len(service.requests) == (WANTED - num_finished) * GROUP_SIZE
+    assert [(group.prompt.id, group.group_id) for group in again.groups] == [(2, 0), (3, 1)]
+    versions = [sample.weight_version for group in again.groups for sample in group.samples]
+    assert versions == [0] * (num_finished * GROUP_SIZE) + [1] * ((WANTED - num_finished) * GROUP_SIZE)
