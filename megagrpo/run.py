@@ -143,6 +143,12 @@ class Run:
         if self.record is not None:
             self.record.console.note(text)
 
+    def close_logs(self) -> None:
+        """Waits until what this rank records in the background is on disk."""
+        for log in (self.samples, self.trained):
+            if log is not None:
+                log.close()
+
     def checkpoint(self) -> None:
         """Collective. Saves when the schedule asks for it, and after the last step."""
         self.checkpointer.on_schedule(self.state)
@@ -232,15 +238,9 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
         stack.callback(timeline.close)
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, timeline.mark))
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
+        decode = _decoder(tokenizer)
         rollouts = RolloutSource(
-            config,
-            mesh,
-            control,
-            rewards,
-            _decoder(tokenizer),
-            tool=tool,
-            alive=watchdog.alive,
-            on_request=timeline.request,
+            config, mesh, control, rewards, decode, tool=tool, alive=watchdog.alive, on_request=timeline.request
         )
         stack.callback(rollouts.close)
         rollouts.hold(state.ahead)
@@ -262,14 +262,13 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
             checkpointer=_checkpointer(
                 config, folder, actor, state.step, num_steps, partial(_state_of_all, mesh, rollouts, samples)
             ),
-            stop_request=StopRequest(Path(stop_file)) if stop_file is not None else None,
+            stop_request=StopRequest(Path(stop_file)) if stop_file else None,
             watchdog=watchdog,
             timeline=timeline,
             samples=samples,
             trained=_trained_log(config, folder, mesh, tokenizer, state.step),
         )
-        for close in [log.close for log in (run.samples, run.trained) if log is not None]:
-            stack.callback(close)
+        stack.callback(run.close_logs)
         if console is not None:
             step_log = StepLog(folder, config.log, state.step)
             stack.callback(step_log.close)
