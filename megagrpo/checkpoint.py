@@ -3,6 +3,7 @@
     run/checkpoints/step_000010/   written as step_000010.partial, renamed when every rank has finished
         actor/         Megatron dist_checkpointing
         surplus.npz    groups that the next step takes first, where there are any
+        ahead.npz      groups of later steps that were sampled already, where there are any
         state.json     all else of TrainState, model identity, layout, whether another layout can load it, version
         manifest.json  size and CRC-32 of every file, written last
 
@@ -41,7 +42,7 @@ from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.types import AlgoState, TrainState
 
 _WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch names the files of a rank so
-_SURPLUS = "surplus.npz"
+_GROUPS = ("surplus", "ahead")  # of TrainState, in files of their own
 T = TypeVar("T")
 SizeAndCrc = tuple[int, int]  # bytes, CRC-32
 
@@ -171,9 +172,10 @@ class PendingSave:
     def __init__(self, root: Path, state: TrainState, identity: RunIdentity, retention: Retention, mesh: Mesh):
         self.target = checkpoint_folder(root, state.step)
         self.partial = self.target.with_name(self.target.name + PARTIAL)
-        self._surplus = state.surplus
+        self._groups = {name: getattr(state, name) for name in _GROUPS}
+        without = asdict(replace(state, surplus=[], ahead=[]))
         self._description = {
-            "train": {name: value for name, value in asdict(replace(state, surplus=[])).items() if name != "surplus"},
+            "train": {name: value for name, value in without.items() if name not in _GROUPS},
             "identity": identity.model,
             "layout": dict(identity.layout),
             "version": __version__,
@@ -213,8 +215,9 @@ class PendingSave:
             self._written.set_exception(exc)
 
     def _publish(self, written: dict[str, SizeAndCrc]) -> None:
-        if self._surplus:
-            write_groups(self.partial / _SURPLUS, self._surplus)
+        for name, groups in self._groups.items():
+            if groups:
+                write_groups(self.partial / f"{name}.npz", groups)
         _write_json(self.partial / "state.json", self._description | {"reshardable": self._plan.reshardable})
         rest = sorted(p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written)
         entries = written | {self._name(path): _size_and_crc(path) for path in rest}
@@ -280,8 +283,10 @@ def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None]
     load_actor(folder / "actor")
     state = json.loads((folder / "state.json").read_text())["train"]
     algo_state = TypeAdapter(AlgoState).validate_python(state.pop("algo_state"))
-    surplus = folder / _SURPLUS
-    return TrainState(**state, algo_state=algo_state, surplus=read_groups(surplus) if surplus.exists() else [])
+    for name in _GROUPS:
+        file = folder / f"{name}.npz"
+        state[name] = read_groups(file) if file.exists() else []
+    return TrainState(**state, algo_state=algo_state)
 
 
 def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:

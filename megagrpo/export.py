@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
+from megagrpo.beginning import load_checkpoint, make_actor
 from megagrpo.checkpoint_folder import latest
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.run import load_checkpoint, make_actor
 from megagrpo.run_folder import RunFolder
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 from megagrpo.weights.peft_folder import PeftFolder, export_peft

@@ -53,11 +53,15 @@ def _group(record: dict[str, Any]) -> RolloutGroup:
     return RolloutGroup(
         group_id=record["group_id"],
         prompt=Prompt(**record["prompt"]),
-        samples=tuple(Sample(**sample) for sample in record["samples"]),
+        samples=tuple(map(_sample, record["samples"])),
         outcomes=tuple(map(_outcome, record["outcomes"])),
-        greedy=None if greedy is None else Sample(**greedy),
+        greedy=None if greedy is None else _sample(greedy),
         greedy_outcome=None if of_greedy is None else _outcome(of_greedy),
     )
+
+
+def _sample(record: dict[str, Any]) -> Sample:
+    return Sample(**{**record, "newer": tuple(map(tuple, record["newer"]))})
 
 
 def _outcome(record: dict[str, Any]) -> Outcome:

@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 
 from megagrpo.actor.step import update, with_logprobs
+from megagrpo.beginning import initial_weights, load_checkpoint, make_actor
 from megagrpo.checkpoint_folder import latest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.dump import Dump, read_dump
-from megagrpo.run import initial_weights, load_checkpoint, make_actor
 from megagrpo.run_folder import RunFolder
 
 

@@ -1,25 +1,25 @@
 """Holds all that the loop needs, built once from the configuration on every rank, in an order that fails early."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megagrpo import checkpoint, environment
+from megagrpo import environment
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
-from megagrpo.actor.saving import load_actor, save_actor
+from megagrpo.actor.saving import save_actor
 from megagrpo.actor.step import holds_token_values
-from megagrpo.checkpoint import Checkpointer, RunIdentity
-from megagrpo.checkpoint_folder import latest
+from megagrpo.beginning import find_checkpoint, initial_weights, make_actor, resume, run_identity
+from megagrpo.checkpoint import Checkpointer
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
 from megagrpo.dump import write_dump
-from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.metrics import Metrics
@@ -34,10 +34,9 @@ from megagrpo.rollout.control import ServiceControl, find_service
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
 from megagrpo.run_folder import RunFolder
-from megagrpo.selection import deal_surplus, gather_surplus, grader_metrics, next_groups, rollout_metrics
+from megagrpo.selection import gather_surplus, grader_metrics, next_groups, rollout_metrics
 from megagrpo.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState
-from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.exchange import Exchange
 
 
@@ -71,6 +70,8 @@ class Run:
     def publish(self) -> dict[str, float]:
         """Brings weights of version `state.step` into every engine; returns seconds when each has proved them."""
         self.watchdog.enter("publish")
+        if self.config.weights.in_flight == "drain":
+            self.rollouts.drain()
         if self.config.rollout.colocate:
             self.actor.update_state.offload()
             self.mesh.from_main(self.control.let_start, "let engines start")
@@ -84,7 +85,10 @@ class Run:
         """
         config, state = self.config, self.state
         try:
-            step = next_groups(self.rollouts, self.prompts, state, config, self.mesh, self._refresh, metrics)
+            steps_left = self.num_steps - state.step
+            step = next_groups(
+                self.rollouts, self.prompts, state, config, self.mesh, self._refresh, metrics, steps_left
+            )
             grader_metrics(metrics, step.groups, config.reward)
             rollout_metrics(metrics, step.groups, self.mesh, config.train)
         except RunStopped as stopped:
@@ -143,6 +147,12 @@ class Run:
         if self.record is not None:
             self.record.console.note(text)
 
+    def close_logs(self) -> None:
+        """Waits until what this rank records in the background is on disk."""
+        for log in (self.samples, self.trained):
+            if log is not None:
+                log.close()
+
     def checkpoint(self) -> None:
         """Collective. Saves when the schedule asks for it, and after the last step."""
         self.checkpointer.on_schedule(self.state)
@@ -184,36 +194,6 @@ def sleep_limit_s(config: ExperimentConfig) -> float:
     return config.rollout.start_timeout_s + config.rollout.patience_s(cuda=True)
 
 
-def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
-    """Collective. Returns what a checkpoint must share with the run that loads it."""
-    model: dict = {
-        "model": asdict(actor.arch),
-        "dtype": config.actor.dtype,
-        "distributed_optimizer": config.actor.optimizer.distributed,
-    }
-    if config.actor.lora is not None:  # the checkpoint holds adapters alone
-        model["lora"] = config.actor.lora.model_dump()
-        model["base"] = actor.mesh.from_main(HfFolder(config.model.path).fingerprint, "read the model's weights")
-    return RunIdentity(model, config.actor.layout)
-
-
-def make_actor(config: ExperimentConfig, num_steps: int, device: torch.device) -> MegatronActor:
-    """Collective. Makes the experiment's actor, without weights. num_steps: after which its schedule ends."""
-    return MegatronActor(
-        model_path=config.model.path,
-        config=config.actor,
-        optimizer=config.actor.optimizer,
-        num_updates=num_steps * config.train.updates_of_step,
-        seed=config.seed,
-        device=device,
-    )
-
-
-def load_checkpoint(config: ExperimentConfig, source: Path, actor: MegatronActor) -> TrainState:
-    """Collective. Loads a checkpoint of this experiment's model into the actor. LeaderError where it is another's."""
-    return checkpoint.load(source, run_identity(config, actor), lambda part: load_actor(actor, part), actor.mesh)
-
-
 @contextmanager
 def start_run(config: ExperimentConfig, service_url: str | None, device: torch.device) -> Iterator[Run]:
     """Collective. Builds everything; what needs no other process comes first, so that user errors end the run early."""
@@ -239,13 +219,12 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
         stack.callback(timeline.close)
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, timeline.mark))
         rewards = stack.enter_context(RewardPool(config.reward)) if mesh.is_leader else None
-
-        def decode(token_ids: np.ndarray) -> str:
-            return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
-
+        decode = _decoder(tokenizer)
         rollouts = RolloutSource(
             config, mesh, control, rewards, decode, tool=tool, alive=watchdog.alive, on_request=timeline.request
         )
+        stack.callback(rollouts.close)
+        rollouts.hold(state.ahead)
         exchange = Exchange(config, mesh, weights, control, folder.path, timeline.call)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
         watchdog.waits += [rollouts.waiting, exchange.waiting]
@@ -262,21 +241,30 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
             control=control,
             state=state,
             num_steps=num_steps,
-            checkpointer=_checkpointer(config, folder, actor, state.step, num_steps, samples),
-            stop_request=StopRequest(Path(stop_file)) if stop_file is not None else None,
+            checkpointer=_checkpointer(
+                config, folder, actor, state.step, num_steps, partial(_state_of_all, mesh, rollouts, samples)
+            ),
+            stop_request=StopRequest(Path(stop_file)) if stop_file else None,
             watchdog=watchdog,
             timeline=timeline,
             samples=samples,
             trained=_trained_log(config, folder, mesh, tokenizer, state.step),
         )
-        for close in [log.close for log in (run.samples, run.trained) if log is not None]:
-            stack.callback(close)
+        stack.callback(run.close_logs)
         if console is not None:
-            step_log = StepLog(folder, config.log, state.step)
-            stack.callback(step_log.close)
-            wandb_log = stack.enter_context(WandbLog(config, folder, state.step, console.note))
-            run.record = MainRecord(step_log, wandb_log, console)
+            run.record = stack.enter_context(_main_record(config, folder, console, state.step))
         yield run
+
+
+@contextmanager
+def _main_record(
+    config: ExperimentConfig, folder: RunFolder, console: StepConsole, start_step: int
+) -> Iterator[MainRecord]:
+    with (
+        closing(StepLog(folder, config.log, start_step)) as step_log,
+        WandbLog(config, folder, start_step, console.note) as wandb_log,
+    ):
+        yield MainRecord(step_log, wandb_log, console)
 
 
 def _trained_log(
@@ -297,28 +285,37 @@ def _rollout_log(config: ExperimentConfig, folder: RunFolder, mesh: Mesh, start_
     return RolloutLog(folder, mesh.dp_rank, mesh.dp_size, start_step)
 
 
+def _decoder(tokenizer: Any) -> Callable[[np.ndarray], str]:
+    def decode(token_ids: np.ndarray) -> str:
+        return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+
+    return decode
+
+
+def _state_of_all(mesh: Mesh, rollouts: RolloutSource, samples: RolloutLog | None, state: TrainState) -> TrainState:
+    """Collective. Returns, on the main rank, the state with what other ranks hold of it, for a checkpoint."""
+    if samples is not None:
+        samples.flush()  # what a checkpoint has behind it is on disk: no other start will sample it again
+    surplus, ahead = gather_surplus(state.surplus, mesh), gather_surplus(rollouts.finished(), mesh)
+    return replace(state, surplus=surplus, ahead=ahead)
+
+
 def _checkpointer(
     config: ExperimentConfig,
     folder: RunFolder,
     actor: MegatronActor,
     saved_step: int,
     num_steps: int,
-    samples: RolloutLog | None,
+    gather_state: Callable[[TrainState], TrainState],
 ) -> Checkpointer:
     wish, several_nodes = config.checkpoint.asynchronous, environment.num_trainer_nodes() > 1
     background = several_nodes if wish == "auto" else wish
-
-    def whole(state: TrainState) -> TrainState:
-        if samples is not None:
-            samples.flush()  # what a checkpoint has behind it is on disk: no other start will sample it again
-        return replace(state, surplus=gather_surplus(state.surplus, actor.mesh))
-
     return Checkpointer(
         config.checkpoint,
         folder.checkpoints,
         run_identity(config, actor),
         lambda part, reshardable: save_actor(actor, part, reshardable, snapshot=background),
-        whole,
+        gather_state,
         actor.mesh,
         num_steps=num_steps,
         saved_step=saved_step,
@@ -343,50 +340,3 @@ def _console(
         for note in filter(None, notes):
             console.note(note)
         yield console
-
-
-def initial_weights(
-    config: ExperimentConfig, algorithm: AlgorithmConfig, source: Path | None, actor: MegatronActor
-) -> ActorWeights:
-    """Loads the model of the configuration, as reference too where the algorithm uses one.
-
-    Where the checkpoint `source` comes next with all weights and no reference is kept, only names and shapes are read.
-    """
-    reference = algorithm.uses_reference
-    overwritten = source is not None and not reference and config.actor.lora is None
-    weights = load_initial_weights(actor, config.model.path, overwritten)
-    if reference:
-        actor.keep_reference()  # the initial weights, also when the run resumes
-    return weights
-
-
-def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> Path | None:
-    """Collective. Returns the run's own latest checkpoint, else `checkpoint.load`, else None: the initial weights.
-
-    Raises ValueError when `checkpoint.resume` is never where the run folder holds checkpoints of an earlier start: one
-    history a folder.
-    """
-    options = config.checkpoint
-    # the main rank's view: that of other nodes may be seconds older on a shared file system
-    own = mesh.gather_world(latest(folder.checkpoints))[0]
-    again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int("SLURM_RESTART_COUNT", 0)
-    if own is not None and options.resume == "never" and not again:
-        raise ValueError(
-            f"checkpoint.resume is never, but {own} is there; choose another output_dir, or move that folder away"
-        )
-    return own or (Path(options.load) if options.load else None)
-
-
-def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, actor: MegatronActor) -> TrainState:
-    """Collective. Continues from find_checkpoint's choice.
-
-    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's.
-    """
-    if source is None:
-        return TrainState()
-    state = load_checkpoint(config, source, actor)
-    if source.parent != folder.checkpoints:
-        actor.updates_done = 0  # the learning-rate schedule is this run's
-        return TrainState()
-    state.surplus = deal_surplus(state.surplus, actor.mesh)
-    return state

@@ -5,7 +5,7 @@ the next groups that teach something. Complete groups beyond the batch are the s
 step, sampled one step earlier, which the mismatch metrics and corrections see. Every decision is on all-reduced values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -29,6 +29,10 @@ class GroupSource(Protocol):
         """Collective. Returns this rank's share of the groups; a group's id is its prompt's place in `prompts`."""
         ...
 
+    def begin(self, batch: int, prompts: Sequence[Prompt], version: int) -> None:
+        """Begins to sample what `next` will ask for as step `batch`; does nothing where that has begun."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepGroups:
@@ -47,30 +51,65 @@ def next_groups(
     mesh: Mesh,
     refresh: Refresh,
     metrics: Metrics,
+    steps_left: int = 1,
 ) -> StepGroups:
     """Collective. Returns this rank's groups of the step that `state` is about to take; `state` stays as it is.
 
-    Raises RunStopped on every rank when max_num_gen_batches batches hold too few groups whose responses differ.
+    With rollout.max_staleness it first begins the batches of coming steps, of which there are `steps_left` with this
+    one. Raises RunStopped on every rank when max_num_gen_batches batches hold too few groups whose responses differ.
     """
     wanted, cursor = config.train.num_prompts_per_step, state.data_cursor
+    options, algorithm = config.algorithm.dynamic_sampling, config.algorithm
+    first = cursor // wanted  # batches are counted over the run: which step will take one is not known beforehand
+    # A step takes one batch at least, so that what is begun at version v is taken by version v + ahead at the latest.
+    # What dynamic sampling leaves over is trained on one step later.
+    ahead = config.rollout.max_staleness - (options is not None) if config.rollout.max_staleness else 0
+
+    def batch(number: int) -> list[Prompt]:
+        return prompts.batch(number * wanted, wanted, config.seed)
+
+    def begin(numbers: range) -> None:
+        for number in numbers[: min(ahead, steps_left - 1) + 1] if ahead else ():
+            source.begin(number, batch(number), state.step)
 
     def generate(attempt: int) -> list[RolloutGroup]:
-        batch = prompts.batch(cursor + attempt * wanted, wanted, config.seed)
-        return source.next(step=state.step, prompts=batch, version=state.step, refresh=refresh, attempt=attempt)
+        if not ahead:
+            return source.next(state.step, batch(first + attempt), state.step, refresh, attempt)
+        return source.next(first + attempt, batch(first + attempt), state.step, refresh, 0)
 
-    options = config.algorithm.dynamic_sampling
+    if not algorithm.needs_greedy_response:
+        begin(range(first, first + 1 + ahead))  # before it waits for the first: engines are never empty
     if options is None:
-        return StepGroups(generate(0), cursor + wanted, state.surplus)
-    held, num_held = list(state.surplus), _sum(len(state.surplus), mesh)
-    num_carried, attempt = len(held), 0
+        groups, num_taken, surplus = generate(0), 1, state.surplus
+    else:
+        groups, num_taken, surplus = _choose(generate, state.surplus, config, mesh, metrics)
+    if algorithm.needs_greedy_response:  # greedy requests would change what others draw beside them
+        begin(range(first + num_taken, first + num_taken + ahead))
+    return StepGroups(groups, cursor + num_taken * wanted, surplus)
+
+
+def _choose(
+    generate: Callable[[int], list[RolloutGroup]],
+    carried: Sequence[RolloutGroup],
+    config: ExperimentConfig,
+    mesh: Mesh,
+    metrics: Metrics,
+) -> tuple[list[RolloutGroup], int, list[RolloutGroup]]:
+    """Collective. Dynamic sampling: returns this rank's chosen groups, the batches that it took, and the surplus.
+
+    generate: this rank's groups of a further batch, counted from 0.
+    """
+    options, wanted = config.algorithm.dynamic_sampling, config.train.num_prompts_per_step
+    assert options is not None
+    held, num_held = list(carried), _sum(len(carried), mesh)
+    attempt = 0
     while len((selection := _select(held, num_held, config, mesh)).chosen) < wanted:
         if attempt == options.max_num_gen_batches:
             raise RunStopped(_too_few_groups(held, num_held, selection, config, mesh))
         held += [replace(group, group_id=num_held + group.group_id) for group in generate(attempt)]
         num_held, attempt = num_held + wanted, attempt + 1
-    _measure_selection(metrics, held, num_carried, attempt, selection)
-    surplus = _renumbered(held, selection.surplus)
-    return StepGroups(_renumbered(held, selection.chosen), cursor + attempt * wanted, surplus)
+    _measure_selection(metrics, held, len(carried), attempt, selection)
+    return _renumbered(held, selection.chosen), attempt, _renumbered(held, selection.surplus)
 
 
 def gather_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:

@@ -25,7 +25,9 @@ def train(run: Run) -> None:
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored
         updates = plan_updates(config.train, config.seed, step)  # which groups each of them takes, in all passes
-        batch = build_batch(groups, updates, mesh, actor.arch.attention_length)  # samples balanced over ranks by cost
+        # samples balanced over ranks by cost
+        version = step if config.rollout.max_staleness else None  # of the weights that are trained
+        batch = build_batch(groups, updates, mesh, actor.arch.attention_length, version)
         if config.reward.shuffle:  # the control experiment: rewards that say nothing
             batch = shuffle_rewards(batch, config.seed, step, mesh)
         algorithm = with_current_kl_coef(config.algorithm, state.algo_state)

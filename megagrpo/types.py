@@ -65,9 +65,18 @@ class Sample(WithArrays):
     token_ids: np.ndarray  # [T] int32, the token that ended the response included
     logprobs: np.ndarray  # [T] float32, of the sampled tokens after temperature, by the engine; 0 for a tool's tokens
     finish_reason: str  # "stop" | "length"
-    weight_version: int  # of the weights that sampled it: the number of finished steps
+    weight_version: int  # of the weights that sampled its first token: the number of finished steps
     text: str  # decoded without special tokens; what the grader sees
     loss_mask: np.ndarray | None = None  # [T] bool, False on a tool's tokens; None: every token was sampled
+    # (token, version): from which token on which newer weights went on with it, ascending
+    newer: tuple[tuple[int, int], ...] = ()
+
+    def token_versions(self) -> np.ndarray:
+        """Returns the version of the weights that sampled each token, [T] int32; a tool's have that before them."""
+        versions = np.full(len(self.token_ids), self.weight_version, np.int32)
+        for start, version in self.newer:
+            versions[start:] = version
+        return versions
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,8 @@ class Batch:
     rewards: "Tensor"  # [N] float64, the grader's; 0 where not valid
     valid: "Tensor"  # [N] bool, the outcome was a score
     truncated: "Tensor"  # [N] bool, ended by length
+    lags: "Tensor | None" = None  # [N, S] int32, versions that the weights which sampled a token are older than those
+    # that it trains, 0 off the response; None: all are 0
     greedy_rewards: "Tensor | None" = None  # [N] float64, of the group's greedy response; advantage "remax" alone
     advantages: "Tensor | None" = None  # [N, S] float32, 0 off the loss mask
     old_logprobs: "Tensor | None" = None  # [N, S] float32, by the actor before the first update of the step
@@ -220,3 +231,6 @@ class TrainState:
     algo_state: AlgoState = AlgoState()
     # Dynamic sampling: groups for the next step, ids dense over all ranks. This rank's; in a checkpoint those of all.
     surplus: list[RolloutGroup] = field(default_factory=list)
+    # rollout.max_staleness: finished groups of batches that no step has taken, ids counted over the run's prompts. In a
+    # checkpoint alone, those of all ranks: while a run goes on its source has them
+    ahead: list[RolloutGroup] = field(default_factory=list)

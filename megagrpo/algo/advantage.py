@@ -13,6 +13,7 @@ from megagrpo.algo.correction import kept, policy_weights
 from megagrpo.algo.estimators import EstimatorInputs, estimate, whiten
 from megagrpo.algo.kl import adapted_kl_coef, token_kl
 from megagrpo.algo.reward_shaping import RewardInputs, shape_greedy_rewards, shape_rewards
+from megagrpo.algo.staleness import staleness_metrics
 from megagrpo.algo.statistics import GroupStatistics, Reduce, exact_row_sums, group_statistics, moments
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import AlgoState, Batch
@@ -99,7 +100,7 @@ def _with_trained_mask(
     assert batch.old_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs).double().masked_fill(~trained, 0.0)
     counted, weights = trained, None
-    metrics: dict[str, float] = {}
+    metrics = {} if batch.lags is None else staleness_metrics(batch.lags, log_ratio, trained, reduce)
     if options.reject is not None:
         # what the update's own mismatch metrics no longer see
         metrics["mismatch/logprob_abs_mean_before_rejection"] = moments(log_ratio.abs()[trained], reduce).mean

@@ -21,6 +21,7 @@ class _Row:
     prompt_length: int  # tokens
     response_mask: np.ndarray | None  # [T] bool, False on tokens of a tool; None: all were sampled
     logprobs: np.ndarray  # [T] float32, by the engine
+    versions: np.ndarray | None  # [T] int32, of the weights that sampled; None where nobody asks
     reward: float
     valid: bool
     truncated: bool
@@ -28,17 +29,22 @@ class _Row:
 
 
 def build_batch(
-    groups: Sequence[RolloutGroup], updates: Updates, mesh: Mesh, attention_length: int | None = None
+    groups: Sequence[RolloutGroup],
+    updates: Updates,
+    mesh: Mesh,
+    attention_length: int | None = None,
+    trained_version: int | None = None,
 ) -> Batch:
     """Collective over data-parallel ranks. Takes the groups that a rank sampled; returns its share of all samples.
 
     updates: of the step (`plan_updates`). The samples of each update of the first pass are balanced by themselves, by
     `sample_cost`, so that every one is balanced; later passes, which mix them, find them where they are.
-    attention_length: see there. Rows are ordered by sample id.
+    attention_length: see there. trained_version: of the weights that the step trains, where those that sampled may be
+    older. Rows are ordered by sample id.
     """
     group_size = max((len(g.samples) for g in groups), default=0)
     group_size = max(mesh.gather_dp(group_size))
-    mine = [row for group in groups for row in _rows(group, group_size)]
+    mine = [row for group in groups for row in _rows(group, group_size, trained_version is not None)]
     sizes = sorted(
         pair for part in mesh.gather_dp([(r.sample_id, r.group_id, len(r.tokens)) for r in mine]) for pair in part
     )
@@ -52,10 +58,11 @@ def build_batch(
     received = [row for part in mesh.exchange_dp(outgoing) for row in part]
     has_greedy = any(g.greedy_outcome is not None for g in groups)
     has_greedy = any(mesh.gather_dp(has_greedy))
-    return _to_tensors(sorted(received, key=lambda r: r.sample_id), updates, has_greedy).to(mesh.device)
+    in_order = sorted(received, key=lambda r: r.sample_id)
+    return _to_tensors(in_order, updates, has_greedy, trained_version).to(mesh.device)
 
 
-def _rows(group: RolloutGroup, group_size: int) -> list[_Row]:
+def _rows(group: RolloutGroup, group_size: int, with_versions: bool) -> list[_Row]:
     outcome_of_greedy = group.greedy_outcome
     greedy = outcome_of_greedy.value if outcome_of_greedy is not None and outcome_of_greedy.ok else float("nan")
     return [
@@ -66,6 +73,7 @@ def _rows(group: RolloutGroup, group_size: int) -> list[_Row]:
             prompt_length=len(group.prompt.token_ids),
             response_mask=sample.loss_mask,
             logprobs=sample.logprobs,
+            versions=sample.token_versions() if with_versions else None,
             reward=outcome.value if outcome.ok else 0.0,
             valid=outcome.ok and (outcome_of_greedy is None or outcome_of_greedy.ok),
             truncated=sample.finish_reason == "length",
@@ -75,15 +83,18 @@ def _rows(group: RolloutGroup, group_size: int) -> list[_Row]:
     ]
 
 
-def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool) -> Batch:
+def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool, trained_version: int | None) -> Batch:
     n, width = len(rows), max((len(r.tokens) for r in rows), default=1)
     tokens = torch.zeros(n, width, dtype=torch.int64)
     mask, logprobs = torch.zeros(n, width), torch.zeros(n, width)
+    lags = None if trained_version is None else torch.zeros(n, width, dtype=torch.int32)
     for i, row in enumerate(rows):
         start, end = row.prompt_length, len(row.tokens)
         tokens[i, :end] = torch.from_numpy(row.tokens)
         mask[i, start:end] = 1.0 if row.response_mask is None else torch.from_numpy(row.response_mask)
         logprobs[i, start:end] = torch.from_numpy(row.logprobs)
+        if lags is not None and trained_version is not None and row.versions is not None:
+            lags[i, start:end] = torch.from_numpy(trained_version - row.versions)
     return Batch(
         sample_ids=torch.tensor([r.sample_id for r in rows], dtype=torch.int64),
         group_ids=torch.tensor([r.group_id for r in rows], dtype=torch.int64),
@@ -97,6 +108,7 @@ def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool) -> Bat
         valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
         truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
         greedy_rewards=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64) if has_greedy else None,
+        lags=lags,
         updates=updates,
     )
 

@@ -55,6 +55,12 @@ class RolloutConfig(Section):
     """The SGLang service: its engines, their size, and what is waited for how long."""
 
     num_engines: PositiveInt = Field(default=1, description="Engines at the start.")
+    max_staleness: NonNegativeInt = Field(
+        default=0,
+        description="How many versions of the weights a token may be older than those that it trains. So many batches "
+        "ahead are sampled while earlier ones are trained on, and are trained on in their order: nothing is thrown "
+        "away. 0: sampling and training take turns.",
+    )
     tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks of one engine.")
     ep: PositiveInt = Field(default=1, description="Expert-parallel ranks of one engine; divides `tp`.")
     nodes_per_engine: PositiveInt = Field(default=1, description="Nodes that one engine spans; divides `tp`.")
@@ -110,9 +116,6 @@ class RolloutConfig(Section):
         default=1,
         description="Engines that must hold the new weights for a publish to return without waiting for the others.",
     )
-    max_staleness: Literal[0] = Field(
-        default=0, description="Updates that the sampled weights may lag behind; 0: asynchrony is not built yet."
-    )
 
     def patience_s(self, cuda: bool) -> float:
         """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
@@ -152,6 +155,12 @@ class WeightsConfig(Section):
         description="Each engine rank its own slices from the trainers that hold them; or whole tensors by rank 0 "
         "to all; or a checkpoint on a disk that engines and trainers share; or slices through memory of a machine that "
         "they share, as `rollout.colocate` needs (`ipc`).",
+    )
+    in_flight: Literal["drain", "retract"] = Field(
+        default="retract",
+        description="What becomes of responses that are being sampled at a publish (rollout.max_staleness): they keep "
+        "their tokens and go on with the new weights, which read them again (retract), or are waited for (drain): "
+        "then a deterministic run repeats bit by bit.",
     )
     bucket_mb: PositiveFloat = Field(
         default=512.0, description="MiB of weights that a rank holds beside its parameters during a transfer."

@@ -185,6 +185,26 @@ class ExperimentConfig(Section):
     prepare: PrepareConfig | None = Field(default=None, description="Tiny model and data to make; default: none.")
 
     @model_validator(mode="after")
+    def _sampling_and_training(self) -> Self:
+        rollout, mismatch = self.rollout, self.algorithm.mismatch
+        if rollout.colocate and self.weights.transport not in ("ipc", "disk"):
+            raise ValueError(
+                f"rollout.colocate with weights.transport {self.weights.transport}: NCCL takes no two ranks on one GPU;"
+                " set weights.transport: ipc, or disk"
+            )
+        if rollout.colocate and rollout.max_staleness:
+            raise ValueError(
+                f"rollout.max_staleness {rollout.max_staleness} with rollout.colocate: engines sleep while the actor "
+                "trains, and can sample nothing ahead; set one of them"
+            )
+        if rollout.max_staleness and mismatch.weight is None and mismatch.reject is None:
+            raise ValueError(
+                f"rollout.max_staleness {rollout.max_staleness} trains on tokens of older weights, which needs a "
+                "correction: set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> Self:
         train = self.train
         if train.num_prompts_per_step % train.num_updates_per_step:
@@ -196,11 +216,6 @@ class ExperimentConfig(Section):
             raise ValueError(
                 f"weights.timeout_s {self.weights.timeout_s:g} must be below actor.deadline_s {self.actor.deadline_s:g}"
                 ": while rank 0 updates engines, the other ranks wait for it in a collective"
-            )
-        if self.rollout.colocate and self.weights.transport not in ("ipc", "disk"):
-            raise ValueError(
-                f"rollout.colocate with weights.transport {self.weights.transport}: NCCL takes no two ranks on one GPU;"
-                " set weights.transport: ipc, or disk"
             )
         kl, parallel = self.algorithm.kl, self.actor.parallel
         full = kl.estimator == "full" and self.algorithm.uses_reference

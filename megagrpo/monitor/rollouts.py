@@ -69,6 +69,7 @@ def _record(group: RolloutGroup) -> dict:
             "finish_reason": sample.finish_reason,
             "num_tokens": len(sample.token_ids),
             "weight_version": sample.weight_version,
+            **({"newer_weights": sample.newer} if sample.newer else {}),
         }
         for sample, outcome in zip(group.samples, group.outcomes, strict=True)
     ]

@@ -15,6 +15,7 @@ import orjson
 
 from megagrpo.config.schema import ExperimentConfig, SamplingConfig
 from megagrpo.environment import ENGINE_HEADER
+from megagrpo.rollout.background import Turnstile
 from megagrpo.rollout.control import bearer
 from megagrpo.types import WithArrays
 
@@ -65,6 +66,8 @@ class Response(WithArrays):
     token_ids: np.ndarray  # [T] int32
     logprobs: np.ndarray  # [T] float32, the engine's, of each token, in nats, after temperature
     finish_reason: str  # "stop" | "length"
+    weight_version: int  # of the weights that sampled its first token
+    newer: tuple[tuple[int, int], ...] = ()  # as in Sample
 
 
 def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:
@@ -109,8 +112,8 @@ class _Refused(Exception):
 class GenerationClient:
     """Asks the router for samples, one request each. Belongs to one event loop; use as an async context manager.
 
-    max_in_flight: requests beyond that number wait here and not in an engine's queue, where they would use up their
-    time limit. on_request: is told of every attempt when it ends.
+    turnstile: requests wait there and not in an engine's queue, where they would use up their time limit. on_request:
+    is told of every attempt when it ends.
     """
 
     def __init__(
@@ -118,18 +121,19 @@ class GenerationClient:
         router_url: str,
         api_key: str,
         retry: RetryPolicy,
-        max_in_flight: int,
+        turnstile: Turnstile,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
     ):
         self._url, self._headers, self._retry = f"{router_url}/generate", bearer(api_key), retry
         self._on_request = on_request
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._turnstile = turnstile
         self._attempts: set[asyncio.Task] = set()
         self.num_retries = 0
         self.last_problem = ""
 
     async def __aenter__(self) -> "GenerationClient":
         timeout = aiohttp.ClientTimeout(total=self._retry.request_timeout_s)
+        self._loop = asyncio.get_running_loop()
         self._http = aiohttp.ClientSession(
             timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=self._headers
         )
@@ -138,18 +142,21 @@ class GenerationClient:
     async def __aexit__(self, *exc_info) -> None:
         await self._http.close()
 
-    async def generate(self, prompt: np.ndarray, params: SamplingParams, seed: int, weight_version: int) -> Response:
+    async def generate(
+        self, prompt: np.ndarray, params: SamplingParams, seed: int, weight_version: int, or_newer: bool = False
+    ) -> Response:
         """Returns one response to ids `prompt` [T] by weights of exactly `weight_version`. Raises GenerationFailed.
 
-        Failed attempts are repeated with back-off. Time without any ready engine or without the router (one is being
-        restarted) does not count against the retries; the caller's deadline bounds it.
+        or_newer: by such or newer weights, which may change in the middle of it. Failed attempts are repeated with
+        back-off. Time without any ready engine or without the router (one is being restarted) does not count against
+        the retries; the caller's deadline bounds it.
         """
         caller = asyncio.current_task()
         assert caller is not None
         failures = waits = 0
-        async with self._slots:
+        async with self._turnstile.passing():
             while True:
-                attempt = asyncio.create_task(self._attempt(prompt, params, seed, weight_version))
+                attempt = asyncio.create_task(self._attempt(prompt, params, seed, (weight_version, or_newer)))
                 self._attempts.add(attempt)
                 try:
                     return await attempt
@@ -177,15 +184,16 @@ class GenerationClient:
                 await asyncio.sleep(self._retry.wait_s(min(waits, 3) if waiting else failures))
 
     def ask_again(self) -> None:
-        """Abandons the present attempt of every request and makes another.
+        """Abandons the present attempt of every request and makes another. In any thread.
 
         A request whose engine went down with its host would otherwise wait for its whole time limit, and the router
         does not tell which those are.
         """
-        for attempt in self._attempts:
-            attempt.cancel()
+        self._loop.call_soon_threadsafe(lambda: [attempt.cancel() for attempt in self._attempts])
 
-    async def _attempt(self, prompt: np.ndarray, params: SamplingParams, seed: int, weight_version: int) -> Response:
+    async def _attempt(
+        self, prompt: np.ndarray, params: SamplingParams, seed: int, versions: tuple[int, bool]
+    ) -> Response:
         body = orjson.dumps(
             {"input_ids": prompt, "sampling_params": _sampling_body(params, seed), "return_logprob": True},
             option=orjson.OPT_SERIALIZE_NUMPY,
@@ -200,7 +208,7 @@ class GenerationClient:
                     text = (await answer.text())[:500]
                     no_engine = answer.status == 503 and "no_available_workers" in text
                     raise _Refused(f"status {answer.status}: {text}", waiting=no_engine)
-                response = _read_response(orjson.loads(await answer.read()), weight_version)
+                response = _read_response(orjson.loads(await answer.read()), *versions)
                 num_tokens = len(response.token_ids)
                 return response
         finally:
@@ -222,14 +230,18 @@ def _sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
     return body
 
 
-def _read_response(answer: dict[str, Any], weight_version: int) -> Response:
-    """Checks and unpacks what /generate answers. Raises _Refused when it is cut off or not all of `weight_version`."""
+def _read_response(answer: dict[str, Any], weight_version: int, or_newer: bool = False) -> Response:
+    """Checks and unpacks what /generate answers. Raises _Refused when it is cut off or sampled by other weights."""
     meta = answer["meta_info"]
     reason = meta["finish_reason"]["type"]
     if reason not in ("stop", "length"):  # "abort": the engine was paused or is going down
         raise _Refused(f"the engine ended the request: {meta['finish_reason']}")
-    versions = {span["version"] for span in meta.get("weight_versions") or []} | {meta["weight_version"]}
-    if versions != {str(weight_version)}:
-        raise _Refused(f"sampled by weights of version {sorted(versions)}, wanted {weight_version}")
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
+    found = {span["version"] for span in spans} | {meta["weight_version"]}
+    known = {int(version) for version in found if version.isdigit()}
+    if len(known) < len(found) or min(known) < weight_version or (not or_newer and known != {weight_version}):
+        wanted = f"{weight_version}{' or newer' if or_newer else ''}"
+        raise _Refused(f"sampled by weights of version {sorted(found)}, wanted {wanted}")
     logprobs, token_ids, *_ = list(zip(*meta["output_token_logprobs"], strict=True)) or [(), ()]
-    return Response(np.array(token_ids), np.array(logprobs), reason)
+    newer = tuple((span["start"], int(span["version"])) for span in spans[1:])
+    return Response(np.array(token_ids), np.array(logprobs), reason, int(spans[0]["version"]), newer)

@@ -5,15 +5,12 @@ the current weights, publishing is collective, and so every rank must take part 
 """
 
 import asyncio
-import threading
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +18,7 @@ import torch.distributed as dist
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
+from megagrpo.rollout.background import BackgroundLoop, Turnstile
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -31,13 +29,13 @@ from megagrpo.rollout.generation import (
     SamplingParams,
     sample_seed,
 )
+from megagrpo.rollout.jobs import BegunBatch, PromptSlot, SamplingJob, prompt_slots
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import EngineInfo, Outcome, Prompt, Refresh, RolloutGroup, Sample
 
 _NOTHING = np.zeros(0, np.int32)
 _FIRST_POLL_S, _POLL_S = 0.02, 0.2  # pause between two meetings of all ranks
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
-_CANCEL_S = 10.0  # how long a cancelled thread may take
 
 
 class OutcomeSource(Protocol):
@@ -78,7 +76,40 @@ class RolloutSource:
         self._retry = RetryPolicy.of(config)
         self._last_answer = time.monotonic()
         self._lost_hosts = 0  # of the service, as far as this rank's requests know
-        self._client: GenerationClient | None = None  # in the thread that samples
+        self._background, self._turnstile = BackgroundLoop(), Turnstile()
+        self._clients: set[GenerationClient] = set()  # of what is sampled in the background
+        self._begun: dict[int, BegunBatch] = {}  # by number, until `next` takes it
+        self._held: dict[int, RolloutGroup] = {}  # finished by an earlier start, by place in the run
+
+    def begin(self, batch: int, prompts: Sequence[Prompt], version: int) -> None:
+        """Begins to sample this rank's share of a batch, for which `next` asks later; does nothing where it has begun.
+
+        Weights of `version` sample, and the newer ones that are published before the end. Batches are counted over the
+        run.
+        """
+        if batch in self._begun:
+            return
+        first = batch * len(prompts)
+        held = {place: self._held.pop(first + place, None) for place in range(len(prompts))}
+        finished = {place: replace(group, group_id=place) for place, group in held.items() if group is not None}
+        self._begun[batch] = self._start(self._training(batch, version, 0, or_newer=True), prompts, finished)
+
+    def hold(self, ahead: list[RolloutGroup]) -> None:
+        """Takes, out of the list, what `finished` returned in an earlier start: `begin` samples none of it again."""
+        self._held = {group.group_id: group for group in ahead}
+        ahead.clear()
+
+    def finished(self) -> list[RolloutGroup]:
+        """Returns the finished groups of this leader whose batches were not taken, ids counted over the run's prompts.
+
+        On other ranks []. Those that are still being sampled are left out.
+        """
+        return [
+            replace(group, group_id=number * batch.num_groups + place)
+            for number, batch in self._begun.items()
+            if self._mesh.is_leader
+            for place, group in sorted(batch.finished.copy().items())
+        ]
 
     def next(
         self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int = 0
@@ -87,22 +118,61 @@ class RolloutSource:
 
         A group's id is its prompt's place in `prompts`. attempt: counts the calls of a step, so that a prompt that
         comes again in it gets other responses. refresh: called on all ranks together, with engine ids, whenever engines
-        hold other weights than `version`. Raises LeaderError on every rank.
+        hold other weights than `version`. What `begin` has begun is finished, by that version too. Raises LeaderError
+        on every rank.
         """
-        params = SamplingParams.of(self._config.sampling)
-        again = f" batch {attempt}" if attempt else ""
-        regrade = self._config.reward.group_grader is not None
-        job = _SamplingJob(f"train{again}", step, version, params, self._config.train.group_size, regrade)
-        groups = self._collect(job, prompts, refresh)
+        job = self._training(step, version, attempt)
+        batch = self._begun.pop(step) if step in self._begun else self._start(job, prompts)
+        groups = self._collect(job, batch, refresh)
         if not self._config.algorithm.needs_greedy_response:
             return groups
         # After the others and not among them: one greedy request (a top-k of 1) moves SGLang's whole batch to another
         # sampling routine, which draws other tokens from the same seeds.
-        job = _SamplingJob(f"greedy{again}", step, version, params.greedy(), num_samples=1)
-        greedy = self._collect(job, prompts, refresh)
+        job = SamplingJob(f"greedy{job.again}", step, version, job.params.greedy(), num_samples=1)
+        greedy = self._collect(job, self._start(job, prompts), refresh)
         return [
             replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0]) for g, b in zip(groups, greedy, strict=True)
         ]
+
+    def drain(self) -> None:
+        """Collective. Waits until what was begun has been sampled and graded.
+
+        Engines that start again meanwhile cannot be given the weights that they had: others finish what they were
+        asked. Where none is left it returns, and the weights published next go on. Raises LeaderError on every rank.
+        """
+        pause_s = _FIRST_POLL_S
+        while True:
+            error, num_ready = "", 1
+            if self._mesh.is_main:
+                error, num_ready = self._count_ready()
+            unfinished = any(not batch.done for batch in self._begun.values())
+            waiting, failed, none_ready = self._agree(unfinished, bool(error), num_ready == 0)
+            self._alive()
+            if failed:
+                self._mesh.raise_any(error)
+            if not waiting or none_ready:
+                return
+            time.sleep(pause_s)
+            pause_s = min(_POLL_S, 1.5 * pause_s)
+
+    def _count_ready(self) -> tuple[str, int]:
+        try:
+            return "", sum(engine.state == "ready" for engine in self._control.healthy_status().engines)
+        except ServiceUnreachable:
+            return "", 1  # `next` has patience with it, and a limit
+        except ServiceFailed as exc:
+            return str(exc), 0
+
+    def close(self) -> None:
+        """Gives up what was begun."""
+        self._begun.clear()
+        self._background.close()
+
+    def _training(self, step: int, version: int, attempt: int, or_newer: bool = False) -> SamplingJob:
+        again = f" batch {attempt}" if attempt else ""
+        params, size = SamplingParams.of(self._config.sampling), self._config.train.group_size
+        regrade = self._config.reward.group_grader is not None
+        return SamplingJob(f"train{again}", step, version, params, size, again, regrade, or_newer)
 
     def evaluate(
         self,
@@ -119,26 +189,37 @@ class RolloutSource:
         """
         stops = SamplingParams.of(self._config.sampling)
         params = SamplingParams(temperature, max_tokens, stop_token_ids=stops.stop_token_ids, stop=stops.stop)
-        job = _SamplingJob("evaluate", 0, version, params, num_samples)
-        return self._collect(job, prompts, refresh)
+        job = SamplingJob("evaluate", 0, version, params, num_samples)
+        return self._collect(job, self._start(job, prompts), refresh)
 
-    def _collect(self, job: "_SamplingJob", prompts: Sequence[Prompt], refresh: Refresh) -> list[RolloutGroup]:
+    def _start(
+        self, job: SamplingJob, prompts: Sequence[Prompt], finished: dict[int, RolloutGroup] | None = None
+    ) -> BegunBatch:
+        """Begins a leader's share in the background; other ranks wait for theirs. `finished`: not sampled again."""
         mesh, total = self._mesh, len(prompts)
         first, last = total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
-        share = _slots(prompts)[first:last]
-        work = _Background(self._sample_share(job, share)) if mesh.is_leader else None
-        with ExitStack() as stack:
-            if work is not None:
-                stack.callback(work.cancel)
+        batch = BegunBatch(total, finished or {})
+        if mesh.is_leader:
+            share = prompt_slots(prompts)[first:last]
+            batch.work = self._background.submit(self._sample_share(job, share, batch.finished))
+        return batch
+
+    def _collect(self, job: SamplingJob, batch: BegunBatch, refresh: Refresh) -> list[RolloutGroup]:
+        """Collective. Waits for every leader's share of a job and gives it to the leader's replica."""
+        work = batch.work
+        try:
             self._wait(work, job, refresh)
+        finally:
+            if work is not None:
+                work.cancel()
 
         def result() -> list[RolloutGroup]:
             assert work is not None, "asked of leaders only"
-            return work.future.result()
+            return work.result()
 
-        return mesh.from_leader(result, f"rollout of {job}")
+        return self._mesh.from_leader(result, f"rollout of {job}")
 
-    def _wait(self, work: "_Background | None", job: "_SamplingJob", refresh: Refresh) -> None:
+    def _wait(self, work: "Future[list[RolloutGroup]] | None", job: SamplingJob, refresh: Refresh) -> None:
         """Meets the other ranks until every leader is done, and refreshes engines together with them.
 
         Raises LeaderError.
@@ -148,8 +229,8 @@ class RolloutSource:
         while True:
             error, lost_hosts = "", 0
             stale: list[str] = []
-            done = work is None or work.future.done()
-            if done and work is not None and (exc := work.future.exception()) is not None:
+            done = work is None or work.done()
+            if done and work is not None and (exc := work.exception()) is not None:
                 error = f"rank {self._mesh.rank}, rollout of {job}: {type(exc).__name__}: {exc}"
             elif self._mesh.is_main:
                 error, stale, lost_hosts = self._look_at_engines(job.version)
@@ -161,17 +242,13 @@ class RolloutSource:
                 return
             if lost_hosts > self._lost_hosts:
                 self._lost_hosts = lost_hosts
-                if work is not None:
-                    work.soon(self._ask_again)
+                for client in set(self._clients):
+                    client.ask_again()
             if num_stale:
                 refresh(self._mesh.from_main(partial(list, stale), "naming stale engines"))
                 self._last_answer = time.monotonic()
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
-
-    def _ask_again(self) -> None:
-        if self._client is not None:
-            self._client.ask_again()
 
     def _look_at_engines(self, version: int) -> tuple[str, list[str], int]:
         """Returns what is wrong with the service, which live engines hold other weights, and the hosts lost so far."""
@@ -193,38 +270,43 @@ class RolloutSource:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor.tolist()
 
-    async def _sample_share(self, job: "_SamplingJob", share: list["_PromptSlot"]) -> list[RolloutGroup]:
-        """Returns all groups of this leader, in order.
+    async def _sample_share(
+        self, job: SamplingJob, share: list[PromptSlot], finished: dict[int, RolloutGroup]
+    ) -> list[RolloutGroup]:
+        """Returns all groups of this leader, in order, and adds each to `finished` (by place) when it comes.
 
         Raises GenerationFailed, which names what is missing at the deadline.
         """
         rollout = self._config.rollout
         status = self._control.status()
-        in_flight = max(1, len(status.engines) * rollout.max_running_requests // self._mesh.dp_size)
+        self._turnstile.limit = max(1, len(status.engines) * rollout.max_running_requests // self._mesh.dp_size)
+        self._turnstile.admit()
         async with GenerationClient(
-            status.router, self._control.api_key, self._retry, in_flight, self._on_request
+            status.router, self._control.api_key, self._retry, self._turnstile, self._on_request
         ) as client:
-            self._client = client
-            tasks = [asyncio.create_task(self._sample_group(client, job, slot)) for slot in share]
+            self._clients.add(client)
+            missing = [slot for slot in share if slot.group_id not in finished]
+            tasks = [asyncio.create_task(self._sample_group(client, job, slot, finished)) for slot in missing]
             try:
                 async with asyncio.timeout(rollout.step_timeout_s):
-                    return list(await asyncio.gather(*tasks))
+                    await asyncio.gather(*tasks)
+                return [finished[slot.group_id] for slot in share]
             except TimeoutError:
-                missing = [
-                    at.prompt.id for task, at in zip(tasks, share, strict=True) if not task.done() or task.cancelled()
-                ]
+                late = [slot.prompt.id for slot in share if slot.group_id not in finished]
                 raise GenerationFailed(
-                    f"{len(missing)} of {len(share)} groups did not come within {rollout.step_timeout_s:.0f} s "
-                    f"(rollout.step_timeout_s): prompts {missing[:10]}; {client.num_retries} retries, "
+                    f"{len(late)} of {len(share)} groups did not come within {rollout.step_timeout_s:.0f} s "
+                    f"(rollout.step_timeout_s): prompts {late[:10]}; {client.num_retries} retries, "
                     f"the last because of: {client.last_problem or 'nothing, the engines are slow'}"
                 ) from None
             finally:
-                self._client = None
+                self._clients.discard(client)
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample_group(self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot") -> RolloutGroup:
+    async def _sample_group(
+        self, client: GenerationClient, job: SamplingJob, slot: PromptSlot, finished: dict[int, RolloutGroup]
+    ) -> None:
         answers = await asyncio.gather(*(self._sample(client, job, slot, index) for index in range(job.num_samples)))
         samples, outcomes = zip(*answers, strict=True)
         if job.regrade:
@@ -232,7 +314,7 @@ class RolloutSource:
             texts = [sample.text for sample in samples]
             regraded = await asyncio.wrap_future(self._grader.submit_group(slot.prompt, texts, outcomes))
             outcomes = tuple(regraded)
-        return RolloutGroup(slot.group_id, slot.prompt, samples, outcomes)
+        finished[slot.group_id] = RolloutGroup(slot.group_id, slot.prompt, samples, outcomes)
 
     def waiting(self) -> str:
         """Returns what this rank's samples wait for at present, "" for nothing. May be called from any thread."""
@@ -245,7 +327,7 @@ class RolloutSource:
         )
 
     async def _sample(
-        self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot", index: int
+        self, client: GenerationClient, job: SamplingJob, slot: PromptSlot, index: int
     ) -> tuple[Sample, Outcome]:
         assert self._grader is not None, "leaders alone sample"
         key = slot.group_id, slot.prompt.id, index
@@ -257,7 +339,7 @@ class RolloutSource:
         finally:
             del self._pending[key]
 
-    async def _respond(self, client: GenerationClient, job: "_SamplingJob", slot: "_PromptSlot", index: int) -> Sample:
+    async def _respond(self, client: GenerationClient, job: SamplingJob, slot: PromptSlot, index: int) -> Sample:
         prompt, purpose_of_all = slot.prompt, f"{job.purpose} again {slot.again}" if slot.again else job.purpose
 
         def turn(number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Awaitable[Response]:
@@ -268,7 +350,7 @@ class RolloutSource:
                 max_tokens=job.params.max_tokens - len(so_far),
                 stop_token_ids=job.params.stop_token_ids + stops,
             )
-            return client.generate(np.concatenate([prompt.token_ids, so_far]), params, seed, job.version)
+            return client.generate(np.concatenate([prompt.token_ids, so_far]), params, seed, job.version, job.or_newer)
 
         if self._tool is None:
             response, loss_mask = await turn(0, _NOTHING, ()), None
@@ -279,75 +361,11 @@ class RolloutSource:
             token_ids=response.token_ids,
             logprobs=response.logprobs,
             finish_reason=response.finish_reason,
-            weight_version=job.version,
+            weight_version=response.weight_version,
+            newer=response.newer,
             text=self._decode(response.token_ids),
             loss_mask=loss_mask,
         )
-
-
-@dataclass(frozen=True)
-class _PromptSlot:
-    """Holds a prompt's place in its batch, for which a group is sampled."""
-
-    group_id: int
-    prompt: Prompt
-    again: int  # how often the prompt has come before in the same batch; part of its seeds
-
-
-def _slots(prompts: Sequence[Prompt]) -> list[_PromptSlot]:
-    seen: Counter[int] = Counter()
-    slots = []
-    for group_id, prompt in enumerate(prompts):
-        slots.append(_PromptSlot(group_id, prompt, seen[prompt.id]))
-        seen[prompt.id] += 1
-    return slots
-
-
-@dataclass(frozen=True)
-class _SamplingJob:
-    """Holds what one call asks for: the same for every prompt."""
-
-    purpose: str  # part of every seed
-    step: int
-    version: int  # of the weights that sample
-    params: SamplingParams
-    num_samples: int  # responses to each prompt
-    regrade: bool = False  # by reward.group_grader
-
-    def __str__(self) -> str:
-        return f"{self.purpose} step {self.step}, weights {self.version}"
-
-
-class _Background:
-    """Runs a coroutine in an event loop of its own thread; this thread can take part in collectives meanwhile."""
-
-    def __init__(self, work: Coroutine[Any, Any, list[RolloutGroup]]):
-        self.future: Future[list[RolloutGroup]] = Future()
-        self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(work)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="rollout")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.future.set_result(self._loop.run_until_complete(self._task))
-        except BaseException as exc:  # handed over to the thread that asks for the result
-            self.future.set_exception(exc)
-        finally:
-            self._loop.close()
-
-    def soon(self, call: Callable[[], object]) -> None:
-        """Runs `call` in the coroutine's thread, between two of its steps.
-
-        Does nothing when the coroutine has ended.
-        """
-        with suppress(RuntimeError):  # its loop was closed a moment ago
-            self._loop.call_soon_threadsafe(call)
-
-    def cancel(self) -> None:
-        """Ends the coroutine, if it still runs, and its thread."""
-        self.soon(self._task.cancel)
-        self._thread.join(_CANCEL_S)
 
 
 def _needs_weights(engine: EngineInfo, version: int) -> bool:

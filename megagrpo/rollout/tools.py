@@ -8,6 +8,7 @@ with the reason it gave.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -81,25 +82,31 @@ async def respond_with_tool(
 
     tokens, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
     mask = np.zeros(0, np.bool_)
+    versions: list[tuple[int, int]] = []  # (token, version), of all turns
 
     def append(ids: np.ndarray, of_ids: np.ndarray, sampled: bool) -> None:
         nonlocal tokens, logprobs, mask
         tokens, logprobs = np.concatenate([tokens, ids]), np.concatenate([logprobs, of_ids])
         mask = np.concatenate([mask, np.full(len(ids), sampled)])
 
+    def response(reason: str) -> tuple[Response, np.ndarray]:
+        changes = tuple(now for before, now in pairwise(versions) if before[1] != now[1])
+        return Response(tokens, logprobs, reason, versions[0][1], changes), mask
+
     for number in range(tool.max_turns):
         said = await turn(number, tokens, (tool.call_end,))
+        versions += [(len(tokens), said.weight_version), *((len(tokens) + at, version) for at, version in said.newer)]
         append(said.token_ids, said.logprobs, True)
         if said.finish_reason != "stop" or tokens[-1] != tool.call_end:
-            return Response(tokens, logprobs, said.finish_reason), mask
+            return response(said.finish_reason)
         if number + 1 == tool.max_turns:
             break
         # In a thread: a slow tool must not hold up the other samples.
         result = await asyncio.to_thread(tool.function, decode(tokens))
         if result is None:
-            return Response(tokens, logprobs, "stop"), mask
+            return response("stop")
         ids = np.array(tool.encode(result), np.int32)
         if len(tokens) + len(ids) >= max_tokens:
             break
         append(ids, np.zeros(len(ids), np.float32), False)
-    return Response(tokens, logprobs, "length"), mask
+    return response("length")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
+from megagrpo.rollout.background import Turnstile
 from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, print_status
 from megagrpo.rollout.generation import GenerationClient, GenerationFailed, RetryPolicy, SamplingParams
 from megagrpo.rollout.source import RolloutSource
@@ -26,7 +27,9 @@ def generate(service, requests, version=0, retry=RETRY):
     """Responses to [(prompt, params, seed)], all at once."""
 
     async def run():
-        async with GenerationClient(service.control.status().router, service.control.api_key, retry, 64) as client:
+        async with GenerationClient(
+            service.control.status().router, service.control.api_key, retry, Turnstile(64)
+        ) as client:
             return await asyncio.gather(*(client.generate(*request, version) for request in requests))
 
     return asyncio.run(run())

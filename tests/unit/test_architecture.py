@@ -22,7 +22,7 @@ LAYERS = (
     {"mesh", "hf_files", "group_file", "algo", "layout", "torchvision_ops", "megatron_fields"},
     {"batching", "monitor", "data", "rewards", "weights", "tiny"},
     {"actor", "rollout", "checkpoint", "dump", "selection", "doctor", "view"},
-    {"preflight", "checkpoint_cost"},
+    {"beginning", "preflight", "checkpoint_cost"},
     {"trial_loading", "planning"},
     {"explain", "run"},
     {"evaluation", "sft", "replay", "export"},

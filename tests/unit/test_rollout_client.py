@@ -5,6 +5,7 @@ import itertools
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from fake_service import FakeService, running
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.rollout.background import Turnstile
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable, find_service
 from megagrpo.rollout.generation import (
     GenerationClient,
@@ -26,14 +28,14 @@ from megagrpo.types import Outcome, Prompt
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(7,), stop=("\n",))
 QUICK = RetryPolicy(retries=3, request_timeout_s=2.0, base_s=0.01, cap_s=0.02)
-ANSWER = Response((1, 2, 3, 4), (-0.5,) * 4, "stop")
+ANSWER = Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0)
 
 
 def generate(service: FakeService, retry: RetryPolicy = QUICK, version: int = 0) -> tuple[Response, int]:
     """(response, number of retries)"""
 
     async def run():
-        async with GenerationClient(service.url, "key", retry, 4) as client:
+        async with GenerationClient(service.url, "key", retry, Turnstile(4)) as client:
             return await client.generate((5, 6), PARAMS, 1234, version), client.num_retries
 
     return asyncio.run(run())
@@ -61,7 +63,9 @@ def test_every_attempt_is_told_with_its_engine():
     told: list[tuple] = []
 
     async def run():
-        async with GenerationClient(service.url, "key", QUICK, 4, lambda *request: told.append(request)) as client:
+        async with GenerationClient(
+            service.url, "key", QUICK, Turnstile(4), lambda *request: told.append(request)
+        ) as client:
             await client.generate((5, 6), PARAMS, 1234, 0)
 
     before = time.time()
@@ -75,7 +79,7 @@ def test_every_attempt_is_told_with_its_engine():
 def test_sample_that_saw_two_versions_is_refused():
     spans = [{"version": "2", "start": 0, "end": 2}, {"version": "3", "start": 2, "end": 4}]
     with running(FakeService(version=3, script=[{"weight_versions": spans}])) as service:
-        assert generate(service, version=3) == (ANSWER, 1)
+        assert generate(service, version=3) == (replace(ANSWER, weight_version=3), 1)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_a_tool_that_fails_ends_the_step_with_its_reason():
         tool = Tool(function, encode, *ids(">"), max_turns=4)
 
         async def turn(number, so_far, stops):
-            return Response(tuple(ids("<1>")), (0.0,) * 3, "stop")
+            return Response(tuple(ids("<1>")), (0.0,) * 3, "stop", 3)
 
         with pytest.raises(
             (ZeroDivisionError, ValueError), match=r"division by zero|does not know every character of 'é'"

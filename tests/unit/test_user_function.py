@@ -87,7 +87,7 @@ def test_a_toy_grader_from_a_file_of_the_user(own):
 def test_a_toy_tool_from_a_file_of_the_user(own):
     tokenizer = character_tokenizer("abcABC<>")
     tool = tools.make_tool(ToolConfig(function=f"{own}:upper", call_end=">"), tokenizer)
-    turns = [Response(tuple(tokenizer(text)["input_ids"]), (-0.5,) * len(text), "stop") for text in ("a<bc>", "c")]
+    turns = [Response(tuple(tokenizer(text)["input_ids"]), (-0.5,) * len(text), "stop", 0) for text in ("a<bc>", "c")]
 
     async def turn(number, so_far, stops):
         return turns[number]
