@@ -14,6 +14,7 @@ from megagrpo import environment
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import save_actor
 from megagrpo.actor.step import holds_token_values
+from megagrpo.batching.batch import build_batch
 from megagrpo.beginning import find_checkpoint, initial_weights, make_actor, resume, run_identity
 from megagrpo.checkpoint import Checkpointer
 from megagrpo.config.algorithm import AlgorithmConfig
@@ -36,7 +37,7 @@ from megagrpo.rollout.tools import make_tool
 from megagrpo.run_folder import RunFolder
 from megagrpo.selection import gather_surplus, grader_metrics, next_groups, rollout_metrics
 from megagrpo.stop_request import STOP_FILE, StopRequest
-from megagrpo.types import Batch, RolloutGroup, TrainState
+from megagrpo.types import Batch, RolloutGroup, TrainState, Updates
 from megagrpo.weights.exchange import Exchange
 
 
@@ -106,6 +107,11 @@ class Run:
             raise RunStopped(
                 f"{reason}\nand the state after step {self.state.step} could not be saved: {exc}"
             ) from reason
+
+    def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
+        """Collective. Returns this rank's share of the step's samples, with how old they are where they may be."""
+        trained_version = self.state.step if self.config.rollout.max_staleness else None
+        return build_batch(groups, updates, self.mesh, self.actor.arch.attention_length, trained_version)
 
     def evaluation_groups(self, temperature: float, num_samples: int) -> list[RolloutGroup]:
         """Returns this rank's share of the evaluation's groups of `num_samples` responses, sampled and scored."""

@@ -3,7 +3,7 @@
 from megagrpo.actor.step import update, with_logprobs
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.kl import with_current_kl_coef
-from megagrpo.batching.batch import build_batch, shuffle_rewards
+from megagrpo.batching.batch import shuffle_rewards
 from megagrpo.batching.updates import plan_updates
 from megagrpo.evaluation import evaluate
 from megagrpo.monitor.metrics import Metrics, StepTimer
@@ -25,9 +25,7 @@ def train(run: Run) -> None:
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored
         updates = plan_updates(config.train, config.seed, step)  # which groups each of them takes, in all passes
-        # samples balanced over ranks by cost
-        version = step if config.rollout.max_staleness else None  # of the weights that are trained
-        batch = build_batch(groups, updates, mesh, actor.arch.attention_length, version)
+        batch = run.build_batch(groups, updates)  # samples balanced over ranks by cost
         if config.reward.shuffle:  # the control experiment: rewards that say nothing
             batch = shuffle_rewards(batch, config.seed, step, mesh)
         algorithm = with_current_kl_coef(config.algorithm, state.algo_state)

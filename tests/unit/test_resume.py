@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo import run as run_module
+from megagrpo import beginning
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.run_folder import RunFolder
@@ -21,9 +21,9 @@ def start(tmp_path, monkeypatch):
     read = []
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(run_module, "run_identity", lambda config, actor: {})
+    monkeypatch.setattr(beginning, "run_identity", lambda config, actor: {})
     monkeypatch.setattr(
-        run_module.checkpoint, "load", lambda folder, *_: read.append(folder) or TrainState(**vars(SAVED))
+        beginning.checkpoint, "load", lambda folder, *_: read.append(folder) or TrainState(**vars(SAVED))
     )
 
     def resume(**options) -> tuple[TrainState, SimpleNamespace, list[Path]]:
@@ -31,8 +31,8 @@ def start(tmp_path, monkeypatch):
         config = ExperimentConfig.model_validate({"name": "t", "output_dir": str(tmp_path)} | sections)
         actor = SimpleNamespace(mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5)
         folder = RunFolder(tmp_path)
-        source = run_module.find_checkpoint(config, folder, actor.mesh)
-        return run_module.resume(config, folder, source, actor), actor, read
+        source = beginning.find_checkpoint(config, folder, actor.mesh)
+        return beginning.resume(config, folder, source, actor), actor, read
 
     return resume
 
@@ -70,10 +70,10 @@ def test_resume_never_is_about_an_earlier_start(start, tmp_path, monkeypatch):
 @pytest.mark.parametrize("reference", [False, True])
 def test_the_model_is_read_unless_a_checkpoint_overwrites_it(monkeypatch, source: Path | None, reference: bool):
     done = []
-    monkeypatch.setattr(run_module, "load_initial_weights", lambda actor, path, overwritten: done.append(overwritten))
+    monkeypatch.setattr(beginning, "load_initial_weights", lambda actor, path, overwritten: done.append(overwritten))
     actor = SimpleNamespace(keep_reference=lambda: done.append("reference"))
     sections = {"model": {"path": "m"}, "data": {"path": "d"}}
     sections |= {"algorithm": {"kl": {"loss_coef": 0.1}}} if reference else {}
     config = ExperimentConfig.model_validate({"name": "t", "output_dir": "t"} | sections)
-    run_module.initial_weights(config, config.algorithm, source, actor)
+    beginning.initial_weights(config, config.algorithm, source, actor)
     assert done == ([False, "reference"] if reference else [source is not None])
