@@ -66,7 +66,7 @@ def next_groups(
     ahead = config.rollout.max_staleness - (options is not None) if config.rollout.max_staleness else 0
 
     def batch(number: int) -> list[Prompt]:
-        return prompts.batch(number * wanted, wanted, config.seed)
+        return prompts.batch(cursor + (number - first) * wanted, wanted, config.seed)
 
     def begin(numbers: range) -> None:
         for number in numbers[: min(ahead, steps_left - 1) + 1] if ahead else ():

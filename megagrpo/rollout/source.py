@@ -72,7 +72,7 @@ class RolloutSource:
         assert grader is not None or not mesh.is_leader, "a leader grades"
         self._config, self._mesh, self._control, self._grader, self._decode = config, mesh, control, grader, decode
         self._tool, self._alive, self._on_request = tool, alive, on_request
-        self._pending: dict[tuple[int, int, int], str] = {}  # (group, prompt, sample) -> who has it
+        self._pending: dict[tuple[str, int, int, int], str] = {}  # (job, group, prompt, sample) -> who has it
         self._retry = RetryPolicy.of(config)
         self._last_answer = time.monotonic()
         self._lost_hosts = 0  # of the service, as far as this rank's requests know
@@ -89,9 +89,13 @@ class RolloutSource:
         """
         if batch in self._begun:
             return
-        first = batch * len(prompts)
+        first, share = batch * len(prompts), self._share(len(prompts))
         held = {place: self._held.pop(first + place, None) for place in range(len(prompts))}
-        finished = {place: replace(group, group_id=place) for place, group in held.items() if group is not None}
+        finished = {
+            place: replace(group, group_id=place)
+            for place, group in held.items()
+            if group is not None and place in share and group.prompt == prompts[place]
+        }
         self._begun[batch] = self._start(self._training(batch, version, 0, or_newer=True), prompts, finished)
 
     def hold(self, ahead: list[RolloutGroup]) -> None:
@@ -102,14 +106,17 @@ class RolloutSource:
     def finished(self) -> list[RolloutGroup]:
         """Returns the finished groups of this leader whose batches were not taken, ids counted over the run's prompts.
 
-        On other ranks []. Those that are still being sampled are left out.
+        On other ranks []. Those that are still being sampled are left out; those of an earlier start whose batches were
+        not begun, which every rank has, are the main rank's.
         """
-        return [
+        if not self._mesh.is_leader:
+            return []
+        begun = [
             replace(group, group_id=number * batch.num_groups + place)
             for number, batch in self._begun.items()
-            if self._mesh.is_leader
             for place, group in sorted(batch.finished.copy().items())
         ]
+        return begun + ([*self._held.values()] if self._mesh.is_main else [])
 
     def next(
         self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int = 0
@@ -196,13 +203,17 @@ class RolloutSource:
         self, job: SamplingJob, prompts: Sequence[Prompt], finished: dict[int, RolloutGroup] | None = None
     ) -> BegunBatch:
         """Begins a leader's share in the background; other ranks wait for theirs. `finished`: not sampled again."""
-        mesh, total = self._mesh, len(prompts)
-        first, last = total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
-        batch = BegunBatch(total, finished or {})
-        if mesh.is_leader:
-            share = prompt_slots(prompts)[first:last]
+        batch = BegunBatch(len(prompts), finished or {})
+        if self._mesh.is_leader:
+            places = self._share(len(prompts))
+            share = prompt_slots(prompts)[places.start : places.stop]
             batch.work = self._background.submit(self._sample_share(job, share, batch.finished))
         return batch
+
+    def _share(self, total: int) -> range:
+        """Returns the places of a batch of `total` prompts that this replica samples."""
+        rank, size = self._mesh.dp_rank, self._mesh.dp_size
+        return range(total * rank // size, total * (rank + 1) // size)
 
     def _collect(self, job: SamplingJob, batch: BegunBatch, refresh: Refresh) -> list[RolloutGroup]:
         """Collective. Waits for every leader's share of a job and gives it to the leader's replica."""
@@ -319,7 +330,7 @@ class RolloutSource:
     def waiting(self) -> str:
         """Returns what this rank's samples wait for at present, "" for nothing. May be called from any thread."""
         by_owner: dict[str, list[int]] = {}
-        for (_, prompt, _), owner in sorted(dict(self._pending).items()):
+        for (_, _, prompt, _), owner in sorted(dict(self._pending).items()):
             by_owner.setdefault(owner, []).append(prompt)
         return ", ".join(
             f"{len(ids)} sample(s) of {owner} (prompts {list(dict.fromkeys(ids))[:10]})"
@@ -330,7 +341,7 @@ class RolloutSource:
         self, client: GenerationClient, job: SamplingJob, slot: PromptSlot, index: int
     ) -> tuple[Sample, Outcome]:
         assert self._grader is not None, "leaders alone sample"
-        key = slot.group_id, slot.prompt.id, index
+        key = str(job), slot.group_id, slot.prompt.id, index
         self._pending[key] = "the engines"
         try:
             sample = await self._respond(client, job, slot, index)

@@ -169,3 +169,40 @@ def test_what_was_sampled_ahead_is_not_sampled_again_after_a_restart(num_finishe
     assert [(group.prompt.id, group.group_id) for group in again.groups] == [(2, 0), (3, 1)]
     versions = [sample.weight_version for group in again.groups for sample in group.samples]
     assert versions == [0] * (num_finished * GROUP_SIZE) + [1] * ((WANTED - num_finished) * GROUP_SIZE)
+
+
+def test_a_run_goes_on_with_another_batch_size_where_it_was():
+    """Prompts are counted, not batches: three of the earlier size are no whole number of today's."""
+    for staleness in (0, 1):
+        with running(FakeService(version=5)) as service:
+            decode = lambda ids: "".join(map(str, ids))  # noqa: E731
+            config, state = experiment(staleness), TrainState(step=5, data_cursor=3)
+            source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
+            prompts = []
+            for _ in range(2):
+                taken = next_groups(source, PROMPTS, state, config, MESH, None, Metrics(), 2)
+                state.data_cursor = taken.data_cursor
+                prompts += [group.prompt.id for group in taken.groups]
+            source.close()
+        assert prompts == [3, 4, 5, 6]
+
+
+def test_one_prompt_may_be_on_its_way_twice():
+    """A set of as many prompts as a batch has: the same prompt at the same place of two batches at once."""
+    few = PromptSet(PROMPTS.prompts[:WANTED], 0, False)
+    with running(FakeService()) as service:
+        decode = lambda ids: "".join(map(str, ids))  # noqa: E731
+        config, state = experiment(2), TrainState()
+        source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
+        taken = next_groups(source, few, state, config, MESH, None, Metrics(), STEPS)
+        source.drain()
+        assert source.waiting() == "" and len(source.finished()) == 2 * WANTED
+        source.close()
+    assert [group.prompt.id for group in taken.groups] == [0, 1]
+
+
+def test_what_was_sampled_ahead_outlives_a_save_before_it_is_begun():
+    group = RolloutGroup(7, PROMPTS.prompts[7], (), ())
+    source = RolloutSource(experiment(1), MESH, ServiceControl("http://127.0.0.1:9", "key"), Grader(), str)
+    source.hold([group])
+    assert source.finished() == [group]
