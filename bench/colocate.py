@@ -51,7 +51,10 @@ def main() -> None:
         folders = list(pool.map(run, range(len(SIDES)), SIDES.values()))
     entries = [read_metrics(folder) for folder in folders]
     different = _different(*entries)
-    samples = [{step: list(read_rollouts(folder, step)) for step in folder.rollout_files()} for folder in folders]
+    samples = [
+        {step: list(read_rollouts(files.values())) for step, files in folder.rollout_files().items()}
+        for folder in folders
+    ]
     steps = [step for step in samples[0] if samples[0][step] != samples[1].get(step)]
     rows = [_row(side, found) for side, found in zip(SIDES, entries, strict=True)]
     data = {

@@ -5,11 +5,12 @@ and finish reason. A step has a file of every replica, its groups in the order o
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from operator import itemgetter
+from pathlib import Path
 
 import orjson
 
@@ -53,11 +54,11 @@ class RolloutLog:
         self.flush()
 
 
-def read_rollouts(folder: RunFolder, step: int) -> Iterator[dict]:
-    """Yields the lines of a step, of all replicas, in the order of their groups."""
+def read_rollouts(files: Iterable[Path]) -> Iterator[dict]:
+    """Yields the lines of one step's files (RunFolder.rollout_files), in the order of their groups."""
     with ExitStack() as stack:
-        files = [stack.enter_context(path.open("rb")) for path in folder.rollout_files().get(step, {}).values()]
-        yield from heapq.merge(*(map(orjson.loads, file) for file in files), key=itemgetter("group_id"))
+        lines = [map(orjson.loads, stack.enter_context(path.open("rb"))) for path in files]
+        yield from heapq.merge(*lines, key=itemgetter("group_id"))
 
 
 def _record(group: RolloutGroup) -> dict:

@@ -82,11 +82,10 @@ def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
 
 def lengths_of_run(folder: Path, config: ExperimentConfig) -> Lengths:
     """Reads the lengths of all samples in the rollouts of a run folder. Raises ValueError where it has none."""
-    run = RunFolder(folder)
     responses = [
         sample["num_tokens"]
-        for step in run.rollout_files()
-        for group in read_rollouts(run, step)
+        for files in RunFolder(folder).rollout_files().values()
+        for group in read_rollouts(files.values())
         for sample in group["samples"]
     ]
     if not responses:

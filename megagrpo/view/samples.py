@@ -16,15 +16,15 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     A group is a line of rollouts/ with its step; a sample has its advantage and, where they were recorded,
     its tokens too: {"ids", "difference"}. Taken are the first groups of every step, or of steps evenly spread.
     """
-    steps = list(folder.rollout_files())
-    chosen = spread(steps, _MAX_STEPS)
+    files = folder.rollout_files()
+    chosen = spread(list(files), _MAX_STEPS)
     trained, pieces = _trained(folder, set(chosen))
     groups: list[dict] = []
     num_cut, left = 0, max_bytes
     for index, step in enumerate(chosen):
         allowance = left / (len(chosen) - index)  # what a step leaves over is for the later ones
         used = 0
-        for record in read_rollouts(folder, step):
+        for record in read_rollouts(files[step].values()):
             group, size = _group(step, record, trained, allowance - used, first=used == 0)
             if group is None:
                 num_cut += 1
@@ -33,8 +33,8 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
             used += size
         left -= used
     notes = []
-    if len(steps) > len(chosen):
-        notes.append(f"samples: of {len(chosen)} of {len(steps)} steps, evenly spread")
+    if len(files) > len(chosen):
+        notes.append(f"samples: of {len(chosen)} of {len(files)} steps, evenly spread")
     if num_cut:
         notes.append(f"samples: in {num_cut} step(s) only the first groups, within --sample-mb {max_bytes / 1e6:g}")
     used_ids = {

@@ -235,8 +235,8 @@ def metrics(run_dir: Path) -> dict[int, dict]:
 
 def rollouts(run_dir: Path) -> dict[int, list[dict]]:
     """The samples of every step."""
-    folder = RunFolder(run_dir)
-    return {step: list(read_rollouts(folder, step)) for step in folder.rollout_files()}
+    files = RunFolder(run_dir).rollout_files()
+    return {step: list(read_rollouts(of_step.values())) for step, of_step in files.items()}
 
 
 def assert_same_run(folder: Path, reference: Path, num_steps: int, but: str = "") -> None:

@@ -159,7 +159,7 @@ def test_samples_of_all_replicas_are_one_record(tmp_path):
         log.close()
 
     def found(step):
-        return [record["group_id"] for record in read_rollouts(folder, step)]
+        return [record["group_id"] for record in read_rollouts(folder.rollout_files().get(step, {}).values())]
 
     write(0, 2, [3, 0])
     write(1, 2, [2, 1])
