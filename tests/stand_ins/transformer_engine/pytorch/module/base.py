@@ -58,6 +58,21 @@ class TransformerEngineBaseModule(torch.nn.Module):
             weight.partition_stride = 1  # type: ignore[attr-defined]  # the same
         self.register_parameter(name, weight)
 
+    def _take_features(self, in_features: int, out_features: int) -> None:
+        """Takes the sizes of the whole layer; this rank's are what is left after the cut."""
+        self.in_features, self.out_features = in_features, out_features
+        if self.parallel_mode == "column":
+            self.out_features = out_features // self.tp_size
+        elif self.parallel_mode == "row":
+            self.in_features = in_features // self.tp_size
+
+    def _product(self, inputs: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the product of a layer with one weight, and the bias beside it where it is to be returned."""
+        bias = self.bias if self.apply_bias else None
+        layout = self.parallel_mode, self.tp_group, self.sequence_parallel
+        out = ParallelProduct.apply(inputs, self.weight, bias, *layout, self.fuse_wgrad_accumulation)
+        return (out, self.bias) if self.return_bias else out
+
     def _new_bias(self, name: str, size: int, use: bool, dtype, device) -> None:
         if not use:
             setattr(self, name, torch.empty(0, dtype=dtype, device=device))

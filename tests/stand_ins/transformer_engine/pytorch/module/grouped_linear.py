@@ -41,11 +41,8 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise NotImplementedError("the stand-in for Transformer Engine has experts without biases, none delayed")
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
         self._take_parallel(tp_group, tp_size, parallel_mode, sequence_parallel)
-        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
-        if parallel_mode == "column":
-            self.out_features = out_features // self.tp_size
-        elif parallel_mode == "row":
-            self.in_features = in_features // self.tp_size
+        self.num_gemms = num_gemms
+        self._take_features(in_features, out_features)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
         self.ub_name, self.save_original_input, self.name = ub_name, save_original_input, name

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .base import ParallelProduct, TransformerEngineBaseModule
+from .base import TransformerEngineBaseModule
 from .norms import layer_norm, rms_norm
 
 
@@ -52,11 +52,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
             raise NotImplementedError("the stand-in for Transformer Engine returns the product alone")
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
         self._take_parallel(tp_group, tp_size, parallel_mode, sequence_parallel)
-        self.in_features, self.out_features = in_features, out_features
-        if parallel_mode == "column":
-            self.out_features = out_features // self.tp_size
-        elif parallel_mode == "row":
-            self.in_features = in_features // self.tp_size
+        self._take_features(in_features, out_features)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
@@ -83,14 +79,4 @@ class LayerNormLinear(TransformerEngineBaseModule):
             normed = rms_norm(inp, self.layer_norm_weight, self.eps)
         else:
             normed = layer_norm(inp, self.layer_norm_weight, self.layer_norm_bias, self.eps)
-        bias = self.bias if self.apply_bias else None
-        out = ParallelProduct.apply(
-            normed,
-            self.weight,
-            bias,
-            self.parallel_mode,
-            self.tp_group,
-            self.sequence_parallel,
-            self.fuse_wgrad_accumulation,
-        )
-        return (out, self.bias) if self.return_bias else out
+        return self._product(normed)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .base import ParallelProduct, TransformerEngineBaseModule
+from .base import TransformerEngineBaseModule
 
 
 class Linear(TransformerEngineBaseModule):
@@ -45,11 +45,7 @@ class Linear(TransformerEngineBaseModule):
             raise NotImplementedError("the stand-in for Transformer Engine overlaps, delays and splits nothing")
         dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
         self._take_parallel(tp_group, tp_size, parallel_mode, sequence_parallel)
-        self.in_features, self.out_features = in_features, out_features
-        if parallel_mode == "column":
-            self.out_features = out_features // self.tp_size
-        elif parallel_mode == "row":
-            self.in_features = in_features // self.tp_size
+        self._take_features(in_features, out_features)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
         self.ub_name, self.save_original_input, self.name = ub_name, save_original_input, name
@@ -65,14 +61,4 @@ class Linear(TransformerEngineBaseModule):
         fp8_grad: bool | None = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Maps [s / tp or s, ..., in] to [s or s / tp, ..., out], and the bias beside it where it is to be returned."""
-        bias = self.bias if self.apply_bias else None
-        out = ParallelProduct.apply(
-            inp,
-            self.weight,
-            bias,
-            self.parallel_mode,
-            self.tp_group,
-            self.sequence_parallel,
-            self.fuse_wgrad_accumulation,
-        )
-        return (out, self.bias) if self.return_bias else out
+        return self._product(inp)
