@@ -111,7 +111,9 @@ class Run:
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with how old they are where they may be."""
         trained_version = self.state.step if self.config.rollout.max_staleness else None
-        return build_batch(groups, updates, self.mesh, self.actor.arch.attention_length, trained_version)
+        actor = self.actor
+        layers = actor.routing.layers if self.config.actor.routing_replay == "rollout" and actor.routing else None
+        return build_batch(groups, updates, self.mesh, actor.arch.attention_length, trained_version, layers)
 
     def evaluation_groups(self, temperature: float, num_samples: int) -> list[RolloutGroup]:
         """Returns this rank's share of the evaluation's groups of `num_samples` responses, sampled and scored."""

@@ -26,6 +26,7 @@ class _Row:
     valid: bool
     truncated: bool
     greedy_reward: float  # of the group's greedy response; NaN where there is none
+    routed_experts: np.ndarray | None  # of this rank's layers, as in Sample; None where nobody asks or nothing is known
 
 
 def build_batch(
@@ -34,17 +35,19 @@ def build_batch(
     mesh: Mesh,
     attention_length: int | None = None,
     trained_version: int | None = None,
+    routed_layers: Sequence[int] | None = None,
 ) -> Batch:
     """Collective over data-parallel ranks. Takes the groups that a rank sampled; returns its share of all samples.
 
     updates: of the step (`plan_updates`). The samples of each update of the first pass are balanced by themselves, by
     `sample_cost`, so that every one is balanced; later passes, which mix them, find them where they are.
     attention_length: see there. trained_version: of the weights that the step trains, where those that sampled may be
-    older. Rows are ordered by sample id.
+    older. routed_layers: this rank's layers with experts, whose experts go with the samples. Rows are ordered by sample
+    id.
     """
     group_size = max((len(g.samples) for g in groups), default=0)
     group_size = max(mesh.gather_dp(group_size))
-    mine = [row for group in groups for row in _rows(group, group_size, trained_version is not None)]
+    mine = [row for group in groups for row in _rows(group, group_size, trained_version is not None, routed_layers)]
     sizes = sorted(
         pair for part in mesh.gather_dp([(r.sample_id, r.group_id, len(r.tokens)) for r in mine]) for pair in part
     )
@@ -59,10 +62,13 @@ def build_batch(
     has_greedy = any(g.greedy_outcome is not None for g in groups)
     has_greedy = any(mesh.gather_dp(has_greedy))
     in_order = sorted(received, key=lambda r: r.sample_id)
-    return _to_tensors(in_order, updates, has_greedy, trained_version).to(mesh.device)
+    batch = _to_tensors(in_order, updates, has_greedy, trained_version)
+    if routed_layers is not None:
+        batch = _with_routed_experts(batch, in_order, len(routed_layers))
+    return batch.to(mesh.device)
 
 
-def _rows(group: RolloutGroup, group_size: int, with_versions: bool) -> list[_Row]:
+def _rows(group: RolloutGroup, group_size: int, with_versions: bool, routed_layers: Sequence[int] | None) -> list[_Row]:
     outcome_of_greedy = group.greedy_outcome
     greedy = outcome_of_greedy.value if outcome_of_greedy is not None and outcome_of_greedy.ok else float("nan")
     return [
@@ -78,6 +84,7 @@ def _rows(group: RolloutGroup, group_size: int, with_versions: bool) -> list[_Ro
             valid=outcome.ok and (outcome_of_greedy is None or outcome_of_greedy.ok),
             truncated=sample.finish_reason == "length",
             greedy_reward=greedy,
+            routed_experts=_of_layers(sample.routed_experts, routed_layers),
         )
         for sample, outcome in zip(group.samples, group.outcomes, strict=True)
     ]
@@ -111,6 +118,28 @@ def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool, traine
         lags=lags,
         updates=updates,
     )
+
+
+def _of_layers(experts: np.ndarray | None, layers: Sequence[int] | None) -> np.ndarray | None:
+    return None if experts is None or layers is None else experts[:, list(layers)]
+
+
+def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) -> Batch:
+    """Returns the batch with its samples' experts, where any are known.
+
+    A sample has none where it was sampled before they were asked for, and comes out of a checkpoint.
+    """
+    known = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if not known:
+        return batch
+    kind = torch.from_numpy(known[0][:0]).dtype
+    experts = torch.zeros(*batch.tokens.shape, num_layers, known[0].shape[2], dtype=kind)
+    lengths = torch.zeros_like(batch.lengths)
+    for i, row in enumerate(rows):
+        if row.routed_experts is not None:
+            lengths[i] = len(row.routed_experts)
+            experts[i, : lengths[i]] = torch.from_numpy(row.routed_experts)
+    return replace(batch, routed_experts=experts, routed_lengths=lengths)
 
 
 def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:

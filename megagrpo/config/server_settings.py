@@ -43,6 +43,7 @@ OURS = {
     "skip_server_warmup": "the service: a request before the first publish is verified would say nothing",
     "warmups": "the service: a request before the first publish is verified would say nothing",
     "enable_memory_saver": "rollout.colocate",
+    "enable_return_routed_experts": "actor.routing_replay: rollout",
     "preferred_sampling_params": "sampling",
     "sampling_defaults": "sampling",
 }
@@ -169,7 +170,7 @@ _ALLOWED = """
     prefill_delayer_max_delay_passes prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets
     prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio prefill_delayer_max_delay_ms
     min_free_slots_delay
-    enable_return_hidden_states return_hidden_states_mode enable_return_routed_experts sampling_mask_max_tokens
+    enable_return_hidden_states return_hidden_states_mode sampling_mask_max_tokens
     disable_outlines_disk_cache
     enable_cache_report return_input_ids return_output_ids stream_interval batch_notify_size
     enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout

@@ -17,6 +17,7 @@ from megagrpo.config.schema import ExperimentConfig, SamplingConfig
 from megagrpo.environment import ENGINE_HEADER
 from megagrpo.rollout.background import Turnstile
 from megagrpo.rollout.control import bearer
+from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts
 from megagrpo.types import WithArrays
 
 _JSON = {"Content-Type": "application/json"}
@@ -68,6 +69,7 @@ class Response(WithArrays):
     finish_reason: str  # "stop" | "length"
     weight_version: int  # of the weights that sampled its first token
     newer: tuple[tuple[int, int], ...] = ()  # as in Sample
+    routed_experts: np.ndarray | None = None  # [tokens, layers with experts, k], from the first token asked for on
 
 
 def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:
@@ -113,7 +115,7 @@ class GenerationClient:
     """Asks the router for samples, one request each. Belongs to one event loop; use as an async context manager.
 
     turnstile: requests wait there and not in an engine's queue, where they would use up their time limit. on_request:
-    is told of every attempt when it ends.
+    is told of every attempt when it ends. experts: how engines tell those that they chose, where anybody asks.
     """
 
     def __init__(
@@ -123,7 +125,9 @@ class GenerationClient:
         retry: RetryPolicy,
         turnstile: Turnstile,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
+        experts: RoutedExperts | None = None,
     ):
+        self._experts = experts
         self._url, self._headers, self._retry = f"{router_url}/generate", bearer(api_key), retry
         self._on_request = on_request
         self._turnstile = turnstile
@@ -143,11 +147,19 @@ class GenerationClient:
         await self._http.close()
 
     async def generate(
-        self, prompt: np.ndarray, params: SamplingParams, seed: int, weight_version: int, or_newer: bool = False
+        self,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        seed: int,
+        weight_version: int,
+        or_newer: bool = False,
+        experts_from: int | None = None,
     ) -> Response:
         """Returns one response to ids `prompt` [T] by weights of exactly `weight_version`. Raises GenerationFailed.
 
-        or_newer: by such or newer weights, which may change in the middle of it. Failed attempts are repeated with
+        or_newer: by such or newer weights, which may change in the middle of it. experts_from: the token of the prompt
+        from which on the experts come with it; after a change of weights those of the new ones, which read all tokens
+        again. Failed attempts are repeated with
         back-off. Time without any ready engine or without the router (one is being restarted) does not count against
         the retries; the caller's deadline bounds it.
         """
@@ -156,7 +168,8 @@ class GenerationClient:
         failures = waits = 0
         async with self._turnstile.passing():
             while True:
-                attempt = asyncio.create_task(self._attempt(prompt, params, seed, (weight_version, or_newer)))
+                request = self._attempt(prompt, params, seed, (weight_version, or_newer), experts_from)
+                attempt = asyncio.create_task(request)
                 self._attempts.add(attempt)
                 try:
                     return await attempt
@@ -192,12 +205,17 @@ class GenerationClient:
         self._loop.call_soon_threadsafe(lambda: [attempt.cancel() for attempt in self._attempts])
 
     async def _attempt(
-        self, prompt: np.ndarray, params: SamplingParams, seed: int, versions: tuple[int, bool]
+        self,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        seed: int,
+        versions: tuple[int, bool],
+        experts_from: int | None,
     ) -> Response:
-        body = orjson.dumps(
-            {"input_ids": prompt, "sampling_params": _sampling_body(params, seed), "return_logprob": True},
-            option=orjson.OPT_SERIALIZE_NUMPY,
-        )
+        request = {"input_ids": prompt, "sampling_params": _sampling_body(params, seed), "return_logprob": True}
+        if experts_from is not None:
+            request |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
+        body = orjson.dumps(request, option=orjson.OPT_SERIALIZE_NUMPY)
         engine, start, num_tokens = "", time.time(), 0
         try:
             async with self._http.post(self._url, data=body, headers=_JSON) as answer:
@@ -208,11 +226,23 @@ class GenerationClient:
                     text = (await answer.text())[:500]
                     no_engine = answer.status == 503 and "no_available_workers" in text
                     raise _Refused(f"status {answer.status}: {text}", waiting=no_engine)
-                response = _read_response(orjson.loads(await answer.read()), *versions)
+                found = orjson.loads(await answer.read())
+                response = _read_response(found, *versions)
                 num_tokens = len(response.token_ids)
-                return response
+                if experts_from is None:
+                    return response
+                # in a thread: of a long response of a large model it takes a noticeable part of a second
+                text, num_read = found["meta_info"].get("routed_experts"), len(prompt) + num_tokens - 1 - experts_from
+                return replace(response, routed_experts=await asyncio.to_thread(self._read_experts, text, num_read))
         finally:
             self._on_request(engine, start, time.time(), num_tokens)
+
+    def _read_experts(self, text: str | None, num_tokens: int) -> np.ndarray:
+        assert self._experts is not None, "asked for by those alone who know the model's experts"
+        try:
+            return self._experts.read(text, num_tokens)
+        except WrongExperts as exc:  # another engine may tell them
+            raise _Refused(str(exc)) from exc
 
 
 def _sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class SamplingJob:
     again: str = ""  # which of a step's batches, where it has several
     regrade: bool = False  # by reward.group_grader
     or_newer: bool = False  # weights that are published meanwhile may go on
+    with_experts: bool = False  # those that the engines chose come with the tokens
 
     def __str__(self) -> str:
         return f"{self.purpose} step {self.step}, weights {self.version}"

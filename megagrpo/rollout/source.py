@@ -6,7 +6,7 @@ the current weights, publishing is collective, and so every rank must take part 
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.table import read_architecture
 from megagrpo.mesh import Mesh
 from megagrpo.rollout.background import BackgroundLoop, Turnstile
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
@@ -30,6 +31,7 @@ from megagrpo.rollout.generation import (
     sample_seed,
 )
 from megagrpo.rollout.jobs import BegunBatch, PromptSlot, SamplingJob, prompt_slots
+from megagrpo.rollout.routed_experts import RoutedExperts
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import EngineInfo, Outcome, Prompt, Refresh, RolloutGroup, Sample
 
@@ -73,6 +75,8 @@ class RolloutSource:
         self._config, self._mesh, self._control, self._grader, self._decode = config, mesh, control, grader, decode
         self._tool, self._alive, self._on_request = tool, alive, on_request
         self._pending: dict[tuple[int, int, int], str] = {}  # (group, prompt, sample) -> who has it
+        replays = config.actor.routing_replay == "rollout"
+        self._experts = RoutedExperts.of(read_architecture(config.model.path)) if replays else None
         self._retry = RetryPolicy.of(config)
         self._last_answer = time.monotonic()
         self._lost_hosts = 0  # of the service, as far as this rank's requests know
@@ -172,7 +176,8 @@ class RolloutSource:
         again = f" batch {attempt}" if attempt else ""
         params, size = SamplingParams.of(self._config.sampling), self._config.train.group_size
         regrade = self._config.reward.group_grader is not None
-        return SamplingJob(f"train{again}", step, version, params, size, again, regrade, or_newer)
+        experts = self._experts is not None
+        return SamplingJob(f"train{again}", step, version, params, size, again, regrade, or_newer, experts)
 
     def evaluate(
         self,
@@ -282,7 +287,7 @@ class RolloutSource:
         self._turnstile.limit = max(1, len(status.engines) * rollout.max_running_requests // self._mesh.dp_size)
         self._turnstile.admit()
         async with GenerationClient(
-            status.router, self._control.api_key, self._retry, self._turnstile, self._on_request
+            status.router, self._control.api_key, self._retry, self._turnstile, self._on_request, self._experts
         ) as client:
             self._clients.add(client)
             missing = [slot for slot in share if slot.group_id not in finished]
@@ -341,8 +346,10 @@ class RolloutSource:
 
     async def _respond(self, client: GenerationClient, job: SamplingJob, slot: PromptSlot, index: int) -> Sample:
         prompt, purpose_of_all = slot.prompt, f"{job.purpose} again {slot.again}" if slot.again else job.purpose
+        num_read = 0  # tokens whose experts are here
 
-        def turn(number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Awaitable[Response]:
+        async def turn(number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Response:
+            nonlocal num_read
             purpose = f"{purpose_of_all} turn {number}" if number else purpose_of_all
             seed = sample_seed(self._config.seed, purpose, job.step, prompt.id, index)
             params = replace(
@@ -350,7 +357,10 @@ class RolloutSource:
                 max_tokens=job.params.max_tokens - len(so_far),
                 stop_token_ids=job.params.stop_token_ids + stops,
             )
-            return client.generate(np.concatenate([prompt.token_ids, so_far]), params, seed, job.version, job.or_newer)
+            ids, experts_from = np.concatenate([prompt.token_ids, so_far]), num_read if job.with_experts else None
+            response = await client.generate(ids, params, seed, job.version, job.or_newer, experts_from)
+            num_read += 0 if response.routed_experts is None else len(response.routed_experts)
+            return response
 
         if self._tool is None:
             response, loss_mask = await turn(0, _NOTHING, ()), None
@@ -365,6 +375,7 @@ class RolloutSource:
             newer=response.newer,
             text=self._decode(response.token_ids),
             loss_mask=loss_mask,
+            routed_experts=response.routed_experts,
         )
 
 

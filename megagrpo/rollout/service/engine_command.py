@@ -90,6 +90,8 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> dict[str, A
         settings["enable_memory_saver"] = True  # without it the calls that release memory do nothing
     if rollout.deterministic:
         settings["enable_deterministic_inference"] = True
+    if config.actor.routing_replay == "rollout":
+        settings["enable_return_routed_experts"] = True
     settings |= _on_cuda(rollout) if place.cuda else _on_cpu()
     if rollout.max_total_tokens is not None:
         settings["max_total_tokens"] = rollout.max_total_tokens
