@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,17 +38,24 @@ def build_batch(
     trained_version: int | None = None,
     routed_layers: Sequence[int] | None = None,
 ) -> Batch:
-    """Collective over data-parallel ranks. Takes the groups that a rank sampled; returns its share of all samples.
+    """Collective. Takes the groups that a replica sampled; returns its share of all samples.
 
     updates: of the step (`plan_updates`). The samples of each update of the first pass are balanced by themselves, by
     `sample_cost`, so that every one is balanced; later passes, which mix them, find them where they are.
     attention_length: see there. trained_version: of the weights that the step trains, where those that sampled may be
-    older. routed_layers: this rank's layers with experts, whose experts go with the samples. Rows are ordered by sample
-    id.
+    older. routed_layers: this rank's layers with experts, for which those of the samples are taken, as the replica's
+    leader has them. Rows are ordered by sample id.
     """
     group_size = max((len(g.samples) for g in groups), default=0)
     group_size = max(mesh.gather_dp(group_size))
-    mine = [row for group in groups for row in _rows(group, group_size, trained_version is not None, routed_layers)]
+    experts = _cut_experts(groups, None)
+    if routed_layers is not None:
+        experts = mesh.cut_by_leader(tuple(routed_layers), partial(_cut_experts, groups))
+    mine = [
+        row
+        for group, of_group in zip(groups, experts, strict=True)
+        for row in _rows(group, group_size, trained_version is not None, of_group)
+    ]
     sizes = sorted(
         pair for part in mesh.gather_dp([(r.sample_id, r.group_id, len(r.tokens)) for r in mine]) for pair in part
     )
@@ -68,7 +76,9 @@ def build_batch(
     return batch.to(mesh.device)
 
 
-def _rows(group: RolloutGroup, group_size: int, with_versions: bool, routed_layers: Sequence[int] | None) -> list[_Row]:
+def _rows(
+    group: RolloutGroup, group_size: int, with_versions: bool, experts: Sequence[np.ndarray | None]
+) -> list[_Row]:
     outcome_of_greedy = group.greedy_outcome
     greedy = outcome_of_greedy.value if outcome_of_greedy is not None and outcome_of_greedy.ok else float("nan")
     return [
@@ -84,9 +94,9 @@ def _rows(group: RolloutGroup, group_size: int, with_versions: bool, routed_laye
             valid=outcome.ok and (outcome_of_greedy is None or outcome_of_greedy.ok),
             truncated=sample.finish_reason == "length",
             greedy_reward=greedy,
-            routed_experts=_of_layers(sample.routed_experts, routed_layers),
+            routed_experts=of_sample,
         )
-        for sample, outcome in zip(group.samples, group.outcomes, strict=True)
+        for sample, outcome, of_sample in zip(group.samples, group.outcomes, experts, strict=True)
     ]
 
 
@@ -120,8 +130,12 @@ def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool, traine
     )
 
 
-def _of_layers(experts: np.ndarray | None, layers: Sequence[int] | None) -> np.ndarray | None:
-    return None if experts is None or layers is None else experts[:, list(layers)]
+def _cut_experts(groups: Sequence[RolloutGroup], layers: tuple[int, ...] | None) -> list[list[np.ndarray | None]]:
+    """Returns the experts of each sample in these layers; of none without layers, and where they are not known."""
+    return [
+        [None if s.routed_experts is None or layers is None else s.routed_experts[:, list(layers)] for s in g.samples]
+        for g in groups
+    ]
 
 
 def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) -> Batch:

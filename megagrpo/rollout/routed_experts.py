@@ -2,11 +2,12 @@
 
 import base64
 import binascii
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megagrpo.families.architecture import Architecture
+from megagrpo.types import RolloutGroup
 
 
 class WrongExperts(ValueError):
@@ -69,3 +70,8 @@ class RoutedExperts:
                 f"routed_experts names an expert of layer {layer} twice for a token, or is 0 everywhere: the engine's "
                 "kernel for experts does not tell them; set rollout.sglang.moe_runner_backend: triton"
             )
+
+
+def without_experts(group: RolloutGroup) -> RolloutGroup:
+    """Returns the group as ranks get it that do not sample."""
+    return replace(group, samples=tuple(replace(sample, routed_experts=None) for sample in group.samples))

@@ -31,7 +31,7 @@ from megagrpo.rollout.generation import (
     sample_seed,
 )
 from megagrpo.rollout.jobs import BegunBatch, PromptSlot, SamplingJob, prompt_slots
-from megagrpo.rollout.routed_experts import RoutedExperts
+from megagrpo.rollout.routed_experts import RoutedExperts, without_experts
 from megagrpo.rollout.tools import Tool, respond_with_tool
 from megagrpo.types import EngineInfo, Outcome, Prompt, Refresh, RolloutGroup, Sample
 
@@ -210,7 +210,10 @@ class RolloutSource:
         return batch
 
     def _collect(self, job: SamplingJob, batch: BegunBatch, refresh: Refresh) -> list[RolloutGroup]:
-        """Collective. Waits for every leader's share of a job and gives it to the leader's replica."""
+        """Collective. Waits for every leader's share of a job and gives it to the leader's replica.
+
+        Experts stay with the leader: who trains gets those of its own layers with the batch.
+        """
         work = batch.work
         try:
             self._wait(work, job, refresh)
@@ -220,9 +223,10 @@ class RolloutSource:
 
         def result() -> list[RolloutGroup]:
             assert work is not None, "asked of leaders only"
-            return work.result()
+            return [without_experts(group) for group in work.result()] if job.with_experts else work.result()
 
-        return self._mesh.from_leader(result, f"rollout of {job}")
+        groups = self._mesh.from_leader(result, f"rollout of {job}")
+        return groups if work is None else work.result()
 
     def _wait(self, work: "Future[list[RolloutGroup]] | None", job: SamplingJob, refresh: Refresh) -> None:
         """Meets the other ranks until every leader is done, and refreshes engines together with them.
