@@ -31,7 +31,7 @@ def explain(config: ExperimentConfig, trial: Trial | None = None) -> str:
     title = f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, seed {config.seed}"
     parts = [
         _model(config, hf, counts),
-        _layout(config),
+        [*_layout(config), *_routing(config, arch)],
         _step(config, steps),
         _rollout(config),
         engine_report(config),
@@ -107,6 +107,23 @@ def _layout(config: ExperimentConfig) -> list[str]:
     if actor.world_size > _MAX_RANK_ROWS:
         lines.append(f"  ... {actor.world_size - _MAX_RANK_ROWS} more in the same order")
     return lines
+
+
+def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
+    source = config.actor.routing_replay
+    if source is None or arch is None or not arch.is_moe:
+        return []
+    k = arch.experts_per_token
+    sent, kept = 4 * arch.num_layers * k, (1 if arch.expert_id_type == "uint8" else 2)
+    kept *= (arch.num_layers - arch.dense_layers) * k
+    if source == "old":
+        return [
+            f"routing    updates take the experts of the old log-probabilities: {kept:,} bytes a token of a replica"
+        ]
+    return [
+        f"routing    the actor takes the engine's experts: {kept:,} bytes a token of a replica, "
+        f"{-(-4 * sent // 3):,} in an answer, {sent:,} of an engine rank's host memory for each token of its cache"
+    ]
 
 
 def _num_steps(config: ExperimentConfig) -> int | None:

@@ -18,6 +18,7 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
 from megagrpo.config.server_settings import engine_setting_problems
+from megagrpo.explain import explain
 from megagrpo.families.table import architecture_of
 from megagrpo.group_file import read_groups, write_groups
 from megagrpo.layout import layout_problems
@@ -231,3 +232,14 @@ def test_who_replays_has_experts_no_fused_router_and_engines_that_tell():
         with pytest.raises(ConfigError, match=message):
             rollout = load_config(str(CONFIG), [f"rollout.sglang={{{name}: {json.dumps(value)}}}"]).rollout
             assert not list(engine_setting_problems(rollout))
+
+
+def test_check_says_what_experts_cost(model: Path):
+    """Here of two layers with experts, of three."""
+    settings = [f"model.path={model}", "prepare=null", "sft=null"]
+    k = architecture_of(json.loads((model / "config.json").read_text())).experts_per_token
+    text = explain(load_config(str(CONFIG), [*settings, REPLAY]))
+    assert f"the actor takes the engine's experts: {2 * k} bytes a token of a replica, {16 * k} in an answer" in text
+    assert f"{12 * k} of an engine rank's host memory" in text and "enable_return_routed_experts" in text
+    old = explain(load_config(str(CONFIG), [*settings, "actor.routing_replay=old"]))
+    assert f"experts of the old log-probabilities: {2 * k} bytes" in old and "enable_return_routed_experts" not in old
