@@ -241,3 +241,5 @@ class TrainState:
     # rollout.max_staleness: finished groups of batches that no step has taken, ids counted over the run's prompts. In a
     # checkpoint alone, those of all ranks: while a run goes on its source has them
     ahead: list[RolloutGroup] = field(default_factory=list)
+    # rollout.extra_groups: (place in the run, for how many steps) of groups that were left behind
+    deferred: list[tuple[int, int]] = field(default_factory=list)

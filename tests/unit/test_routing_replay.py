@@ -37,6 +37,7 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 REPLAY = "actor.routing_replay=rollout"
+PARAMS_WITHOUT_TEXTS = replace(PARAMS, stop=())
 MIXED = RoutedExperts(num_layers=3, dense_layers=1, num_experts=8, top_k=2, type="uint8")
 
 
@@ -102,6 +103,22 @@ def test_experts_are_asked_for_from_a_token_on_and_wrong_ones_again():
     assert all((r["return_routed_experts"], r["routed_experts_start_len"]) == (True, 2) for r in requests)
     with pytest.raises(GenerationFailed, match="holds no routed_experts"):
         answered([{}] * 4, 0)
+
+
+def test_a_cut_response_gets_experts_of_all_its_tokens_from_who_finishes_it():
+    experts = drawn(2 + 4 - 1, MIXED)
+    script = [("cut", 2), {"routed_experts": told(experts)}]
+
+    async def run(service: FakeService) -> Response:
+        streaming = replace(QUICK, streaming=True)
+        async with GenerationClient(service.url, "key", streaming, Turnstile(4), experts=MIXED) as client:
+            return await client.generate((5, 6), PARAMS_WITHOUT_TEXTS, 1234, 0, experts_from=0)
+
+    with running(FakeService(script=script)) as service:
+        response = asyncio.run(run(service))
+    assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6, 1, 2]]
+    assert response.token_ids.tolist() == [1, 2, 3, 4]
+    assert np.array_equal(response.routed_experts, experts[:, 1:])
 
 
 @pytest.fixture

@@ -88,6 +88,8 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> dict[str, A
         }
     if rollout.colocate:
         settings["enable_memory_saver"] = True  # without it the calls that release memory do nothing
+    if rollout.streaming:
+        settings["incremental_streaming_output"] = True  # a piece has its own tokens, and not all before them
     if rollout.deterministic:
         settings["enable_deterministic_inference"] = True
     if config.actor.routing_replay == "rollout":
