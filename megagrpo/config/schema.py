@@ -202,18 +202,6 @@ class ExperimentConfig(Section):
                 f"rollout.max_staleness {rollout.max_staleness} trains on tokens of older weights, which needs a "
                 "correction: set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject"
             )
-        if self.actor.routing_replay == "old" and self.train.updates_of_step == 1:
-            raise ValueError(
-                "actor.routing_replay old changes nothing with one update a step: the weights before it are those that "
-                "choose the experts; remove it, raise train.num_updates_per_step or num_epochs_per_step, or set it to "
-                "rollout"
-            )
-        chunk = rollout.sglang.get("chunked_prefill_size")
-        if self.actor.routing_replay == "rollout" and isinstance(chunk, int) and chunk <= 0:
-            raise ValueError(
-                f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: SGLang keeps the "
-                "experts of one chunk, and a longer prompt in one piece would end the engine; remove the latter"
-            )
         return self
 
     @model_validator(mode="after")
@@ -250,4 +238,20 @@ class ExperimentConfig(Section):
         self.algorithm.check_group_size(train.group_size)
         self.algorithm.check_responses(train.num_prompts_per_step * train.group_size)
         self.algorithm.check_response_tokens(self.sampling.max_response_tokens)
+        return self
+
+    @model_validator(mode="after")
+    def _replayed_experts(self) -> Self:
+        if self.actor.routing_replay == "old" and self.train.updates_of_step == 1:
+            raise ValueError(
+                "actor.routing_replay old changes nothing with one update a step: the weights before it are those that "
+                "choose the experts; remove it, raise train.num_updates_per_step or num_epochs_per_step, or set it to "
+                "rollout"
+            )
+        chunk = self.rollout.sglang.get("chunked_prefill_size")
+        if self.actor.routing_replay == "rollout" and isinstance(chunk, int) and chunk <= 0:
+            raise ValueError(
+                f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: SGLang keeps the "
+                "experts of one chunk, and a longer prompt in one piece would end the engine; remove the latter"
+            )
         return self
