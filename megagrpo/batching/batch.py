@@ -152,6 +152,7 @@ def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) ->
     for i, row in enumerate(rows):
         if row.routed_experts is not None:
             lengths[i] = len(row.routed_experts)
+            assert lengths[i] == len(row.tokens) - 1, f"sample {row.sample_id}: experts of {lengths[i]} tokens"
             experts[i, : lengths[i]] = torch.from_numpy(row.routed_experts)
     return replace(batch, routed_experts=experts, routed_lengths=lengths)
 
