@@ -4,17 +4,20 @@ import asyncio
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from fake_service import FakeService, running
 
+from megagrpo.config.load import load_config
 from megagrpo.config.rollout import WeightsConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.group_file import read_groups, write_groups
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.monitor.metrics import Metrics
+from megagrpo.planning.at_once import at_once_report
 from megagrpo.rollout.background import Patience, Turnstile
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.generation import GenerationClient, Response, RetryPolicy, SamplingParams
@@ -23,6 +26,7 @@ from megagrpo.rollout.source import RolloutSource
 from megagrpo.selection import StepGroups, next_groups
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 WANTED, GROUP_SIZE = 2, 2
 MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
 TIS = {"mismatch": {"weight": {"name": "tis"}}}
@@ -134,6 +138,20 @@ def test_order_of_a_batch(order, expected):
         source.close()
     lengths = [len(request["input_ids"]) for request in service.requests[1::GROUP_SIZE]]
     assert lengths == [len(of.prompts[i].token_ids) for i in expected]
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (["rollout.max_total_tokens=300"], ["300 tokens an engine, as its arguments on a CPU", " by its cache"]),
+        (["rollout.max_running_requests=7"], ["20,000 tokens", "7 samples an engine, by rollout.max_running_requests"]),
+        (["rollout.sglang={max_total_tokens: 5}"], ["5 tokens an engine", "ADVICE   a sample may have"]),
+        (["rollout.dtype=bfloat16"], ["on an H100 by the closed forms", "`--hardware H100` asks SGLang"]),
+    ],
+)
+def test_check_says_how_many_samples_run_at_once(settings, said):
+    text = "\n".join(at_once_report(load_config(QUICKSTART, settings)))
+    assert all(words in text for words in said), text
 
 
 def test_expected_lengths():
