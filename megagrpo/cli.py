@@ -287,16 +287,9 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from megagrpo.explain import explain
-    from megagrpo.planning.at_once import at_once_report
-    from megagrpo.preflight import preflight
-    from megagrpo.trial_loading import try_loading
+    from megagrpo.explain import check_command
 
-    config = _config(args)
-    trial = try_loading(config)
-    problems = preflight(config)
-    print(explain(config, trial, [] if problems else at_once_report(config, args.hardware)))
-    return 1 if problems or trial.problems else 0
+    return check_command(_config(args), args.hardware)
 
 
 def _certify(args: argparse.Namespace) -> int:

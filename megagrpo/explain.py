@@ -23,6 +23,19 @@ _MAX_RANK_ROWS = 32
 _RANKS_PER_NODE = 8
 
 
+def check_command(config: ExperimentConfig, hardware: str | None) -> int:
+    """Prints what `megagrpo check` says; tries what trainers load, and imports torch. Returns the exit code.
+
+    hardware: see planning/at_once.py.
+    """
+    from megagrpo.planning.at_once import at_once_report
+    from megagrpo.trial_loading import try_loading
+
+    trial, problems = try_loading(config), preflight(config)
+    print(explain(config, trial, [] if problems else at_once_report(config, hardware)))
+    return 1 if problems or trial.problems else 0
+
+
 def explain(config: ExperimentConfig, trial: Trial | None = None, at_once: Sequence[str] = ()) -> str:
     """Returns what the experiment amounts to as text, ending with every problem that `preflight` or `trial` found.
 
