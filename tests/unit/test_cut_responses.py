@@ -5,8 +5,10 @@ import asyncio
 import pytest
 from fake_service import FakeService, running
 
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.background import Turnstile
 from megagrpo.rollout.generation import GenerationClient, Response, RetryPolicy, SamplingParams
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
 
 PROMPT, QUICK = (5, 6), RetryPolicy(3, 2.0, streaming=True, base_s=0.01, cap_s=0.02)
 
@@ -67,3 +69,11 @@ def test_a_cut_response_begins_again_where_it_cannot_go_on(params, version):
         response, discarded = asyncio.run(run())
     assert response == Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0) and discarded == 2
     assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6]]
+
+
+def test_engines_send_pieces_that_hold_their_own_tokens():
+    sections = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
+    place = ServerPlace(0, "127.0.0.1", 20001, "10.0.0.1:20002", cuda=False, num_cores=8)
+    for streaming in (False, True):
+        config = ExperimentConfig.model_validate(sections | {"rollout": {"streaming": streaming}})
+        assert ("--incremental-streaming-output" in engine_command(config, place)) == streaming
