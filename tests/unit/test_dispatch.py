@@ -144,7 +144,7 @@ def test_order_of_a_batch(order, expected):
     [
         (["rollout.max_total_tokens=300"], ["300 tokens an engine, as its arguments on a CPU", " by its cache"]),
         (["rollout.max_running_requests=7"], ["20,000 tokens", "7 samples an engine, by rollout.max_running_requests"]),
-        (["rollout.sglang={max_total_tokens: 5}"], ["5 tokens an engine", "ADVICE   a sample may have"]),
+        (["rollout.max_total_tokens=5"], ["5 tokens an engine", "ADVICE   a sample may have"]),
         (["rollout.dtype=bfloat16"], ["on an H100 by the closed forms", "`--hardware H100` asks SGLang"]),
     ],
 )
