@@ -1,6 +1,7 @@
 """Describes what a configuration amounts to, for `megagrpo check`. Starts nothing and loads no torch."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,24 @@ _MAX_RANK_ROWS = 32
 _RANKS_PER_NODE = 8
 
 
-def explain(config: ExperimentConfig, trial: Trial | None = None) -> str:
-    """Returns what the experiment amounts to as text, ending with every problem that `preflight` or `trial` found."""
+def check_command(config: ExperimentConfig, hardware: str | None) -> int:
+    """Prints what `megagrpo check` says; tries what trainers load, and imports torch. Returns the exit code.
+
+    hardware: see planning/at_once.py.
+    """
+    from megagrpo.planning.at_once import at_once_report
+    from megagrpo.trial_loading import try_loading
+
+    trial, problems = try_loading(config), preflight(config)
+    print(explain(config, trial, [] if problems else at_once_report(config, hardware)))
+    return 1 if problems or trial.problems else 0
+
+
+def explain(config: ExperimentConfig, trial: Trial | None = None, at_once: Sequence[str] = ()) -> str:
+    """Returns what the experiment amounts to as text, ending with every problem that `preflight` or `trial` found.
+
+    at_once: what planning/at_once.py says of the engines.
+    """
     hf = model_description(config)
     arch = None if hf is None or model_problems(hf) else architecture_of(hf)
     counts = None if arch is None else parameter_counts(arch)
@@ -34,6 +51,7 @@ def explain(config: ExperimentConfig, trial: Trial | None = None) -> str:
         [*_layout(config), *_routing(config, arch)],
         _step(config, steps),
         _rollout(config),
+        *([at_once] if at_once else []),
         engine_report(config),
         settings_report(arch, config.actor),
         _memory(config, arch, counts),

@@ -211,7 +211,7 @@ class Sampler:
             response, loss_mask = await turn(0, _NOTHING, ()), None
         else:
             response, loss_mask = await respond_with_tool(turn, self._tool, self._decode, job.params.max_tokens)
-        if job.or_newer or not job.waited_for:
+        if not job.waited_for:
             self._lengths.add(prompt.id, len(response.token_ids))
         return Sample(
             index=index,

@@ -77,7 +77,7 @@ class RolloutSource:
 
     def hold(self, ahead: list[RolloutGroup]) -> None:
         """Takes, out of the list, what `finished` returned in an earlier start: `begin` samples none of it again."""
-        if self._mesh.is_leader:
+        if self._mesh.is_leader and self._config.rollout.max_lag:
             self._held = {group.group_id: group for group in ahead}
         ahead.clear()
 

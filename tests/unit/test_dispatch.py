@@ -1,28 +1,31 @@
-"""When requests leave, which groups a step takes, and what becomes of those that are cut, late, or of another start."""
+"""When requests leave, which groups a step takes, and what becomes of those that are late or of another start."""
 
 import asyncio
 import time
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from fake_service import FakeService, running
 
+from megagrpo.config.load import load_config
 from megagrpo.config.rollout import WeightsConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.group_file import read_groups, write_groups
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.monitor.metrics import Metrics
+from megagrpo.planning.at_once import at_once_report
 from megagrpo.rollout.background import Patience, Turnstile
 from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.generation import GenerationClient, Response, RetryPolicy, SamplingParams
 from megagrpo.rollout.lengths import ResponseLengths
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.selection import StepGroups, next_groups
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 WANTED, GROUP_SIZE = 2, 2
 MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
 TIS = {"mismatch": {"weight": {"name": "tis"}}}
@@ -134,6 +137,20 @@ def test_order_of_a_batch(order, expected):
         source.close()
     lengths = [len(request["input_ids"]) for request in service.requests[1::GROUP_SIZE]]
     assert lengths == [len(of.prompts[i].token_ids) for i in expected]
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (["rollout.max_total_tokens=300"], ["300 tokens an engine, as its arguments on a CPU", " by its cache"]),
+        (["rollout.max_running_requests=7"], ["20,000 tokens", "7 samples an engine, by rollout.max_running_requests"]),
+        (["rollout.max_total_tokens=5"], ["5 tokens an engine", "ADVICE   a sample may have"]),
+        (["rollout.dtype=bfloat16"], ["on an H100 by the closed forms", "`--hardware H100` asks SGLang"]),
+    ],
+)
+def test_check_says_how_many_samples_run_at_once(settings, said):
+    text = "\n".join(at_once_report(load_config(QUICKSTART, settings)))
+    assert all(words in text for words in said), text
 
 
 def test_expected_lengths():
@@ -349,67 +366,6 @@ def test_what_extra_groups_do_not_go_with(sections, said):
 def test_in_place_is_refused_with_the_reason():
     with pytest.raises(ValueError, match=r"keys and values of older weights.*prefix cache.*retract keeps all tokens"):
         WeightsConfig.model_validate({"in_flight": "in_place"})
-
-
-PROMPT, QUICK = (5, 6), RetryPolicy(3, 2.0, streaming=True, base_s=0.01, cap_s=0.02)
-
-
-def streamed(service: FakeService, versions: list[int], **params) -> tuple[Response, int]:
-    """A response, and the tokens that were thrown away; the engine's version is the next of `versions` at each try."""
-
-    async def run():
-        async with GenerationClient(service.url, "key", QUICK, Turnstile(1)) as client:
-            sampling = SamplingParams(1.0, 9, **params)
-
-            async def publish() -> None:
-                for number, version in enumerate(versions[1:], 1):
-                    while len(service.requests) < number:
-                        await asyncio.sleep(0.005)
-                    await asyncio.sleep(0.02)
-                    service.version = version
-
-            other = asyncio.create_task(publish())
-            response = await client.generate(PROMPT, sampling, 1234, versions[0], or_newer=len(versions) > 1)
-            await other
-            return response, client.num_discarded
-
-    return asyncio.run(run())
-
-
-def test_a_cut_response_goes_on_from_the_tokens_that_came():
-    with running(FakeService(script=[("cut", 1), ("cut", 2)])) as service:
-        response, discarded = streamed(service, [0])
-    assert response == Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0) and discarded == 0
-    assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6, 1], [5, 6, 1, 2, 3]]
-    sampling = [request["sampling_params"] for request in service.requests]
-    assert [each["max_new_tokens"] for each in sampling] == [9, 8, 6]
-    assert {each["sampling_seed"] for each in sampling} == {1234}
-
-
-def test_versions_of_a_response_that_was_cut_between_two_publishes():
-    with running(FakeService(version=3, script=[("cut", 1), ("cut", 1)])) as service:
-        response, discarded = streamed(service, [3, 4, 6])
-    assert response.token_ids.tolist() == [1, 2, 3, 4] and discarded == 0
-    assert (response.weight_version, response.newer) == (3, ((1, 4), (2, 6)))
-
-
-@pytest.mark.parametrize("params, version", [({"stop": ("x",)}, 0), ({}, 1)], ids=["stop texts", "other weights"])
-def test_a_cut_response_begins_again_where_it_cannot_go_on(params, version):
-    with running(FakeService(version=version, script=[("cut", 2)])) as service:
-        service_versions = [0]
-
-        async def run():
-            async with GenerationClient(service.url, "key", QUICK, Turnstile(1)) as client:
-                task = asyncio.create_task(client.generate(PROMPT, SamplingParams(1.0, 9, **params), 1234, 0))
-                while not service.requests:
-                    await asyncio.sleep(0.005)
-                await asyncio.sleep(0.03)
-                service.version = service_versions[0]
-                return await task, client.num_discarded
-
-        response, discarded = asyncio.run(run())
-    assert response == Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0) and discarded == 2
-    assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6]]
 
 
 def test_a_grader_may_be_called_array(tmp_path):
