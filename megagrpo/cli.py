@@ -105,7 +105,8 @@ def _add_submit(commands: _Commands) -> None:
 def _add_preparation(commands: _Commands) -> None:
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
     commands.add_with_config("prepare", _prepare, "make the tiny model and data that the experiment asks for")
-    commands.add_with_config("check", _check, "explain the experiment without starting anything")
+    check = commands.add_with_config("check", _check, "explain the experiment without starting anything")
+    check.add_argument("--hardware", help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds")
     certify = commands.add_with_config(
         "certify", _certify, "prove on a tiny model of this architecture that no layout changes loss or gradients"
     )
@@ -286,14 +287,9 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from megagrpo.explain import explain
-    from megagrpo.preflight import preflight
-    from megagrpo.trial_loading import try_loading
+    from megagrpo.explain import check_command
 
-    config = _config(args)
-    trial = try_loading(config)
-    print(explain(config, trial))
-    return 1 if preflight(config) or trial.problems else 0
+    return check_command(_config(args), args.hardware)
 
 
 def _certify(args: argparse.Namespace) -> int:

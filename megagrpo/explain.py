@@ -1,6 +1,7 @@
 """Describes what a configuration amounts to, for `megagrpo check`. Starts nothing and loads no torch."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,24 @@ _MAX_RANK_ROWS = 32
 _RANKS_PER_NODE = 8
 
 
-def explain(config: ExperimentConfig, trial: Trial | None = None) -> str:
-    """Returns what the experiment amounts to as text, ending with every problem that `preflight` or `trial` found."""
+def check_command(config: ExperimentConfig, hardware: str | None) -> int:
+    """Prints what `megagrpo check` says; tries what trainers load, and imports torch. Returns the exit code.
+
+    hardware: see planning/at_once.py.
+    """
+    from megagrpo.planning.at_once import at_once_report
+    from megagrpo.trial_loading import try_loading
+
+    trial, problems = try_loading(config), preflight(config)
+    print(explain(config, trial, [] if problems else at_once_report(config, hardware)))
+    return 1 if problems or trial.problems else 0
+
+
+def explain(config: ExperimentConfig, trial: Trial | None = None, at_once: Sequence[str] = ()) -> str:
+    """Returns what the experiment amounts to as text, ending with every problem that `preflight` or `trial` found.
+
+    at_once: what planning/at_once.py says of the engines.
+    """
     hf = model_description(config)
     arch = None if hf is None or model_problems(hf) else architecture_of(hf)
     counts = None if arch is None else parameter_counts(arch)
@@ -31,9 +48,10 @@ def explain(config: ExperimentConfig, trial: Trial | None = None) -> str:
     title = f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, seed {config.seed}"
     parts = [
         _model(config, hf, counts),
-        _layout(config),
+        [*_layout(config), *_routing(config, arch)],
         _step(config, steps),
         _rollout(config),
+        *([at_once] if at_once else []),
         engine_report(config),
         settings_report(arch, config.actor),
         _memory(config, arch, counts),
@@ -107,6 +125,23 @@ def _layout(config: ExperimentConfig) -> list[str]:
     if actor.world_size > _MAX_RANK_ROWS:
         lines.append(f"  ... {actor.world_size - _MAX_RANK_ROWS} more in the same order")
     return lines
+
+
+def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
+    source = config.actor.routing_replay
+    if source is None or arch is None or not arch.is_moe:
+        return []
+    k = arch.experts_per_token
+    sent, kept = 4 * arch.num_layers * k, (1 if arch.expert_id_type == "uint8" else 2)
+    kept *= (arch.num_layers - arch.dense_layers) * k
+    if source == "old":
+        return [
+            f"routing    updates take the experts of the old log-probabilities: {kept:,} bytes a token of a replica"
+        ]
+    return [
+        f"routing    the actor takes the engine's experts: {kept:,} bytes a token of a replica, "
+        f"{-(-4 * sent // 3):,} in an answer, {sent:,} of an engine rank's host memory for each token of its cache"
+    ]
 
 
 def _num_steps(config: ExperimentConfig) -> int | None:

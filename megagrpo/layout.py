@@ -32,6 +32,8 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
         problems.append(f"actor.router_bias_update: a {arch.family} model's routers have no bias; remove it")
     if config.router_losses is not None and not arch.is_moe:
         problems.append(f"actor.router_losses: a {arch.family} model has no experts to route to; remove it")
+    if config.routing_replay is not None and not arch.is_moe:
+        problems.append(f"actor.routing_replay: a {arch.family} model has no experts to route to; remove it")
     experts_adapted = config.lora is not None and {"gate_proj", "up_proj", "down_proj"} & set(config.lora.targets)
     if arch.is_moe and experts_adapted and p.tp % p.etp:
         problems.append(

@@ -38,7 +38,8 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     | field | where |
     |---|---|
     | apply_rope_fusion | Transformer Engine, but for latent attention, where Megatron calls it experimental |
-    | moe_permute_fusion, moe_router_fusion | Transformer Engine and experts; the map that is counted stays the same |
+    | moe_permute_fusion | Transformer Engine and experts; the map that is counted stays the same |
+    | moe_router_fusion | likewise; not with routing_replay, whose experts the kernel would not ask for |
     | gradient_accumulation_fusion | CUDA with Transformer Engine, or with Apex's kernel; not with adapters |
     | bias_activation_fusion | CUDA, unless use_te_activation_func is set; the two exclude each other |
     | bias_dropout_fusion | CUDA |
@@ -49,7 +50,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     wanted = {
         "apply_rope_fusion": engine and arch.mla is None,
         "moe_permute_fusion": engine and arch.is_moe,
-        "moe_router_fusion": engine and arch.is_moe,
+        "moe_router_fusion": engine and arch.is_moe and actor.routing_replay is None,
         "gradient_accumulation_fusion": (
             kernels.cuda and (engine or kernels.fused_weight_gradient) and actor.lora is None
         ),

@@ -6,7 +6,7 @@ to the outside. Data-parallel groups join the ranks with the same place in their
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+W = TypeVar("W", bound=Hashable)
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -111,6 +112,22 @@ class Mesh:
         `what` says in its message what was being done.
         """
         return self._from(self.leader, self.replica_group, make, what)
+
+    def cut_by_leader(self, wanted: W, cut: Callable[[W], T]) -> T:
+        """Collective over a replica. Returns what its leader's `cut` makes of this rank's `wanted`, which may not fail.
+
+        For large things of which no rank wants all: what others want does not come here.
+        """
+        if self.replica_group is None or dist.get_world_size(self.replica_group) == 1:
+            return cut(wanted)
+        everyone: list = [None] * dist.get_world_size(self.replica_group)
+        dist.all_gather_object(everyone, wanted, group=self.replica_group)
+        cuts = {of_rank: cut(of_rank) for of_rank in set(everyone)} if self.is_leader else {}
+        box: list = [None]
+        dist.scatter_object_list(
+            box, [cuts[of_rank] for of_rank in everyone] if cuts else None, src=self.leader, group=self.replica_group
+        )
+        return box[0]
 
     def from_main(self, make: Callable[[], T], what: str) -> T:
         """Collective. Runs `make` on the main rank and gives its result to every rank of the world.

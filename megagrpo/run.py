@@ -70,9 +70,10 @@ class Run:
 
     def publish(self) -> dict[str, float]:
         """Brings weights of version `state.step` into every engine; returns seconds when each has proved them."""
-        self.watchdog.enter("publish")
-        if self.config.weights.in_flight == "drain":
+        if self.config.weights.in_flight == "drain" and self.config.rollout.max_staleness:
+            self.watchdog.enter("drain")
             self.rollouts.drain()
+        self.watchdog.enter("publish")
         if self.config.rollout.colocate:
             self.actor.update_state.offload()
             self.mesh.from_main(self.control.let_start, "let engines start")
@@ -95,7 +96,7 @@ class Run:
         except RunStopped as stopped:
             self._save_before_the_end(stopped)
             raise
-        state.data_cursor, state.surplus = step.data_cursor, step.surplus
+        state.data_cursor, state.surplus, state.deferred = step.data_cursor, step.surplus, step.deferred
         if config.rollout.colocate:  # the update's own state comes back when it is needed
             self.mesh.from_main(lambda: self.control.sleep(sleep_limit_s(config)), "put engines to sleep")
         return step.groups
@@ -110,8 +111,10 @@ class Run:
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with how old they are where they may be."""
-        trained_version = self.state.step if self.config.rollout.max_staleness else None
-        return build_batch(groups, updates, self.mesh, self.actor.arch.attention_length, trained_version)
+        trained_version = self.state.step if self.config.rollout.max_lag else None
+        actor = self.actor
+        layers = actor.routing.layers if self.config.actor.routing_replay == "rollout" and actor.routing else None
+        return build_batch(groups, updates, self.mesh, actor.arch.attention_length, trained_version, layers)
 
     def evaluation_groups(self, temperature: float, num_samples: int) -> list[RolloutGroup]:
         """Returns this rank's share of the evaluation's groups of `num_samples` responses, sampled and scored."""

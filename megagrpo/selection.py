@@ -6,7 +6,8 @@ step, sampled one step earlier, which the mismatch metrics and corrections see. 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -29,8 +30,20 @@ class GroupSource(Protocol):
         """Collective. Returns this rank's share of the groups; a group's id is its prompt's place in `prompts`."""
         ...
 
-    def begin(self, batch: int, prompts: Sequence[Prompt], version: int) -> None:
-        """Begins to sample what `next` will ask for as step `batch`; does nothing where that has begun."""
+    def begin(
+        self, batch: int, places: Sequence[int], prompts: Sequence[Prompt], version: int, oldest: int = 0
+    ) -> None:
+        """Begins to sample what `next` will ask for as step `batch`, or `first`; does nothing where that has begun."""
+        ...
+
+    def first(
+        self, wanted: int, must: AbstractSet[int], version: int, refresh: Refresh
+    ) -> tuple[list[int], list[RolloutGroup]]:
+        """Collective. Returns the places of the groups that are finished first, and this rank's share of them."""
+        ...
+
+    def num_discarded(self) -> int:
+        """Returns the tokens that came to this rank so far and are of no sample."""
         ...
 
 
@@ -41,6 +54,7 @@ class StepGroups:
     groups: list[RolloutGroup]  # this rank's, ids dense over all ranks: 0 .. num_prompts_per_step - 1
     data_cursor: int  # prompts consumed so far, over all epochs
     surplus: list[RolloutGroup]  # this rank's groups for the next step, ids dense over all ranks
+    deferred: list[tuple[int, int]] = field(default_factory=list)  # as in TrainState
 
 
 def next_groups(
@@ -58,34 +72,84 @@ def next_groups(
     With rollout.max_staleness it first begins the batches of coming steps, of which there are `steps_left` with this
     one. Raises RunStopped on every rank when max_num_gen_batches batches hold too few groups whose responses differ.
     """
+    if config.rollout.extra_groups or state.deferred:
+        return _first_groups(source, prompts, state, config, refresh, metrics, steps_left)
     wanted, cursor = config.train.num_prompts_per_step, state.data_cursor
     options, algorithm = config.algorithm.dynamic_sampling, config.algorithm
-    first = cursor // wanted  # batches are counted over the run: which step will take one is not known beforehand
+    now = cursor // wanted  # batches are counted over the run: which step will take one is not known beforehand
     # A step takes one batch at least, so that what is begun at version v is taken by version v + ahead at the latest.
     # What dynamic sampling leaves over is trained on one step later.
     ahead = config.rollout.max_staleness - (options is not None) if config.rollout.max_staleness else 0
 
-    def batch(number: int) -> list[Prompt]:
-        return prompts.batch(cursor + (number - first) * wanted, wanted, config.seed)
+    def places(later: int) -> range:
+        return range(cursor + later * wanted, cursor + (later + 1) * wanted)
 
-    def begin(numbers: range) -> None:
-        for number in numbers[: min(ahead, steps_left - 1) + 1] if ahead else ():
-            source.begin(number, batch(number), state.step)
+    def batch(later: int) -> list[Prompt]:
+        return prompts.batch(places(later).start, wanted, config.seed)
+
+    def begin(first: int) -> None:
+        """Begins a batch for each of the next `ahead` steps, the first of them the one `first` after this step's."""
+        for number in range(min(ahead, steps_left - 1)):
+            later, oldest = first + number, state.step + 1 + number - ahead
+            source.begin(now + later, places(later), batch(later), state.step, oldest)
 
     def generate(attempt: int) -> list[RolloutGroup]:
         if not ahead:
-            return source.next(state.step, batch(first + attempt), state.step, refresh, attempt)
-        return source.next(first + attempt, batch(first + attempt), state.step, refresh, 0)
+            return source.next(state.step, batch(attempt), state.step, refresh, attempt)
+        source.begin(now + attempt, places(attempt), batch(attempt), state.step, oldest=state.step - ahead)
+        return source.next(now + attempt, batch(attempt), state.step, refresh, 0)
 
-    if not algorithm.needs_greedy_response:
-        begin(range(first, first + 1 + ahead))  # before it waits for the first: engines are never empty
+    if ahead and not algorithm.needs_greedy_response:  # before it waits for the first: engines are never empty
+        source.begin(now, places(0), batch(0), state.step, oldest=state.step - ahead)
+        begin(1)
     if options is None:
         groups, num_taken, surplus = generate(0), 1, state.surplus
     else:
         groups, num_taken, surplus = _choose(generate, state.surplus, config, mesh, metrics)
     if algorithm.needs_greedy_response:  # greedy requests would change what others draw beside them
-        begin(range(first + num_taken, first + num_taken + ahead))
+        begin(num_taken)
     return StepGroups(groups, cursor + num_taken * wanted, surplus)
+
+
+def _first_groups(
+    source: GroupSource,
+    prompts: PromptSet,
+    state: TrainState,
+    config: ExperimentConfig,
+    refresh: Refresh,
+    metrics: Metrics,
+    steps_left: int,
+) -> StepGroups:
+    """Collective. Returns the groups that are finished first of rollout.extra_groups more than the step takes.
+
+    Those that were left behind are among them, and are waited for where that was max_deferrals times. At the end of the
+    run nothing is left behind.
+    """
+    wanted, limit = config.train.num_prompts_per_step, config.rollout.max_deferrals
+    times = dict(state.deferred)
+    open_places = min(wanted + config.rollout.extra_groups, wanted * steps_left)
+    end = state.data_cursor + max(open_places - len(times), 0)
+    places = [*times, *range(state.data_cursor, end)]
+    source.begin(
+        state.step,
+        places,
+        [prompts.batch(place, 1, config.seed)[0] for place in places],
+        state.step,
+        oldest=state.step - limit,
+    )
+    discarded = source.num_discarded()
+    must = {place for place, deferrals in times.items() if deferrals >= limit}
+    taken, groups = source.first(wanted, must, state.step, refresh)
+    # How much longer those are that were left behind tells how short the others would have been without them.
+    for kind, was_left in (("on_time", False), ("deferred", True)):
+        samples = [sample for g in groups if (taken[g.group_id] in times) == was_left for sample in g.samples]
+        tokens = sum(len(sample.token_ids) for sample in samples)
+        metrics.add_mean(f"extra_groups/length_{kind}_mean", tokens, len(samples))
+    metrics.add_mean("extra_groups/deferrals_mean", sum(times.get(taken[g.group_id], 0) for g in groups), len(groups))
+    metrics.add_sum("extra_groups/discarded_tokens", source.num_discarded() - discarded)
+    left = [(place, times.get(place, 0) + 1) for place in places if place not in set(taken)]
+    metrics.add_max("extra_groups/left_behind", len(left))
+    return StepGroups(groups, end, state.surplus, left)
 
 
 def _choose(

@@ -70,6 +70,9 @@ class Sample(WithArrays):
     loss_mask: np.ndarray | None = None  # [T] bool, False on a tool's tokens; None: every token was sampled
     # (token, version): from which token on which newer weights went on with it, ascending
     newer: tuple[tuple[int, int], ...] = ()
+    # [prompt + T - 1, layers with experts, k] uint8 or int16: the experts that the engine chose for every token, of the
+    # prompt too, but the last, which it never read; actor.routing_replay: rollout
+    routed_experts: np.ndarray | None = None
 
     def token_versions(self) -> np.ndarray:
         """Returns the version of the weights that sampled each token, [T] int32; a tool's have that before them."""
@@ -163,6 +166,10 @@ class Batch:
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
     policy_weights: "Tensor | None" = None  # [N, S] float32, correction of the trainer/rollout mismatch
     denominator_mask: "Tensor | None" = None  # [N, S] bool, what N_tok and N_seq count; None: loss_mask
+    # [N, S, layers, k] uint8 or int16: the experts of each token in this pipeline stage's layers with experts, and of
+    # how many tokens of a sample they are known [N] int64, from the first on; 0 beyond. actor.routing_replay
+    routed_experts: "Tensor | None" = None
+    routed_lengths: "Tensor | None" = None
     updates: Updates = ()  # over all ranks; (): made for no update
 
     @property
@@ -234,3 +241,5 @@ class TrainState:
     # rollout.max_staleness: finished groups of batches that no step has taken, ids counted over the run's prompts. In a
     # checkpoint alone, those of all ranks: while a run goes on its source has them
     ahead: list[RolloutGroup] = field(default_factory=list)
+    # rollout.extra_groups: (place in the run, for how many steps) of groups that were left behind
+    deferred: list[tuple[int, int]] = field(default_factory=list)

@@ -1,8 +1,9 @@
 """A rollout service in a thread, over real HTTP: the control endpoint and the router of one, which fail on purpose."""
 
 import asyncio
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,7 +21,8 @@ class FakeService:
     """Plays the service and its router over real HTTP.
 
     `script` holds what the next requests to /generate get, one entry each, then all get an answer: an int is a status,
-    "no_workers", "hang", "drop" (close the connection), or a dict that replaces parts of meta_info.
+    "no_workers", "hang", "drop" (close the connection), or a dict that replaces parts of meta_info. ("cut", n): a
+    streamed response that breaks off after n tokens. `hang` tells of a request's body whether it gets no answer yet.
     """
 
     script: list = field(default_factory=list)
@@ -29,6 +31,8 @@ class FakeService:
     state: str = "ready"
     failed: str | None = None
     url: str = ""
+    cache_tokens: int | None = None  # what /server_info says
+    hang: Callable[[dict], bool] = lambda body: False
     requests: list[dict] = field(default_factory=list)
     marked: list[tuple] = field(default_factory=list)
 
@@ -46,12 +50,34 @@ class FakeService:
         self.state, self.version = "ready", body["weight_version"]
         return web.json_response({})
 
+    async def server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({} if self.cache_tokens is None else {"max_total_num_tokens": self.cache_tokens})
+
+    async def stream(self, request: web.Request, tokens: list[int], meta: dict, step) -> web.StreamResponse:
+        """A piece for every token; of prompts of two tokens, so that a request goes on where the last one ended."""
+        answer = web.StreamResponse(headers={ENGINE_HEADER: "engine-0", "Content-Type": "text/event-stream"})
+        await answer.prepare(request)
+        cut = step[1] if isinstance(step, tuple) else None
+        for number, token in enumerate(tokens, 1):
+            last = number == len(tokens)
+            piece = meta | {"finish_reason": meta["finish_reason"] if last else None, "completion_tokens": number}
+            piece |= {"weight_version": str(self.version), "output_token_logprobs": [[-0.5, token, None]]}
+            await answer.write(b"data: " + json.dumps({"output_ids": [token], "meta_info": piece}).encode() + b"\n\n")
+            if number == cut:
+                await asyncio.sleep(0.05)
+                request.transport.close()
+                return answer
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
+
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
         step = self.script.pop(0) if self.script else {}
         if self.state != "ready" or step == "no_workers":
             return web.json_response(NO_WORKERS, status=503)
+        while self.hang(body):
+            await asyncio.sleep(0.01)
         if step == "hang":
             await asyncio.sleep(3600)
         if step == "drop":
@@ -61,6 +87,9 @@ class FakeService:
         # The response is a function of the request alone: the seed's last digits, as tokens.
         tokens = [int(digit) for digit in str(body["sampling_params"]["sampling_seed"])[-4:]]
         meta = {"finish_reason": {"type": "stop"}, "weight_version": str(self.version), "weight_versions": []}
+        if body.get("stream"):
+            meta |= step if isinstance(step, dict) else {}
+            return await self.stream(request, tokens[len(body["input_ids"]) - 2 :], meta, step)
         meta["output_token_logprobs"] = [[-0.5, token, None] for token in tokens]
         answer = {"text": "", "output_ids": tokens, "meta_info": meta | step}
         return web.json_response(answer, headers={ENGINE_HEADER: "engine-0"})
@@ -76,6 +105,7 @@ def running(service: FakeService) -> Iterator[FakeService]:
             web.get("/status", service.status),
             web.post("/engines/{id}/ready", service.ready),
             web.post("/generate", service.generate),
+            web.get("/server_info", service.server_info),
         ]
     )
     runner = web.AppRunner(app, shutdown_timeout=0.1)

@@ -29,6 +29,7 @@ from megagrpo.actor.optimizer import build_optimizer, take_step, wrap_chunks
 from megagrpo.actor.reference import AdaptersOff, HostReference
 from megagrpo.actor.router_bias import RouterBias
 from megagrpo.actor.router_losses import RouterLosses
+from megagrpo.actor.routing_replay import RoutingReplay
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
@@ -158,6 +159,8 @@ class MegatronActor:
         self.router_bias = None if rate is None else RouterBias(self.chunks, self.arch, rate, device)
         losses = config.router_losses
         self.router_losses = None if losses is None else RouterLosses(self.chunks, self.arch, losses, device)
+        replays = config.routing_replay is not None
+        self.routing = RoutingReplay(self.chunks, self.arch, device) if replays else None
 
     def _reduce_gradients(self, model: list, num_tokens: Tensor | None = None, **groups) -> None:
         """Collective. Sums gradients over ranks as Megatron does, without its token count.

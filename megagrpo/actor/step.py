@@ -76,21 +76,26 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
 def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: bool, reference: str | None) -> Batch:
     """Collective. Returns the batch with old_logprobs if asked, and with what the KL estimator `reference` needs.
 
-    The reference is swapped in for its forward. Raises NonFiniteUpdate on every rank where one of them is NaN or
-    infinite: that comes from the weights, and the update would meet it too.
+    With actor.routing_replay old, the old log-probabilities' forward also gives the experts that the updates take. The
+    reference is swapped in for its forward, and routes for itself. Raises NonFiniteUpdate on every rank where one of
+    them is NaN or infinite: that comes from the weights, and the update would meet it too.
     """
-    if old:
+    if old and actor.routing is not None and actor.config.routing_replay == "old":
+        with actor.routing.recording(batch) as recorded:
+            logprobs = token_logprobs(actor, batch, temperature)
+        batch = replace(recorded(), old_logprobs=_finite(actor, logprobs, "the actor"))
+    elif old:
         batch = replace(batch, old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"))
     else:
         batch = replace(batch, seen_logprobs=torch.full_like(batch.rollout_logprobs, torch.nan))
     if reference is not None:
         assert actor.reference is not None, "keep_reference() was not called"
+        of_itself = replace(batch, routed_experts=None)
         with actor.reference.swapped_in():
             if reference == "full":
-                return replace(batch, reference=hidden_states(actor, batch))
-            batch = replace(
-                batch, ref_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the reference")
-            )
+                return replace(batch, reference=hidden_states(actor, of_itself))
+            logprobs = _finite(actor, token_logprobs(actor, of_itself, temperature), "the reference")
+            batch = replace(batch, ref_logprobs=logprobs)
     return batch
 
 
@@ -249,6 +254,7 @@ def _run(
     config, device = actor.config, actor.mesh.device
     layout, cp_rank = config.parallel, mpu.get_context_parallel_rank()
     bias, router_losses = (None, None) if forward_only else (actor.router_bias, actor.router_losses)
+    routing = actor.routing
     multiple = _FP8_ROWS if actor.transformer.fp8 else 1
     micros = plan_micro_batches(
         batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank, multiple
@@ -272,12 +278,15 @@ def _run(
         with (
             nullcontext() if bias is None else bias.counting(micro),
             nullcontext() if router_losses is None else router_losses.of(micro, batch),
+            nullcontext() if routing is None else routing.of(micro, batch, forward_only),
         ):
             hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
         return hidden, partial(loss, micro, model.module)
 
     if router_losses is not None:
         router_losses.begin(*actor.mesh.reduce(torch.tensor([len(rows), real]), "sum").tolist())
+    if routing is not None:
+        routing.begin()
     iterators = [iter(micros) for _ in actor.model]
     collected = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -321,6 +330,7 @@ def _sum_over_ranks(actor: MegatronActor, collected: list[dict[str, Tensor]]) ->
             values[i] += sums[name].double() if name in sums else 0.0
     values = actor.mesh.reduce(_from_last_stage(values), "sum")
     router = {} if actor.router_losses is None else actor.router_losses.take()
+    router |= {} if actor.routing is None else actor.routing.take()
     return {**dict(zip(names, values.tolist(), strict=True)), **router}
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ class _Row:
     valid: bool
     truncated: bool
     greedy_reward: float  # of the group's greedy response; NaN where there is none
+    routed_experts: np.ndarray | None  # of this rank's layers, as in Sample; None where nobody asks or nothing is known
 
 
 def build_batch(
@@ -34,17 +36,26 @@ def build_batch(
     mesh: Mesh,
     attention_length: int | None = None,
     trained_version: int | None = None,
+    routed_layers: Sequence[int] | None = None,
 ) -> Batch:
-    """Collective over data-parallel ranks. Takes the groups that a rank sampled; returns its share of all samples.
+    """Collective. Takes the groups that a replica sampled; returns its share of all samples.
 
     updates: of the step (`plan_updates`). The samples of each update of the first pass are balanced by themselves, by
     `sample_cost`, so that every one is balanced; later passes, which mix them, find them where they are.
     attention_length: see there. trained_version: of the weights that the step trains, where those that sampled may be
-    older. Rows are ordered by sample id.
+    older. routed_layers: this rank's layers with experts, for which those of the samples are taken, as the replica's
+    leader has them. Rows are ordered by sample id.
     """
     group_size = max((len(g.samples) for g in groups), default=0)
     group_size = max(mesh.gather_dp(group_size))
-    mine = [row for group in groups for row in _rows(group, group_size, trained_version is not None)]
+    experts = _cut_experts(groups, None)
+    if routed_layers is not None:
+        experts = mesh.cut_by_leader(tuple(routed_layers), partial(_cut_experts, groups))
+    mine = [
+        row
+        for group, of_group in zip(groups, experts, strict=True)
+        for row in _rows(group, group_size, trained_version is not None, of_group)
+    ]
     sizes = sorted(
         pair for part in mesh.gather_dp([(r.sample_id, r.group_id, len(r.tokens)) for r in mine]) for pair in part
     )
@@ -59,10 +70,15 @@ def build_batch(
     has_greedy = any(g.greedy_outcome is not None for g in groups)
     has_greedy = any(mesh.gather_dp(has_greedy))
     in_order = sorted(received, key=lambda r: r.sample_id)
-    return _to_tensors(in_order, updates, has_greedy, trained_version).to(mesh.device)
+    batch = _to_tensors(in_order, updates, has_greedy, trained_version)
+    if routed_layers is not None:
+        batch = _with_routed_experts(batch, in_order, len(routed_layers))
+    return batch.to(mesh.device)
 
 
-def _rows(group: RolloutGroup, group_size: int, with_versions: bool) -> list[_Row]:
+def _rows(
+    group: RolloutGroup, group_size: int, with_versions: bool, experts: Sequence[np.ndarray | None]
+) -> list[_Row]:
     outcome_of_greedy = group.greedy_outcome
     greedy = outcome_of_greedy.value if outcome_of_greedy is not None and outcome_of_greedy.ok else float("nan")
     return [
@@ -78,8 +94,9 @@ def _rows(group: RolloutGroup, group_size: int, with_versions: bool) -> list[_Ro
             valid=outcome.ok and (outcome_of_greedy is None or outcome_of_greedy.ok),
             truncated=sample.finish_reason == "length",
             greedy_reward=greedy,
+            routed_experts=of_sample,
         )
-        for sample, outcome in zip(group.samples, group.outcomes, strict=True)
+        for sample, outcome, of_sample in zip(group.samples, group.outcomes, experts, strict=True)
     ]
 
 
@@ -111,6 +128,33 @@ def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool, traine
         lags=lags,
         updates=updates,
     )
+
+
+def _cut_experts(groups: Sequence[RolloutGroup], layers: tuple[int, ...] | None) -> list[list[np.ndarray | None]]:
+    """Returns the experts of each sample in these layers; of none without layers, and where they are not known."""
+    return [
+        [None if s.routed_experts is None or layers is None else s.routed_experts[:, list(layers)] for s in g.samples]
+        for g in groups
+    ]
+
+
+def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) -> Batch:
+    """Returns the batch with its samples' experts, where any are known.
+
+    A sample has none where it was sampled before they were asked for, and comes out of a checkpoint.
+    """
+    known = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if not known:
+        return batch
+    kind = torch.from_numpy(known[0][:0]).dtype
+    experts = torch.zeros(*batch.tokens.shape, num_layers, known[0].shape[2], dtype=kind)
+    lengths = torch.zeros_like(batch.lengths)
+    for i, row in enumerate(rows):
+        if row.routed_experts is not None:
+            lengths[i] = len(row.routed_experts)
+            assert lengths[i] == len(row.tokens) - 1, f"sample {row.sample_id}: experts of {lengths[i]} tokens"
+            experts[i, : lengths[i]] = torch.from_numpy(row.routed_experts)
+    return replace(batch, routed_experts=experts, routed_lengths=lengths)
 
 
 def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:

@@ -11,9 +11,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megagrpo.actor import layer_specs, model, step
+from megagrpo.actor import layer_specs, model, routing_replay, step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.model import build_chunk
+from megagrpo.actor.routing_replay import own_places
 from megagrpo.algo.loss import objective
 from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
@@ -159,11 +160,24 @@ def _latent_projections_cut_over_tp() -> Iterator[Plant]:
         yield lambda actor: None
 
 
+@contextmanager
+def _experts_of_next_token() -> Iterator[Plant]:
+    """Replays the experts that the engine chose for the token after each."""
+
+    def places_of_next(micro):
+        rows, columns = own_places(micro)
+        return rows, torch.where(columns >= 0, columns + 1, -1)
+
+    with _replaced(routing_replay, own_places=places_of_next):
+        yield lambda actor: None
+
+
 FAULTS = {
     "experts-not-reduced-over-tp": _experts_not_reduced_over_tp,
     "no-data-parallel-reduction": _no_data_parallel_reduction,
     "mean-of-micro-batch-means": _mean_of_micro_batch_means,
     "label-of-local-neighbour": _label_of_local_neighbour,
     "router-differs-between-ranks": _router_differs_between_ranks,
+    "experts-of-next-token": _experts_of_next_token,
     "latent-projections-cut-over-tp": _latent_projections_cut_over_tp,
 }

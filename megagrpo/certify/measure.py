@@ -21,6 +21,7 @@ from megagrpo.certify.cases import REFERENCE, Case
 from megagrpo.certify.faults import planted
 from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, NUM_GROUPS, longest, make_groups, near
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.families.table import read_architecture
 from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import Mesh
 from megagrpo.run_folder import write_whole
@@ -122,12 +123,13 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
         deadline_s=config.actor.deadline_s,
         lora=config.actor.lora,
         router_losses=config.actor.router_losses,
+        routing_replay=config.actor.routing_replay,
     )
     changes: dict = {"distributed": case.distributed}
     if config.actor.lora is not None:
         changes["adam_eps"] = 1e-3  # smaller than weights, adapters would show the same rounding as a larger share
     optimizer = OPTIMIZER.model_copy(update=changes)
-    groups = make_groups(config, config.seed)
+    groups = make_groups(config, config.seed, read_architecture(config.model.path))
     with (
         planted(case.fault) as plant,
         joined(store, config=actor_config, optimizer=optimizer, model_path=config.model.path, device=device) as actor,
@@ -156,7 +158,8 @@ def _trained_a_little(actor: MegatronActor) -> dict[str, Tensor]:
 def _placed(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
     train = config.train.model_copy(update={"num_prompts_per_step": NUM_GROUPS})
     updates = plan_updates(train, config.seed, step=0)
-    return build_batch(groups[actor.mesh.dp_rank :: actor.mesh.dp_size], updates, actor.mesh)
+    layers = actor.routing.layers if actor.routing is not None else None
+    return build_batch(groups[actor.mesh.dp_rank :: actor.mesh.dp_size], updates, actor.mesh, routed_layers=layers)
 
 
 def _prepared(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup], base: Tensor) -> Batch:
@@ -171,10 +174,9 @@ def _prepared(config: ExperimentConfig, actor: MegatronActor, groups: list[Rollo
     old, rollout = (
         t[batch.sample_ids.cpu(), : batch.tokens.shape[1]].to(mesh.device) * batch.loss_mask for t in everyone
     )
+    reference = algorithm.kl.estimator if algorithm.uses_reference else None
+    batch = with_logprobs(actor, batch, temperature, config.actor.routing_replay == "old", reference)
     batch = replace(batch, old_logprobs=old, rollout_logprobs=rollout)
-    batch = with_logprobs(
-        actor, batch, temperature, old=False, reference=algorithm.kl.estimator if algorithm.uses_reference else None
-    )
     return with_advantages(batch, algorithm, mesh.reduce, AlgoState(), longest(config))[0]
 
 

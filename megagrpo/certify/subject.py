@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,11 @@ def _description(real: dict[str, Any], sizes: TinyModelConfig) -> dict[str, Any]
     return made | options | {"vocab_size": VOCAB, "num_hidden_layers": sizes.num_layers}
 
 
-def make_groups(config: ExperimentConfig, seed: int) -> list[RolloutGroup]:
+def make_groups(config: ExperimentConfig, seed: int, arch: Architecture) -> list[RolloutGroup]:
     """Returns a step's groups.
 
     Lengths are 1 to MAX_RESPONSE; there are a group of equal rewards, a failed grader, a truncated response, a masked
-    hole.
+    hole. With actor.routing_replay rollout every token has experts, drawn at random.
     """
     generator = torch.Generator().manual_seed(seed)
     size = min(max(config.train.group_size, 2), 4)
@@ -121,7 +122,20 @@ def make_groups(config: ExperimentConfig, seed: int) -> list[RolloutGroup]:
         groups.append(
             RolloutGroup(g, Prompt(g, "", tokens(number(2, MAX_PROMPT)), ""), tuple(samples), tuple(outcomes), *greedy)
         )
-    return groups
+    replays = config.actor.routing_replay == "rollout"
+    return [_with_experts(group, arch, generator) for group in groups] if replays else groups
+
+
+def _with_experts(group: RolloutGroup, arch: Architecture, generator: torch.Generator) -> RolloutGroup:
+    """Returns the group with experts of its samples' tokens: any, so that a router left to itself would not agree."""
+
+    def drawn(sample: Sample) -> Sample:
+        num_read = len(group.prompt.token_ids) + len(sample.token_ids) - 1
+        scores = torch.rand(num_read, arch.num_layers - arch.dense_layers, arch.num_experts, generator=generator)
+        experts = scores.topk(arch.experts_per_token).indices.numpy()
+        return replace(sample, routed_experts=experts.astype(arch.expert_id_type))
+
+    return replace(group, samples=tuple(map(drawn, group.samples)))
 
 
 def near(values: Tensor, spread: float, seed: int) -> Tensor:

@@ -178,6 +178,12 @@ class ActorConfig(Section):
     router_losses: RouterLossConfig | None = Field(
         default=None, description="Auxiliary losses of the routers of a model with experts; default: none."
     )
+    routing_replay: Literal["rollout", "old"] | None = Field(
+        default=None,
+        description="Experts that the actor's forwards take as given, with weights from its own routers: those that "
+        "the engine chose (rollout; R3, arXiv 2510.11370), or those of the log-probabilities before a step's first "
+        "update (old; R2, arXiv 2507.18071). The reference's forward routes for itself. Default: routers choose.",
+    )
     micro_batch_tokens: PositiveInt = Field(
         default=4096, description="Most tokens in one forward pass, padding included."
     )
@@ -252,4 +258,13 @@ class ActorConfig(Section):
             raise ValueError("with lora all other weights stay, the routers' biases too: remove router_bias_update")
         if self.lora is not None and self.router_losses is not None:
             raise ValueError("with lora all other weights stay, the routers' too: remove router_losses")
+        return self
+
+    @model_validator(mode="after")
+    def _routes(self) -> Self:
+        if self.routing_replay is not None and self.megatron.get("moe_router_fusion"):
+            raise ValueError(
+                "routing_replay with megatron.moe_router_fusion: the fused kernel chooses experts by itself, whatever "
+                "it is given; remove one of them"
+            )
         return self

@@ -62,6 +62,7 @@ _TRANSFORMER_OURS = {
     "actor.router_losses.balance": _names("moe_aux_loss_coeff moe_router_load_balancing_type moe_per_layer_logging"),
     "actor.router_losses.z": _names("moe_z_loss_coeff"),
     "actor.router_bias_update": _names("moe_router_bias_update_rate"),
+    "actor.routing_replay": _names("moe_enable_routing_replay"),
     "actor.logprob_chunk_tokens": _names("cross_entropy_loss_fusion cross_entropy_fusion_impl"),
     "actor.megatron.moe_token_dispatcher_type: flex and moe_flex_dispatcher_backend: deepep": _names(
         "moe_enable_deepep"
@@ -86,7 +87,6 @@ _TRANSFORMER_REFUSED = {
     "digests compare parameters in actor.dtype with the engines'; fp8 is for products, not for parameters": _names(
         "fp8_param fp4 fp4_recipe fp4_param fp4_quantizer_factory"
     ),
-    "which experts an engine chose is not handed over yet": _names("moe_enable_routing_replay"),
     "a graph replays one shape, and the shape of micro-batches changes from step to step": _names("""
         enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_use_single_mempool
         cuda_graph_retain_backward_graph cuda_graph_warmup_steps use_te_rng_tracker"""),

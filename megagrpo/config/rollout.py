@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megagrpo.config.section import Dtype, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -61,6 +61,27 @@ class RolloutConfig(Section):
         "ahead are sampled while earlier ones are trained on, and are trained on in their order: nothing is thrown "
         "away. 0: sampling and training take turns.",
     )
+    extra_groups: NonNegativeInt = Field(
+        default=0,
+        description="For max_staleness 0: groups sampled beyond those of a step, which takes the ones that are "
+        "finished first. The others go on while the actor trains, with all their tokens, and come first in the next "
+        "step.",
+    )
+    max_deferrals: PositiveInt = Field(
+        default=1,
+        description="Steps for which a group may be left behind by `extra_groups`; then it is waited for. So many "
+        "versions a token may be older than the weights that it trains.",
+    )
+    order: Literal["arrival", "long_prompts_first", "shortest_expected_first"] = Field(
+        default="arrival",
+        description="Which requests of a batch leave first: in the order of the data, by the length of their prompts, "
+        "or by the mean response to the same prompt in earlier epochs (else to all prompts).",
+    )
+    streaming: bool = Field(
+        default=False,
+        description="Responses come in pieces: one that is cut by its engine's end goes on from the tokens that came, "
+        "instead of from its beginning. Costs a message for every 32 tokens of every response.",
+    )
     tp: PositiveInt = Field(default=1, description="Tensor-parallel ranks of one engine.")
     ep: PositiveInt = Field(default=1, description="Expert-parallel ranks of one engine; divides `tp`.")
     nodes_per_engine: PositiveInt = Field(default=1, description="Nodes that one engine spans; divides `tp`.")
@@ -117,6 +138,11 @@ class RolloutConfig(Section):
         description="Engines that must hold the new weights for a publish to return without waiting for the others.",
     )
 
+    @property
+    def max_lag(self) -> int:
+        """Returns how many versions a token may be older than the weights that it trains."""
+        return self.max_staleness or (self.max_deferrals if self.extra_groups else 0)
+
     def patience_s(self, cuda: bool) -> float:
         """Returns health_timeout_s, in seconds, of engines on GPUs or on a CPU."""
         return self.health_timeout_s or (300.0 if cuda else 60.0)
@@ -132,6 +158,15 @@ class RolloutConfig(Section):
     def _colocated(self) -> Self:
         if self.colocate and self.nodes_per_engine > 1:
             raise ValueError(f"colocate is for one machine, nodes_per_engine {self.nodes_per_engine} for several")
+        return self
+
+    @model_validator(mode="after")
+    def _ahead_or_extra(self) -> Self:
+        if self.extra_groups and self.max_staleness:
+            raise ValueError(
+                f"extra_groups {self.extra_groups} with max_staleness {self.max_staleness}: engines that sample ahead "
+                "are never empty, and their groups are trained on in order; set one of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -162,6 +197,18 @@ class WeightsConfig(Section):
         "their tokens and go on with the new weights, which read them again (retract), or are waited for (drain): "
         "then a deterministic run repeats bit by bit.",
     )
+
+    @field_validator("in_flight", mode="before")
+    @classmethod
+    def _not_in_place(cls, given: Any) -> Any:
+        if given == "in_place":
+            raise ValueError(
+                "in_place is refused: responses would go on over keys and values of older weights, which no weights "
+                "describe, these stay in the prefix cache for every later prompt that begins alike, and the token on "
+                "its way is called newer than it is; retract keeps all tokens too"
+            )
+        return given
+
     bucket_mb: PositiveFloat = Field(
         default=512.0, description="MiB of weights that a rank holds beside its parameters during a transfer."
     )

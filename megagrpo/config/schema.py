@@ -192,15 +192,43 @@ class ExperimentConfig(Section):
                 f"rollout.colocate with weights.transport {self.weights.transport}: NCCL takes no two ranks on one GPU;"
                 " set weights.transport: ipc, or disk"
             )
-        if rollout.colocate and rollout.max_staleness:
+        ahead = next((f"{k} {n}" for k in ("max_staleness", "extra_groups") if (n := getattr(rollout, k))), "")
+        if rollout.colocate and ahead:
             raise ValueError(
-                f"rollout.max_staleness {rollout.max_staleness} with rollout.colocate: engines sleep while the actor "
-                "trains, and can sample nothing ahead; set one of them"
+                f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can sample nothing "
+                "ahead; set one of them"
             )
-        if rollout.max_staleness and mismatch.weight is None and mismatch.reject is None:
+        if ahead and mismatch.weight is None and mismatch.reject is None:
             raise ValueError(
-                f"rollout.max_staleness {rollout.max_staleness} trains on tokens of older weights, which needs a "
-                "correction: set algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject"
+                f"rollout.{ahead} trains on tokens of older weights, which needs a correction: set "
+                "algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _extra_groups(self) -> Self:
+        extra, wanted = self.rollout.extra_groups, self.train.num_prompts_per_step
+        if not extra:
+            return self
+        if extra > wanted:
+            raise ValueError(
+                f"rollout.extra_groups {extra} is more than train.num_prompts_per_step {wanted}: groups would be left "
+                "behind more often than they are taken"
+            )
+        if self.weights.in_flight == "drain":
+            raise ValueError(
+                f"rollout.extra_groups {extra} with weights.in_flight drain: every publish would wait for the groups "
+                "that the step did not wait for; take retract"
+            )
+        if self.algorithm.dynamic_sampling is not None:
+            raise ValueError(
+                f"rollout.extra_groups {extra} with algorithm.dynamic_sampling, which samples more groups than a step "
+                "takes by itself; set one of them"
+            )
+        if self.algorithm.needs_greedy_response:
+            raise ValueError(
+                f"rollout.extra_groups {extra} with advantage {self.algorithm.advantage.name}: its greedy requests "
+                "would change what the groups draw that are still being sampled; set one of them"
             )
         return self
 
@@ -238,4 +266,20 @@ class ExperimentConfig(Section):
         self.algorithm.check_group_size(train.group_size)
         self.algorithm.check_responses(train.num_prompts_per_step * train.group_size)
         self.algorithm.check_response_tokens(self.sampling.max_response_tokens)
+        return self
+
+    @model_validator(mode="after")
+    def _replayed_experts(self) -> Self:
+        if self.actor.routing_replay == "old" and self.train.updates_of_step == 1:
+            raise ValueError(
+                "actor.routing_replay old changes nothing with one update a step: the weights before it are those that "
+                "choose the experts; remove it, raise train.num_updates_per_step or num_epochs_per_step, or set it to "
+                "rollout"
+            )
+        chunk = self.rollout.sglang.get("chunked_prefill_size")
+        if self.actor.routing_replay == "rollout" and isinstance(chunk, int) and chunk <= 0:
+            raise ValueError(
+                f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: SGLang keeps the "
+                "experts of one chunk, and a longer prompt in one piece would end the engine; remove the latter"
+            )
         return self

@@ -43,6 +43,8 @@ OURS = {
     "skip_server_warmup": "the service: a request before the first publish is verified would say nothing",
     "warmups": "the service: a request before the first publish is verified would say nothing",
     "enable_memory_saver": "rollout.colocate",
+    "enable_return_routed_experts": "actor.routing_replay: rollout",
+    "incremental_streaming_output": "rollout.streaming",
     "preferred_sampling_params": "sampling",
     "sampling_defaults": "sampling",
 }
@@ -118,7 +120,7 @@ REFUSED = {
     _CHAT: """chat_template trust_request_chat_template hf_chat_template_name completion_template reasoning_parser
         default_chat_template_kwargs strip_thinking_cache tool_call_parser tool_server file_storage_path
         enable_response_store enable_streaming_session stream_response_default_include_usage
-        incremental_streaming_output constrained_json_whitespace_pattern constrained_json_disable_any_whitespace
+        constrained_json_whitespace_pattern constrained_json_disable_any_whitespace
         constrained_json_max_whitespace_cnt grammar_backend served_model_name""",
     _FUNCTION: "custom_sigquit_handler stat_loggers",
     _UNEXAMINED: """enable_page_major_kv_layout enable_unified_memory deepep_v2_mode enable_layernorm_sp
@@ -169,7 +171,7 @@ _ALLOWED = """
     prefill_delayer_max_delay_passes prefill_delayer_token_usage_low_watermark prefill_delayer_forward_passes_buckets
     prefill_delayer_wait_seconds_buckets prefill_delayer_queue_min_ratio prefill_delayer_max_delay_ms
     min_free_slots_delay
-    enable_return_hidden_states return_hidden_states_mode enable_return_routed_experts sampling_mask_max_tokens
+    enable_return_hidden_states return_hidden_states_mode sampling_mask_max_tokens
     disable_outlines_disk_cache
     enable_cache_report return_input_ids return_output_ids stream_interval batch_notify_size
     enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout

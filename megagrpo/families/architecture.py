@@ -95,6 +95,11 @@ class Architecture:
         return self.num_experts > 0
 
     @property
+    def expert_id_type(self) -> str:
+        """Returns the name of the smallest type that holds every expert's number, in numpy and torch."""
+        return "uint8" if self.num_experts <= 256 else "int16"
+
+    @property
     def attention_length(self) -> int:
         """Returns the sequence length, in tokens, at which attention costs as much as all other matrix products.
 

@@ -59,6 +59,7 @@ class Watchdog:
         passes = attempts * (2 if config.algorithm.needs_greedy_response else 1)
         request_s = config.rollout.step_timeout_s
         self._limits = {"publish": config.weights.timeout_s, "rollout": passes * request_s, "evaluate": request_s}
+        self._limits["drain"] = request_s
         self._name, self._since, self._moved, self._entered = "start", time.time(), time.time(), 0
         self._written = 0.0  # when this rank's file was written last
         self._reported = -1  # the number of the phase that is on a page

@@ -1,11 +1,14 @@
 """Runs what samples in a thread of its own, beside what the main thread computes and its collectives."""
 
 import asyncio
+import heapq
+import itertools
 import threading
-from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -37,6 +40,8 @@ class BackgroundLoop:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CANCEL_S)
+            if not self._thread.is_alive():
+                self._loop.close()
             self._loop = self._thread = None
 
 
@@ -48,40 +53,105 @@ async def _cancel_others() -> None:
 
 
 class Turnstile:
-    """Lets requests leave first come, first served, while no more than `limit` are on their way. For one event loop."""
+    """Lets requests leave in order, while no more than `limit` are on their way and these hold no more than `tokens`.
 
-    def __init__(self, limit: int = 1) -> None:
-        self.limit = limit
-        self._inside = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+    For one event loop. tokens: of the engines' caches; None: as many as come.
+    """
+
+    def __init__(self, limit: int = 1, tokens: float | None = None) -> None:
+        self.limit, self.tokens = limit, tokens
+        self._inside, self._held = 0, 0.0
+        self._waiting: list[_Waiting] = []  # a heap
+        self._came = itertools.count()
 
     @asynccontextmanager
-    async def passing(self) -> AsyncIterator[None]:
-        """Waits for its turn; the block is the request's way."""
-        if self._inside >= self.limit or self._waiting:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # let in a moment before
-                    self._leave()
-                raise
-        else:
-            self._inside += 1
+    async def passing(
+        self, order: tuple[float, ...] = (), tokens: Callable[[], float] = lambda: 0.0
+    ) -> AsyncIterator[None]:
+        """Waits for its turn; the block is the request's way.
+
+        order: the least goes first, of equal ones the one that came first; all of one length. tokens: what it will hold
+        in a cache, asked for when it may leave.
+        """
+        waiting = _Waiting((*order, next(self._came)), tokens, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiting, waiting)
+        self.admit()
+        try:
+            await waiting.turn
+        except asyncio.CancelledError:
+            if waiting.turn.done() and not waiting.turn.cancelled():  # let in a moment before
+                self._leave(waiting)
+            self.admit()  # those behind it, where it was the first
+            raise
         try:
             yield
         finally:
-            self._leave()
+            self._leave(waiting)
 
-    def _leave(self) -> None:
-        self._inside -= 1
+    def _leave(self, gone: "_Waiting") -> None:
+        self._inside, self._held = self._inside - 1, self._held - gone.turn.result()
         self.admit()
 
     def admit(self) -> None:
-        """Lets in those that may; to be called when `limit` has grown."""
+        """Lets in those that may; to be called when `limit` or `tokens` has grown.
+
+        None passes another for being small: what needs much room would wait for ever. One alone always may.
+        """
         while self._waiting and self._inside < self.limit:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                self._inside += 1
-                turn.set_result(None)
+            first = self._waiting[0]
+            if not first.turn.done():
+                tokens = first.tokens()
+                if self._inside and self.tokens is not None and self._held + tokens > self.tokens:
+                    return
+                self._inside, self._held = self._inside + 1, self._held + tokens
+                first.turn.set_result(tokens)
+            heapq.heappop(self._waiting)
+
+
+@dataclass(order=True)
+class _Waiting:
+    """Holds a request that has not left."""
+
+    order: tuple[float, ...]
+    tokens: Callable[[], float] = field(compare=False)
+    turn: "asyncio.Future[float]" = field(compare=False)  # what it holds, from when it may leave
+
+
+class Patience:
+    """Bounds what a block may take from the moment when somebody waits for it, which any thread may say.
+
+    An async context manager that raises TimeoutError. What is sampled while others train has no hurry.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until: float | None = None  # of time.monotonic
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timeout: asyncio.Timeout | None = None
+
+    def begin(self) -> None:
+        """Counts from now."""
+        self._set(time.monotonic() + self._seconds)
+
+    def end(self) -> None:
+        """Counts no more: nobody waits."""
+        self._set(None)
+
+    def _set(self, until: float | None) -> None:
+        self._until = until
+        if (loop := self._loop) is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._apply)
+
+    async def __aenter__(self) -> None:
+        self._loop, self._timeout = asyncio.get_running_loop(), asyncio.timeout(None)
+        await self._timeout.__aenter__()
+        self._apply()  # after the loop is known: `begin` in the other thread sees one or the other
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        assert self._timeout is not None, "entered"
+        timeout, self._timeout = self._timeout, None
+        await timeout.__aexit__(*exc_info)
+
+    def _apply(self) -> None:
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(self._until)  # the clock of event loops is time.monotonic

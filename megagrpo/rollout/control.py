@@ -12,6 +12,7 @@ from megagrpo.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120.0  # marking an engine ready waits until the router lists it
+_ENGINE_TIMEOUT_S = 10.0
 # Several threads call: one might close a connection, for having idled too long, that another was just given.
 _NO_IDLE_CONNECTIONS = httpx.Limits(max_keepalive_connections=0)
 
@@ -133,6 +134,20 @@ class ServiceControl:
         if answer.is_error:
             raise ServiceUnreachable(f"{method} {self.url}{path} answered {answer.status_code}: {answer.text[:500]}")
         return answer
+
+
+def engine_cache_tokens(engine_url: str, api_key: str) -> int | None:
+    """Returns the tokens that fit into an engine's cache, as it says itself; None where it does not answer."""
+    try:
+        answer = httpx.get(
+            f"{engine_url}/server_info", headers=bearer(api_key), timeout=_ENGINE_TIMEOUT_S, trust_env=False
+        )
+        found = answer.json() if answer.status_code == 200 else {}
+    except (httpx.TransportError, ValueError):
+        return None
+    tokens = found.get("max_total_num_tokens")
+    replicas = found.get("dp_size", 1) if found.get("enable_dp_attention") else 1  # each has a cache of its own
+    return tokens * replicas if tokens else None
 
 
 def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) -> ServiceControl:

@@ -7,6 +7,8 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import aiohttp
@@ -17,9 +19,12 @@ from megagrpo.config.schema import ExperimentConfig, SamplingConfig
 from megagrpo.environment import ENGINE_HEADER
 from megagrpo.rollout.background import Turnstile
 from megagrpo.rollout.control import bearer
+from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts
+from megagrpo.rollout.streaming import StreamedAnswer, events
 from megagrpo.types import WithArrays
 
 _JSON = {"Content-Type": "application/json"}
+_STREAM_INTERVAL = 32  # tokens of a piece: what a cut response loses at most
 
 # engine id ("": unknown), start and end in seconds since the epoch, tokens (0: no sample)
 OnRequest = Callable[[str, float, float, int], None]
@@ -68,6 +73,21 @@ class Response(WithArrays):
     finish_reason: str  # "stop" | "length"
     weight_version: int  # of the weights that sampled its first token
     newer: tuple[tuple[int, int], ...] = ()  # as in Sample
+    routed_experts: np.ndarray | None = None  # [tokens, layers with experts, k], from the first token asked for on
+
+    def then(self, rest: "Response") -> "Response":
+        """Returns this one, which was cut, with what another request added to it.
+
+        That has read all of this one again, and tells the experts of the whole.
+        """
+        at = len(self.token_ids)
+        spans = [(0, self.weight_version), *self.newer, (at, rest.weight_version)]
+        spans += [(at + start, version) for start, version in rest.newer]
+        newer = tuple(now for before, now in pairwise(spans) if before[1] != now[1])
+        token_ids, logprobs = (
+            np.concatenate(pair) for pair in ((self.token_ids, rest.token_ids), (self.logprobs, rest.logprobs))
+        )
+        return Response(token_ids, logprobs, rest.finish_reason, self.weight_version, newer, rest.routed_experts)
 
 
 def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:
@@ -85,13 +105,14 @@ class RetryPolicy:
 
     retries: int  # of one sample, after its first attempt
     request_timeout_s: float  # of one attempt
+    streaming: bool = False  # a response that is cut goes on from the tokens that came
     base_s: float = 0.25  # first wait
     cap_s: float = 15.0  # longest wait
 
     @classmethod
     def of(cls, config: ExperimentConfig) -> "RetryPolicy":
         """Returns the policy of an experiment."""
-        return cls(config.rollout.retries, config.rollout.request_timeout_s)
+        return cls(config.rollout.retries, config.rollout.request_timeout_s, config.rollout.streaming)
 
     def wait_s(self, attempt: int) -> float:
         """Returns how many seconds to wait before the next attempt; `attempt` counts those before it."""
@@ -113,7 +134,7 @@ class GenerationClient:
     """Asks the router for samples, one request each. Belongs to one event loop; use as an async context manager.
 
     turnstile: requests wait there and not in an engine's queue, where they would use up their time limit. on_request:
-    is told of every attempt when it ends.
+    is told of every attempt when it ends. experts: how engines tell those that they chose, where anybody asks.
     """
 
     def __init__(
@@ -123,12 +144,15 @@ class GenerationClient:
         retry: RetryPolicy,
         turnstile: Turnstile,
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
+        experts: RoutedExperts | None = None,
     ):
+        self._experts = experts
         self._url, self._headers, self._retry = f"{router_url}/generate", bearer(api_key), retry
         self._on_request = on_request
         self._turnstile = turnstile
         self._attempts: set[asyncio.Task] = set()
         self.num_retries = 0
+        self.num_discarded = 0  # tokens that came and are of no sample
         self.last_problem = ""
 
     async def __aenter__(self) -> "GenerationClient":
@@ -143,23 +167,38 @@ class GenerationClient:
         await self._http.close()
 
     async def generate(
-        self, prompt: np.ndarray, params: SamplingParams, seed: int, weight_version: int, or_newer: bool = False
+        self,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        seed: int,
+        weight_version: int,
+        or_newer: bool = False,
+        *,
+        experts_from: int | None = None,
+        order: tuple[float, ...] = (),
+        tokens: Callable[[], float] = lambda: 0.0,
     ) -> Response:
         """Returns one response to ids `prompt` [T] by weights of exactly `weight_version`. Raises GenerationFailed.
 
-        or_newer: by such or newer weights, which may change in the middle of it. Failed attempts are repeated with
-        back-off. Time without any ready engine or without the router (one is being restarted) does not count against
-        the retries; the caller's deadline bounds it.
+        or_newer: by such or newer weights, which may change in the middle of it. experts_from: the token of the prompt
+        from which on the experts come with it; after a change of weights those of the new ones, which read all tokens
+        again. order, tokens: see Turnstile. Failed
+        attempts are repeated with back-off, and where responses are streamed go on from the tokens that came. Time
+        without any ready engine or without the router (one is being restarted) does not count against the retries; the
+        caller's deadline bounds it.
         """
         caller = asyncio.current_task()
         assert caller is not None
         failures = waits = 0
-        async with self._turnstile.passing():
+        pieces: list[Response] = []  # of the attempts that were cut
+        async with self._turnstile.passing(order, tokens):
             while True:
-                attempt = asyncio.create_task(self._attempt(prompt, params, seed, (weight_version, or_newer)))
+                versions = weight_version, or_newer
+                attempt = asyncio.create_task(self._attempt(prompt, params, seed, versions, pieces, experts_from))
                 self._attempts.add(attempt)
                 try:
-                    return await attempt
+                    rest = await attempt
+                    return reduce(Response.then, [*pieces, rest])
                 except asyncio.CancelledError:
                     if caller.cancelling():  # not the attempt alone
                         attempt.cancel()
@@ -192,15 +231,28 @@ class GenerationClient:
         self._loop.call_soon_threadsafe(lambda: [attempt.cancel() for attempt in self._attempts])
 
     async def _attempt(
-        self, prompt: np.ndarray, params: SamplingParams, seed: int, versions: tuple[int, bool]
+        self,
+        prompt: np.ndarray,
+        params: SamplingParams,
+        seed: int,
+        versions: tuple[int, bool],
+        pieces: list[Response],
+        experts_from: int | None,
     ) -> Response:
-        body = orjson.dumps(
-            {"input_ids": prompt, "sampling_params": _sampling_body(params, seed), "return_logprob": True},
-            option=orjson.OPT_SERIALIZE_NUMPY,
-        )
-        engine, start, num_tokens = "", time.time(), 0
+        """Returns what is missing after `pieces`; adds to them what came, where it fails."""
+        ids = np.concatenate([prompt, *(piece.token_ids for piece in pieces)]) if pieces else prompt
+        sampling = _sampling_body(params, seed)
+        sampling["max_new_tokens"] -= sum(len(piece.token_ids) for piece in pieces)
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+        if experts_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
+        if self._retry.streaming:
+            sampling["stream_interval"] = _STREAM_INTERVAL
+            body["stream"] = True
+        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        engine, start, num_tokens, stream = "", time.time(), 0, StreamedAnswer()
         try:
-            async with self._http.post(self._url, data=body, headers=_JSON) as answer:
+            async with self._http.post(self._url, data=data, headers=_JSON) as answer:
                 engine = answer.headers.get(ENGINE_HEADER, "")
                 if answer.status == 400:  # the request itself is wrong: trying again would say the same
                     raise GenerationFailed(f"{self._url} refused a request: {(await answer.text())[:1000]}")
@@ -208,11 +260,68 @@ class GenerationClient:
                     text = (await answer.text())[:500]
                     no_engine = answer.status == 503 and "no_available_workers" in text
                     raise _Refused(f"status {answer.status}: {text}", waiting=no_engine)
-                response = _read_response(orjson.loads(await answer.read()), *versions)
+                if self._retry.streaming:
+                    found = await self._read_stream(answer.content, stream)
+                else:
+                    found = orjson.loads(await answer.read())
+                response = self._checked(found, versions)
                 num_tokens = len(response.token_ids)
+                if experts_from is not None:
+                    # in a thread: of a long response of a large model it takes a noticeable part of a second
+                    text, num_read = found["meta_info"].get("routed_experts"), len(ids) + num_tokens - 1 - experts_from
+                    experts = await asyncio.to_thread(self._read_experts, text, num_read)
+                    response = replace(response, routed_experts=experts)
+                stream.clear()
                 return response
         finally:
+            num_tokens = num_tokens or len(stream)
+            self._keep(stream, params, versions, pieces)
             self._on_request(engine, start, time.time(), num_tokens)
+
+    async def _read_stream(self, content: aiohttp.StreamReader, stream: StreamedAnswer) -> dict[str, Any]:
+        async for chunk in events(content):
+            if "error" in chunk:
+                error = chunk["error"]
+                if error.get("code") == 400:
+                    raise GenerationFailed(f"{self._url} refused a request: {error.get('message')}")
+                raise _Refused(f"the engine ended the request: {error}")
+            if (whole := stream.add(chunk)) is not None:
+                return whole
+        raise _Refused("the stream ended before the response")
+
+    def _read_experts(self, text: str | None, num_tokens: int) -> np.ndarray:
+        assert self._experts is not None, "asked for by those alone who know the model's experts"
+        try:
+            return self._experts.read(text, num_tokens)
+        except WrongExperts as exc:  # another engine may tell them
+            raise _Refused(str(exc)) from exc
+
+    def _checked(self, answer: dict[str, Any], versions: tuple[int, bool]) -> Response:
+        try:
+            return _read_response(answer, *versions)
+        except _Refused:
+            if not self._retry.streaming:
+                self.num_discarded += len(answer["meta_info"].get("output_token_logprobs") or ())
+            raise
+
+    def _keep(
+        self, stream: StreamedAnswer, params: SamplingParams, versions: tuple[int, bool], pieces: list[Response]
+    ) -> None:
+        """Adds what came of a cut response to `pieces`, where weights that may sample it did, and its end is not in it.
+
+        Not where texts end responses: one may begin in what came, and the next engine would not see it.
+        """
+        oldest, or_newer = versions
+        spans = stream.spans()
+        left = params.max_tokens - sum(len(piece.token_ids) for piece in pieces) - 1
+        number = 0 if params.stop or not spans else min(len(stream), left)
+        if spans and any(at < oldest if or_newer else at != oldest for _, at in spans):
+            number = 0
+        self.num_discarded += len(stream) - number
+        if number > 0:
+            newer = tuple((start, version) for start, version in spans[1:] if start < number)
+            token_ids, logprobs = stream.tokens()
+            pieces.append(Response(token_ids[:number], logprobs[:number], "cut", spans[0][1], newer))
 
 
 def _sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:

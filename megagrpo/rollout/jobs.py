@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from megagrpo.rollout.background import Patience
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.types import Prompt, RolloutGroup
 
@@ -13,14 +14,24 @@ from megagrpo.types import Prompt, RolloutGroup
 class BegunBatch:
     """Holds what is sampled in the background of a batch of prompts, until it is taken."""
 
-    num_groups: int  # of all leaders
-    finished: dict[int, RolloutGroup]  # of this leader, by place in the batch; grows in the other thread
-    work: "Future[list[RolloutGroup]] | None" = None  # None on ranks that are no leaders
+    places: list[int]  # of its prompts in the run, of all leaders, by place in the batch; -1: taken
+    finished: dict[int, RolloutGroup]  # of this leader, not taken, by place in the batch; grows in the other thread
+    patience: Patience  # begins when somebody waits for it
+    work: "Future[None] | None" = None  # None on ranks that are no leaders
 
     @property
     def done(self) -> bool:
         """Tells whether this rank has nothing to wait for."""
         return self.work is None or self.work.done()
+
+    @property
+    def problem(self) -> str:
+        """Returns why it failed, "" where it has not."""
+        if self.work is None or not self.work.done() or self.work.cancelled():
+            return ""
+        if (exc := self.work.exception()) is None:
+            return ""
+        return f"{type(exc).__name__}: {exc}"
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,12 @@ class SamplingJob:
     again: str = ""  # which of a step's batches, where it has several
     regrade: bool = False  # by reward.group_grader
     or_newer: bool = False  # weights that are published meanwhile may go on
+    with_experts: bool = False  # those that the engines chose come with the tokens
 
     def __str__(self) -> str:
         return f"{self.purpose} step {self.step}, weights {self.version}"
+
+    @property
+    def waited_for(self) -> bool:
+        """Tells whether the trainers wait for it alone, so that its requests pass those of coming steps."""
+        return not self.purpose.startswith("train")

@@ -4,13 +4,11 @@ While leaders wait for samples, all ranks keep meeting in a small all-reduce: an
 the current weights, publishing is collective, and so every rank must take part before the samples can go on.
 """
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,36 +16,17 @@ import torch.distributed as dist
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
-from megagrpo.rollout.background import BackgroundLoop, Turnstile
+from megagrpo.rollout.background import BackgroundLoop, Patience
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
-from megagrpo.rollout.generation import (
-    GenerationClient,
-    GenerationFailed,
-    OnRequest,
-    Response,
-    RetryPolicy,
-    SamplingParams,
-    sample_seed,
-)
-from megagrpo.rollout.jobs import BegunBatch, PromptSlot, SamplingJob, prompt_slots
-from megagrpo.rollout.tools import Tool, respond_with_tool
-from megagrpo.types import EngineInfo, Outcome, Prompt, Refresh, RolloutGroup, Sample
+from megagrpo.rollout.generation import OnRequest, SamplingParams
+from megagrpo.rollout.jobs import BegunBatch, SamplingJob, prompt_slots
+from megagrpo.rollout.routed_experts import without_experts
+from megagrpo.rollout.sampler import OutcomeSource, Sampler
+from megagrpo.rollout.tools import Tool
+from megagrpo.types import EngineInfo, Prompt, Refresh, RolloutGroup
 
-_NOTHING = np.zeros(0, np.int32)
 _FIRST_POLL_S, _POLL_S = 0.02, 0.2  # pause between two meetings of all ranks
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
-
-
-class OutcomeSource(Protocol):
-    """Grades responses in the background, as rewards/pool.py does."""
-
-    def submit(self, prompt: Prompt, text: str) -> Future[Outcome]:
-        """Returns the outcome of `text` as a response to `prompt`, once it is known."""
-        ...
-
-    def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future[list[Outcome]]:
-        """Returns the outcomes of a whole group after its group grader; asked only where there is one."""
-        ...
 
 
 class RolloutSource:
@@ -70,53 +49,52 @@ class RolloutSource:
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
     ):
         assert grader is not None or not mesh.is_leader, "a leader grades"
-        self._config, self._mesh, self._control, self._grader, self._decode = config, mesh, control, grader, decode
-        self._tool, self._alive, self._on_request = tool, alive, on_request
-        self._pending: dict[tuple[str, int, int, int], str] = {}  # (job, group, prompt, sample) -> who has it
-        self._retry = RetryPolicy.of(config)
+        self._config, self._mesh, self._control, self._alive = config, mesh, control, alive
+        self._with_experts = config.actor.routing_replay == "rollout"
+        self._sampler: Sampler | None = None
+        if mesh.is_leader and grader is not None:
+            self._sampler = Sampler(config, mesh.dp_size, control, grader, decode, tool, on_request)
         self._last_answer = time.monotonic()
         self._lost_hosts = 0  # of the service, as far as this rank's requests know
-        self._background, self._turnstile = BackgroundLoop(), Turnstile()
-        self._clients: set[GenerationClient] = set()  # of what is sampled in the background
-        self._begun: dict[int, BegunBatch] = {}  # by number, until `next` takes it
+        self._background = BackgroundLoop()
+        self._begun: dict[int, BegunBatch] = {}  # by number, until its groups are taken
         self._held: dict[int, RolloutGroup] = {}  # finished by an earlier start, by place in the run
 
-    def begin(self, batch: int, prompts: Sequence[Prompt], version: int) -> None:
-        """Begins to sample this rank's share of a batch, for which `next` asks later; does nothing where it has begun.
+    def begin(
+        self, batch: int, places: Sequence[int], prompts: Sequence[Prompt], version: int, oldest: int = 0
+    ) -> None:
+        """Begins to sample this rank's share of a batch, whose groups are asked for later; nothing where it has begun.
 
-        Weights of `version` sample, and the newer ones that are published before the end. Batches are counted over the
-        run.
+        Weights of `version` sample, and the newer ones that are published before the end. places: of its prompts in the
+        run, each of which is sampled once. oldest: version of the weights that may have sampled what `hold` was given.
         """
-        if batch in self._begun:
+        begun = {place for other in self._begun.values() for place in other.places}
+        new = [index for index, place in enumerate(places) if place not in begun]
+        if batch in self._begun or not new:
             return
-        first, share = batch * len(prompts), self._share(len(prompts))
-        held = {place: self._held.pop(first + place, None) for place in range(len(prompts))}
-        finished = {
-            place: replace(group, group_id=place)
-            for place, group in held.items()
-            if group is not None and place in share and group.prompt == prompts[place]
-        }
-        self._begun[batch] = self._start(self._training(batch, version, 0, or_newer=True), prompts, finished)
+        job = self._training(batch, version, 0, or_newer=True)
+        self._begun[batch] = self._start(job, [prompts[i] for i in new], [places[i] for i in new], oldest)
 
     def hold(self, ahead: list[RolloutGroup]) -> None:
         """Takes, out of the list, what `finished` returned in an earlier start: `begin` samples none of it again."""
-        self._held = {group.group_id: group for group in ahead}
+        if self._mesh.is_leader and self._config.rollout.max_lag:
+            self._held = {group.group_id: group for group in ahead}
         ahead.clear()
 
     def finished(self) -> list[RolloutGroup]:
         """Returns the finished groups of this leader whose batches were not taken, ids counted over the run's prompts.
 
-        On other ranks []. Those that are still being sampled are left out; those of an earlier start whose batches were
-        not begun, which every rank has, are the main rank's.
+        On other ranks []. Those that are still being sampled are left out.
         """
         if not self._mesh.is_leader:
             return []
+        held = self._held.values() if self._mesh.is_main else ()  # every leader has all of them
         begun = [
-            replace(group, group_id=number * batch.num_groups + place)
-            for number, batch in self._begun.items()
-            for place, group in sorted(batch.finished.copy().items())
+            replace(group, group_id=batch.places[index])
+            for batch in self._begun.values()
+            for index, group in sorted(batch.finished.copy().items())
         ]
-        return begun + ([*self._held.values()] if self._mesh.is_main else [])
+        return [*held, *begun]
 
     def next(
         self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int = 0
@@ -129,8 +107,8 @@ class RolloutSource:
         on every rank.
         """
         job = self._training(step, version, attempt)
-        batch = self._begun.pop(step) if step in self._begun else self._start(job, prompts)
-        groups = self._collect(job, batch, refresh)
+        groups = self._collect(job, self._begun.get(step) or self._start(job, prompts), refresh)
+        self._begun.pop(step, None)  # not before: where that fails, a checkpoint has what was finished
         if not self._config.algorithm.needs_greedy_response:
             return groups
         # After the others and not among them: one greedy request (a top-k of 1) moves SGLang's whole batch to another
@@ -141,6 +119,53 @@ class RolloutSource:
             replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0]) for g, b in zip(groups, greedy, strict=True)
         ]
 
+    def first(
+        self, wanted: int, must: AbstractSet[int], version: int, refresh: Refresh
+    ) -> tuple[list[int], list[RolloutGroup]]:
+        """Collective. Returns the places of the `wanted` groups of what was begun that are finished first, ascending.
+
+        And this rank's share of the groups; a group's id is its number among those. must: places that are waited for.
+        The rest goes on. Whole groups alone. version, refresh: see `next`. Raises LeaderError on every rank.
+        """
+        begun = list(self._begun.values())
+        assert wanted <= sum(place >= 0 for batch in begun for place in batch.places), (
+            "begun before they are waited for"
+        )
+        for batch in begun:
+            batch.patience.begin()
+
+        def enough() -> bool:
+            mine = self._finished_places() if self._mesh.is_leader else set()
+            total, musts = self._agree(len(mine), len(mine & must), op=dist.ReduceOp.SUM)
+            return total >= wanted and musts == len(must)
+
+        self._wait(enough, begun, f"step {version}, weights {version}", version, refresh)
+        for batch in begun:
+            batch.patience.end()
+        of_replica = self._mesh.from_leader(lambda: sorted(self._finished_places()), "naming finished groups")
+        everyone = [place for part in self._mesh.gather_dp(of_replica) for place in part]
+        # More may have come since. The oldest of them go first, however short the others are.
+        chosen = sorted(sorted(everyone, key=lambda place: (place not in must, place))[:wanted])
+        mine = self._from_leader(partial(self._take, chosen), "taking groups")
+        for number, batch in list(self._begun.items()):
+            batch.places = [-1 if place in chosen else place for place in batch.places]
+            if all(place < 0 for place in batch.places):
+                del self._begun[number]
+        return chosen, mine
+
+    def _finished_places(self) -> set[int]:
+        """Returns the places of this leader's finished groups that were not taken."""
+        return {batch.places[index] for batch in self._begun.values() for index in batch.finished.copy()}
+
+    def _take(self, chosen: Sequence[int]) -> list[RolloutGroup]:
+        number = {place: number for number, place in enumerate(chosen)}
+        taken = []
+        for batch in self._begun.values():
+            for index, place in enumerate(batch.places):
+                if place in number and index in batch.finished:
+                    taken.append(replace(batch.finished.pop(index), group_id=number[place]))
+        return sorted(taken, key=lambda group: group.group_id)
+
     def drain(self) -> None:
         """Collective. Waits until what was begun has been sampled and graded.
 
@@ -148,38 +173,58 @@ class RolloutSource:
         asked. Where none is left it returns, and the weights published next go on. Raises LeaderError on every rank.
         """
         pause_s = _FIRST_POLL_S
+        for batch in self._begun.values():
+            batch.patience.begin()
         while True:
-            error, num_ready = "", 1
+            error, num_ready, lost_hosts = "", 1, 0
             if self._mesh.is_main:
-                error, num_ready = self._count_ready()
+                error, num_ready, lost_hosts = self._count_ready()
             unfinished = any(not batch.done for batch in self._begun.values())
-            waiting, failed, none_ready = self._agree(unfinished, bool(error), num_ready == 0)
+            waiting, failed, none_ready, lost_hosts = self._agree(unfinished, bool(error), num_ready == 0, lost_hosts)
             self._alive()
             if failed:
                 self._mesh.raise_any(error)
             if not waiting or none_ready:
-                return
+                break
+            self._ask_lost_hosts_again(lost_hosts)
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
+        for batch in self._begun.values():
+            batch.patience.end()
 
-    def _count_ready(self) -> tuple[str, int]:
+    def _count_ready(self) -> tuple[str, int, int]:
         try:
-            return "", sum(engine.state == "ready" for engine in self._control.healthy_status().engines)
+            status = self._control.healthy_status()
         except ServiceUnreachable:
-            return "", 1  # `next` has patience with it, and a limit
+            return "", 1, 0  # `next` has patience with it, and a limit
         except ServiceFailed as exc:
-            return str(exc), 0
+            return str(exc), 0, 0
+        return "", sum(engine.state == "ready" for engine in status.engines), status.lost_hosts
+
+    def _ask_lost_hosts_again(self, lost_hosts: int) -> None:
+        if lost_hosts > self._lost_hosts:
+            self._lost_hosts = lost_hosts
+            if self._sampler is not None:
+                self._sampler.ask_again()
 
     def close(self) -> None:
         """Gives up what was begun."""
         self._begun.clear()
         self._background.close()
 
+    def waiting(self) -> str:
+        """Returns what this rank's samples wait for at present, "" for nothing. May be called from any thread."""
+        return "" if self._sampler is None else self._sampler.waiting()
+
+    def num_discarded(self) -> int:
+        """Returns the tokens that came to this rank so far and are of no sample."""
+        return 0 if self._sampler is None else self._sampler.num_discarded
+
     def _training(self, step: int, version: int, attempt: int, or_newer: bool = False) -> SamplingJob:
         again = f" batch {attempt}" if attempt else ""
         params, size = SamplingParams.of(self._config.sampling), self._config.train.group_size
         regrade = self._config.reward.group_grader is not None
-        return SamplingJob(f"train{again}", step, version, params, size, again, regrade, or_newer)
+        return SamplingJob(f"train{again}", step, version, params, size, again, regrade, or_newer, self._with_experts)
 
     def evaluate(
         self,
@@ -200,61 +245,80 @@ class RolloutSource:
         return self._collect(job, self._start(job, prompts), refresh)
 
     def _start(
-        self, job: SamplingJob, prompts: Sequence[Prompt], finished: dict[int, RolloutGroup] | None = None
+        self, job: SamplingJob, prompts: Sequence[Prompt], places: Sequence[int] = (), oldest: int = 0
     ) -> BegunBatch:
-        """Begins a leader's share in the background; other ranks wait for theirs. `finished`: not sampled again."""
-        batch = BegunBatch(len(prompts), finished or {})
-        if self._mesh.is_leader:
-            places = self._share(len(prompts))
-            share = prompt_slots(prompts)[places.start : places.stop]
-            batch.work = self._background.submit(self._sample_share(job, share, batch.finished))
+        """Begins a leader's share in the background; other ranks wait for theirs. What is held is not sampled again."""
+        mesh, total = self._mesh, len(prompts)
+        first, last = total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
+        batch = BegunBatch(list(places), {}, Patience(self._config.rollout.step_timeout_s))
+        if self._sampler is not None:
+            share = prompt_slots(prompts)[first:last]
+            for index, place in enumerate(places):
+                found = self._held.pop(place, None)  # of other leaders' shares too: all have all of it
+                if found is not None and first <= index < last and _fits(found, prompts[index], job, oldest):
+                    batch.finished[index] = replace(found, group_id=index)
+            missing = [slot for slot in share if slot.group_id not in batch.finished]
+            work = self._sampler.sample_share(job, missing, batch.finished, batch.patience)
+            batch.work = self._background.submit(work)
         return batch
-
-    def _share(self, total: int) -> range:
-        """Returns the places of a batch of `total` prompts that this replica samples."""
-        rank, size = self._mesh.dp_rank, self._mesh.dp_size
-        return range(total * rank // size, total * (rank + 1) // size)
 
     def _collect(self, job: SamplingJob, batch: BegunBatch, refresh: Refresh) -> list[RolloutGroup]:
         """Collective. Waits for every leader's share of a job and gives it to the leader's replica."""
         work = batch.work
+        batch.patience.begin()
         try:
-            self._wait(work, job, refresh)
+            self._wait(lambda: batch.done, [batch], str(job), job.version, refresh)
         finally:
             if work is not None:
                 work.cancel()
 
         def result() -> list[RolloutGroup]:
             assert work is not None, "asked of leaders only"
-            return work.result()
+            work.result()
+            return [group for _, group in sorted(batch.finished.items())]
 
-        return self._mesh.from_leader(result, f"rollout of {job}")
+        return self._from_leader(result, f"rollout of {job}")
 
-    def _wait(self, work: "Future[list[RolloutGroup]] | None", job: SamplingJob, refresh: Refresh) -> None:
-        """Meets the other ranks until every leader is done, and refreshes engines together with them.
+    def _from_leader(self, make: Callable[[], list[RolloutGroup]], what: str) -> list[RolloutGroup]:
+        """Collective. Returns the groups that a replica's leader has, on its other ranks without their experts.
 
-        Raises LeaderError.
+        Who trains gets those of its own layers with the batch.
+        """
+        if not self._with_experts:
+            return self._mesh.from_leader(make, what)
+        own: list[RolloutGroup] = []
+
+        def for_others() -> list[RolloutGroup]:
+            own.extend(make())
+            return list(map(without_experts, own))
+
+        groups = self._mesh.from_leader(for_others, what)
+        return own if self._mesh.is_leader else groups
+
+    def _wait(
+        self, done: Callable[[], bool], batches: Sequence[BegunBatch], job: str, version: int, refresh: Refresh
+    ) -> None:
+        """Meets the other ranks until all are done, and refreshes engines together with them. Raises LeaderError.
+
+        done: asked at every meeting, and may be one itself. batches: those whose failure ends the wait.
         """
         self._last_answer = time.monotonic()
         pause_s = _FIRST_POLL_S
         while True:
             error, lost_hosts = "", 0
             stale: list[str] = []
-            done = work is None or work.done()
-            if done and work is not None and (exc := work.exception()) is not None:
-                error = f"rank {self._mesh.rank}, rollout of {job}: {type(exc).__name__}: {exc}"
+            enough = done()
+            if problem := next((batch.problem for batch in batches if batch.problem), ""):
+                error = f"rank {self._mesh.rank}, rollout of {job}: {problem}"
             elif self._mesh.is_main:
-                error, stale, lost_hosts = self._look_at_engines(job.version)
-            waiting, failed, num_stale, lost_hosts = self._agree(not done, bool(error), len(stale), lost_hosts)
+                error, stale, lost_hosts = self._look_at_engines(version)
+            waiting, failed, num_stale, lost_hosts = self._agree(not enough, bool(error), len(stale), lost_hosts)
             self._alive()
             if failed:
                 self._mesh.raise_any(error)
             if not waiting:
                 return
-            if lost_hosts > self._lost_hosts:
-                self._lost_hosts = lost_hosts
-                for client in set(self._clients):
-                    client.ask_again()
+            self._ask_lost_hosts_again(lost_hosts)
             if num_stale:
                 refresh(self._mesh.from_main(partial(list, stale), "naming stale engines"))
                 self._last_answer = time.monotonic()
@@ -273,111 +337,20 @@ class RolloutSource:
         self._last_answer = time.monotonic()
         return "", [engine.id for engine in status.engines if _needs_weights(engine, version)], status.lost_hosts
 
-    def _agree(self, *values: int) -> list[int]:
-        """Collective. Returns the largest of each value over all ranks."""
+    def _agree(self, *values: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> list[int]:
+        """Collective. Returns each value reduced over all ranks: the largest, or their sum."""
         if self._mesh.world_size == 1:
             return [int(value) for value in values]
         tensor = torch.tensor([int(value) for value in values])  # over gloo: a poll is nothing for a GPU to wait for
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, op)
         return tensor.tolist()
-
-    async def _sample_share(
-        self, job: SamplingJob, share: list[PromptSlot], finished: dict[int, RolloutGroup]
-    ) -> list[RolloutGroup]:
-        """Returns all groups of this leader, in order, and adds each to `finished` (by place) when it comes.
-
-        Raises GenerationFailed, which names what is missing at the deadline.
-        """
-        rollout = self._config.rollout
-        status = self._control.status()
-        self._turnstile.limit = max(1, len(status.engines) * rollout.max_running_requests // self._mesh.dp_size)
-        self._turnstile.admit()
-        async with GenerationClient(
-            status.router, self._control.api_key, self._retry, self._turnstile, self._on_request
-        ) as client:
-            self._clients.add(client)
-            missing = [slot for slot in share if slot.group_id not in finished]
-            tasks = [asyncio.create_task(self._sample_group(client, job, slot, finished)) for slot in missing]
-            try:
-                async with asyncio.timeout(rollout.step_timeout_s):
-                    await asyncio.gather(*tasks)
-                return [finished[slot.group_id] for slot in share]
-            except TimeoutError:
-                late = [slot.prompt.id for slot in share if slot.group_id not in finished]
-                raise GenerationFailed(
-                    f"{len(late)} of {len(share)} groups did not come within {rollout.step_timeout_s:.0f} s "
-                    f"(rollout.step_timeout_s): prompts {late[:10]}; {client.num_retries} retries, "
-                    f"the last because of: {client.last_problem or 'nothing, the engines are slow'}"
-                ) from None
-            finally:
-                self._clients.discard(client)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _sample_group(
-        self, client: GenerationClient, job: SamplingJob, slot: PromptSlot, finished: dict[int, RolloutGroup]
-    ) -> None:
-        answers = await asyncio.gather(*(self._sample(client, job, slot, index) for index in range(job.num_samples)))
-        samples, outcomes = zip(*answers, strict=True)
-        if job.regrade:
-            assert self._grader is not None, "leaders alone sample"
-            texts = [sample.text for sample in samples]
-            regraded = await asyncio.wrap_future(self._grader.submit_group(slot.prompt, texts, outcomes))
-            outcomes = tuple(regraded)
-        finished[slot.group_id] = RolloutGroup(slot.group_id, slot.prompt, samples, outcomes)
-
-    def waiting(self) -> str:
-        """Returns what this rank's samples wait for at present, "" for nothing. May be called from any thread."""
-        by_owner: dict[str, list[int]] = {}
-        for (_, _, prompt, _), owner in sorted(dict(self._pending).items()):
-            by_owner.setdefault(owner, []).append(prompt)
-        return ", ".join(
-            f"{len(ids)} sample(s) of {owner} (prompts {list(dict.fromkeys(ids))[:10]})"
-            for owner, ids in by_owner.items()
-        )
-
-    async def _sample(
-        self, client: GenerationClient, job: SamplingJob, slot: PromptSlot, index: int
-    ) -> tuple[Sample, Outcome]:
-        assert self._grader is not None, "leaders alone sample"
-        key = str(job), slot.group_id, slot.prompt.id, index
-        self._pending[key] = "the engines"
-        try:
-            sample = await self._respond(client, job, slot, index)
-            self._pending[key] = "the grader"
-            return sample, await asyncio.wrap_future(self._grader.submit(slot.prompt, sample.text))
-        finally:
-            del self._pending[key]
-
-    async def _respond(self, client: GenerationClient, job: SamplingJob, slot: PromptSlot, index: int) -> Sample:
-        prompt, purpose_of_all = slot.prompt, f"{job.purpose} again {slot.again}" if slot.again else job.purpose
-
-        def turn(number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Awaitable[Response]:
-            purpose = f"{purpose_of_all} turn {number}" if number else purpose_of_all
-            seed = sample_seed(self._config.seed, purpose, job.step, prompt.id, index)
-            params = replace(
-                job.params,
-                max_tokens=job.params.max_tokens - len(so_far),
-                stop_token_ids=job.params.stop_token_ids + stops,
-            )
-            return client.generate(np.concatenate([prompt.token_ids, so_far]), params, seed, job.version, job.or_newer)
-
-        if self._tool is None:
-            response, loss_mask = await turn(0, _NOTHING, ()), None
-        else:
-            response, loss_mask = await respond_with_tool(turn, self._tool, self._decode, job.params.max_tokens)
-        return Sample(
-            index=index,
-            token_ids=response.token_ids,
-            logprobs=response.logprobs,
-            finish_reason=response.finish_reason,
-            weight_version=response.weight_version,
-            newer=response.newer,
-            text=self._decode(response.token_ids),
-            loss_mask=loss_mask,
-        )
 
 
 def _needs_weights(engine: EngineInfo, version: int) -> bool:
     return engine.alive and (engine.state == "stale" or engine.weight_version != version)
+
+
+def _fits(held: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int) -> bool:
+    """Tells whether a group of an earlier start is what a job would sample; data and settings may have changed."""
+    same = held.prompt.id == prompt.id and len(held.samples) == job.num_samples
+    return same and all(sample.weight_version >= oldest for sample in held.samples)

@@ -83,6 +83,7 @@ async def respond_with_tool(
     tokens, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
     mask = np.zeros(0, np.bool_)
     versions: list[tuple[int, int]] = []  # (token, version), of all turns
+    experts: list[np.ndarray] = []  # of all turns: each goes on where the one before ends
 
     def append(ids: np.ndarray, of_ids: np.ndarray, sampled: bool) -> None:
         nonlocal tokens, logprobs, mask
@@ -91,11 +92,14 @@ async def respond_with_tool(
 
     def response(reason: str) -> tuple[Response, np.ndarray]:
         changes = tuple(now for before, now in pairwise(versions) if before[1] != now[1])
-        return Response(tokens, logprobs, reason, versions[0][1], changes), mask
+        together = np.concatenate(experts) if experts else None
+        return Response(tokens, logprobs, reason, versions[0][1], changes, together), mask
 
     for number in range(tool.max_turns):
         said = await turn(number, tokens, (tool.call_end,))
         versions += [(len(tokens), said.weight_version), *((len(tokens) + at, version) for at, version in said.newer)]
+        if said.routed_experts is not None:
+            experts.append(said.routed_experts)
         append(said.token_ids, said.logprobs, True)
         if said.finish_reason != "stop" or tokens[-1] != tool.call_end:
             return response(said.finish_reason)

@@ -113,6 +113,26 @@ def test_other_algorithms_are_certified_too(folders: dict[str, Path]):
         assert result["grad_norm"] > 1e-3 and len(result["gradients"]) > 20, "there was something to compare"
 
 
+@pytest.mark.parametrize(
+    ("source", "more"),
+    [("rollout", []), pytest.param("old", ["train.num_epochs_per_step=2"], marks=pytest.mark.slow)],
+)
+def test_replayed_experts_are_certified(folders: dict[str, Path], source: str, more: list[str]):
+    """Of the engine: drawn at random, so that routers left to themselves would differ; and one token off."""
+    place = folders[FIRST].parent / source
+    shutil.copytree(folders[FIRST], place)
+    (place / "reference.pt").unlink()
+    settings = [f"actor.routing_replay={source}", *more]
+    base = {"config": str(CONFIG), "folder": str(place), "algorithm": ALGORITHMS[FIRST], "settings": settings}
+    run_ranks(1, place / "one", [{**base, "case": asdict(REFERENCE)}], "certify_ranks.py")
+    cases = [case("DP2"), case("TP2+SP", recompute="full"), case("PP2xVPP2"), case("CP2"), case("EP2")]
+    wrong = [case("CP2", "experts-of-next-token")] if source == "rollout" else []
+    results = run_ranks(2, place / "two", [{**base, "case": one} for one in cases + wrong], "certify_ranks.py")
+    found = [failures(result) for result in results]
+    assert found[: len(cases)] == [[]] * len(cases)
+    assert all(any("gradient of" in problem for problem in problems) for problems in found[len(cases) :])
+
+
 def test_adapters_are_certified(folders: dict[str, Path]):
     """Their gradients and updates, with the model without them as reference."""
     place = folders[FIRST].parent / "lora"

@@ -93,3 +93,44 @@ def test_a_leaders_failure_reaches_every_rank(tmp_path):
     assert time.monotonic() - started < 300, "long before the time limits of requests and steps"
     assert len({r["error"] for r in results}) == 1
     assert "train step 3" in results[1]["error"] and "refused a request: on purpose" in results[1]["error"]
+
+
+def first_main(rank: int, world: int, dp: int, url: str, folder: Path) -> list[tuple[list[int], list]]:
+    """What two steps of four groups gave this rank, of six that were begun for the first and two for the second."""
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    mesh = make_mesh(rank * dp // world, dp, torch.device("cpu"), 60.0)
+    config = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}, "train": {"group_size": 2}}
+    config |= {"rollout": {"extra_groups": 2}, "algorithm": {"mismatch": {"weight": {"name": "tis"}}}}
+    control = ServiceControl(url, "key")
+    source = RolloutSource(
+        ExperimentConfig.model_validate(config), mesh, control, Grader() if mesh.is_leader else None, decode
+    )
+    source.begin(0, range(6), PROMPTS, 4)
+    steps = [source.first(4, set(), 4, lambda ids: None)]
+    left = [place for place in range(6) if place not in steps[0][0]]
+    source.begin(1, [*left, 6, 7], [PROMPTS[0]] * len(left) + PROMPTS[:2], 4)
+    steps.append(source.first(4, {left[0]}, 4, lambda ids: None))
+    source.close()
+    dist.destroy_process_group()
+    return steps
+
+
+@pytest.mark.parametrize("world, dp", [(4, 2)])
+def test_all_ranks_take_the_same_groups_of_those_that_are_finished_first(tmp_path, world, dp):
+    """One prompt of the second replica is not answered before the second step's requests are there."""
+    with running(FakeService(version=4)) as service:
+        service.hang = lambda body: body["input_ids"][1] == 4 and len(service.requests) < 16
+        results = POOL.run(world, first_main, world, dp, service.url, tmp_path)
+    chosen = [[places for places, _ in steps] for steps in results]
+    assert chosen == [chosen[0]] * world and [len(places) for places in chosen[0]] == [4, 4]
+    assert sorted(chosen[0][0] + chosen[0][1]) == list(range(8)) and 4 in chosen[0][1]
+    assert len(service.requests) == 16
+    for step in range(2):
+        per_replica = [results[d * world // dp][step][1] for d in range(dp)]
+        assert sorted(group.group_id for part in per_replica for group in part) == list(range(4))
+        for rank, steps in enumerate(results):
+            assert steps[step][1] == per_replica[rank * dp // world]
+    of_place = dict(enumerate(PROMPTS)) | {6: PROMPTS[0], 7: PROMPTS[1]}
+    found = {group.group_id: group.prompt for steps in results for group in steps[0][1]}
+    assert found == {number: of_place[place] for number, place in enumerate(chosen[0][0])}

@@ -30,6 +30,7 @@ def service(tiny_model, tmp_path_factory):
             "rollout": {
                 "load_format": "model",  # nobody publishes: see RunningService.set_version
                 "deterministic": True,
+                "streaming": True,
                 "start_timeout_s": START_S,
                 "step_timeout_s": 240.0,
                 "max_restarts": 5,

@@ -25,7 +25,7 @@ def prompts_of(steps: dict[int, list[dict]]) -> list[int]:
 
 def test_samples_outlive_the_weights_that_began_them(experiments):
     few = {"max_staleness": 1, "max_running_requests": 2}  # so that sampling a batch outlasts training on one
-    folder = run(experiments / "ahead", rollout=few)
+    folder = run(experiments / "ahead", rollout=few, actor={"routing_replay": "rollout"})
     steps, entries = rollouts(folder), metrics(folder)
     mixed = 0
     for step, groups in steps.items():
@@ -40,6 +40,7 @@ def test_samples_outlive_the_weights_that_began_them(experiments):
     assert any(entries[step]["lag/max"] == 1 for step in range(2, STEPS + 1))
     for step in range(1, STEPS + 1):
         assert entries[step].get("mismatch/logprob_abs_mean_lag_0", 0.0) <= 1e-5, "of lag 0 it is numerics alone"
+        assert entries[step]["router/replay_differs"] < 0.2, "experts of other tokens: almost all would differ"
 
 
 @pytest.mark.slow

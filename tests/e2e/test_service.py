@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
+import aiohttp
 import pytest
 import torch
 from tiny_model import EOS
@@ -13,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.rollout.background import Turnstile
-from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, print_status
+from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, engine_cache_tokens, print_status
 from megagrpo.rollout.generation import GenerationClient, GenerationFailed, RetryPolicy, SamplingParams
 from megagrpo.rollout.source import RolloutSource
+from megagrpo.rollout.streaming import StreamedAnswer
 from megagrpo.types import Outcome, Prompt
 
 PROMPTS = [(1, 40, 41, 42), (1, *range(50, 80)), (1, 7), (1, *range(100, 190))]
@@ -57,6 +59,7 @@ class LengthGrader:
 def make_source(service, grader=None, max_tokens=24, **algorithm) -> RolloutSource:
     tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
     values = service.config.model_dump() | {"algorithm": algorithm, "train": {"group_size": 3}}
+    values["rollout"] |= {"streaming": False}  # as by default
     config = ExperimentConfig.model_validate(values | {"sampling": {"max_response_tokens": max_tokens}})
     mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -82,6 +85,38 @@ def test_a_seed_gives_the_same_tokens_in_any_company(ready):
     others = generate(ready, [(prompt, SAMPLED, seed + 2**62) for seed, prompt in enumerate(PROMPTS)])
     assert alone == together
     assert [r.token_ids.tolist() for r in others] != [r.token_ids.tolist() for r in alone]
+
+
+def test_a_response_that_is_cut_twice_has_the_tokens_of_one_that_is_not(ready, monkeypatch):
+    long, told, add = replace(SAMPLED, max_tokens=150), [], StreamedAnswer.add
+    cuts = [33, 64]
+
+    def cut(stream, chunk):
+        whole = add(stream, chunk)
+        if whole is None and cuts and len(stream) >= cuts[0]:
+            cuts.pop(0)
+            raise aiohttp.ClientPayloadError("on purpose")
+        return whole
+
+    async def run():
+        status = ready.control.status()
+        streaming = replace(RETRY, streaming=True, base_s=0.01)
+        async with GenerationClient(
+            status.router, ready.control.api_key, streaming, Turnstile(1), lambda *request: told.append(request[-1])
+        ) as client:
+            return await client.generate(PROMPTS[1], long, 5, 0)
+
+    (whole,) = generate(ready, [(PROMPTS[1], long, 5)])
+    monkeypatch.setattr(StreamedAnswer, "add", cut)
+    pieced = asyncio.run(run())
+    assert pieced.token_ids.tolist() == whole.token_ids.tolist() and len(whole.token_ids) > 97
+    assert abs(pieced.logprobs - whole.logprobs).max() <= 1e-5 and pieced.finish_reason == whole.finish_reason
+    assert len(told) == 3 and sum(told) == len(whole.token_ids) and told[0] == 33
+
+
+def test_an_engine_says_how_many_tokens_its_cache_holds(ready):
+    assert engine_cache_tokens(ready.wait_alive().url, ready.control.api_key) == 20_000
+    assert engine_cache_tokens("http://127.0.0.1:9", "key") is None
 
 
 def test_how_a_response_ends(ready):

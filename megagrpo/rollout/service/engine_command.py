@@ -88,8 +88,12 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> dict[str, A
         }
     if rollout.colocate:
         settings["enable_memory_saver"] = True  # without it the calls that release memory do nothing
+    if rollout.streaming:
+        settings["incremental_streaming_output"] = True  # a piece has its own tokens, and not all before them
     if rollout.deterministic:
         settings["enable_deterministic_inference"] = True
+    if config.actor.routing_replay == "rollout":
+        settings["enable_return_routed_experts"] = True
     settings |= _on_cuda(rollout) if place.cuda else _on_cpu()
     if rollout.max_total_tokens is not None:
         settings["max_total_tokens"] = rollout.max_total_tokens

@@ -30,6 +30,7 @@ from megagrpo.config.actor import RouterLossConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of
+from tests.dist.workers.routing_replay_ranks import with_planted
 
 SIZED_BY_VALUES = ("nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount")
 # A clone may itself lie in a folder called megagrpo.
@@ -138,6 +139,7 @@ def main(folder: Path) -> None:
             micro_batch_tokens=job["budget"],
             logprob_chunk_tokens=32,
             router_losses=RouterLossConfig(balance=0.1, z=0.1) if job["experts"] else None,
+            routing_replay="rollout" if job["experts"] else None,
             deadline_s=120.0,
         )
         with joined(
@@ -148,8 +150,10 @@ def main(folder: Path) -> None:
             device=DEVICE,
         ) as actor:
             load_initial_weights(actor, job["model"])
+            batch = batch_of(actor.mesh)
+            batch = with_planted(actor, batch) if job["experts"] else batch
             with watched_schedule() as waits:
-                step.update(actor, batch_of(actor.mesh), RICH, 1.0, 32)
+                step.update(actor, batch, RICH, 1.0, 32)
             waited = {f"{what} {place}": count for (what, place), count in waits.counts.items()}
             results.append(
                 {

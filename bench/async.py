@@ -1,0 +1,212 @@
+"""What sampling ahead of the weights is worth: seconds a step, idle shares and accuracy of each way to do it.
+
+    python bench/async.py --seeds 0 1 2 --steps 60
+
+The task is the quickstart's sums with a long tail: every tenth problem asks for a digit 20 to 60 times over, twenty
+times the tokens of a sum. Each variant starts from the same warm-up of its seed; engines have one core and trainers
+another. Trainers idle while they wait for samples; engines while they have no request. Bound, order and losses are
+counted from the rollouts files. Writes bench/results/async.*
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import yaml
+from common import provenance, write_results
+
+from megagrpo.monitor.record import read_metrics
+from megagrpo.monitor.rollouts import read_rollouts
+from megagrpo.monitor.step_lines import read_step_lines
+from megagrpo.run_folder import RunFolder
+
+ROOT = Path(__file__).resolve().parent.parent
+_CORRECTED = ["algorithm.mismatch={weight: {name: tis}}"]
+VARIANTS = {
+    "N = 0": [],
+    "N = 0, extra groups": [*_CORRECTED, "rollout.extra_groups=16"],
+    "N = 1, drain": [*_CORRECTED, "rollout.max_staleness=1", "weights.in_flight=drain"],
+    "N = 1, retract": [*_CORRECTED, "rollout.max_staleness=1"],
+    "N = 2, drain": [*_CORRECTED, "rollout.max_staleness=2", "weights.in_flight=drain"],
+    "N = 2, retract": [*_CORRECTED, "rollout.max_staleness=2"],
+}
+_LONG_EVERY, _LONGEST = 10, 60
+_SKIPPED = 2  # steps until engines and trainers are in their stride
+_WAITS = ("rollout", "drain")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--warm-up", type=int, default=600, help="steps of the supervised warm-up")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every run")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "async")
+    args = parser.parse_args()
+    rows: list[dict] = []
+    for seed in args.seeds:
+        config = _prepare(args.folder / f"seed-{seed}", seed, args)
+        for name in args.variants:
+            rows.append(_run(name, config, seed, args.overrides))
+            _write(rows, args)
+
+
+def _prepare(folder: Path, seed: int, args: argparse.Namespace) -> Path:
+    """Writes data and experiment, and warms the model up, unless a former call did."""
+    config = folder / "experiment.yaml"
+    if (folder / "model" / "config.json").exists():
+        return config
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, number in (("sft", 6000), ("train", 8000), ("eval", 256)):
+        rows = _problems(name, number, seed)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    experiment = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
+    data = {name: {"path": str(folder / f"{name}.jsonl"), "max_prompt_tokens": 8} for name in ("sft", "train", "eval")}
+    experiment |= {
+        "name": "async",
+        "output_dir": str(folder / "run"),
+        "seed": seed,
+        "prepare": {"model": {"path": str(folder / "random"), "family": "qwen3_moe"}},
+        "sft": {
+            "model": str(folder / "random"),
+            "data": data["sft"],
+            "num_steps": args.warm_up,
+            "optimizer": experiment["sft"]["optimizer"],
+        },
+        "model": {"path": str(folder / "model")},
+        "data": data["train"],
+        "eval": {"data": data["eval"], "every": 10},
+        "sampling": {"max_response_tokens": _LONGEST + 4},
+        "actor": experiment["actor"] | {"world_size": 1, "parallel": {}},
+        "train": experiment["train"] | {"num_steps": args.steps},
+    }
+    config.write_text(yaml.safe_dump(experiment))
+    for command in ("prepare", "sft"):
+        assert _start(command, config, []).wait() == 0, f"megagrpo {command} {config} failed"
+    return config
+
+
+def _problems(name: str, number: int, seed: int) -> list[dict]:
+    """Sums whose operands tell the files apart, and for every tenth a digit to be said many times."""
+    chance = random.Random(f"long tail {name} {seed}")
+    part = ("sft", "train", "eval").index(name)
+    rows = []
+    for index in range(number):
+        if index % _LONG_EVERY == 0:
+            digit, times = chance.randrange(10), chance.randrange(20 + part, _LONGEST, 3)
+            rows.append({"prompt": f"{digit}<{times}>", "answer": str(digit) * times})
+            continue
+        a = chance.randrange(100)
+        b = chance.randrange((part - a) % 3, 100, 3)
+        rows.append({"prompt": f"{a}+{b}=", "answer": str(a + b)})
+    return rows
+
+
+def _start(command: str, config: Path, overrides: Sequence[str], core: int | None = None) -> subprocess.Popen:
+    settings = [part for override in overrides for part in ("--set", override)]
+    words = [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings]
+    cores = sorted(os.sched_getaffinity(0))
+    pinned = [] if core is None else ["taskset", "-c", str(cores[core % len(cores)])]
+    return subprocess.Popen([*pinned, *words], cwd=ROOT)
+
+
+def _run(name: str, config: Path, seed: int, overrides: Sequence[str]) -> dict:
+    folder = config.parent / name.replace(" ", "").replace(",", "_").replace("=", "")
+    shutil.rmtree(folder, ignore_errors=True)
+    settings = [f"output_dir={folder}", *VARIANTS[name], *overrides]
+    print(f"== {name}, seed {seed}", flush=True)
+    started = time.time()
+    service = _start("serve", config, settings, core=0)
+    try:
+        trainers = _start("train", config, settings, core=1)
+        assert trainers.wait() == 0, f"{name}, seed {seed} failed: see {folder}"
+    finally:
+        service.terminate()
+        service.wait()
+    return {"variant": name, "seed": seed, "seconds": time.time() - started, **_measure(RunFolder(folder))}
+
+
+def _measure(folder: RunFolder) -> dict:
+    entries = read_metrics(folder)
+    steps = [e for e in entries if "time/step_s" in e]
+    timed = [e["time/step_s"] for e in steps[_SKIPPED:]]
+    seconds = {}  # since the first step
+    total = 0.0
+    for entry in steps:
+        total += entry["time/step_s"]
+        seconds[entry["step"]] = total
+    return {
+        "step_s": sum(timed) / len(timed),
+        "accuracy": [
+            [e["step"], seconds.get(e["step"], 0.0), e["eval/accuracy"]] for e in entries if "eval/accuracy" in e
+        ],
+        "discarded_tokens": sum(e.get("extra_groups/discarded_tokens", 0.0) for e in steps),
+        **_idle(folder),
+        **_dispatched(folder),
+    }
+
+
+def _idle(folder: RunFolder) -> dict:
+    """Shares of the time in which trainers wait for samples, and engines have no request."""
+    lines = [line for line in read_step_lines(folder.timeline_files()[0]) if line["step"] > _SKIPPED]
+    start, end = lines[0]["start"], lines[-1]["start"] + lines[-1]["end"]
+    waited = sum(until - at for line in lines for name, at, until in line["phases"] if name in _WAITS)
+    requests = [(line["start"] + at, line["start"] + until) for line in lines for _, at, until, _ in line["requests"]]
+    busy = _union((max(at, start), min(until, end)) for at, until in requests)
+    return {"trainers_idle": waited / (end - start), "engines_idle": 1 - busy / (end - start)}
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of the spans."""
+    total, last = 0.0, 0.0
+    for at, until in sorted(spans):
+        total += max(0.0, until - max(at, last))
+        last = max(last, until)
+    return total
+
+
+def _dispatched(folder: RunFolder) -> dict:
+    """The largest lag of a token, and how many groups were trained on, twice among them (there is one epoch)."""
+    seen: list[int] = []
+    lag = 0
+    for step in sorted(folder.rollout_files()):
+        for group in read_rollouts(folder, step):
+            seen.append(group["prompt_id"])
+            lag = max(lag, *(step - 1 - sample["weight_version"] for sample in group["samples"]))
+    return {"largest_lag": lag, "groups": len(seen), "twice": len(seen) - len(set(seen))}
+
+
+def _write(rows: list[dict], args: argparse.Namespace) -> None:
+    header = ("variant", "seed", "seconds a step", "trainers idle", "engines idle", "accuracy first", "accuracy last")
+    header += ("seconds of steps", "largest lag", "groups", "twice", "tokens thrown away")
+    lines = [
+        [
+            row["variant"],
+            str(row["seed"]),
+            f"{row['step_s']:.2f}",
+            f"{row['trainers_idle']:.0%}",
+            f"{row['engines_idle']:.0%}",
+            f"{row['accuracy'][0][2]:.3f}",
+            f"{row['accuracy'][-1][2]:.3f}",
+            f"{row['accuracy'][-1][1]:.0f}",
+            str(row["largest_lag"]),
+            str(row["groups"]),
+            str(row["twice"]),
+            f"{row['discarded_tokens']:.0f}",
+        ]
+        for row in rows
+    ]
+    write_results("async", {**provenance(), "overrides": args.overrides, "rows": rows}, header, lines)
+
+
+if __name__ == "__main__":
+    main()

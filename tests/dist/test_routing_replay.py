@@ -1,0 +1,108 @@
+"""Experts that are known are the ones that routers use, with weights and gradients of their own, in every layout.
+
+Replaying what a router would choose anyway changes no bit; replaying anything else gives on many ranks what it gives on
+one, where experts and weights are checked by hand. What is recorded on many ranks is what one rank records.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_router_bias import write_model
+from tests.dist.workers.launch import run_ranks
+
+GRADIENT_BOUND, LOGPROB_BOUND, LOSS_BOUND = 1e-5, 1e-5, 1e-6
+RECOMPUTE_EXPERTS = {"recompute": "selective", "megatron": {"recompute_modules": ["moe"]}}
+# deepseek_v3: sigmoid routers with biases and groups, its first layer dense; qwen3_moe: softmax routers
+MODELS = {"deepseek_v3": {"rate": 0.01, "losses": {"balance": 0.3, "z": 0.02}}, "qwen3_moe": {}}
+LAYOUTS = {
+    "TP2+SP": {"tp": 2},
+    "PP2": {"pp": 2},
+    "PP2xVPP2": {"pp": 2, "vpp": 2},
+    "CP2": {"cp": 2},
+    "EP2": {"ep": 2},
+    "TP2xEP2": {"tp": 2, "ep": 2},
+    "DP2": {},
+}
+BATCHES = {"packed": {"budget": 64}, "padded": {"packing": False, "budget": 200}}
+RECOMPUTE = {
+    "none": {},
+    "selective": {"recompute": "selective"},
+    "experts": RECOMPUTE_EXPERTS,
+    "full": {"recompute": "full"},
+}
+CI = {
+    "deepseek_v3": [
+        ("TP2+SP", "padded", "full"),
+        ("PP2xVPP2", "packed", "full"),
+        ("CP2", "packed", "none"),
+        ("EP2", "padded", "experts"),
+    ],
+    "qwen3_moe": [("PP2", "packed", "experts"), ("CP2", "padded", "full")],
+}
+EVERY = [(layout, batch, recompute) for layout in LAYOUTS for batch in BATCHES for recompute in RECOMPUTE]
+ONE_RANK = [("padded", "none"), ("packed", "full"), ("padded", "experts")]
+
+
+def options(layout: dict, batch: str, recompute: str) -> dict:
+    return {"parallel": layout, **BATCHES[batch], **RECOMPUTE[recompute]}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def reference(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[str, Path, dict, dict]:
+    """Family, folder, what all jobs have in common, and what one rank finds, a sample in each micro-batch."""
+    family = request.param
+    folder = tmp_path_factory.mktemp(family)
+    base = {"model": str(write_model(folder / "model", family)), "reference": str(folder / "one.pt"), **MODELS[family]}
+    alone = {**base, "packing": False, "budget": 1, "write": True}
+    jobs = [alone, *({**base, **options({}, *which)} for which in ONE_RANK)]
+    first, *others = run_ranks(1, folder / "one", jobs, script="routing_replay_ranks.py")
+    assert problems({f"1 rank, {which}": found for which, found in zip(ONE_RANK, others, strict=True)}) == []
+    return family, folder, base, first
+
+
+def unchanged(name: str, result: dict) -> list[str]:
+    """What differs though the same experts were replayed."""
+    same = ("logprobs", "loss", "gradients", "reports nothing", "moved")
+    found = [f"{name}: {what} not as it should be" for what in same if not result[what]]
+    return found + ([f"{name}: {result['differs']} differ"] if result["differs"] else [])
+
+
+def problems(results: dict[str, dict]) -> list[str]:
+    found = []
+    for name, result in results.items():
+        found += unchanged(name, result)
+        found += [f"{name}: {what}" for what in ("recorded", "planted counts") if not result[what]]
+        bounds = {"planted logprobs": LOGPROB_BOUND, "planted loss": LOSS_BOUND, "planted differs": 0.0}
+        found += [f"{name}: {what} {result[what]}" for what, bound in bounds.items() if not abs(result[what]) <= bound]
+        worst = max(result["planted gradients"], key=lambda tensor: result["planted gradients"][tensor])
+        if not result["planted gradients"][worst] <= GRADIENT_BOUND:
+            found.append(f"{name}: gradient of {worst} off by {result['planted gradients'][worst]:.2g}")
+    return found
+
+
+def ran(reference: tuple[str, Path, dict, dict], cases: list[tuple[str, str, str]]) -> dict[str, dict]:
+    family, folder, base, _ = reference
+    jobs = [{**base, **options(LAYOUTS[layout], *others)} for layout, *others in cases]
+    results = run_ranks(2, folder / f"two{len(cases)}", jobs, script="routing_replay_ranks.py")
+    return {f"{family}, {', '.join(case)}": result for case, result in zip(cases, results, strict=True)}
+
+
+def test_planted_experts_are_used_with_weights_of_the_routers_own(reference):
+    family, _, _, first = reference
+    by_hand, planted = first["by hand"], first["planted"]
+    assert unchanged(family, first) == []
+    assert by_hand["wrong"] == 0, "tokens with other experts"
+    assert by_hand["weights"] < 1e-6
+    assert planted["differs"] > 0.5, "what is planted is what routers choose: nothing was tested"
+    if family == "qwen3_moe":
+        assert planted["differs"] == pytest.approx(by_hand["differs"], abs=1e-12)
+
+
+def test_layouts_replay_and_record_what_one_rank_does(reference):
+    assert problems(ran(reference, CI[reference[0]])) == []
+
+
+@pytest.mark.slow
+def test_every_layout_batch_and_recompute(reference):
+    assert problems(ran(reference, [case for case in EVERY if case not in CI[reference[0]]])) == []

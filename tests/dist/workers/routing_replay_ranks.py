@@ -1,0 +1,180 @@
+"""One rank that replays experts: recorded ones, and any that were planted. usage: routing_replay_ranks.py FOLDER"""
+
+import json
+import os
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+
+# isort: split
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrpo.actor import step
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.model import routers
+from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.config.actor import RouterLossConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.types import Batch
+from megagrpo.weights.actor_weights import load_initial_weights
+from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of
+from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, WIDTH
+
+
+def planted_experts(actor: MegatronActor) -> Tensor:
+    """Of all samples and layers with experts, any: [NUM_SAMPLES, WIDTH, layers, k]."""
+    arch, generator = actor.arch, torch.Generator().manual_seed(5)
+    scores = torch.rand(NUM_SAMPLES, WIDTH, arch.num_layers - arch.dense_layers, arch.num_experts, generator=generator)
+    return scores.topk(arch.experts_per_token).indices.to(torch.uint8)
+
+
+def with_planted(actor: MegatronActor, batch: Batch) -> Batch:
+    """As an engine's: of all tokens but the last; what stands beyond them is nobody's choice."""
+    assert actor.routing is not None
+    own = planted_experts(actor)[batch.sample_ids][:, :, list(actor.routing.layers)]
+    return replace(batch, routed_experts=own, routed_lengths=batch.lengths - 1)
+
+
+def backward(actor: MegatronActor, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
+    rows = range(len(batch.tokens))
+    denominators = step.denominators_of(actor, batch, rows, PLAIN, 32)
+    sums = step.backward(actor, batch, rows, PLAIN, 1.0, denominators)
+    return sums, {name: values.clone() for name, values in actor.gradients().items()}
+
+
+def counts_of(actor: MegatronActor) -> dict[int, list[int]]:
+    """What moves the routers' biases, by layer: the tokens that went to each expert; {} without the option."""
+    if actor.router_bias is None:
+        return {}
+    counts = actor.router_bias._counts.clone()
+    dist.all_reduce(counts)
+    return dict(enumerate(counts.tolist()))
+
+
+def by_hand(actor: MegatronActor, batch: Batch) -> dict:
+    """On one rank, a sample a forward, which has no padding: which experts every router used, with which weights."""
+    seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+    logits: dict[int, Tensor] = {}
+    undo = []
+    for layer, router in routers(actor.chunks[0]).items():
+
+        def gating(x, layer=layer, original=router.gating):
+            logits[layer] = original(x)
+            return logits[layer]
+
+        def hook(module, inputs, output, layer=layer):
+            seen.setdefault(layer, []).append((*output, logits[layer].flatten(0, 1)))
+
+        router.gating = gating
+        undo.append(router.register_forward_hook(hook))
+    step.token_logprobs(actor, batch, 1.0)
+    for handle, router in zip(undo, routers(actor.chunks[0]).values(), strict=True):
+        handle.remove()
+        del router.gating
+    planted, arch = planted_experts(actor), actor.arch
+    wrong = differing = compared = 0
+    worst = 0.0
+    for layer, forwards in seen.items():
+        by_length = {len(probs): (probs, used, values) for probs, used, values in forwards}
+        for sample, length in enumerate(LENGTHS):
+            probs, used, values = by_length[length]
+            given = planted[sample, : length - 1, layer - arch.dense_layers].long()
+            expected = torch.zeros_like(used[:-1]).scatter(1, given, True)
+            wrong += int((used[:-1] != expected).any(1).sum()) + int(used[-1].sum() != arch.experts_per_token)
+            scores = values[:-1].double()
+            if arch.sigmoid_router:
+                weights = scores.sigmoid().gather(1, given)
+                weights = weights / weights.sum(1, keepdim=True) * arch.routed_scale
+            else:
+                weights = scores.gather(1, given).softmax(1)
+                own = scores.topk(arch.experts_per_token).indices
+                differing += int((own.sort(1).values != given.sort(1).values).any(1).sum())
+            compared += length - 1
+            worst = max(worst, float((probs[:-1].gather(1, given) - weights).abs().max()))
+    return {"wrong": wrong, "weights": worst, "differs": differing / compared}
+
+
+def same_sets(found: Tensor, expected: Tensor, lengths: Tensor) -> bool:
+    inside = torch.arange(found.shape[1]) < lengths[:, None]
+    return bool((found.sort(-1).values == expected.sort(-1).values)[inside].all() and (found[~inside] == 0).all())
+
+
+def replay_job(actor: MegatronActor, job: dict) -> dict:
+    weights, routing = actor.trained_weights(load_initial_weights(actor, job["model"])), actor.routing
+    assert routing is not None
+    batch = batch_of(actor.mesh)
+    with routing.recording(batch) as recorded:
+        natural = step.token_logprobs(actor, batch, 1.0)
+    known = recorded()
+    assert known.routed_experts is not None
+    # in another order: which experts they are decides, not in which place they stand
+    known = replace(known, routed_experts=known.routed_experts.flip(-1))
+    result = {"logprobs": torch.equal(step.token_logprobs(actor, known, 1.0), natural)}
+    plain, gradients = backward(actor, batch)
+    again, replayed = backward(actor, known)
+    result |= {
+        "loss": again["loss/total"] == plain["loss/total"],
+        "gradients": all(torch.equal(gradients[name], replayed[name]) for name in gradients),
+        "differs": again["router/replay_differs"],
+        "reports nothing": "router/replay_differs" not in plain,
+    }
+    planted = with_planted(actor, batch)
+    if "write" in job:
+        result["by hand"] = by_hand(actor, planted)
+    logprobs = step.token_logprobs(actor, planted, 1.0)
+    sums, _ = backward(actor, planted)
+    of_planted = {"differs": sums["router/replay_differs"], "counts": counts_of(actor), "loss": sums["loss/total"]}
+    result["moved"] = not torch.equal(logprobs, natural)
+    if "write" in job:
+        found = {"gradients": whole(weights, actor.gradients(), actor.mesh), "natural": known.routed_experts}
+        torch.save(found | {"planted": of_planted, "logprobs": logprobs}, job["reference"])
+        return result | {"planted": of_planted}
+    reference = torch.load(job["reference"])
+    expected = reference["natural"][batch.sample_ids][:, :, list(routing.layers)]
+    everywhere = actor.mesh.gather_world(same_sets(known.routed_experts, expected, batch.lengths))
+    return result | {
+        "recorded": all(everywhere),
+        "planted logprobs": float((logprobs - reference["logprobs"][batch.sample_ids]).abs().max()),
+        "planted loss": of_planted["loss"] / reference["planted"]["loss"] - 1,
+        "planted differs": of_planted["differs"] - reference["planted"]["differs"],
+        "planted counts": of_planted["counts"] == reference["planted"]["counts"],
+        "planted gradients": ratios(weights, actor.gradients(), reference["gradients"], actor.mesh),
+    }
+
+
+def main(folder: Path) -> None:
+    results = []
+    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+        config = ActorConfig(
+            world_size=int(os.environ["WORLD_SIZE"]),
+            parallel=ParallelConfig(**job.get("parallel", {})),
+            packing=job.get("packing", True),
+            micro_batch_tokens=job.get("budget", 64),
+            recompute=job.get("recompute", "none"),
+            megatron=job.get("megatron", {}),
+            routing_replay="rollout",
+            router_bias_update=job.get("rate"),
+            router_losses=RouterLossConfig(**job["losses"]) if "losses" in job else None,
+            deadline_s=120.0,
+        )
+        with joined(
+            folder / f"store{number}",
+            config=config,
+            optimizer=OptimizerConfig(**OPTIMIZER, distributed=False),
+            model_path=job["model"],
+            device=DEVICE,
+        ) as actor:
+            results.append(replay_job(actor, job))
+    if os.environ["RANK"] == "0":
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,37 @@
+"""`megagrpo run` with the engine's experts in the trainer: through tools, surplus groups, checkpoints and a restart."""
+
+import pytest
+from run_megagrpo import megagrpo, metrics, rollouts, write_experiment
+
+from megagrpo.checkpoint_folder import latest
+from megagrpo.group_file import read_groups
+from megagrpo.run_folder import RunFolder
+
+STEPS = 2
+
+
+@pytest.mark.slow
+def test_the_engines_experts_are_the_trainers_own_in_float32(experiments):
+    """Another token's experts, or another layer's, would be others for almost every token."""
+    folder = experiments / "replayed"
+    sections = {
+        "actor": {"routing_replay": "rollout"},
+        "algorithm": {"dynamic_sampling": {"max_num_gen_batches": 20}},
+        "sampling": {
+            "max_response_tokens": 24,
+            "tool": {"function": "string:capwords", "call_end": ">", "max_turns": 3},
+        },
+        "checkpoint": {"every": 1},
+    }
+    for steps in (STEPS, 2 * STEPS):  # the second start goes on from a checkpoint
+        config = write_experiment(folder, train={"num_steps": steps}, **sections)
+        done = megagrpo("run", config, timeout_s=500)
+        assert done.status == 0, done.stderr
+    entries = metrics(folder)
+    for step in range(1, 2 * STEPS + 1):
+        assert entries[step]["mismatch/logprob_abs_mean"] <= 1e-5 or entries[step]["dynamic_sampling/carried"]
+        assert entries[step]["router/replay_differs"] < 0.05, "surplus groups alone are of older weights"
+    assert all("routed" not in str(group) for groups in rollouts(folder).values() for group in groups)
+    surplus = latest(RunFolder(folder).checkpoints).parent.glob("*/surplus.npz")
+    for sample in (sample for file in surplus for group in read_groups(file) for sample in group.samples):
+        assert sample.routed_experts is not None and sample.routed_experts.dtype.name == "uint8"

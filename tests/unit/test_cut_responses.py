@@ -1,0 +1,79 @@
+"""Responses that come in pieces go on from the tokens that came when their engine ends."""
+
+import asyncio
+
+import pytest
+from fake_service import FakeService, running
+
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.background import Turnstile
+from megagrpo.rollout.generation import GenerationClient, Response, RetryPolicy, SamplingParams
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
+
+PROMPT, QUICK = (5, 6), RetryPolicy(3, 2.0, streaming=True, base_s=0.01, cap_s=0.02)
+
+
+def streamed(service: FakeService, versions: list[int], **params) -> tuple[Response, int]:
+    """A response, and the tokens that were thrown away; the engine's version is the next of `versions` at each try."""
+
+    async def run():
+        async with GenerationClient(service.url, "key", QUICK, Turnstile(1)) as client:
+            sampling = SamplingParams(1.0, 9, **params)
+
+            async def publish() -> None:
+                for number, version in enumerate(versions[1:], 1):
+                    while len(service.requests) < number:
+                        await asyncio.sleep(0.005)
+                    await asyncio.sleep(0.02)
+                    service.version = version
+
+            other = asyncio.create_task(publish())
+            response = await client.generate(PROMPT, sampling, 1234, versions[0], or_newer=len(versions) > 1)
+            await other
+            return response, client.num_discarded
+
+    return asyncio.run(run())
+
+
+def test_a_cut_response_goes_on_from_the_tokens_that_came():
+    with running(FakeService(script=[("cut", 1), ("cut", 2)])) as service:
+        response, discarded = streamed(service, [0])
+    assert response == Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0) and discarded == 0
+    assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6, 1], [5, 6, 1, 2, 3]]
+    sampling = [request["sampling_params"] for request in service.requests]
+    assert [each["max_new_tokens"] for each in sampling] == [9, 8, 6]
+    assert {each["sampling_seed"] for each in sampling} == {1234}
+
+
+def test_versions_of_a_response_that_was_cut_between_two_publishes():
+    with running(FakeService(version=3, script=[("cut", 1), ("cut", 1)])) as service:
+        response, discarded = streamed(service, [3, 4, 6])
+    assert response.token_ids.tolist() == [1, 2, 3, 4] and discarded == 0
+    assert (response.weight_version, response.newer) == (3, ((1, 4), (2, 6)))
+
+
+@pytest.mark.parametrize("params, version", [({"stop": ("x",)}, 0), ({}, 1)], ids=["stop texts", "other weights"])
+def test_a_cut_response_begins_again_where_it_cannot_go_on(params, version):
+    with running(FakeService(version=version, script=[("cut", 2)])) as service:
+        service_versions = [0]
+
+        async def run():
+            async with GenerationClient(service.url, "key", QUICK, Turnstile(1)) as client:
+                task = asyncio.create_task(client.generate(PROMPT, SamplingParams(1.0, 9, **params), 1234, 0))
+                while not service.requests:
+                    await asyncio.sleep(0.005)
+                await asyncio.sleep(0.03)
+                service.version = service_versions[0]
+                return await task, client.num_discarded
+
+        response, discarded = asyncio.run(run())
+    assert response == Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0) and discarded == 2
+    assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6]]
+
+
+def test_engines_send_pieces_that_hold_their_own_tokens():
+    sections = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
+    place = ServerPlace(0, "127.0.0.1", 20001, "10.0.0.1:20002", cuda=False, num_cores=8)
+    for streaming in (False, True):
+        config = ExperimentConfig.model_validate(sections | {"rollout": {"streaming": streaming}})
+        assert ("--incremental-streaming-output" in engine_command(config, place)) == streaming

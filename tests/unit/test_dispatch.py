@@ -1,0 +1,374 @@
+"""When requests leave, which groups a step takes, and what becomes of those that are late or of another start."""
+
+import asyncio
+import time
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fake_service import FakeService, running
+
+from megagrpo.config.load import load_config
+from megagrpo.config.rollout import WeightsConfig
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.prompts import PromptSet
+from megagrpo.group_file import read_groups, write_groups
+from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.monitor.metrics import Metrics
+from megagrpo.planning.at_once import at_once_report
+from megagrpo.rollout.background import Patience, Turnstile
+from megagrpo.rollout.control import ServiceControl
+from megagrpo.rollout.lengths import ResponseLengths
+from megagrpo.rollout.source import RolloutSource
+from megagrpo.selection import StepGroups, next_groups
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+WANTED, GROUP_SIZE = 2, 2
+MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
+TIS = {"mismatch": {"weight": {"name": "tis"}}}
+
+
+class Grader:
+    def submit(self, prompt: Prompt, text: str) -> Future:
+        future: Future = Future()
+        future.set_result(Outcome("score", float(text or 0)))
+        return future
+
+
+def prompts(number: int = 20) -> PromptSet:
+    return PromptSet(tuple(Prompt(i, "", (1, 100 + i), "") for i in range(number)), 0, False)
+
+
+def experiment(wanted: int = WANTED, **sections) -> ExperimentConfig:
+    given = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
+    given["train"] = {"group_size": GROUP_SIZE, "num_prompts_per_step": wanted, "num_steps": 6}
+    given["rollout"] = {"request_timeout_s": 20.0, "step_timeout_s": 20.0, **sections.pop("rollout", {})}
+    return ExperimentConfig.model_validate({**given, **sections})
+
+
+def make_source(service: FakeService, config: ExperimentConfig) -> RolloutSource:
+    return RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), lambda ids: "".join(map(str, ids)))
+
+
+def take(source, config, state, steps_left=6, of=None, metrics=None) -> StepGroups:
+    """The groups of a step, with the state after it."""
+
+    def publish(ids: list[str]) -> None:
+        source._control.mark_ready(ids[0], 1, state.step)
+
+    taken = next_groups(source, of or prompts(), state, config, MESH, publish, metrics or Metrics(), steps_left)
+    state.data_cursor, state.surplus, state.deferred = taken.data_cursor, taken.surplus, taken.deferred
+    state.step += 1
+    return taken
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def trained(groups: list[RolloutGroup]) -> list[int]:
+    return [group.prompt.id for group in groups]
+
+
+def test_requests_leave_in_order_while_the_caches_have_room():
+    left: list[str] = []
+
+    async def run():
+        turnstile, let_go = Turnstile(10, tokens=100.0), asyncio.Event()
+
+        async def request(name: str, tokens: float, order: float) -> None:
+            async with turnstile.passing((order,), lambda: tokens):
+                left.append(name)
+                await let_go.wait()
+
+        async def step() -> None:
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(request(*each)) for each in [("a", 60.0, 1), ("b", 60.0, 1), ("c", 10.0, 1)]]
+        await step()
+        assert left == ["a"], "c does not pass b, which needs more room"
+        tasks.append(asyncio.create_task(request("urgent", 70.0, 0)))
+        await step()
+        tasks[1].cancel()
+        let_go.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert left == ["a", "urgent", "c"]
+        big = asyncio.create_task(request("big", 1e9, 1))
+        await step()
+        assert big.done() and left[-1] == "big", "one alone may always"
+
+    asyncio.run(run())
+
+
+def test_limits_of_the_engines_own_cache():
+    """Six tokens of prompt and guessed response each, a cache of 26: four at once with the tenth beside it."""
+    config = experiment(wanted=4, sampling={"max_response_tokens": 8})
+    free: list[bool] = []
+    with running(FakeService(cache_tokens=26, hang=lambda body: not free)) as service:
+        source = make_source(service, config)
+        source.begin(0, range(4), prompts().prompts[:4], 0)
+        until(lambda: len(service.requests) == 4)
+        time.sleep(0.2)
+        assert len(service.requests) == 4
+        free.append(True)
+        assert len(take(source, config, TrainState()).groups) == 4 and len(service.requests) == 8
+        source.close()
+
+
+@pytest.mark.parametrize(
+    "order, expected",
+    [("arrival", [0, 1, 2]), ("long_prompts_first", [1, 2, 0]), ("shortest_expected_first", [2, 0, 1])],
+)
+def test_order_of_a_batch(order, expected):
+    config = experiment(wanted=3, rollout={"order": order, "max_running_requests": 1})
+    of = PromptSet(tuple(Prompt(i, "", (1,) * n, "") for i, n in enumerate((2, 5, 3))), 0, False)
+    with running(FakeService()) as service:
+        source = make_source(service, config)
+        for prompt_id, length in enumerate((30, 60, 10)):
+            source._sampler._lengths.add(prompt_id, length)
+        take(source, config, TrainState(), of=of)
+        source.close()
+    lengths = [len(request["input_ids"]) for request in service.requests[1::GROUP_SIZE]]
+    assert lengths == [len(of.prompts[i].token_ids) for i in expected]
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        (["rollout.max_total_tokens=300"], ["300 tokens an engine, as its arguments on a CPU", " by its cache"]),
+        (["rollout.max_running_requests=7"], ["20,000 tokens", "7 samples an engine, by rollout.max_running_requests"]),
+        (["rollout.max_total_tokens=5"], ["5 tokens an engine", "ADVICE   a sample may have"]),
+        (["rollout.dtype=bfloat16"], ["on an H100 by the closed forms", "`--hardware H100` asks SGLang"]),
+    ],
+)
+def test_check_says_how_many_samples_run_at_once(settings, said):
+    text = "\n".join(at_once_report(load_config(QUICKSTART, settings)))
+    assert all(words in text for words in said), text
+
+
+def test_expected_lengths():
+    lengths = ResponseLengths(100)
+    assert lengths.held() == 50 and lengths.expected(1) == 100, "all assumed to be as long as they may"
+    for _ in range(40_000):
+        lengths.add(1, 10)
+        lengths.add(2, 30)
+    assert lengths.held() == pytest.approx((100 + 900) / 2 / (2 * 20), rel=1e-3)
+    assert (lengths.expected(1), lengths.expected(2)) == (10, 30) and lengths.expected(3) == pytest.approx(20, rel=1e-3)
+
+
+def test_the_limit_of_a_step_counts_while_somebody_waits():
+    async def run():
+        patience = Patience(0.1)
+        async with patience:
+            await asyncio.sleep(0.3)
+            patience.begin()
+            patience.end()
+            await asyncio.sleep(0.3)
+            with pytest.raises(asyncio.CancelledError):
+                patience.begin()
+                await asyncio.sleep(10)
+            raise asyncio.CancelledError
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
+
+
+def test_training_may_take_longer_than_a_rollout():
+    config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 1.0}, algorithm=TIS)
+    free: list[bool] = []
+    hang = lambda body: not free and body["input_ids"][1] >= 100 + WANTED  # noqa: E731
+    with running(FakeService(hang=hang)) as service:
+        source, state = make_source(service, config), TrainState()
+        take(source, config, state)
+        time.sleep(1.3)
+        free.append(True)
+        assert trained(take(source, config, state).groups) == [2, 3]
+        source.close()
+
+
+def test_the_same_prompts_may_be_on_their_way_twice():
+    """Few prompts, in every batch at the same place, and an evaluation of prompts with the same ids beside them."""
+    config = experiment(rollout={"max_staleness": 2}, algorithm=TIS)
+    of, free = prompts(WANTED), []
+    with running(FakeService(hang=lambda body: not free and body["sampling_params"]["temperature"] > 0)) as service:
+        source, state = make_source(service, config), TrainState()
+        for number in range(3):
+            source.begin(number, range(2 * number, 2 * number + 2), of.batch(2 * number, 2, 0), 0)
+        until(lambda: len(service.requests) == 3 * WANTED * GROUP_SIZE)
+        assert len(source.evaluate(of.prompts, 0, 0.0, 1, 4, None)) == WANTED
+        assert source.waiting()
+        free.append(True)
+        assert [trained(take(source, config, state, 4, of).groups) for _ in range(4)] == [[0, 1]] * 4
+        source.close()
+    assert not source.waiting()
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "remax"])
+def test_nothing_is_sampled_that_no_step_takes(advantage):
+    config = experiment(rollout={"max_staleness": 2}, algorithm=TIS | {"advantage": {"name": advantage}})
+    greedy = WANTED if advantage == "remax" else 0
+    with running(FakeService()) as service:
+        source, state = make_source(service, config), TrainState()
+        for step in range(4):
+            service.version = step
+            take(source, config, state, 4 - step)
+        source.drain()
+        assert len(service.requests) == 4 * (WANTED * GROUP_SIZE + greedy)
+        assert source.finished() == []
+        source.close()
+
+
+def test_another_batch_size_after_a_restart_repeats_no_prompt():
+    for staleness in (0, 2):
+        config = experiment(wanted=3, rollout={"max_staleness": staleness}, algorithm=TIS)
+        with running(FakeService(version=2)) as service:
+            source, state = make_source(service, config), TrainState(step=2, data_cursor=4)
+            found = trained(take(source, config, state).groups) + trained(take(source, config, state).groups)
+            source.close()
+        assert found == [4, 5, 6, 7, 8, 9]
+
+
+def group(place: int, version: int = 0, number: int = GROUP_SIZE) -> RolloutGroup:
+    samples = tuple(Sample(i, (7,), (-1.0,), "stop", version, "7") for i in range(number))
+    return RolloutGroup(place, prompts().prompts[place], samples, (Outcome("score", 1.0),) * number)
+
+
+def test_what_an_earlier_start_finished_is_kept_until_it_is_taken():
+    config = experiment(rollout={"max_staleness": 2}, algorithm=TIS)
+    ahead = [group(2), group(5)]
+    with running(FakeService(version=1)) as service:
+        source = make_source(service, config)
+        source.hold(list(ahead))
+        assert source.finished() == ahead, "saved again before anything was begun"
+        state = TrainState(step=1, data_cursor=2)
+        taken = take(source, config, state, 3)
+        assert trained(taken.groups) == [2, 3] and taken.groups[0].samples == ahead[0].samples
+        source.drain()
+        assert sorted(group.group_id for group in source.finished()) == [4, 5, 6, 7]
+        assert len(service.requests) == 4 * GROUP_SIZE
+        source.close()
+
+
+@pytest.mark.parametrize("stale", [group(5), replace(group(5, 1, 3)), replace(group(4, 1), group_id=5)])
+def test_what_an_earlier_start_finished_is_sampled_again_where_it_does_not_fit(stale):
+    """Weights that are too old for a smaller max_staleness, another group size, other data."""
+    config = experiment(rollout={"max_staleness": 1}, algorithm=TIS)
+    with running(FakeService(version=1)) as service:
+        source = make_source(service, config)
+        source.hold([stale])
+        take(source, config, TrainState(step=1, data_cursor=2), 3)
+        source.drain()
+        assert len(service.requests) == 4 * GROUP_SIZE
+        source.close()
+
+
+def test_a_step_that_fails_leaves_its_finished_groups():
+    config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 0.5}, algorithm=TIS)
+    with running(FakeService(hang=lambda body: body["input_ids"][1] == 101)) as service:
+        source, state = make_source(service, config), TrainState()
+        with pytest.raises(LeaderError, match=r"1 of 2 groups did not come.*prompts \[1\]"):
+            take(source, config, state)
+        assert {group.group_id for group in source.finished()} == {0, 2, 3}
+        source.close()
+
+
+def test_drain_asks_again_what_a_lost_host_had():
+    config = experiment(rollout={"max_staleness": 1, "request_timeout_s": 600.0}, algorithm=TIS)
+    with running(FakeService(script=[{}] * (WANTED * GROUP_SIZE) + ["hang"])) as service:
+        source, state = make_source(service, config), TrainState()
+        take(source, config, state)
+        until(lambda: len(service.requests) == 2 * WANTED * GROUP_SIZE)
+        service.lost_hosts = 1
+        source.drain()
+        assert len(source.finished()) == WANTED and len(service.requests) > 2 * WANTED * GROUP_SIZE
+        source.close()
+
+
+def extra(**rollout) -> ExperimentConfig:
+    return experiment(rollout={"extra_groups": 1, **rollout}, algorithm=TIS)
+
+
+def test_a_step_takes_the_groups_that_are_finished_first_and_leaves_none_behind_for_long():
+    slow, metrics = {101}, [Metrics() for _ in range(4)]
+    with running(FakeService(hang=lambda body: body["input_ids"][1] in slow)) as service:
+        source, state, steps = make_source(service, extra()), TrainState(), []
+        steps.append(take(source, extra(), state, 4, metrics=metrics[0]))
+        assert trained(steps[0].groups) == [0, 2] and state.deferred == [(1, 1)] and state.data_cursor == 3
+        service.version = 1
+        slow.clear()
+        for step in (1, 2, 3):
+            steps.append(take(source, extra(), state, 4 - step, metrics=metrics[step]))
+            service.version = step + 1
+        source.close()
+    assert 1 in trained(steps[1].groups), "after one deferral it is waited for"
+    found = [prompt for taken in steps for prompt in trained(taken.groups)]
+    assert sorted(found) == list(range(4 * WANTED)), "every prompt once, none left at the end"
+    assert len(service.requests) == 4 * WANTED * GROUP_SIZE and state.deferred == []
+    for taken in steps:
+        assert [g.group_id for g in taken.groups] == list(range(WANTED))
+    lags = [step - sample.weight_version for step, t in enumerate(steps) for g in t.groups for sample in g.samples]
+    assert max(lags) <= 1
+    values = [each.reduced(MESH.reduce) for each in metrics]
+    assert [each["extra_groups/discarded_tokens"] for each in values] == [0.0] * 4
+    assert values[0]["extra_groups/left_behind"] == 1 and values[1]["extra_groups/length_deferred_mean"] == 4.0
+
+
+def test_groups_left_behind_survive_a_restart():
+    slow = {101}
+    with running(FakeService(hang=lambda body: body["input_ids"][1] in slow)) as service:
+        source, state = make_source(service, extra()), TrainState()
+        take(source, extra(), state, 2)
+        assert source.finished() == []
+        source.close()
+    slow.clear()
+    state = TrainState(step=1, data_cursor=3, deferred=[[1, 1]])  # as JSON brings it back
+    with running(FakeService(version=1)) as service:
+        source = make_source(service, extra())
+        taken = take(source, extra(), state, 1)
+        source.close()
+    assert trained(taken.groups) == [1, 3] and len(service.requests) == WANTED * GROUP_SIZE
+
+
+def test_a_failure_among_extra_groups_ends_the_step():
+    config = extra(step_timeout_s=0.5)
+    with running(FakeService(hang=lambda body: body["input_ids"][1] in (101, 102))) as service:
+        source = make_source(service, config)
+        with pytest.raises(LeaderError, match=r"2 of 3 groups did not come within 0 s.*prompts \[1, 2\]"):
+            take(source, config, TrainState())
+        source.close()
+
+
+@pytest.mark.parametrize(
+    "sections, said",
+    [
+        ({"rollout": {"extra_groups": 1}}, "extra_groups 1 trains on tokens of older weights"),
+        ({"rollout": {"extra_groups": 3}, "algorithm": TIS}, "more than train.num_prompts_per_step 2"),
+        ({"rollout": {"extra_groups": 1, "max_staleness": 1}, "algorithm": TIS}, "set one of them"),
+        ({"rollout": {"extra_groups": 1}, "algorithm": TIS, "weights": {"in_flight": "drain"}}, "take retract"),
+        (
+            {"rollout": {"extra_groups": 1}, "algorithm": TIS | {"advantage": {"name": "remax"}}},
+            "greedy requests would change",
+        ),
+    ],
+)
+def test_what_extra_groups_do_not_go_with(sections, said):
+    with pytest.raises(ValueError, match=said):
+        experiment(**sections)
+
+
+def test_in_place_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match=r"keys and values of older weights.*prefix cache.*retract keeps all tokens"):
+        WeightsConfig.model_validate({"in_flight": "in_place"})
+
+
+def test_a_grader_may_be_called_array(tmp_path):
+    whole = replace(group(0), outcomes=(Outcome("score", 1.0, parts={"array": Outcome("score", 1.0)}),) * GROUP_SIZE)
+    write_groups(tmp_path / "groups.npz", [whole])
+    assert read_groups(tmp_path / "groups.npz") == [whole]

@@ -1,0 +1,262 @@
+"""Experts from an engine's answer to the batch: what is asked for, checked, kept, sent on, and refused beforehand."""
+
+import asyncio
+import base64
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fake_service import FakeService, running
+from test_rollout_client import PARAMS, PROMPTS, QUICK, Grader
+from test_rollout_tools import CALCULATOR, EOS, MESH, PROMPT, TOKENIZER, ids, says
+
+from megagrpo.batching.batch import build_batch
+from megagrpo.batching.updates import one_pass
+from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
+from megagrpo.config.server_settings import engine_setting_problems
+from megagrpo.explain import explain
+from megagrpo.families.table import architecture_of
+from megagrpo.group_file import read_groups, write_groups
+from megagrpo.layout import layout_problems
+from megagrpo.megatron_fields import Kernels, transformer_defaults
+from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
+from megagrpo.rollout.background import Turnstile
+from megagrpo.rollout.control import ServiceControl
+from megagrpo.rollout.generation import GenerationClient, GenerationFailed, Response
+from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
+from megagrpo.rollout.source import RolloutSource
+from megagrpo.rollout.tools import make_tool
+from megagrpo.run_folder import RunFolder
+from megagrpo.tiny.description import hf_config
+from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+REPLAY = "actor.routing_replay=rollout"
+PARAMS_WITHOUT_TEXTS = replace(PARAMS, stop=())
+MIXED = RoutedExperts(num_layers=3, dense_layers=1, num_experts=8, top_k=2, type="uint8")
+
+
+def told(experts: np.ndarray) -> str:
+    """As an engine does: base64 of int32."""
+    return base64.b64encode(experts.astype("<i4").tobytes()).decode()
+
+
+def drawn(num_tokens: int, spec: RoutedExperts, seed: int = 0) -> np.ndarray:
+    """[tokens, layers, k], the dense layers' rows 0 as SGLang leaves them."""
+    scores = np.random.default_rng(seed).random((num_tokens, spec.num_layers, spec.num_experts))
+    experts = scores.argsort(axis=2)[:, :, : spec.top_k]
+    experts[:, : spec.dense_layers] = 0
+    return experts
+
+
+def test_experts_are_read_without_dense_layers_in_the_smallest_type():
+    experts = drawn(5, MIXED)
+    found = MIXED.read(told(experts), 5)
+    assert found.dtype == np.uint8 and np.array_equal(found, experts[:, 1:])
+    many = replace(MIXED, num_experts=384, type="int16")
+    experts = drawn(50, many)
+    assert experts.max() > 255 and np.array_equal(many.read(told(experts), 50), experts[:, 1:])
+
+
+def test_wrong_experts_are_refused():
+    right = drawn(5, MIXED)
+    outside, negative, twice = right.copy(), right.copy(), right.copy()
+    outside[2, 1, 0], negative[4, 2, 1], twice[3, 2] = 8, -1, 5
+    one = replace(MIXED, top_k=1)
+    for spec, text, message in (
+        (MIXED, None, "holds no routed_experts"),
+        (MIXED, "?", "no base64|not base64"),
+        (MIXED, told(right[:4]), "24 numbers, not 5 tokens x 3 layers x 2"),
+        (MIXED, told(outside), "ids from 0 to 8, and the model experts 0 to 7"),
+        (MIXED, told(negative), "ids from -1"),
+        (MIXED, told(twice), "an expert of layer 2 twice"),
+        (MIXED, told(np.zeros_like(right)), "moe_runner_backend: triton"),  # a kernel that tells nobody
+        (one, told(np.zeros((5, 3, 1))), "is 0 everywhere"),
+    ):
+        with pytest.raises(WrongExperts, match=message):
+            spec.read(text, 5)
+    some = np.zeros((5, 3, 1))
+    some[3, 2] = 1
+    assert one.read(told(some), 5).sum() == 1, "0 is an expert"
+
+
+def answered(script: list, experts_from: int) -> tuple[Response, list[dict], int]:
+    async def run():
+        async with GenerationClient(service.url, "key", QUICK, Turnstile(4), experts=MIXED) as client:
+            return await client.generate((5, 6, 7), PARAMS, 1234, 0, experts_from=experts_from), client.num_retries
+
+    with running(FakeService(script=script)) as service:
+        response, retries = asyncio.run(run())
+        return response, service.requests, retries
+
+
+def test_experts_are_asked_for_from_a_token_on_and_wrong_ones_again():
+    experts = drawn(4, MIXED)  # of 3 + 4 tokens the last was never read; without the first two
+    right, wrong = {"routed_experts": told(experts)}, {"routed_experts": told(experts[:3])}
+    response, requests, retries = answered([wrong, {}, right], 2)
+    assert np.array_equal(response.routed_experts, experts[:, 1:]) and retries == 2
+    assert all((r["return_routed_experts"], r["routed_experts_start_len"]) == (True, 2) for r in requests)
+    with pytest.raises(GenerationFailed, match="holds no routed_experts"):
+        answered([{}] * 4, 0)
+
+
+def test_a_cut_response_gets_experts_of_all_its_tokens_from_who_finishes_it():
+    experts = drawn(2 + 4 - 1, MIXED)
+    script = [("cut", 2), {"routed_experts": told(experts)}]
+
+    async def run(service: FakeService) -> Response:
+        streaming = replace(QUICK, streaming=True)
+        async with GenerationClient(service.url, "key", streaming, Turnstile(4), experts=MIXED) as client:
+            return await client.generate((5, 6), PARAMS_WITHOUT_TEXTS, 1234, 0, experts_from=0)
+
+    with running(FakeService(script=script)) as service:
+        response = asyncio.run(run(service))
+    assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6, 1, 2]]
+    assert response.token_ids.tolist() == [1, 2, 3, 4]
+    assert np.array_equal(response.routed_experts, experts[:, 1:])
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    description = hf_config(TinyModelConfig(path=str(tmp_path), family="deepseek_v3", num_layers=3))
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    return tmp_path
+
+
+def source_of(model: Path, service: FakeService, **sections) -> RolloutSource:
+    config = {"name": "t", "output_dir": "t", "model": {"path": str(model)}, "data": {"path": "d"}}
+    config |= {"rollout": {"request_timeout_s": 5.0, "step_timeout_s": 5.0}, "train": {"group_size": 1}}
+    config |= {"algorithm": {"advantage": {"name": "reinforce_plus_plus"}}, "actor": {"routing_replay": "rollout"}}
+    config = ExperimentConfig.model_validate(config | sections)
+    tool = make_tool(config.sampling.tool, TOKENIZER) if config.sampling.tool else None
+    decode = lambda tokens: "1"  # noqa: E731
+    return RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode, tool=tool)
+
+
+def test_every_turn_goes_on_where_the_experts_end(model: Path):
+    spec = RoutedExperts.of(architecture_of(json.loads((model / "config.json").read_text())))
+    turns = [ids("<48/2>"), ids("1", end=True)]
+    prompt = len(PROMPT.token_ids)
+    first = prompt + len(turns[0]) - 1
+    whole = prompt + len(turns[0]) + len(ids("1")) + len(turns[1]) - 1  # what decode says goes to the calculator
+    experts = drawn(whole, spec)
+    script = [
+        says("<48/2>") | {"routed_experts": told(experts[:first])},
+        says("1", end=True) | {"routed_experts": told(experts[first:])},
+    ]
+    with running(FakeService(version=3, script=script)) as service:
+        sampling = {
+            "max_response_tokens": 32,
+            "stop_token_ids": [EOS],
+            "tool": CALCULATOR | {"function": "test_routing_replay:one"},
+        }
+        [group] = source_of(model, service, sampling=sampling).next(7, [PROMPT], 3, refresh=None)
+        asked = [request["routed_experts_start_len"] for request in service.requests]
+    assert asked == [0, first]
+    assert np.array_equal(group.samples[0].routed_experts, experts[:, 1:])
+
+
+def one(text: str) -> str:
+    """A tool."""
+    return "1"
+
+
+def test_evaluation_and_greedy_baselines_ask_for_none(model: Path):
+    with running(FakeService(version=3)) as service:
+        source = source_of(model, service)
+        source.evaluate(PROMPTS[:1], 3, 1.0, 1, 4, refresh=None)
+    assert service.requests and not any("return_routed_experts" in request for request in service.requests)
+
+
+def groups_with_experts() -> list[RolloutGroup]:
+    prompt, rest = Prompt(0, "", (1, 2, 3), ""), ("stop", 0, "")
+    samples = [Sample(i, range(n), [-0.5] * n, *rest) for i, n in enumerate((4, 2, 3))]
+    known = [
+        replace(s, routed_experts=drawn(2 + len(s.token_ids), MIXED, i)[:, 1:].astype(np.uint8))
+        for i, s in enumerate(samples[:2])
+    ]
+    return [RolloutGroup(0, prompt, (*known, samples[2]), (Outcome("score", 1.0),) * 3)]
+
+
+def test_the_batch_has_experts_of_its_own_layers():
+    [group] = groups = groups_with_experts()
+    batch = build_batch(groups, one_pass(1), MESH, routed_layers=(1,))
+    assert batch.routed_experts.shape == (3, 7, 1, 2) and batch.routed_experts.dtype == torch.uint8
+    assert batch.routed_lengths.tolist() == [6, 4, 0], "of all tokens but the last; of the last sample none are known"
+    for row, length in enumerate(batch.routed_lengths.tolist()):
+        found = batch.routed_experts[row].numpy()
+        assert not found[length:].any()
+        if length:
+            assert np.array_equal(found[:length], group.samples[row].routed_experts[:, [1]])
+    nobody_asks = build_batch(groups, one_pass(1), MESH)
+    assert nobody_asks.routed_experts is None and nobody_asks.routed_lengths is None
+
+
+def test_checkpoints_keep_experts_and_logs_do_not(tmp_path: Path):
+    groups = groups_with_experts()
+    write_groups(tmp_path / "ahead.npz", groups)
+    found = read_groups(tmp_path / "ahead.npz")
+    assert found == groups and found[0].samples[0].routed_experts.dtype == np.uint8
+    log = RolloutLog(RunFolder(tmp_path), 0, 1)
+    log.write(1, groups)
+    log.close()
+    assert "routed" not in json.dumps(list(read_rollouts(RunFolder(tmp_path), 1)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["actor.routing_replay=old", "train.num_updates_per_step=1"],
+            "routing_replay old changes nothing with one update a step",
+        ),
+        ([REPLAY, "actor.megatron={moe_router_fusion: true}"], "the fused kernel chooses experts by itself"),
+        ([REPLAY, "rollout.sglang={chunked_prefill_size: -1}"], "chunked_prefill_size -1: SGLang keeps the experts"),
+        (["actor.megatron={moe_enable_routing_replay: true}"], "actor.routing_replay"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(CONFIG), settings)
+
+
+def test_who_replays_has_experts_no_fused_router_and_engines_that_tell():
+    config = load_config(str(CONFIG), [REPLAY])
+    dense, moe = (architecture_of(hf_config(TinyModelConfig(path="x", family=f))) for f in ("qwen3", "qwen3_moe"))
+    assert "actor.routing_replay: a qwen3 model has no experts to route to; remove it" in layout_problems(
+        dense, config.actor
+    )
+    assert layout_problems(moe, config.actor) == []
+    gpu = Kernels(cuda=True, transformer_engine=True, fused_weight_gradient=False)
+    fused = {
+        replay: transformer_defaults(moe, config.actor.model_copy(update={"routing_replay": replay}), gpu)
+        for replay in (None, "old")
+    }
+    assert "moe_router_fusion" in fused[None] and "moe_router_fusion" not in fused["old"]
+    place = ServerPlace(0, "127.0.0.1", 1, "", cuda=True, num_cores=1)
+    assert engine_settings(config, place)["enable_return_routed_experts"] is True
+    assert engine_settings(config, place)["moe_runner_backend"] == "triton", "others choose experts inside their kernel"
+    assert "enable_return_routed_experts" not in engine_settings(load_config(str(CONFIG), []), place)
+    for name, value, message in (
+        ("moe_runner_backend", "flashinfer_trtllm", "is refused"),
+        ("enable_return_routed_experts", True, "is set by actor.routing_replay: rollout"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            rollout = load_config(str(CONFIG), [f"rollout.sglang={{{name}: {json.dumps(value)}}}"]).rollout
+            assert not list(engine_setting_problems(rollout))
+
+
+def test_check_says_what_experts_cost(model: Path):
+    """Here of two layers with experts, of three."""
+    settings = [f"model.path={model}", "prepare=null", "sft=null"]
+    k = architecture_of(json.loads((model / "config.json").read_text())).experts_per_token
+    text = explain(load_config(str(CONFIG), [*settings, REPLAY]))
+    assert f"the actor takes the engine's experts: {2 * k} bytes a token of a replica, {16 * k} in an answer" in text
+    assert f"{12 * k} of an engine rank's host memory" in text and "enable_return_routed_experts" in text
+    old = explain(load_config(str(CONFIG), [*settings, "actor.routing_replay=old"]))
+    assert f"experts of the old log-probabilities: {2 * k} bytes" in old and "enable_return_routed_experts" not in old
