@@ -1,0 +1,61 @@
+"""Records what modules of a live model take and give, by forward hooks: of an engine and of the actor alike.
+
+Hooks see nothing of what a CUDA graph replays, and nothing of a kernel that takes a module's place.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tap(NamedTuple):
+    """Says what to record of one module."""
+
+    key: str  # under which it is found again
+    module: str  # dotted path
+    side: str  # "in": an argument | "out": a result | "gating": what Megatron's router computes of its first argument
+    place: int = 0  # of the argument, or of the result where that is a tuple
+
+
+class Recorder:
+    """Keeps copies on the host of what taps see, one for each call, until `remove`."""
+
+    def __init__(self, tapped: Iterable[tuple[Tap, torch.nn.Module]]):
+        tapped = list(tapped)
+        self.seen: dict[str, list[Tensor]] = {tap.key: [] for tap, _ in tapped}
+        self.problems: list[str] = []
+        self._handles = [module.register_forward_hook(self._hook(tap), with_kwargs=True) for tap, module in tapped]
+
+    def _hook(self, tap: Tap) -> Any:
+        def record(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            value = _value(tap, module, [*args, *kwargs.values()], output)
+            if isinstance(value, Tensor):
+                self.seen[tap.key].append(value.detach().to("cpu", copy=True))
+            elif (line := f"{tap.module}: {tap.side} {tap.place} is no tensor") not in self.problems:
+                self.problems.append(line)
+
+        return record
+
+    def remove(self) -> None:
+        """Takes the hooks out; what they saw stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _value(tap: Tap, module: torch.nn.Module, args: list, output: Any) -> Any:
+    if tap.side == "gating":
+        return module.gating(args[0])  # type: ignore[operator]  # torch takes it for a Tensor or a Module
+    if tap.side == "out":
+        args = list(output) if isinstance(output, tuple | list) else [output]
+    return args[tap.place] if tap.place < len(args) else None
+
+
+def tapped_modules(model: torch.nn.Module, taps: Iterable[Tap]) -> tuple[list[tuple[Tap, torch.nn.Module]], list[str]]:
+    """Returns the taps whose modules `model` has, with these, and the paths that it has not."""
+    modules = dict(model.named_modules())
+    taps = list(taps)
+    found = [(tap, modules[tap.module]) for tap in taps if tap.module in modules]
+    return found, sorted({tap.module for tap in taps} - modules.keys())
