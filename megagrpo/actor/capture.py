@@ -16,24 +16,7 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.model import routers
 from megagrpo.actor.step import micro_batches, token_logprobs
 from megagrpo.types import Batch, MicroBatch
-from megagrpo.weights.capture import Recorder, Tap
-
-
-class LayerTap(NamedTuple):
-    """Says what to record of one module of a layer, or of the model."""
-
-    tap: Tap  # its module as seen from the layer, or from the model
-    layer: int | None  # counted from 0 in the whole model; None: of the model
-
-
-class Piece(NamedTuple):
-    """Holds what one rank saw of one tap in one micro-batch, of n real tokens."""
-
-    key: str
-    tp_rank: int
-    rows: Tensor  # [n] int64, of the batch
-    columns: Tensor  # [n] int64
-    values: Tensor  # [n, w], on the host
+from megagrpo.weights.capture import LayerTap, Piece, Recorder, Tap, experts_key
 
 
 class CapturedForward(NamedTuple):
@@ -65,11 +48,6 @@ def captured_forward(
         assert len(calls) == len(micros), f"{key} was called {len(calls)} times for {len(micros)} micro-batches"
         pieces += [_piece(key, micro, values) for micro, values in zip(micros, calls, strict=True)]
     return CapturedForward(logprobs, pieces, recorder.problems)
-
-
-def experts_key(layer: int) -> str:
-    """Returns the key of a tap that sees a layer's map of experts [tokens, experts]."""
-    return f"layers.{layer}.experts"
 
 
 def head_logprobs(actor: MegatronActor, hidden: Tensor, tokens: Tensor) -> Tensor | None:

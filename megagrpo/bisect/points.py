@@ -7,9 +7,8 @@ MLP adds.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megagrpo.actor.capture import LayerTap, experts_key
 from megagrpo.families.architecture import Architecture
-from megagrpo.weights.capture import Tap
+from megagrpo.weights.capture import LayerTap, Tap, experts_key
 
 EMBEDDING, FINAL_NORM = "embedding", "final_norm"
 Layout = Literal["whole", "heads", "qkv", "map", "shares"]

@@ -1,19 +1,17 @@
 """Bisects: the same tokens through the engine and the actor, coarse first, then inside the first layer that differs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megagrpo.actor.capture import CapturedForward, Piece, captured_forward, head_logprobs, speaks_for_tokens
+from megagrpo.actor.capture import CapturedForward, captured_forward, head_logprobs, speaks_for_tokens
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.bisect.compare import (
     BOUNDS,
     Bounds,
-    Difference,
-    Flips,
     bound_at,
     compare_points,
     difference,
@@ -21,34 +19,12 @@ from megagrpo.bisect.compare import (
     first_flips_beyond,
 )
 from megagrpo.bisect.engine_side import AskedEngine, Prefilled, Sequenced
+from megagrpo.bisect.findings import OUTPUT, Findings, Pass
 from megagrpo.bisect.points import FINAL_NORM, Point, final_norm, layer_points, residual_points
 from megagrpo.bisect.sides import from_engine, from_trainer
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch
-
-OUTPUT = "output"
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Holds what one comparison of both sides found."""
-
-    title: str
-    differences: list[Difference]
-    flips: list[Flips] = field(default_factory=list)
-    forced: bool = False  # whether the trainers took the engine's experts
-    inside: bool = False  # whether it is of the modules of one layer
-
-
-@dataclass
-class Findings:
-    """Holds all that a bisection found, on the main rank."""
-
-    weights: list[str]  # what the digests say; [] where they agree
-    passes: list[Pass]
-    notes: list[str]  # what could not be compared, and why
-    lengths: list[int]  # of the sequences, in tokens
-    bounds: Bounds
+from megagrpo.weights.capture import Piece
 
 
 @dataclass(frozen=True)

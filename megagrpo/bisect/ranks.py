@@ -11,7 +11,8 @@ from megagrpo.beginning import load_checkpoint, make_actor
 from megagrpo.bisect.command import BisectOptions
 from megagrpo.bisect.compare import BOUNDS, Bounds
 from megagrpo.bisect.engine_side import AskedEngine
-from megagrpo.bisect.procedure import Findings, bisect_pair
+from megagrpo.bisect.findings import Findings
+from megagrpo.bisect.procedure import bisect_pair
 from megagrpo.bisect.report import write_findings
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import load_prompts, load_tokenizer

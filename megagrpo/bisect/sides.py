@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megagrpo.actor.capture import Piece, experts_key
 from megagrpo.bisect.points import Point
 from megagrpo.families.architecture import Architecture
+from megagrpo.weights.capture import Piece, experts_key
 
 
 class Side(NamedTuple):

@@ -19,6 +19,28 @@ class Tap(NamedTuple):
     place: int = 0  # of the argument, or of the result where that is a tuple
 
 
+class LayerTap(NamedTuple):
+    """Says what to record of one module of a layer, or of the model."""
+
+    tap: Tap  # its module as seen from the layer, or from the model
+    layer: int | None  # counted from 0 in the whole model; None: of the model
+
+
+class Piece(NamedTuple):
+    """Holds what one rank saw of one tap in one micro-batch, of n real tokens."""
+
+    key: str
+    tp_rank: int
+    rows: Tensor  # [n] int64, of the batch
+    columns: Tensor  # [n] int64
+    values: Tensor  # [n, w], on the host
+
+
+def experts_key(layer: int) -> str:
+    """Returns the key of a tap that sees a layer's map of experts [tokens, experts]."""
+    return f"layers.{layer}.experts"
+
+
 class Recorder:
     """Keeps copies on the host of what taps see, one for each call, until `remove`."""
 
