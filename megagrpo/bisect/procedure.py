@@ -55,14 +55,18 @@ def bisect_pair(
     max_new_tokens: int,
     folder: Path,
     bounds: Bounds | None = None,
+    version: int | None = None,
 ) -> Findings | None:
     """Collective. Compares an engine (on the main rank) with the actor; returns what was found, on the main rank.
 
-    prompts: token ids. folder: on a disk of all ranks. bounds: default, those of the actor's dtype.
+    prompts: token ids. folder: on a disk of all ranks. bounds: default, those of the actor's dtype. version: of the
+    weights, by which the engine must call its own; None: whatever it says.
     """
     mesh = actor.mesh
     sequences = mesh.from_main(lambda: _asked(engine).sample(prompts, max_new_tokens), "sample responses")
-    job = _Job(actor, engine, folder, _batch(sequences, mesh), sequences, bounds or BOUNDS[actor.config.dtype], [])
+    job = _Job(
+        actor, engine, folder, batch_of_sequences(sequences, mesh), sequences, bounds or BOUNDS[actor.config.dtype], []
+    )
     points = residual_points(actor.arch)
     prefilled, ids = _prefill(job, points)
     passes, logprobs = [], None
@@ -79,7 +83,9 @@ def bisect_pair(
         passes.append(replace(found, inside=True))
     if not mesh.is_main:
         return None
-    return Findings([], passes, list(dict.fromkeys(job.notes)), job.lengths, job.bounds)
+    names = {sequence.version for sequence in sequences} - {str(version)} if version is not None else set()
+    stale = [f"the engine calls its weights version {name}, the trainers have {version}" for name in sorted(names)]
+    return Findings(stale, passes, list(dict.fromkeys(job.notes)), job.lengths, job.bounds)
 
 
 def _asked(engine: AskedEngine | None) -> AskedEngine:
@@ -204,7 +210,7 @@ def _layer_to_open(passes: Sequence[Pass]) -> int | None:
     return next((found.layer for found in flips if found is not None), None)
 
 
-def _batch(sequences: Sequence[Sequenced], mesh: Mesh) -> Batch:
+def batch_of_sequences(sequences: Sequence[Sequenced], mesh: Mesh) -> Batch:
     """Returns all sequences as the batch of every data-parallel rank; each token but the first counts as sampled."""
     lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
     count, longest = len(sequences), int(lengths.max())

@@ -40,7 +40,8 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
     try:
         bounds = bounds_of(config, options.bound)
         folder = Path(config.output_dir)
-        found = bisect_pair(actor, engine, tokens, options.max_new_tokens, folder, bounds)
+        expected = None if options.own_weights else version
+        found = bisect_pair(actor, engine, tokens, options.max_new_tokens, folder, bounds, expected)
     finally:
         if engine is not None:
             engine.close()
