@@ -1,4 +1,4 @@
-"""`megagrpo bisect` against real engines: it names the place of planted mistakes, and finds nothing in healthy pairs."""
+"""`megagrpo bisect` against real engines: it names the place of planted mistakes, and nothing in healthy pairs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +78,6 @@ def test_the_command_writes_its_report(tmp_path: Path):
     config = write_experiment(tmp_path / "run")
     assert megagrpo("prepare", config).status == 0
     done = megagrpo("bisect", config, "--prompts", "2", "--max-new-tokens", "8")
-    assert done.status == 0, done.text
+    assert done.status == 0, done.stdout + done.stderr
     for name in ("report.md", "report.json", "report.png"):
         assert (tmp_path / "run" / "bisect" / name).exists()
