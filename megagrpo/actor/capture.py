@@ -146,4 +146,6 @@ class _GivenExperts:
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         self.own.append(torch.zeros_like(scores, dtype=torch.bool).scatter(1, own, True).cpu())
         chosen = torch.where(given[:, None], experts.to(own.dtype), own)
+        # in the order of their scores, as the router's own: sums over the same experts are then the same bits
+        chosen = chosen.gather(1, scores.gather(1, chosen).argsort(dim=1, descending=True, stable=True))
         return scores.gather(1, chosen), chosen

@@ -1,6 +1,6 @@
 """Records what modules of a live model take and give, by forward hooks: of an engine and of the actor alike.
 
-Hooks see nothing of what a CUDA graph replays, and nothing of a kernel that takes a module's place.
+Hooks see nothing of what a CUDA graph replays.
 """
 
 from collections.abc import Iterable
@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# What SGLang calls of a norm, past its hooks, where an all-reduce is fused with it; with the same results.
+_FUSED = "forward_with_allreduce_fusion"
 
 
 class Tap(NamedTuple):
@@ -49,6 +52,10 @@ class Recorder:
         self.seen: dict[str, list[Tensor]] = {tap.key: [] for tap, _ in tapped}
         self.problems: list[str] = []
         self._handles = [module.register_forward_hook(self._hook(tap), with_kwargs=True) for tap, module in tapped]
+        self._wrapped = [module for tap, module in tapped if hasattr(module, _FUSED)]
+        for tap, module in tapped:
+            if hasattr(module, _FUSED):
+                setattr(module, _FUSED, self._fused(tap, module, getattr(module, _FUSED)))
 
     def _hook(self, tap: Tap) -> Any:
         def record(module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -60,11 +67,25 @@ class Recorder:
 
         return record
 
+    def _fused(self, tap: Tap, module: torch.nn.Module, original: Any) -> Any:
+        record = self._hook(tap)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            before = len(self.seen[tap.key])
+            output = original(*args, **kwargs)
+            if len(self.seen[tap.key]) == before:  # else it has called the module itself
+                record(module, args, kwargs, output)
+            return output
+
+        return forward
+
     def remove(self) -> None:
         """Takes the hooks out; what they saw stays."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        for module in self._wrapped:
+            vars(module).pop(_FUSED, None)  # the class has its own
+        self._handles, self._wrapped = [], []
 
 
 def _value(tap: Tap, module: torch.nn.Module, args: list, output: Any) -> Any:
