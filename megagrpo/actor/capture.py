@@ -16,14 +16,14 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.model import routers
 from megagrpo.actor.step import micro_batches, token_logprobs
 from megagrpo.types import Batch, MicroBatch
-from megagrpo.weights.capture import LayerTap, Piece, Recorder, Tap, experts_key
+from megagrpo.weights.capture import LayerTap, Recorder, SeenTokens, Tap, experts_key
 
 
 class CapturedForward(NamedTuple):
     """Holds what a forward over a batch gave."""
 
     logprobs: Tensor  # [N, S] float32, 0 off the loss mask; on every rank
-    pieces: list[Piece]  # of this rank
+    pieces: list[SeenTokens]  # of this rank
     problems: list[str]
 
 
@@ -86,7 +86,7 @@ def _places(micro: MicroBatch) -> tuple[Tensor, Tensor]:
     return micro.rows.transpose(0, 1), micro.columns.transpose(0, 1)
 
 
-def _piece(key: str, micro: MicroBatch, values: Tensor) -> Piece:
+def _piece(key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
     """Says which tokens `values` are of: [s / cp, b, ...] or flattened [s b / cp, ...], or a tp-th of these tokens.
 
     Raises ValueError for any other shape.
@@ -101,7 +101,7 @@ def _piece(key: str, micro: MicroBatch, values: Tensor) -> Piece:
         raise ValueError(f"{key}: shape {list(values.shape)} is not that of {length} x {height} tokens or a part")
     rows, columns = rows.flatten(), columns.flatten()
     real = rows >= 0
-    return Piece(key, tp_rank, rows[real], columns[real], flat.reshape(len(flat), -1)[real])
+    return SeenTokens(key, tp_rank, rows[real], columns[real], flat.reshape(len(flat), -1)[real])
 
 
 @contextmanager

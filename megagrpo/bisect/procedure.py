@@ -24,7 +24,7 @@ from megagrpo.bisect.points import FINAL_NORM, Point, final_norm, layer_points, 
 from megagrpo.bisect.sides import from_engine, from_trainer
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch
-from megagrpo.weights.capture import Piece
+from megagrpo.weights.capture import SeenTokens
 
 
 @dataclass(frozen=True)
@@ -145,17 +145,17 @@ def _compare(
     return Pass(title, differences, flips, ids is not None), found.logprobs
 
 
-def _gather(job: _Job, found: CapturedForward) -> list[Piece]:
+def _gather(job: _Job, found: CapturedForward) -> list[SeenTokens]:
     """Collective. Returns the pieces of all ranks on the main rank, by way of files: they may be gigabytes."""
     file = job.folder / f"trainer_rank{job.mesh.rank}.pt"
     if speaks_for_tokens():
         torch.save([tuple(piece) for piece in found.pieces], file)
     written = job.mesh.gather_world(speaks_for_tokens())
-    pieces: list[Piece] = []
+    pieces: list[SeenTokens] = []
     if job.mesh.is_main:
         for rank in (rank for rank, has in enumerate(written) if has):
             other = job.folder / f"trainer_rank{rank}.pt"
-            pieces += [Piece(*fields) for fields in torch.load(other)]
+            pieces += [SeenTokens(*fields) for fields in torch.load(other)]
             other.unlink()
     job.mesh.gather_world(None)  # nobody writes the next file before this one is read
     return pieces

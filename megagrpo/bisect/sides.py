@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megagrpo.bisect.points import Point
 from megagrpo.families.architecture import Architecture
-from megagrpo.weights.capture import Piece, experts_key
+from megagrpo.weights.capture import SeenTokens, experts_key
 
 
 class Side(NamedTuple):
@@ -44,10 +44,12 @@ def from_engine(
     return Side(values, notes)
 
 
-def from_trainer(points: Sequence[Point], pieces: Iterable[Piece], lengths: Sequence[int], arch: Architecture) -> Side:
+def from_trainer(
+    points: Sequence[Point], pieces: Iterable[SeenTokens], lengths: Sequence[int], arch: Architecture
+) -> Side:
     """Returns the trainers' side of the pieces of all ranks. lengths: of the sequences, in tokens."""
     starts = torch.tensor([0, *accumulate(lengths)])
-    by_key: dict[str, list[Piece]] = {}
+    by_key: dict[str, list[SeenTokens]] = {}
     for piece in pieces:
         by_key.setdefault(piece.key, []).append(piece)
     values, notes = {}, []
@@ -100,7 +102,7 @@ def _whole_of_engine(point: Point, parts: list[Tensor], arch: Architecture) -> T
             return parts[0]
 
 
-def _whole_of_trainer(point: Point, pieces: Sequence[Piece], starts: Tensor, arch: Architecture) -> Tensor:
+def _whole_of_trainer(point: Point, pieces: Sequence[SeenTokens], starts: Tensor, arch: Architecture) -> Tensor:
     if not pieces:
         raise _NotComparable(f"{point.name}: the trainers' layers have no such module")
     ranks = sorted({piece.tp_rank for piece in pieces}) if point.layout in ("heads", "qkv") else [None]
@@ -114,7 +116,7 @@ def _whole_of_trainer(point: Point, pieces: Sequence[Piece], starts: Tensor, arc
     return _shares(parts[0]) if point.layout == "shares" else torch.cat(parts, 1)
 
 
-def _filled(point: Point, pieces: Sequence[Piece], starts: Tensor) -> Tensor:
+def _filled(point: Point, pieces: Sequence[SeenTokens], starts: Tensor) -> Tensor:
     values = torch.zeros(int(starts[-1]), pieces[0].values.shape[1])
     seen = torch.zeros(len(values), dtype=torch.bool)
     for piece in pieces:

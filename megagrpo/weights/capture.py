@@ -29,7 +29,7 @@ class LayerTap(NamedTuple):
     layer: int | None  # counted from 0 in the whole model; None: of the model
 
 
-class Piece(NamedTuple):
+class SeenTokens(NamedTuple):
     """Holds what one rank saw of one tap in one micro-batch, of n real tokens."""
 
     key: str

@@ -14,7 +14,7 @@ from megagrpo.bisect.points import Point, layer_points, residual_points
 from megagrpo.bisect.report import write_findings
 from megagrpo.bisect.sides import Side, from_engine, from_trainer
 from megagrpo.families.architecture import Architecture
-from megagrpo.weights.capture import Piece, Recorder, Tap, tapped_modules
+from megagrpo.weights.capture import Recorder, SeenTokens, Tap, tapped_modules
 
 LENGTHS = [9, 14]
 TOKENS, EXPERTS = sum(LENGTHS), 8
@@ -204,13 +204,13 @@ def engine_rank(values: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     return {name: list(tensor.split([n * len(tensor) // TOKENS for n in LENGTHS])) for name, tensor in values.items()}
 
 
-def pieces_of(key: str, values: Tensor, tp_rank: int = 0) -> list[Piece]:
+def pieces_of(key: str, values: Tensor, tp_rank: int = 0) -> list[SeenTokens]:
     """A trainer rank's pieces, the sequences of the batch in one micro-batch each, tokens in any order."""
     rows = torch.repeat_interleave(torch.arange(2), torch.tensor(LENGTHS))
     columns = torch.cat([torch.arange(n) for n in LENGTHS])
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
     halves = order.chunk(2)
-    return [Piece(key, tp_rank, rows[part], columns[part], values[part]) for part in halves]
+    return [SeenTokens(key, tp_rank, rows[part], columns[part], values[part]) for part in halves]
 
 
 def by_name(points: list[Point]) -> dict[str, Point]:
