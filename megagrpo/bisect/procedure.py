@@ -75,8 +75,7 @@ def bisect_pair(
         passes.append(replayed)
     natural, natural_logprobs = _compare(job, "residual stream", points, prefilled, None)
     passes += [natural, _outputs(job, prefilled, natural_logprobs if logprobs is None else logprobs)]
-    layer = mesh.from_main(lambda: _layer_to_open(passes), "choose a layer")
-    if layer is not None:
+    if (layer := _layer_to_open(passes)) is not None:
         inside = layer_points(actor.arch, layer)
         again, _ = _prefill(job, inside)
         found, _ = _compare(job, f"inside layer {layer}", inside, again, ids)
@@ -127,22 +126,21 @@ def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
 def _compare(
     job: _Job, title: str, points: Sequence[Point], prefilled: Prefilled | None, ids: Tensor | None
 ) -> tuple[Pass, Tensor]:
-    """Collective. Runs the actor over the batch and compares; on other ranks than the main one the pass is empty.
-
-    Returns the actor's log-probabilities [N, S] too.
-    """
+    """Collective. Runs the actor over the batch and compares. Returns the actor's log-probabilities [N, S] too."""
     found = captured_forward(job.actor, job.batch, [point.trainer for point in points], ids)
-    pieces = _gather(job, found)
-    if prefilled is None:
-        return Pass(title, []), found.logprobs
-    arch = job.actor.arch
-    engine = from_engine(points, prefilled.ranks, sum(job.lengths), arch)
-    trainer = from_trainer(points, pieces, job.lengths, arch)
-    differences, flips, unlike = compare_points(
-        points, engine.values, trainer.values, job.lengths, job.bounds, forced=ids is not None
-    )
-    job.notes.extend([*prefilled.problems, *found.problems, *engine.notes, *trainer.notes, *unlike])
-    return Pass(title, differences, flips, ids is not None), found.logprobs
+    pieces, arch = _gather(job, found), job.actor.arch
+
+    def both() -> Pass:
+        assert prefilled is not None, "runs on the main rank"
+        engine = from_engine(points, prefilled.ranks, sum(job.lengths), arch)
+        trainer = from_trainer(points, pieces, job.lengths, arch)
+        differences, flips, unlike = compare_points(
+            points, engine.values, trainer.values, job.lengths, job.bounds, forced=ids is not None
+        )
+        job.notes.extend([*prefilled.problems, *found.problems, *engine.notes, *trainer.notes, *unlike])
+        return Pass(title, differences, flips, ids is not None)
+
+    return job.mesh.from_main(both, f"compare: {title}"), found.logprobs
 
 
 def _gather(job: _Job, found: CapturedForward) -> list[SeenTokens]:
@@ -168,10 +166,12 @@ def _outputs(job: _Job, prefilled: Prefilled | None, logprobs: Tensor) -> Pass:
     hidden, tokens = job.mesh.from_main(lambda: _head_inputs(job, prefilled), "hand over hidden states")
     head = head_logprobs(job.actor, hidden, tokens) if hidden is not None else None
     heads = [values for values in job.mesh.gather_world(None if head is None else head.cpu()) if values is not None]
-    if prefilled is None:
-        return Pass(OUTPUT, [])
-    found = []
-    shorter, logprobs = [length - 1 for length in job.lengths], logprobs.cpu()
+    return job.mesh.from_main(lambda: _output_pass(job, prefilled, heads, logprobs.cpu()), "compare log-probabilities")
+
+
+def _output_pass(job: _Job, prefilled: Prefilled | None, heads: Sequence[Tensor], logprobs: Tensor) -> Pass:
+    assert prefilled is not None, "runs on the main rank"
+    found, shorter = [], [length - 1 for length in job.lengths]
     engine = torch.cat([torch.tensor(row, dtype=torch.float64) for row in prefilled.logprobs])[:, None]
     if heads:
         says = "output layer and log-softmax, on the engine's last hidden states"
