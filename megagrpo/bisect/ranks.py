@@ -19,6 +19,7 @@ from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.mesh import LeaderError
 from megagrpo.rollout.control import ServiceControl, find_service
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
+from megagrpo.weights.engine_fleet import EngineRegistry
 from megagrpo.weights.exchange import Exchange
 
 
@@ -52,14 +53,14 @@ def prove_weights(
     config: ExperimentConfig,
     actor: MegatronActor,
     weights: ActorWeights,
-    control: ServiceControl,
+    registry: EngineRegistry,
     publish: int | None,
 ) -> list[str]:
     """Collective. Publishes the actor's weights as version `publish`, None: leaves the engine's as they are.
 
     Returns what the digests of the engine's live parameters say against the actor's, [] when they agree.
     """
-    exchange = Exchange(config, actor.mesh, weights, control, Path(config.output_dir))
+    exchange = Exchange(config, actor.mesh, weights, registry, Path(config.output_dir))
     with closing(exchange):
         try:
             if publish is None:
