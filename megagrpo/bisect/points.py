@@ -63,50 +63,50 @@ def residual_points(arch: Architecture) -> list[Point]:
 
 def layer_points(arch: Architecture, layer: int) -> list[Point]:
     """Returns the places inside one layer, the residual stream after attention and at the end among them."""
-
-    def point(name: str, says: str, engine: Tap, module: str, side: str = "out", index: int = 0, **more) -> Point:
-        key = f"layers.{layer}.{name}"
-        at, says = engine._replace(key=key), f"{says} of layer {layer}"
-        return Point(key, says, at, LayerTap(Tap(key, module, side, index), layer), **more)
-
-    mlp = f"model.layers.{layer}.{_MLP_NAMES.get(arch.family, 'mlp')}"
     own = f"model.layers.{layer}"
+    mlp = f"{own}.{_mlp(arch)}"
 
-    def engine(module: str, side: str = "out", index: int = 0) -> Tap:
-        return Tap("", f"{own}.{module}", side, index)
+    def point(
+        name: str,
+        says: str,
+        engine: tuple[str, int],
+        trainer: tuple[str, str],
+        layout: Layout = "whole",
+        one_rank: bool = False,
+    ) -> Point:
+        # engine: module, and place of its result; trainer: module of the layer, and side
+        key, (module, side) = f"layers.{layer}.{name}", trainer
+        taps = Tap(key, engine[0], "out", engine[1]), LayerTap(Tap(key, module, side), layer)
+        return Point(key, f"{says} of layer {layer}", *taps, layout=layout, layer=layer, one_rank=one_rank)
 
-    of = {"layer": layer}
-    points = [point("input_norm", "norm before attention", engine("input_layernorm"), "input_layernorm", **of)]
+    def attention(name: str, says: str, engine: str, trainer: str, layout: Layout = "whole") -> Point:
+        at = (f"{own}.self_attn.{engine}", 0), (f"self_attention.{trainer}", "out")
+        return point(name, says, *at, layout=layout, one_rank=engine == "o_proj")
+
+    points = [point("input_norm", "norm before attention", (f"{own}.input_layernorm", 0), ("input_layernorm", "out"))]
     if arch.mla is not None:
         if arch.mla.q_lora_rank is not None:
-            taps = engine("self_attn.q_a_layernorm"), "self_attention.q_layernorm"
-            points.append(point("q_latent", "normed latent of queries", *taps, **of))
-        taps = engine("self_attn.kv_a_layernorm"), "self_attention.kv_layernorm"
-        points.append(point("kv_latent", "normed latent of keys and values", *taps, **of))
+            points.append(attention("q_latent", "normed latent of queries", "q_a_layernorm", "q_layernorm"))
+        says = "normed latent of keys and values"
+        points.append(attention("kv_latent", says, "kv_a_layernorm", "kv_layernorm"))
     else:
-        taps = engine("self_attn.qkv_proj"), "self_attention.linear_qkv"
-        points.append(point("qkv", "projection to queries, keys and values", *taps, layout="qkv", **of))
+        says = "projection to queries, keys and values"
+        points.append(attention("qkv", says, "qkv_proj", "linear_qkv", "qkv"))
         if arch.qk_norm:
-            for which, says in (("q", "queries"), ("k", "keys")):
-                taps = engine(f"self_attn.{which}_norm"), f"self_attention.{which}_layernorm"
-                points.append(point(f"{which}_norm", f"normed {says}", *taps, layout="heads", **of))
-        taps = engine("self_attn.attn"), "self_attention.core_attention"
+            points.append(attention("q_norm", "normed queries", "q_norm", "q_layernorm", "heads"))
+            points.append(attention("k_norm", "normed keys", "k_norm", "k_layernorm", "heads"))
         says = "attention (rotary embedding, scale, mask, softmax)"
-        points.append(point("core_attention", says, *taps, layout="heads", **of))
-    taps = engine("self_attn.o_proj"), "self_attention.linear_proj"
-    points.append(point("attention_out", "output projection of attention", *taps, one_rank=True, **of))
+        points.append(attention("core_attention", says, "attn", "core_attention", "heads"))
+    points.append(attention("attention_out", "output projection of attention", "o_proj", "linear_proj"))
     points.append(_between(layer))
-    taps = engine("post_attention_layernorm"), "pre_mlp_layernorm"
-    points.append(point("mlp_norm", "norm before the MLP", *taps, **of))
+    norm = (f"{own}.post_attention_layernorm", 0), ("pre_mlp_layernorm", "out")
+    points.append(point("mlp_norm", "norm before the MLP", *norm))
     if _has_experts(arch, layer):
-        gate = Tap("", f"{mlp}.gate", "out")
-        points.append(point("router_logits", "router logits", gate, "mlp.router", "gating", **of))
+        points.append(point("router_logits", "router logits", (f"{mlp}.gate", 0), ("mlp.router", "gating")))
         points.append(_experts(arch, layer))
-        weights = Tap("", f"{mlp}.topk", "out", 0)
-        says = "weights of the experts, as shares"
-        points.append(point("expert_shares", says, weights, "mlp.router", "out", 0, layout="shares", **of))
-    says = "MLP or experts"
-    points.append(point("mlp_out", says, Tap("", mlp, "out"), "mlp", one_rank=True, **of))
+        says = "weights of the experts, as shares,"
+        points.append(point("expert_shares", says, (f"{mlp}.topk", 0), ("mlp.router", "out"), "shares"))
+    points.append(point("mlp_out", "MLP or experts", (mlp, 0), ("mlp", "out"), one_rank=True))
     return [*points, _after(arch, layer)]
 
 
@@ -127,10 +127,14 @@ def _after(arch: Architecture, layer: int) -> Point:
 
 def _experts(arch: Architecture, layer: int) -> Point:
     key = experts_key(layer)
-    engine = Tap(key, f"model.layers.{layer}.{_MLP_NAMES.get(arch.family, 'mlp')}.topk", "out", 1)
+    engine = Tap(key, f"model.layers.{layer}.{_mlp(arch)}.topk", "out", 1)
     trainer = LayerTap(Tap(key, "mlp.router", "out", 1), layer)
     return Point(key, f"experts that layer {layer} takes", engine, trainer, layout="map", layer=layer)
 
 
 def _has_experts(arch: Architecture, layer: int) -> bool:
     return arch.is_moe and layer >= arch.dense_layers
+
+
+def _mlp(arch: Architecture) -> str:
+    return _MLP_NAMES.get(arch.family, "mlp")

@@ -69,22 +69,25 @@ def _draw(findings: Findings, path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(figsize=(8, 4.2), dpi=140, layout="constrained")
+    errors: list[tuple[int, Difference]] = []
+    layers: list[int] = []
     for one in (one for one in findings.passes if not one.inside and one.title != OUTPUT):
         errors = [(found.layer or 0, found) for found in one.differences if found.name.endswith(".output")]
         layers = [layer for layer, _ in errors]
         # what is equal has no place on a logarithmic axis
         values = [max(found.error, 1e-12) for _, found in errors]
-        style = {"linestyle": "-" if one.forced else "--", "marker": "o", "markersize": 3}
-        axes.plot(layers, values, color=_LINE, label=one.title, **style)
+        line = "-" if one.forced else "--"
+        axes.plot(layers, values, color=_LINE, linestyle=line, marker="o", markersize=3, label=one.title)
     if errors:
         axes.plot(layers, [found.bound for _, found in errors], color=_BOUND, linewidth=1, label="bound")
     axes.set_yscale("log")
     axes.set_xlabel("layer")
     axes.set_ylabel("relative error of the residual stream after it")
     axes.set_title(verdict(findings).place or "nothing differs", color=_INK, fontsize=10)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False)
     figure.savefig(path)
     plt.close(figure)
