@@ -21,7 +21,7 @@ CASES = {
     1: [
         ("dense", {}, {}),
         ("tied", {}, {"recompute": "full"}),
-        ("moe", {}, {"recompute": "selective", "packing": False, "dtype": "bfloat16"}),
+        ("moe", {}, {"recompute": "selective", "packing": False}),
         ("latent", {}, {"recompute": "full", "optimizer": {"distributed": False}}),
     ],
     2: [

@@ -80,7 +80,15 @@ class OneEngine:
                 )
 
     def finish_start(self) -> "OneEngine":
-        """Wait until it answers."""
+        """Wait until it answers; one that ends at once is started again, as the service does: a port may be taken."""
+        try:
+            return self._wait_for_answer()
+        except RuntimeError as failure:
+            print(f"started once more: {failure}")
+            self.begin_start()
+            return self._wait_for_answer()
+
+    def _wait_for_answer(self) -> "OneEngine":
         url, end = f"http://127.0.0.1:{self.ports[0]}", time.monotonic() + START_S
         while True:
             try:

@@ -47,7 +47,7 @@ def in_this_process(command: str, config: Path, *words: str, timeout_s: float) -
         ("actor.parallel={tp: 4, ep: 1}", "world_size 2 is not a multiple of tp x pp x cp = 4; 4 would be"),
         (
             "actor={world_size: 3, parallel: {tp: 3}}",
-            "actor.parallel.tp = 8 does not divide the model's num_attention_heads = 4",
+            "actor.parallel.tp = 3 does not divide the model's num_attention_heads = 4",
         ),
         (
             "actor={world_size: 3, parallel: {pp: 3}}",

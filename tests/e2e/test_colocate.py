@@ -17,7 +17,7 @@ COLOCATED = LONG_RUN | {
 
 def killed_in_its_sleep(job: Job, folder: Path, step: int, whose: str) -> None:
     """SIGKILL the engine or trainer rank 1 after step `step`, while rank 1 is held so that the engine stays asleep."""
-    done = folder / "rollouts" / f"step_{step:06}.jsonl"
+    done = folder / "rollouts" / f"step_{step:06}.replica_0.jsonl"
     job.wait_for(done.exists, f"step {step}", 400)
 
     def killed() -> bool:

@@ -105,7 +105,17 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
     config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
     state = TrainState(step=WEIGHT_VERSION)
     rest = {"num_steps": 9} | dict.fromkeys(
-        ("prompts", "eval_prompts", "rollouts", "exchange", "checkpointer", "stop_request", "watchdog", "timeline")
+        (
+            "prompts",
+            "eval_prompts",
+            "rollouts",
+            "exchange",
+            "control",
+            "checkpointer",
+            "stop_request",
+            "watchdog",
+            "timeline",
+        )
     )
     run = Run(config=config, folder=RunFolder(Path(job["run"])), actor=actor, **rest, state=state)
     try:

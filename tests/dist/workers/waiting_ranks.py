@@ -19,9 +19,11 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 
 # isort: split
 
+import megatron.core
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import megagrpo
 from megagrpo.actor import step
 from megagrpo.certify.measure import joined
 from megagrpo.config.actor import RouterLossConfig
@@ -30,6 +32,8 @@ from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of
 
 SIZED_BY_VALUES = ("nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount")
+# A clone may itself lie in a folder called megagrpo.
+ROOTS = tuple(f"{next(iter(package.__path__))}{os.sep}" for package in (megagrpo, megatron.core))
 READS = ("_local_scalar_dense", "equal", "is_nonzero")
 METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__")
 # What these read is on the host of a GPU machine too: split sizes that the dispatcher brought there at its one
@@ -56,10 +60,9 @@ class Waits(TorchDispatchMode):
 
     def note(self, what: str) -> None:
         frames = [
-            (part, frame.name)
+            (frame.filename, frame.name)
             for frame in traceback.extract_stack()
-            for root in ("/megagrpo/", "/megatron/")
-            if root in frame.filename and not (part := frame.filename.rsplit(root, 1)[1]).endswith("actor/host.py")
+            if frame.filename.startswith(ROOTS) and not frame.filename.endswith("actor/host.py")
         ]
         file, function = frames[-1]
         self.counts[what, f"{Path(file).name}:{function}"] += 1
