@@ -40,7 +40,7 @@ def bisect(config: ExperimentConfig, options: BisectOptions) -> int:
     folder = RunFolder(Path(config.output_dir)).bisect
     folder.bisect_report.unlink(missing_ok=True)
     write_whole(folder.bisect_options, json.dumps(asdict(options)))
-    if ranks_beside_service(_experiment(config, options, folder.path), "bisect"):
+    if ranks_beside_service(experiment_of(config, options, folder.path), "bisect"):
         return 1
     found = json.loads(folder.bisect_report.read_text())
     print((folder.path / "report.md").read_text(), end="")
@@ -61,7 +61,7 @@ def bisect_main(config: ExperimentConfig) -> int:
     return guarded(config, "bisect", body)
 
 
-def _experiment(config: ExperimentConfig, options: BisectOptions, folder: Path) -> ExperimentConfig:
+def experiment_of(config: ExperimentConfig, options: BisectOptions, folder: Path) -> ExperimentConfig:
     """Returns the experiment with one engine that hooks can look into, in a run folder of its own."""
     rollout = config.rollout.model_copy(
         update={

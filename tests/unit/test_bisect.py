@@ -3,19 +3,25 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megagrpo.bisect.command import BisectOptions, experiment_of
 from megagrpo.bisect.compare import BOUNDS, bound_at, compare_points, difference
 from megagrpo.bisect.findings import OUTPUT, Findings, Pass, verdict
 from megagrpo.bisect.points import Point, layer_points, residual_points
 from megagrpo.bisect.report import write_findings
 from megagrpo.bisect.sides import Side, from_engine, from_trainer
+from megagrpo.cli import main
+from megagrpo.config.load import load_config
+from megagrpo.config.server_settings import engine_setting_problems
 from megagrpo.families.architecture import Architecture
 from megagrpo.weights.capture import Recorder, SeenTokens, Tap, tapped_modules
 
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LENGTHS = [9, 14]
 TOKENS, EXPERTS = sum(LENGTHS), 8
 ARCH = Architecture(
@@ -315,3 +321,20 @@ def test_a_norm_that_is_fused_with_an_all_reduce_is_seen_once(fused):
     model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
     assert [t.tolist() for t in recorder.seen["normed"]] == [normed.tolist()]
     assert [t.tolist() for t in recorder.seen["sum"]] == [total.tolist()]
+
+
+def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
+    config = load_config(str(QUICKSTART), ["rollout.num_engines=3", "rollout.colocate=true", "weights.transport=ipc"])
+    eager = experiment_of(config, BisectOptions(own_weights=True), tmp_path)
+    assert (eager.rollout.num_engines, eager.rollout.colocate, eager.rollout.load_format) == (1, False, "model")
+    assert (eager.output_dir, eager.weights.transport) == (str(tmp_path), "reshard")
+    graphs = {name for name, value in eager.rollout.sglang.items() if value == "disabled"}
+    assert graphs == {"cuda_graph_backend_decode", "cuda_graph_backend_prefill"}
+    assert not list(engine_setting_problems(eager.rollout))
+
+
+def test_nothing_to_compare_is_refused_before_anything_starts(tmp_path, capsys):
+    folder = f"output_dir={tmp_path / 'run'}"
+    assert main(["bisect", str(QUICKSTART), "--set", folder, "--prompts", "0"]) == 2
+    assert "--prompts" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
