@@ -28,6 +28,13 @@ def run(config: ExperimentConfig) -> int:
     USR1: save after the present step and return STOPPED. TERM, INT, USR2: end at once.
     Raises ValueError, before anything starts, with every problem that can be known by then.
     """
+    _refuse_what_cannot_run(config)
+    devices = _devices(config, _visible_gpus())
+    with alone_in(RunFolder(Path(config.output_dir))):
+        return _serve_and_train(config, *devices)
+
+
+def _refuse_what_cannot_run(config: ExperimentConfig) -> None:
     from megagrpo.preflight import preflight  # imports transformers: seconds in which a node could not be told to stop
 
     problems = preflight(config)
@@ -38,9 +45,6 @@ def run(config: ExperimentConfig) -> int:
         makers = [name for name, section in (("prepare", config.prepare), ("sft", config.sft)) if section is not None]
         first = ", then ".join(f"`megagrpo {name}`" for name in makers)
         raise ValueError(f"not there yet: {', '.join(unmade)}; first {first}")
-    devices = _devices(config, _visible_gpus())
-    with alone_in(RunFolder(Path(config.output_dir))):
-        return _serve_and_train(config, *devices)
 
 
 @contextmanager
@@ -84,8 +88,10 @@ def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_e
 def ranks_beside_service(config: ExperimentConfig, command: str) -> int:
     """Runs a collective subcommand as `actor.world_size` ranks beside engines of its own, all on this machine.
 
-    Returns its exit status; leaves no process behind. ValueError when the machine has too few GPUs for both.
+    Returns its exit status; leaves no process behind. Raises ValueError, before anything starts, with every problem
+    that can be known by then.
     """
+    _refuse_what_cannot_run(config)
     folder, devices = RunFolder(Path(config.output_dir)), _devices(config, _visible_gpus())
     with (
         alone_in(folder),
