@@ -117,6 +117,18 @@ def _add_preparation(commands: _Commands) -> None:
         "--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit"
     )
     certify.add_argument("--plant", help=argparse.SUPPRESS)  # a fault that must be found, see certify/faults.py
+    bisect = commands.add_with_config(
+        "bisect", _bisect, "run the same tokens through an engine and the trainer, and name where they first differ"
+    )
+    bisect.add_argument("--checkpoint", help="checkpoint folder; default: the weights in model.path")
+    bisect.add_argument("--prompts", type=int, default=4, help="how many, from the start of the data (default 4)")
+    bisect.add_argument("--max-new-tokens", type=int, default=32, help="of each response (default 32)")
+    bisect.add_argument(
+        "--own-weights",
+        action="store_true",
+        help="the engine keeps what it loads from model.path: nothing is published",
+    )
+    bisect.add_argument("--bound", type=float, help="relative, before the first layer; default: by dtype")
 
 
 def _add_planning(commands: _Commands) -> None:
@@ -252,16 +264,8 @@ def _train(args: argparse.Namespace) -> int:
 def _submit(args: argparse.Namespace) -> int:
     from megagrpo.cluster.submit import Request, submit
 
-    request = Request(
-        kind=args.kind,
-        trainer_nodes=args.trainer_nodes,
-        rollout_nodes=args.rollout_nodes,
-        gpus_per_node=args.gpus_per_node,
-        time=args.time,
-        partition=args.partition,
-        grace_s=args.grace_s,
-        options=tuple(args.sbatch),
-    )
+    names = ("kind", "trainer_nodes", "rollout_nodes", "gpus_per_node", "time", "partition", "grace_s")
+    request = Request(**{name: getattr(args, name) for name in names}, options=tuple(args.sbatch))
     args.config = str(Path(args.config).absolute())
     return submit(_config(args), _experiment_words(args), request, args.dry_run)
 
@@ -297,6 +301,16 @@ def _certify(args: argparse.Namespace) -> int:
 
     config = _config(args)
     return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts, args.plant)
+
+
+def _bisect(args: argparse.Namespace) -> int:
+    from megagrpo.bisect.command import BisectOptions, bisect, bisect_main
+
+    config = _config(args)
+    if under_torchrun():
+        return bisect_main(config)
+    options = BisectOptions(args.checkpoint, args.prompts, args.max_new_tokens, args.own_weights, args.bound)
+    return bisect(config, options)
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -351,18 +365,11 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
-    from megagrpo.run_folder import RunFolder
-    from megagrpo.view.command import serve_view, write_view
+    from megagrpo.view.command import view_runs
     from megagrpo.view.run_data import ViewLimits
 
-    folders = [RunFolder(Path(name)) for name in args.run_dirs]
     limits = ViewLimits(args.sample_mb, args.timeline_steps)
-    if args.serve:
-        if args.output or args.trace:
-            raise ValueError("--serve writes no files: leave --output and --trace out")
-        serve_view(folders, limits, args.port)
-    else:
-        print(write_view(folders, limits, args.output or folders[0].view, args.trace))
+    view_runs(args.run_dirs, limits, args.output, args.trace, args.port if args.serve else None)
     return 0
 
 
@@ -373,16 +380,9 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _engines(args: argparse.Namespace) -> int:
-    from megagrpo.rollout.control import find_service
+    from megagrpo.rollout.control import change_engines
 
-    if (args.action == "drain") != bool(args.engine):
-        raise ValueError("drain wants the name of an engine; add makes the next one, which has no name yet")
-    service = find_service(Path(args.run_dir))
-    if args.action == "add":
-        print(f"{service.add_engine()} is starting")
-    else:
-        service.drain_engine(args.engine)
-        print(f"{args.engine} finishes what it has and goes")
+    print(change_engines(Path(args.run_dir), args.action, args.engine))
     return 0
 
 

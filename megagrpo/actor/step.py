@@ -243,6 +243,15 @@ def _loss_inputs(batch: Batch, members: Tensor, values: TokenValues) -> LossInpu
     )
 
 
+def micro_batches(actor: MegatronActor, batch: Batch, rows: Sequence[int]) -> list[MicroBatch]:
+    """Collective over data-parallel ranks. Cuts `rows` into the micro-batches of the experiment, always the same."""
+    config, cp_rank = actor.config, mpu.get_context_parallel_rank()
+    multiple = _FP8_ROWS if actor.transformer.fp8 else 1
+    return plan_micro_batches(
+        batch, rows, config.micro_batch_tokens, config.packing, config.parallel, actor.mesh, cp_rank, multiple
+    )
+
+
 def _run(
     actor: MegatronActor,
     batch: Batch,
@@ -251,14 +260,9 @@ def _run(
     forward_only: bool,
 ) -> list[dict[str, Tensor]]:
     """Runs Megatron's schedule over the micro-batches of `rows`; returns the last stage's metric sums, [] elsewhere."""
-    config, device = actor.config, actor.mesh.device
-    layout, cp_rank = config.parallel, mpu.get_context_parallel_rank()
+    layout, device = actor.config.parallel, actor.mesh.device
     bias, router_losses = (None, None) if forward_only else (actor.router_bias, actor.router_losses)
-    routing = actor.routing
-    multiple = _FP8_ROWS if actor.transformer.fp8 else 1
-    micros = plan_micro_batches(
-        batch, rows, config.micro_batch_tokens, config.packing, layout, actor.mesh, cp_rank, multiple
-    )
+    micros, routing = micro_batches(actor, batch, rows), actor.routing
     lengths = batch.lengths.tolist()
     real = sum(lengths[row] for row in rows)
     padded = sum(m.tokens.numel() for m in micros) * layout.cp

@@ -28,6 +28,13 @@ def run(config: ExperimentConfig) -> int:
     USR1: save after the present step and return STOPPED. TERM, INT, USR2: end at once.
     Raises ValueError, before anything starts, with every problem that can be known by then.
     """
+    _refuse_what_cannot_run(config)
+    devices = _devices(config, _visible_gpus())
+    with alone_in(RunFolder(Path(config.output_dir))):
+        return _serve_and_train(config, *devices)
+
+
+def _refuse_what_cannot_run(config: ExperimentConfig) -> None:
     from megagrpo.preflight import preflight  # imports transformers: seconds in which a node could not be told to stop
 
     problems = preflight(config)
@@ -38,9 +45,6 @@ def run(config: ExperimentConfig) -> int:
         makers = [name for name, section in (("prepare", config.prepare), ("sft", config.sft)) if section is not None]
         first = ", then ".join(f"`megagrpo {name}`" for name in makers)
         raise ValueError(f"not there yet: {', '.join(unmade)}; first {first}")
-    devices = _devices(config, _visible_gpus())
-    with alone_in(RunFolder(Path(config.output_dir))):
-        return _serve_and_train(config, *devices)
 
 
 @contextmanager
@@ -75,16 +79,45 @@ def _lock(file: IO, patience_s: float) -> bool:
 
 def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_engines: dict[str, str]) -> int:
     folder = RunFolder(Path(config.output_dir))
-    dump_config(config, folder.config)
-    folder.service.unlink(missing_ok=True)  # a killed run's URL would mislead the trainers
     end, ask = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1,)
     with Launch(folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S) as launch:
-        service = launch.start(["serve", str(folder.config)], "service", of_engines)
-        options = [*torchrun(config.actor.world_size, config.actor.max_restarts), "--standalone"]
-        of_trainers = variables.of_trainers(config, variables.interface_of_engines(config)) | of_trainers
-        trainers = launch.start_ranks(["train", str(folder.config)], options, of_trainers)
-        return launch.watch(trainers, needed=service)
+        return _watch_both(launch, config, "train", config.actor.max_restarts, of_trainers, of_engines)
     return launch.status
+
+
+def ranks_beside_service(config: ExperimentConfig, command: str) -> int:
+    """Runs a collective subcommand as `actor.world_size` ranks beside engines of its own, all on this machine.
+
+    Returns its exit status; leaves no process behind. Raises ValueError, before anything starts, with every problem
+    that can be known by then.
+    """
+    _refuse_what_cannot_run(config)
+    folder, devices = RunFolder(Path(config.output_dir)), _devices(config, _visible_gpus())
+    with (
+        alone_in(folder),
+        Launch(folder, command, end=(signal.SIGTERM, signal.SIGINT), ranks=command, grace_s=_SERVICE_GRACE_S) as launch,
+    ):
+        return _watch_both(launch, config, command, 0, *devices)
+    return launch.status
+
+
+def _watch_both(
+    launch: Launch,
+    config: ExperimentConfig,
+    command: str,
+    max_restarts: int,
+    of_trainers: dict[str, str],
+    of_engines: dict[str, str],
+) -> int:
+    """Starts a service and the ranks of a subcommand, and waits for these."""
+    folder = RunFolder(Path(config.output_dir))
+    dump_config(config, folder.config)
+    folder.service.unlink(missing_ok=True)  # a killed run's URL would mislead the trainers
+    service = launch.start(["serve", str(folder.config)], "service", of_engines)
+    options = [*torchrun(config.actor.world_size, max_restarts), "--standalone"]
+    of_trainers = variables.of_trainers(config, variables.interface_of_engines(config)) | of_trainers
+    ranks = launch.start_ranks([command, str(folder.config)], options, of_trainers)
+    return launch.watch(ranks, needed=service)
 
 
 def _visible_gpus() -> list[str]:

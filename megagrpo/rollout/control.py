@@ -172,6 +172,20 @@ def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) 
         time.sleep(0.2)
 
 
+def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
+    """Adds an engine to the service of a run, or drains the one that is named; returns what happens now.
+
+    Raises ValueError when there is a name too many or too few.
+    """
+    if (action == "drain") != bool(engine):
+        raise ValueError("drain wants the name of an engine; add makes the next one, which has no name yet")
+    service = find_service(run_dir)
+    if engine is None:
+        return f"{service.add_engine()} is starting"
+    service.drain_engine(engine)
+    return f"{engine} finishes what it has and goes"
+
+
 def bearer(api_key: str) -> dict[str, str]:
     """Returns the HTTP headers that carry the key of a run."""
     return {"Authorization": f"Bearer {api_key}"}

@@ -10,6 +10,22 @@ from megagrpo.view.serve import page_server, stamp_of
 from megagrpo.view.trace import write_trace
 
 
+def view_runs(
+    run_dirs: list[str], limits: ViewLimits, output: Path | None, trace: Path | None, port: int | None
+) -> None:
+    """Writes the page of these runs and says so, or serves it on `port`, unless that is None. See both functions.
+
+    output: default, view.html in the first run folder. Raises ValueError for files that serving does not write.
+    """
+    folders = [RunFolder(Path(name)) for name in run_dirs]
+    if port is None:
+        print(write_view(folders, limits, output or folders[0].view, trace))
+        return
+    if output or trace:
+        raise ValueError("--serve writes no files: leave --output and --trace out")
+    serve_view(folders, limits, port)
+
+
 def write_view(folders: list[RunFolder], limits: ViewLimits, output: Path, trace: Path | None = None) -> str:
     """Writes the page, and a trace of every run that recorded a timeline; returns what was written, for people.
 

@@ -2,7 +2,8 @@
 
 SGLang calls `run` in every rank of the engine, for what trainer rank 0 asks: "record" (what does this rank copy from
 which HF tensor?), "receive" (take these slices from these trainer ranks into the live parameters), "digest" (what do
-they hold now?) and "leave" (forget the trainers). It never raises: an exception here ends the server.
+they hold now?) and "leave" (forget the trainers); "capture" and "read" are for `megagrpo bisect`. It never raises: an
+exception here ends the server.
 """
 
 import base64
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
+from megagrpo.weights.capture import Recorder, Tap, tapped_modules
 from megagrpo.weights.clock import Deadline
 from megagrpo.weights.digest import batched_digest, slice_digest
 from megagrpo.weights.digest_batches import CopyBatches
@@ -61,6 +63,7 @@ class _WholeTensors:
 
 _whole: weakref.WeakKeyDictionary[torch.nn.Module, _WholeTensors] = weakref.WeakKeyDictionary()
 _ends: weakref.WeakKeyDictionary[torch.nn.Module, _EngineEnd] = weakref.WeakKeyDictionary()
+_recorders: weakref.WeakKeyDictionary[torch.nn.Module, Recorder] = weakref.WeakKeyDictionary()
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -272,7 +275,31 @@ def _leave(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
     return {}
 
 
-_OPERATIONS = {"record": _record, "receive": _receive, "digest": _digest, "leave": _leave}
+def _capture(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
+    """Records from now on what the request's taps see. Returns the modules that this rank's model has not."""
+    if (earlier := _recorders.pop(model, None)) is not None:
+        earlier.remove()
+    tapped, missing = tapped_modules(model, [Tap(*tap) for tap in request["taps"]])
+    _recorders[model] = Recorder(tapped)
+    return {"missing": missing}
+
+
+def _read(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
+    """Ends the capture and writes what it saw, a list of tensors for each tap, to the request's file."""
+    recorder = _recorders.pop(model)
+    recorder.remove()
+    torch.save(recorder.seen, request["file"])
+    return {"problems": recorder.problems}
+
+
+_OPERATIONS = {
+    "record": _record,
+    "receive": _receive,
+    "digest": _digest,
+    "leave": _leave,
+    "capture": _capture,
+    "read": _read,
+}
 
 
 def _random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:

@@ -28,7 +28,7 @@ LAYERS = (
     {"evaluation", "sft", "replay", "export"},
     {"train"},
     {"entrypoints", "cluster"},
-    {"certify"},
+    {"bisect", "certify"},
     {"cli"},
 )
 
@@ -41,7 +41,7 @@ ONLY_IN = {
     "sglang": r"weights/engine_loader\.py|rollout/service/engine_process\.py|rollout/pretended|rollout/cpu/",
     "sgl_kernel": r"rollout/cpu/",
     "triton": r"weights/digest_triton\.py",
-    "matplotlib": r"monitor/report\.py",
+    "matplotlib": r"monitor/report\.py|bisect/report\.py",
     "plotly": r"view/page\.py",
     "rich": r"monitor/console\.py|doctor\.py",
 }

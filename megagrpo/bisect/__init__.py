@@ -1,0 +1,1 @@
+"""Finds where engine and trainer begin to compute differently: `megagrpo bisect`."""

@@ -1,0 +1,103 @@
+"""Asks one running engine: samples responses, and lets its model's hooks see prefills of given tokens."""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import torch
+from torch import Tensor
+
+from megagrpo.rollout.control import bearer
+from megagrpo.types import EngineInfo
+from megagrpo.weights.capture import Tap
+from megagrpo.weights.clock import Deadline
+from megagrpo.weights.engine_client import EngineConnection
+from megagrpo.weights.mailbox import Mailbox, address_towards
+
+
+class Sequenced(NamedTuple):
+    """Holds a prompt and the response that the engine sampled to it at temperature 1."""
+
+    tokens: list[int]  # of both
+    prompt_length: int  # tokens
+    logprobs: list[float]  # of the response's tokens, as decoding gave them
+    version: str  # of the weights, as the engine calls them
+
+
+class Prefilled(NamedTuple):
+    """Holds what one capture saw."""
+
+    ranks: list[dict[str, list[Tensor]]]  # by engine rank: by tap, a tensor for each forward pass
+    logprobs: list[list[float]]  # by sequence: of its tokens from the second on
+    problems: list[str]
+
+
+class AskedEngine:
+    """Talks to one incarnation of an engine with `tp` ranks, which nobody else asks meanwhile.
+
+    folder: where its ranks write, on a disk that this process sees too. limit_s: seconds for each answer.
+    """
+
+    def __init__(self, info: EngineInfo, tp: int, api_key: str, folder: Path, limit_s: float):
+        mailbox = Mailbox(address_towards(info.url), limit_s)
+        self._engine = EngineConnection(info, tp, mailbox, api_key, limit_s)
+        self._folder, self._limit_s = folder, limit_s
+        self._http = httpx.Client(base_url=info.url, trust_env=False, headers=bearer(api_key), timeout=limit_s)
+
+    def sample(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Sequenced]:
+        """Returns the prompts with responses; one after the other, so that nothing else is in their batch."""
+        found = []
+        for prompt in map(list, prompts):
+            out = self._generate(prompt, {"max_new_tokens": max_new_tokens, "temperature": 1.0})
+            logprobs = [entry[0] for entry in out["meta_info"]["output_token_logprobs"]]
+            version = str(out["meta_info"]["weight_version"])
+            found.append(Sequenced([*prompt, *out["output_ids"]], len(prompt), logprobs, version))
+        return found
+
+    def prefill(self, sequences: Sequence[Sequence[int]], taps: Sequence[Tap]) -> Prefilled:
+        """Computes whole sequences, nothing of them from the cache, and returns what taps saw meanwhile."""
+        answers = self._ask("capture", [{"taps": list(taps)}] * self._engine.tp)
+        logprobs = []
+        for tokens in map(list, sequences):
+            out = self._generate(tokens, {"max_new_tokens": 1, "temperature": 1.0}, logprob_start_len=0)
+            logprobs.append([entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]])
+        files = [self._folder / f"engine_rank{rank}.{secrets.token_hex(4)}.pt" for rank in range(self._engine.tp)]
+        problems = [f"the engine's model has no {module}" for answer in answers for module in answer["missing"]]
+        for answer in self._ask("read", [{"file": str(file)} for file in files]):
+            problems += answer["problems"]
+        ranks = [torch.load(file) for file in files]
+        for file in files:
+            file.unlink()
+        return Prefilled(ranks, logprobs, list(dict.fromkeys(problems)))
+
+    def resume(self) -> None:
+        """Lets the engine compute again, should a failed verification have left it paused."""
+        self._engine.deadline = Deadline(self._limit_s)
+        self._engine.post("/continue_generation")
+
+    def close(self) -> None:
+        """Ends the connections; the engine stays as it is."""
+        self._http.close()
+        self._engine.close()
+
+    def _ask(self, operation: str, requests: list[dict]) -> list[dict]:
+        self._engine.deadline = Deadline(self._limit_s)
+        self._engine.pause()
+        answers = self._engine.ask(operation, requests)
+        self._engine.post("/continue_generation")
+        return answers
+
+    def _generate(self, tokens: list[int], sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
+        body = {
+            "input_ids": tokens,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "extra_key": secrets.token_hex(8),  # a prefix of its own: the cache would leave one token to compute
+            **more,
+        }
+        answer = self._http.post("/generate", json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{self._engine} refuses to compute: {answer.status_code} {answer.text[:1000]}")
+        return answer.json()

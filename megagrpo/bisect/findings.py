@@ -1,0 +1,91 @@
+"""What a bisection finds, and which of it names the place."""
+
+from dataclasses import dataclass, field
+
+from megagrpo.bisect.compare import Bounds, Difference, Flips, first_beyond, first_flips_beyond, last_within
+
+OUTPUT = "output"  # title of the pass that is about no layer
+_EXPLAINED = {  # by the last part of a point's name
+    "input_norm": "the norm's weight or epsilon",
+    "mlp_norm": "the norm's weight or epsilon",
+    "final_norm": "the norm's weight or epsilon",
+    "qkv": "the projection's weight or bias",
+    "core_attention": "the rotary embedding, the scale, the mask or the kernel",
+    "attention_out": "the projection's weight",
+    "after_attention": "attention",
+    "router_logits": "the router's weight or precision",
+    "expert_shares": "how scores become weights",
+    "mlp_out": "the MLP, or the experts and how they are combined",
+    "output": "the MLP, or the experts and how they are combined",
+    "head": "the output layer's weight or precision, or the log-softmax",
+    "decode": "kernels and cache of decoding; prefill of the same tokens is another matter",
+}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Holds what one comparison of both sides found."""
+
+    title: str
+    differences: list[Difference]
+    flips: list[Flips] = field(default_factory=list)
+    forced: bool = False  # whether the trainers took the engine's experts
+    inside: bool = False  # whether it is of the modules of one layer
+
+
+@dataclass
+class Findings:
+    """Holds all that a bisection found, on the main rank."""
+
+    weights: list[str]  # what the digests say, a line each after the first; [] where they agree
+    passes: list[Pass]
+    notes: list[str]  # what could not be compared, and why
+    lengths: list[int]  # of the sequences, in tokens
+    bounds: Bounds
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Names the first place where engine and trainers differ."""
+
+    place: str | None  # "weights" or the name of a point; None: nothing differs
+    text: str
+
+
+def verdict(findings: Findings) -> Verdict:
+    """Returns the first cause, in the order weights, layers, choice of experts, output."""
+    computed = _computed(findings.passes)
+    if findings.weights:
+        also = f"\nand what is computed: {computed.text}" if computed.place is not None else ""
+        return Verdict("weights", "\n".join(findings.weights[:2]) + also)
+    return computed
+
+
+def _computed(passes: list[Pass]) -> Verdict:
+    output = [one for one in passes if one.title == OUTPUT]
+    layers = [one for one in passes if one.title != OUTPUT]
+    layers.sort(key=lambda one: (not one.inside, not one.forced))  # the most exact first
+    for one in layers:
+        if (found := first_beyond(one.differences)) is not None:
+            return Verdict(found.name, _differs(found, last_within(one.differences)))
+    for one in layers:
+        if (flips := first_flips_beyond(one.flips)) is not None:
+            return Verdict(f"layers.{flips.layer}.experts", _chooses(flips))
+    for one in output:
+        if (found := first_beyond(one.differences)) is not None:
+            return Verdict(found.name, _differs(found, last_within(one.differences)))
+    return Verdict(None, "nothing differs beyond the bounds")
+
+
+def _differs(found: Difference, before: Difference | None) -> str:
+    upto = f"equal up to {before.says}; " if before is not None else ""
+    cause = _EXPLAINED.get(found.name.rpartition(".")[2])
+    look = f": look at {cause}" if cause else ""
+    return f"{upto}the first difference is {found.says} ({found.error:.2g}, bound {found.bound:.2g}){look}"
+
+
+def _chooses(flips: Flips) -> str:
+    return (
+        f"layer {flips.layer} takes other experts for {flips.flipped} of {flips.tokens} tokens, though what it "
+        "computes of the same experts is equal: look at the router's bias, its groups and the number of experts"
+    )

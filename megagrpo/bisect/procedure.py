@@ -1,0 +1,233 @@
+"""Bisects: the same tokens through the engine and the actor, coarse first, then inside the first layer that differs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megagrpo.actor.capture import CapturedForward, captured_forward, head_logprobs, speaks_for_tokens
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.bisect.compare import (
+    BOUNDS,
+    Bounds,
+    bound_at,
+    compare_points,
+    difference,
+    first_beyond,
+    first_flips_beyond,
+)
+from megagrpo.bisect.engine_side import AskedEngine, Prefilled, Sequenced
+from megagrpo.bisect.findings import OUTPUT, Findings, Pass
+from megagrpo.bisect.points import FINAL_NORM, Point, final_norm, layer_points, residual_points
+from megagrpo.bisect.sides import from_engine, from_trainer
+from megagrpo.mesh import Mesh
+from megagrpo.types import Batch
+from megagrpo.weights.capture import SeenTokens
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Holds what every step of one bisection needs."""
+
+    actor: MegatronActor
+    engine: AskedEngine | None  # on the main rank
+    folder: Path  # on a disk of all ranks
+    batch: Batch
+    sequences: list[Sequenced]
+    bounds: Bounds
+    notes: list[str]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.actor.mesh
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(sequence.tokens) for sequence in self.sequences]
+
+
+def bisect_pair(
+    actor: MegatronActor,
+    engine: AskedEngine | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    folder: Path,
+    bounds: Bounds | None = None,
+    version: int | None = None,
+) -> Findings | None:
+    """Collective. Compares an engine (on the main rank) with the actor; returns what was found, on the main rank.
+
+    prompts: token ids. folder: on a disk of all ranks. bounds: default, those of the actor's dtype. version: of the
+    weights, by which the engine must call its own; None: whatever it says.
+    """
+    mesh = actor.mesh
+    sequences = mesh.from_main(lambda: _asked(engine).sample(prompts, max_new_tokens), "sample responses")
+    job = _Job(
+        actor, engine, folder, batch_of_sequences(sequences, mesh), sequences, bounds or BOUNDS[actor.config.dtype], []
+    )
+    points = residual_points(actor.arch)
+    prefilled, ids = _prefill(job, points)
+    passes, logprobs = [], None
+    if ids is not None:
+        replayed, logprobs = _compare(job, "residual stream, the engine's experts replayed", points, prefilled, ids)
+        passes.append(replayed)
+    natural, natural_logprobs = _compare(job, "residual stream", points, prefilled, None)
+    passes += [natural, _outputs(job, prefilled, natural_logprobs if logprobs is None else logprobs)]
+    if (layer := _layer_to_open(passes)) is not None:
+        inside = layer_points(actor.arch, layer)
+        again, _ = _prefill(job, inside)
+        found, _ = _compare(job, f"inside layer {layer}", inside, again, ids)
+        passes.append(replace(found, inside=True))
+    if not mesh.is_main:
+        return None
+    names = {sequence.version for sequence in sequences} - {str(version)} if version is not None else set()
+    stale = [f"the engine calls its weights version {name}, the trainers have {version}" for name in sorted(names)]
+    return Findings(stale, passes, list(dict.fromkeys(job.notes)), job.lengths, job.bounds)
+
+
+def _asked(engine: AskedEngine | None) -> AskedEngine:
+    assert engine is not None, "the main rank has the engine"
+    return engine
+
+
+def _prefill(job: _Job, points: Sequence[Point]) -> tuple[Prefilled | None, Tensor | None]:
+    """Collective. Returns what the engine's hooks saw, on the main rank, and on every rank the experts of all layers
+    [N, S, layers, k], -1 where there are none; None for a model without experts or ids.
+    """
+
+    kept: list[Prefilled] = []  # what hooks saw stays on the main rank
+
+    def ask() -> Tensor | None:
+        kept.append(_asked(job.engine).prefill([s.tokens for s in job.sequences], [point.engine for point in points]))
+        return _routed(job, kept[0])
+
+    ids = job.mesh.from_main(ask, "compute on the engine")
+    return (kept[0] if kept else None), ids
+
+
+def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
+    arch, seen = job.actor.arch, prefilled.ranks[0]
+    if not arch.is_moe or job.actor.transformer.moe_router_fusion:  # a fused router cannot be told its experts
+        return None
+    count, longest = len(job.lengths), max(job.lengths)
+    ids = torch.full((count, longest, arch.num_layers, arch.experts_per_token), -1)
+    for layer in range(arch.dense_layers, arch.num_layers):
+        calls = seen.get(f"layers.{layer}.experts", [])
+        if sum(map(len, calls)) != sum(job.lengths):
+            return None
+        flat = torch.cat(list(calls))[:, : arch.experts_per_token].long()
+        for row, part in enumerate(flat.split(job.lengths)):
+            ids[row, : len(part), layer] = part
+    return ids
+
+
+def _compare(
+    job: _Job, title: str, points: Sequence[Point], prefilled: Prefilled | None, ids: Tensor | None
+) -> tuple[Pass, Tensor]:
+    """Collective. Runs the actor over the batch and compares. Returns the actor's log-probabilities [N, S] too."""
+    found = captured_forward(job.actor, job.batch, [point.trainer for point in points], ids)
+    pieces, arch = _gather(job, found), job.actor.arch
+
+    def both() -> Pass:
+        assert prefilled is not None, "runs on the main rank"
+        engine = from_engine(points, prefilled.ranks, sum(job.lengths), arch)
+        trainer = from_trainer(points, pieces, job.lengths, arch)
+        differences, flips, unlike = compare_points(
+            points, engine.values, trainer.values, job.lengths, job.bounds, forced=ids is not None
+        )
+        job.notes.extend([*prefilled.problems, *found.problems, *engine.notes, *trainer.notes, *unlike])
+        return Pass(title, differences, flips, ids is not None)
+
+    return job.mesh.from_main(both, f"compare: {title}"), found.logprobs
+
+
+def _gather(job: _Job, found: CapturedForward) -> list[SeenTokens]:
+    """Collective. Returns the pieces of all ranks on the main rank, by way of files: they may be gigabytes."""
+    file = job.folder / f"trainer_rank{job.mesh.rank}.pt"
+    if speaks_for_tokens():
+        torch.save([tuple(piece) for piece in found.pieces], file)
+    written = job.mesh.gather_world(speaks_for_tokens())
+    pieces: list[SeenTokens] = []
+    if job.mesh.is_main:
+        for rank in (rank for rank, has in enumerate(written) if has):
+            other = job.folder / f"trainer_rank{rank}.pt"
+            pieces += [SeenTokens(*fields) for fields in torch.load(other)]
+            other.unlink()
+    job.mesh.gather_world(None)  # nobody writes the next file before this one is read
+    return pieces
+
+
+def _outputs(job: _Job, prefilled: Prefilled | None, logprobs: Tensor) -> Pass:
+    """Collective. Compares log-probabilities: the head alone on the engine's last hidden states, the whole way, and
+    decoding with prefill inside the engine. logprobs: the actor's, [N, S].
+    """
+    hidden, tokens = job.mesh.from_main(lambda: _head_inputs(job, prefilled), "hand over hidden states")
+    head = head_logprobs(job.actor, hidden, tokens) if hidden is not None else None
+    heads = [values for values in job.mesh.gather_world(None if head is None else head.cpu()) if values is not None]
+    return job.mesh.from_main(lambda: _output_pass(job, prefilled, heads, logprobs.cpu()), "compare log-probabilities")
+
+
+def _output_pass(job: _Job, prefilled: Prefilled | None, heads: Sequence[Tensor], logprobs: Tensor) -> Pass:
+    assert prefilled is not None, "runs on the main rank"
+    found, shorter = [], [length - 1 for length in job.lengths]
+    engine = torch.cat([torch.tensor(row, dtype=torch.float64) for row in prefilled.logprobs])[:, None]
+    if heads:
+        says = "output layer and log-softmax, on the engine's last hidden states"
+        found.append(difference("head", says, None, engine, heads[0][:, None], shorter, job.bounds.head))
+    bound = bound_at(job.bounds.relative, job.actor.arch.num_layers)
+    ours = torch.cat([logprobs[row, 1:length] for row, length in enumerate(job.lengths)])[:, None]
+    found.append(difference("logprobs", "log-probabilities", None, engine, ours, shorter, bound))
+    decoded = [torch.tensor(sequence.logprobs, dtype=torch.float64) for sequence in job.sequences]
+    again = [row[-len(part) :] for row, part in zip(engine[:, 0].split(shorter), decoded, strict=True)]
+    says = "log-probabilities of decoding against prefill, inside the engine"
+    lengths = [len(part) for part in decoded]
+    decode, prefill = torch.cat(decoded)[:, None], torch.cat(again)[:, None]
+    found.append(difference("decode", says, None, prefill, decode, lengths, bound))
+    return Pass(OUTPUT, found)
+
+
+def _head_inputs(job: _Job, prefilled: Prefilled | None) -> tuple[Tensor | None, Tensor]:
+    """Returns the engine's last hidden states that predict a token, and these tokens; None without the former."""
+    assert prefilled is not None, "runs on the main rank"
+    tokens = torch.tensor([token for sequence in job.sequences for token in sequence.tokens[1:]])
+    side = from_engine([final_norm(job.actor.arch)], prefilled.ranks, sum(job.lengths), job.actor.arch)
+    if FINAL_NORM not in side.values:
+        return None, tokens
+    parts = side.values[FINAL_NORM].split(job.lengths)
+    return torch.cat([part[:-1] for part in parts]), tokens
+
+
+def _layer_to_open(passes: Sequence[Pass]) -> int | None:
+    """Returns the layer to look into: the first that differs with experts replayed, else naturally, else the first
+    that chooses other experts too often.
+    """
+    for one in passes:
+        if (found := first_beyond(one.differences)) is not None and found.layer is not None:
+            return found.layer
+    flips = (first_flips_beyond(one.flips) for one in passes)
+    return next((found.layer for found in flips if found is not None), None)
+
+
+def batch_of_sequences(sequences: Sequence[Sequenced], mesh: Mesh) -> Batch:
+    """Returns all sequences as the batch of every data-parallel rank; each token but the first counts as sampled."""
+    lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
+    count, longest = len(sequences), int(lengths.max())
+    tokens, mask = torch.zeros(count, longest, dtype=torch.int64), torch.zeros(count, longest)
+    for row, sequence in enumerate(sequences):
+        tokens[row, : lengths[row]], mask[row, 1 : lengths[row]] = torch.tensor(sequence.tokens), 1.0
+    ids = torch.arange(count)
+    return Batch(
+        sample_ids=ids,
+        group_ids=ids,
+        num_groups=count,
+        tokens=tokens,
+        lengths=lengths,
+        prompt_lengths=torch.tensor([sequence.prompt_length for sequence in sequences]),
+        loss_mask=mask,
+        rollout_logprobs=torch.zeros(count, longest),
+        rewards=torch.zeros(count, dtype=torch.float64),
+        valid=torch.ones(count, dtype=torch.bool),
+        truncated=torch.zeros(count, dtype=torch.bool),
+    ).to(mesh.device)

@@ -1,0 +1,145 @@
+"""Actors that differ from a running engine by one planted mistake, and what `megagrpo bisect` finds."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from engine_process import ListedEngines
+from torch import Tensor
+
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.hf_files import HfFolder, write_hf_folder
+from megagrpo.types import EngineInfo
+
+PROMPTS = [[1, 40, 41, 42, 43], [1, *range(60, 95)]]
+NEW_TOKENS = 12
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a bisection said."""
+
+    place: str | None
+    text: str
+    report: str
+
+
+def noisy(name: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        noise = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(0))
+        tensors[name] = tensors[name] + 0.05 * tensors[name].std() * noise
+
+    return change
+
+
+def swapped(first: str, second: str) -> Callable[[Tensors], None]:
+    """Every tensor of one expert for that of another."""
+
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if first in name]:
+            other = name.replace(first, second)
+            tensors[name], tensors[other] = tensors[other], tensors[name]
+
+    return change
+
+
+def with_config(**changes) -> Callable[[dict], None]:
+    def change(hf: dict) -> None:
+        for key, value in changes.items():
+            rope = hf.get("rope_parameters") or {}
+            (rope if key in rope else hf)[key] = value
+
+    return change
+
+
+def changed_copy(
+    model: Path, folder: Path, tensors: Callable[[Tensors], None] | None, config: Callable[[dict], None] | None
+) -> Path:
+    """An HF folder like `model` with other tensors or another config.json."""
+    like = folder / "like"
+    shutil.copytree(model, like)
+    if config is not None:
+        hf = json.loads((like / "config.json").read_text())
+        config(hf)
+        (like / "config.json").write_text(json.dumps(hf))
+    values = {name: HfFolder(model)[name].clone() for name in HfFolder(model)}
+    if tensors is not None:
+        tensors(values)
+    write_hf_folder(folder / "model", iter([values]), like=like, dtype=torch.float32)
+    return folder / "model"
+
+
+@contextmanager
+def _rounded_head(planted: bool) -> Iterator[None]:
+    """The output layer's product of operands in bfloat16."""
+    from megagrpo.actor import head
+
+    exact = head.chunked_logprobs
+
+    def rounded(hidden: Tensor, weight: Tensor, *rest, **options):
+        return exact(hidden.bfloat16().float(), weight.bfloat16().float(), *rest, **options)
+
+    if planted:
+        head.chunked_logprobs = rounded
+    try:
+        yield
+    finally:
+        head.chunked_logprobs = exact
+
+
+def bisect_cases(
+    rank: int, info: EngineInfo, api_key: str, tp: int, folder: Path, cases: list[dict], world: int = 1
+) -> list[Found]:
+    """Collective. Bisects the engine against one actor after the other.
+
+    A case: "model", an HF folder; "head": whether its product is rounded; "parallel"; "version" of the weights;
+    "publish": whether they are published first, for the engine has others.
+    """
+    from megagrpo.bisect.engine_side import AskedEngine
+    from megagrpo.bisect.findings import verdict
+    from megagrpo.bisect.procedure import bisect_pair
+    from megagrpo.bisect.ranks import prove_weights
+    from megagrpo.bisect.report import write_findings
+    from megagrpo.certify.measure import joined
+    from megagrpo.weights.actor_weights import load_initial_weights
+
+    registry = ListedEngines([info])
+    registry.api_key = api_key
+    results = []
+    for number, case in enumerate(cases):
+        own = folder / f"case{number}"
+        own.mkdir(parents=True, exist_ok=True)
+        parallel = ParallelConfig(**case.get("parallel", {}))
+        actor_config = ActorConfig(world_size=world, parallel=parallel, deadline_s=120.0)
+        config = ExperimentConfig.model_validate(
+            {
+                "name": "bisect",
+                "output_dir": str(own),
+                "model": {"path": str(case["model"])},
+                "data": {"path": "none.jsonl"},
+                "rollout": {"tp": tp, "load_format": "dummy" if case.get("publish") else "model"},
+                "weights": {"timeout_s": 60.0, "bucket_mb": 0.1},
+            }
+        ).model_copy(update={"actor": actor_config})
+        settings = {"optimizer": OptimizerConfig(distributed=False), "device": torch.device("cpu")}
+        with joined(own / "store", config=actor_config, model_path=config.model.path, **settings) as actor:
+            weights = load_initial_weights(actor, config.model.path)
+            wrong = prove_weights(
+                config, actor, weights, registry, publish=case["version"] if case.get("publish") else None
+            )
+            engine = AskedEngine(info, tp, api_key, own, 120.0) if rank == 0 else None
+            if engine is not None:
+                engine.resume()
+            with _rounded_head(case.get("head", False)):
+                found = bisect_pair(actor, engine, PROMPTS, NEW_TOKENS, own, version=case.get("version"))
+            if engine is not None and found is not None:
+                engine.close()
+                found.weights += wrong
+                said = verdict(found)
+                results.append(Found(said.place, said.text, write_findings(own, found)))
+    return results

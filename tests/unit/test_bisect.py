@@ -1,0 +1,340 @@
+"""What `megagrpo bisect` makes of two sides: planted differences are named, noise of right kernels is not."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megagrpo.bisect.command import BisectOptions, experiment_of
+from megagrpo.bisect.compare import BOUNDS, bound_at, compare_points, difference
+from megagrpo.bisect.findings import OUTPUT, Findings, Pass, verdict
+from megagrpo.bisect.points import Point, layer_points, residual_points
+from megagrpo.bisect.report import write_findings
+from megagrpo.bisect.sides import Side, from_engine, from_trainer
+from megagrpo.cli import main
+from megagrpo.config.load import load_config
+from megagrpo.config.server_settings import engine_setting_problems
+from megagrpo.families.architecture import Architecture
+from megagrpo.weights.capture import Recorder, SeenTokens, Tap, tapped_modules
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+LENGTHS = [9, 14]
+TOKENS, EXPERTS = sum(LENGTHS), 8
+ARCH = Architecture(
+    family="qwen3_moe",
+    hidden_size=16,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn_size=32,
+    vocab_size=50,
+    max_positions=100,
+    rms_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tied=False,
+    qk_norm=True,
+    num_experts=EXPERTS,
+    experts_per_token=2,
+    expert_ffn_size=8,
+)
+FLOAT32 = BOUNDS["float32"]
+Values = dict[str, Tensor]
+
+
+def both_sides(points: list[Point], noise: float = 1e-7) -> tuple[Values, Values]:
+    """Engine and trainer: the same but for noise, and the same experts."""
+    generator = torch.Generator().manual_seed(0)
+    engine: Values = {}
+    for point in points:
+        if point.layout == "map":
+            order = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(1)
+            engine[point.name] = torch.zeros(TOKENS, EXPERTS).scatter(1, order[:, :2], 1.0)
+        else:
+            engine[point.name] = torch.randn(TOKENS, 16, generator=generator)
+    trainer = {
+        point.name: engine[point.name].clone()
+        if point.layout == "map"
+        else engine[point.name] * (1 + noise * torch.randn(TOKENS, 16, generator=generator))
+        for point in points
+    }
+    return engine, trainer
+
+
+def found_in(points: list[Point], engine: Values, trainer: Values, forced: bool = False, title: str = "x") -> Findings:
+    differences, flips, notes = compare_points(points, engine, trainer, LENGTHS, FLOAT32, forced)
+    return Findings([], [Pass(title, differences, flips, forced)], notes, LENGTHS, FLOAT32)
+
+
+def flip(maps: Tensor, token: int) -> None:
+    maps[token] = maps[token].roll(1) if (maps[token].roll(1) != maps[token]).any() else 1 - maps[token]
+
+
+def test_noise_of_right_kernels_is_no_difference():
+    points = residual_points(ARCH)
+    found = found_in(points, *both_sides(points))
+    assert verdict(found).place is None
+    assert {d.name for d in found.passes[0].differences} == {p.name for p in points if p.layout != "map"}
+
+
+@pytest.mark.parametrize("name", ["embedding", "layers.2.after_attention", "layers.3.output", "final_norm"])
+def test_the_first_of_several_differences_is_named(name):
+    points = residual_points(ARCH)
+    engine, trainer = both_sides(points)
+    names = [point.name for point in points if point.layout != "map"]
+    for later in names[names.index(name) :]:
+        trainer[later] = trainer[later] * 1.001
+    found = found_in(points, engine, trainer)
+    assert verdict(found).place == name
+    before = names[names.index(name) - 1]
+    says = {point.name: point.says for point in points}
+    if name != names[0]:
+        assert f"equal up to {says[before]}" in verdict(found).text
+
+
+def test_modules_of_a_layer_are_named_before_its_sum():
+    points = layer_points(ARCH, 1)
+    assert [point.name.rpartition(".")[2] for point in points] == [
+        *("input_norm", "qkv", "q_norm", "k_norm", "core_attention", "attention_out", "after_attention"),
+        *("mlp_norm", "router_logits", "experts", "expert_shares", "mlp_out", "output"),
+    ]
+    engine, trainer = both_sides(points)
+    for later in ("core_attention", "attention_out", "after_attention", "output"):
+        trainer[f"layers.1.{later}"] = trainer[f"layers.1.{later}"] + 0.01
+    found = found_in(points, engine, trainer, forced=True)
+    assert verdict(found).place == "layers.1.core_attention"
+    assert "rotary" in verdict(found).text
+
+
+def test_errors_are_relative_to_the_values_and_bounds_grow_with_depth():
+    values = torch.randn(TOKENS, 16, generator=torch.Generator().manual_seed(1))
+    for scale in (1e-6, 1.0, 1e6):
+        off = difference("x", "x", None, values * scale, values * scale * (1 + 1e-3), LENGTHS, 1.0)
+        assert off.error == pytest.approx(1e-3, rel=1e-2)
+    assert bound_at(1e-6, 0) == 1e-6
+    assert bound_at(1e-6, 99) == pytest.approx(1e-5)
+
+
+def test_one_huge_token_hides_nobody():
+    """The first token of many models has values a thousand times as large as all others'."""
+    values = torch.randn(TOKENS, 16, generator=torch.Generator().manual_seed(1))
+    values[0] *= 1e4
+    other = values.clone()
+    other[5] *= 1.1
+    off = difference("x", "x", None, values, other, LENGTHS, 1e-3)
+    assert off.beyond
+    assert (off.worst_sequence, off.worst_token) == (0, 5)
+
+
+def test_the_worst_token_is_named_by_its_sequence_and_nan_is_beyond_every_bound():
+    values = torch.ones(TOKENS, 16)
+    other = values.clone()
+    other[LENGTHS[0] + 3, 2] = math.nan
+    off = difference("x", "x", None, values, other, LENGTHS, 1e9)
+    assert off.beyond
+    assert (off.worst_sequence, off.worst_token) == (1, 3)
+
+
+def test_a_flip_is_counted_apart_and_what_it_reached_is_left_out():
+    points = residual_points(ARCH)
+    engine, trainer = both_sides(points)
+    token = LENGTHS[0] + 4  # of the second sequence
+    flip(trainer["layers.1.experts"], token)
+    reached = slice(token, TOKENS)
+    behind = [p for p in points if p.layout != "map" and p.depth >= 2 and p.name != "layers.1.after_attention"]
+    for point in behind:
+        trainer[point.name][reached] += 1.0
+    for layer in (2, 3):  # other inputs, other experts: no flips of their own
+        for at in range(token, TOKENS):
+            flip(trainer[f"layers.{layer}.experts"], at)
+    found = found_in(points, engine, trainer)
+    assert verdict(found).place is None
+    flips = found.passes[0].flips
+    assert [f.flipped for f in flips] == [0, 1, 0, 0]
+    assert flips[1].first == (1, 4)
+    assert [f.tokens for f in flips] == [TOKENS, TOKENS, token, token]
+    assert {d.tokens for d in found.passes[0].differences if d.name == "layers.3.output"} == {token}
+    # with experts replayed nothing is left out
+    assert verdict(found_in(points, engine, trainer, forced=True)).place == "layers.1.output"
+
+
+def test_more_flips_than_near_ties_explain_are_a_place():
+    points = residual_points(ARCH)
+    engine, trainer = both_sides(points)
+    for token in range(0, TOKENS, 2):
+        flip(trainer["layers.2.experts"], token)
+    found = found_in(points, engine, trainer, forced=True)
+    assert verdict(found).place == "layers.2.experts"
+    assert "bias" in verdict(found).text
+    assert not replace(found.passes[0].flips[2], flipped=1).beyond
+
+
+def test_weights_come_first_and_layers_before_the_output():
+    points = residual_points(ARCH)
+    engine, trainer = both_sides(points)
+    head = difference("head", "head", None, torch.ones(TOKENS, 1), torch.zeros(TOKENS, 1), LENGTHS, 1e-6)
+    found = found_in(points, engine, trainer)
+    found.passes.append(Pass(OUTPUT, [head]))
+    assert verdict(found).place == "head"
+    trainer["layers.0.output"] = trainer["layers.0.output"] * 2
+    found.passes[0] = found_in(points, engine, trainer).passes[0]
+    assert verdict(found).place == "layers.0.output"
+    found.weights = ["live weights differ in 1 places:", "engine e0 rank 0: parameter a does not hold HF tensor b"]
+    assert verdict(found).place == "weights"
+    assert "HF tensor b" in verdict(found).text
+    assert "layers.0" not in verdict(replace(found, passes=[])).text
+
+
+def test_the_report_is_for_people_and_programs(tmp_path):
+    points = residual_points(ARCH)
+    engine, trainer = both_sides(points)
+    trainer["layers.2.output"] = trainer["layers.2.output"] * math.nan
+    found = found_in(points, engine, trainer)
+    found.notes.append("q_norm: no such module")
+    text = write_findings(tmp_path, found)
+    assert (tmp_path / "report.md").read_text() == text
+    assert text.count("**differs**") == 1
+    assert "q_norm: no such module" in text
+    record = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert record["place"] == "layers.2.output"
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def engine_rank(values: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    """What hooks saw of two sequences, prefilled one after the other."""
+    return {name: list(tensor.split([n * len(tensor) // TOKENS for n in LENGTHS])) for name, tensor in values.items()}
+
+
+def pieces_of(key: str, values: Tensor, tp_rank: int = 0) -> list[SeenTokens]:
+    """A trainer rank's pieces, the sequences of the batch in one micro-batch each, tokens in any order."""
+    rows = torch.repeat_interleave(torch.arange(2), torch.tensor(LENGTHS))
+    columns = torch.cat([torch.arange(n) for n in LENGTHS])
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(2))
+    halves = order.chunk(2)
+    return [SeenTokens(key, tp_rank, rows[part], columns[part], values[part]) for part in halves]
+
+
+def by_name(points: list[Point]) -> dict[str, Point]:
+    return {point.name.rpartition(".")[2]: point for point in points}
+
+
+def test_both_sides_come_out_in_the_order_of_tokens_and_heads():
+    points = by_name(layer_points(ARCH, 1))
+    qkv, q_norm, experts = points["qkv"], points["q_norm"], points["experts"]
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(TOKENS, heads, 4, generator=generator) for heads in (4, 2, 2))
+    normed, ids = torch.randn(TOKENS, 4, 4, generator=generator), torch.arange(2).repeat(TOKENS, 1).int()
+    ranks = []
+    for rank in range(2):  # two heads of queries and one of keys a rank
+        own, kv = slice(2 * rank, 2 * rank + 2), slice(rank, rank + 1)
+        fused = torch.cat([q[:, own].flatten(1), k[:, kv].flatten(1), v[:, kv].flatten(1)], 1)
+        ranks.append(engine_rank({qkv.name: fused, q_norm.name: normed[:, own].reshape(-1, 4), experts.name: ids}))
+    engine = from_engine([qkv, q_norm, experts], ranks, TOKENS, ARCH)
+    pieces = []
+    for rank in range(2):  # Megatron keeps a group's queries beside its key and value
+        own = slice(2 * rank, 2 * rank + 2)
+        group = torch.cat([q[:, own].flatten(1), k[:, rank], v[:, rank]], 1)
+        pieces += pieces_of(qkv.name, group, rank) + pieces_of(q_norm.name, normed[:, own].flatten(1), rank)
+    maps = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool)
+    maps[:, :2] = True
+    pieces += pieces_of(experts.name, maps)
+    trainer = from_trainer([qkv, q_norm, experts], pieces, LENGTHS, ARCH)
+    assert engine.notes == trainer.notes == []
+    for name, values in engine.values.items():
+        assert torch.equal(values, trainer.values[name]), name
+    assert torch.equal(engine.values[qkv.name], torch.cat([t.flatten(1) for t in (q, k, v)], 1))
+
+
+def test_shares_are_of_the_chosen_experts_whatever_their_order_and_factor():
+    points = by_name(layer_points(ARCH, 1))
+    chosen = [points["experts"], points["expert_shares"]]
+    ids = torch.tensor([[3, 1]]).repeat(TOKENS, 1).int()
+    weights = torch.tensor([[0.6, 0.2]]).repeat(TOKENS, 1)
+    engine = from_engine(chosen, [engine_rank({chosen[0].name: ids, chosen[1].name: weights})], TOKENS, ARCH)
+    dense = torch.zeros(TOKENS, EXPERTS)
+    dense[:, 3], dense[:, 1] = 1.5, 0.5
+    trainer = from_trainer(chosen[1:], pieces_of(chosen[1].name, dense), LENGTHS, ARCH)
+    assert torch.allclose(engine.values[chosen[1].name], trainer.values[chosen[1].name])
+
+
+def test_what_cannot_be_compared_is_said():
+    points = by_name(layer_points(ARCH, 1))
+    norm, out = points["input_norm"], points["attention_out"]
+    seen = engine_rank({norm.name: torch.ones(TOKENS, 16), out.name: torch.ones(TOKENS, 16)})
+    side: Side = from_engine([norm, out], [seen, seen], TOKENS, ARCH)
+    assert side.values.keys() == {norm.name}
+    assert "part of a sum" in side.notes[0]
+    short = {norm.name: [torch.ones(TOKENS - 1, 16)]}  # a cache has shortened the prefill, or a graph hid a pass
+    assert f"saw {TOKENS - 1} rows of {TOKENS}" in from_engine([norm], [short], TOKENS, ARCH).notes[0]
+    some = pieces_of(norm.name, torch.ones(TOKENS, 16))[:1]
+    assert "of 23 tokens" in from_trainer([norm], some, LENGTHS, ARCH).notes[0]
+    assert "no such module" in from_trainer([norm], [], LENGTHS, ARCH).notes[0]
+
+
+class _Norm(nn.Module):
+    def forward(self, hidden: Tensor, residual: Tensor | None = None):
+        if residual is None:
+            return hidden * 2
+        residual += hidden  # in place, as fused kernels do
+        return residual * 2, residual
+
+
+def test_hooks_copy_before_the_next_module_writes_over_it():
+    model = nn.ModuleDict({"norm": _Norm()})
+    taps = [
+        Tap("sum", "norm", "out", 1),
+        Tap("in", "norm", "in"),
+        Tap("none", "norm", "out", 7),
+        Tap("x", "gone", "out"),
+    ]
+    tapped, missing = tapped_modules(model, taps)
+    assert missing == ["gone"]
+    recorder = Recorder(tapped)
+    residual = torch.ones(3)
+    model["norm"](torch.ones(3), residual)
+    residual.zero_()
+    recorder.remove()
+    model["norm"](torch.ones(3), residual)
+    assert [t.tolist() for t in recorder.seen["sum"]] == [[2.0, 2.0, 2.0]]
+    assert [t.tolist() for t in recorder.seen["in"]] == [[1.0, 1.0, 1.0]]
+    assert recorder.seen["none"] == []
+    assert recorder.problems == ["norm: out 7 is no tensor"]
+
+
+class _FusedNorm(_Norm):
+    def forward_with_allreduce_fusion(self, hidden: Tensor, residual: Tensor | None = None, fused: bool = True):
+        return (hidden + residual, hidden * 3) if fused else self(hidden, residual)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_norm_that_is_fused_with_an_all_reduce_is_seen_once(fused):
+    model = nn.ModuleDict({"norm": _FusedNorm()})
+    taps = [Tap("normed", "norm", "out"), Tap("sum", "norm", "out", 1)]
+    recorder = Recorder(tapped_modules(model, taps)[0])
+    normed, total = model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
+    recorder.remove()
+    model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
+    assert [t.tolist() for t in recorder.seen["normed"]] == [normed.tolist()]
+    assert [t.tolist() for t in recorder.seen["sum"]] == [total.tolist()]
+
+
+def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
+    config = load_config(str(QUICKSTART), ["rollout.num_engines=3", "rollout.colocate=true", "weights.transport=ipc"])
+    eager = experiment_of(config, BisectOptions(own_weights=True), tmp_path)
+    assert (eager.rollout.num_engines, eager.rollout.colocate, eager.rollout.load_format) == (1, False, "model")
+    assert (eager.output_dir, eager.weights.transport) == (str(tmp_path), "reshard")
+    graphs = {name for name, value in eager.rollout.sglang.items() if value == "disabled"}
+    assert graphs == {"cuda_graph_backend_decode", "cuda_graph_backend_prefill"}
+    assert not list(engine_setting_problems(eager.rollout))
+
+
+def test_nothing_to_compare_is_refused_before_anything_starts(tmp_path, capsys):
+    folder = f"output_dir={tmp_path / 'run'}"
+    assert main(["bisect", str(QUICKSTART), "--set", folder, "--prompts", "0"]) == 2
+    assert "--prompts" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
