@@ -178,8 +178,8 @@ def _dispatched(folder: RunFolder) -> dict:
     """The largest lag of a token, and how many groups were trained on, twice among them (there is one epoch)."""
     seen: list[int] = []
     lag = 0
-    for step in sorted(folder.rollout_files()):
-        for group in read_rollouts(folder, step):
+    for step, files in sorted(folder.rollout_files().items()):
+        for group in read_rollouts(files.values()):
             seen.append(group["prompt_id"])
             lag = max(lag, *(step - 1 - sample["weight_version"] for sample in group["samples"]))
     return {"largest_lag": lag, "groups": len(seen), "twice": len(seen) - len(set(seen))}

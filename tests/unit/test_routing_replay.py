@@ -205,7 +205,7 @@ def test_checkpoints_keep_experts_and_logs_do_not(tmp_path: Path):
     log = RolloutLog(RunFolder(tmp_path), 0, 1)
     log.write(1, groups)
     log.close()
-    assert "routed" not in json.dumps(list(read_rollouts(RunFolder(tmp_path), 1)))
+    assert "routed" not in json.dumps(list(read_rollouts(RunFolder(tmp_path).rollout_files()[1].values())))
 
 
 @pytest.mark.parametrize(
