@@ -31,22 +31,38 @@ class BisectOptions:
 
 
 def bisect(config: ExperimentConfig, options: BisectOptions) -> int:
-    """Writes report.md, report.json and report.png into `<output_dir>/bisect`; returns 0 when nothing differs, else 1.
+    """Writes report.md, report.json and report.png into `<output_dir>/bisect`; returns the exit status.
 
-    Raises ValueError for what cannot be run on this machine.
+    That is 0 when nothing differs, 1 when something does, 2 when they could not be compared. Raises ValueError for what
+    cannot be run on this machine.
     """
     if options.num_prompts < 1 or options.max_new_tokens < 1:
         raise ValueError("--prompts and --max-new-tokens are at least 1")
+    if options.bound is not None and not options.bound > 0:
+        raise ValueError(f"--bound {options.bound}: a relative error above 0, such as 1e-5")
+    if options.checkpoint is not None:
+        _refuse_what_is_no_checkpoint(Path(options.checkpoint))
     folder = RunFolder(Path(config.output_dir)).bisect
     folder.bisect_report.unlink(missing_ok=True)
     write_whole(folder.bisect_options, json.dumps(asdict(options)))
     if ranks_beside_service(experiment_of(config, options, folder.path), "bisect"):
-        return 1
+        return 2
     found = json.loads(folder.bisect_report.read_text())
     print((folder.path / "report.md").read_text(), end="")
     if found["place"] is not None:
         print(f"megagrpo bisect: {found['place']} differs; every figure is in {folder.bisect_report}", file=sys.stderr)
     return 0 if found["place"] is None else 1
+
+
+def _refuse_what_is_no_checkpoint(folder: Path) -> None:
+    """Raises ValueError before an engine starts, which takes minutes."""
+    if (folder / "config.json").is_file():
+        raise ValueError(f"--checkpoint {folder} is a Hugging Face folder: give it as --set model.path={folder}")
+    if not (folder / "manifest.json").is_file():
+        raise ValueError(
+            f"--checkpoint {folder} is no finished checkpoint: it has no manifest.json; those of a run are "
+            "<output_dir>/checkpoints/step_000010 and the like"
+        )
 
 
 def bisect_main(config: ExperimentConfig) -> int:

@@ -17,6 +17,9 @@ from megagrpo.weights.engine_client import EngineConnection
 from megagrpo.weights.mailbox import Mailbox, address_towards
 
 
+_PASSES = Tap("passes", "model.embed_tokens", "out")  # has a row for each token, whatever else is tapped
+
+
 class Sequenced(NamedTuple):
     """Holds a prompt and the response that the engine sampled to it at temperature 1."""
 
@@ -58,16 +61,17 @@ class AskedEngine:
 
     def prefill(self, sequences: Sequence[Sequence[int]], taps: Sequence[Tap]) -> Prefilled:
         """Computes whole sequences, nothing of them from the cache, and returns what taps saw meanwhile."""
-        answers = self._ask("capture", [{"taps": list(taps)}] * self._engine.tp)
+        sequences = list(map(list, sequences))
+        answers = self._ask("capture", [{"taps": [*taps, _PASSES]}] * self._engine.tp)
         logprobs = []
-        for tokens in map(list, sequences):
+        for tokens in sequences:
             out = self._generate(tokens, {"max_new_tokens": 1, "temperature": 1.0}, logprob_start_len=0)
             logprobs.append([entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]])
         files = [self._folder / f"engine_rank{rank}.{secrets.token_hex(4)}.pt" for rank in range(self._engine.tp)]
         problems = [f"the engine's model has no {module}" for answer in answers for module in answer["missing"]]
         for answer in self._ask("read", [{"file": str(file)} for file in files]):
             problems += answer["problems"]
-        ranks = [torch.load(file) for file in files]
+        ranks = [only_prefills(torch.load(file), list(map(len, sequences))) for file in files]
         for file in files:
             file.unlink()
         return Prefilled(ranks, logprobs, list(dict.fromkeys(problems)))
@@ -101,3 +105,27 @@ class AskedEngine:
         if answer.status_code != 200:
             raise RuntimeError(f"{self._engine} refuses to compute: {answer.status_code} {answer.text[:1000]}")
         return answer.json()
+
+
+def only_prefills(seen: dict[str, list[Tensor]], lengths: Sequence[int]) -> dict[str, list[Tensor]]:
+    """Returns what taps saw without the passes that decode, of sequences of these lengths prefilled one by one.
+
+    A scheduler that overlaps its work starts to decode before it knows that a response of one token has ended. Where
+    passes do not add up to the lengths, or a module was not called once in each, everything stays.
+    """
+    sizes = [len(rows) for rows in seen[_PASSES.key]]
+    kept, at = [], 0
+    for length in lengths:
+        while length > 0 and at < len(sizes):
+            kept.append(at)
+            length, at = length - sizes[at], at + 1
+        if length:
+            kept = list(range(len(sizes)))
+            break
+        while at < len(sizes) and sizes[at] == 1:  # a sequence has at least two tokens
+            at += 1
+    return {
+        key: [calls[number] for number in kept] if len(calls) == len(sizes) else calls
+        for key, calls in seen.items()
+        if key != _PASSES.key
+    }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from megagrpo.bisect.compare import Bounds, Difference, Flips, first_beyond, first_flips_beyond, last_within
 
 OUTPUT = "output"  # title of the pass that is about no layer
+UNSEEN = "nothing compared"  # the place where hooks have shown nothing
 _EXPLAINED = {  # by the last part of a point's name
     "input_norm": "the norm's weight or epsilon",
     "mlp_norm": "the norm's weight or epsilon",
@@ -48,33 +49,37 @@ class Findings:
 class Verdict:
     """Names the first place where engine and trainers differ."""
 
-    place: str | None  # "weights" or the name of a point; None: nothing differs
+    place: str | None  # "weights", "nothing compared" or the name of a point; None: nothing differs
     text: str
+    computed: str | None  # the first point at which what is computed differs, also where the weights do
 
 
 def verdict(findings: Findings) -> Verdict:
     """Returns the first cause, in the order weights, layers, choice of experts, output."""
-    computed = _computed(findings.passes)
+    place, text = _computed(findings.passes)
     if findings.weights:
-        also = f"\nand what is computed: {computed.text}" if computed.place is not None else ""
-        return Verdict("weights", "\n".join(findings.weights[:2]) + also)
-    return computed
+        also = f"\nand what is computed: {text}" if place is not None else ""
+        return Verdict("weights", "\n".join(findings.weights[:2]) + also, place)
+    if place is None and not any(one.differences for one in findings.passes if one.title != OUTPUT):
+        why = f": {findings.notes[0]}" if findings.notes else ""
+        return Verdict(UNSEEN, f"log-probabilities agree, but nothing inside the model could be compared{why}", None)
+    return Verdict(place, text, place)
 
 
-def _computed(passes: list[Pass]) -> Verdict:
+def _computed(passes: list[Pass]) -> tuple[str | None, str]:
     output = [one for one in passes if one.title == OUTPUT]
     layers = [one for one in passes if one.title != OUTPUT]
     layers.sort(key=lambda one: (not one.inside, not one.forced))  # the most exact first
     for one in layers:
         if (found := first_beyond(one.differences)) is not None:
-            return Verdict(found.name, _differs(found, last_within(one.differences)))
+            return found.name, _differs(found, last_within(one.differences))
     for one in layers:
         if (flips := first_flips_beyond(one.flips)) is not None:
-            return Verdict(f"layers.{flips.layer}.experts", _chooses(flips))
+            return f"layers.{flips.layer}.experts", _chooses(flips)
     for one in output:
         if (found := first_beyond(one.differences)) is not None:
-            return Verdict(found.name, _differs(found, last_within(one.differences)))
-    return Verdict(None, "nothing differs beyond the bounds")
+            return found.name, _differs(found, last_within(one.differences))
+    return None, "nothing differs beyond the bounds"
 
 
 def _differs(found: Difference, before: Difference | None) -> str:

@@ -20,7 +20,7 @@ from megagrpo.mesh import LeaderError
 from megagrpo.rollout.control import ServiceControl, find_service
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.engine_fleet import EngineRegistry
-from megagrpo.weights.exchange import Exchange
+from megagrpo.weights.exchange import WEIGHTS_DIFFER, Exchange
 
 
 def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch.device) -> None:
@@ -68,9 +68,10 @@ def prove_weights(
             else:
                 exchange.publish(publish)
         except LeaderError as exc:
-            if "differ" not in str(exc):  # the engine refuses, or does not answer: there is nothing to compare
+            _, says, where = str(exc).partition(WEIGHTS_DIFFER)
+            if not says:  # the engine refuses, or does not answer: there is nothing to compare
                 raise
-            return str(exc).splitlines()
+            return (says + where).splitlines()
     return []
 
 

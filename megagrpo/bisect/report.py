@@ -46,7 +46,7 @@ def _row(found: Difference) -> str:
 def write_findings(folder: Path, findings: Findings) -> str:
     """Writes report.md, report.json and report.png into `folder`; returns the table."""
     found = verdict(findings)
-    record = {"place": found.place, "verdict": found.text, **asdict(findings)}
+    record = {"place": found.place, "computed": found.computed, "verdict": found.text, **asdict(findings)}
     write_whole(folder / "report.json", json.dumps(_plain(record), indent=1))
     text = table(findings)
     write_whole(folder / "report.md", text)

@@ -42,6 +42,7 @@ TRANSPORTS: dict[str, Callable[[TrainerWeights], Transport]] = {
 }
 _PHASES = ("connect", "plan", "gather", "transfer", "digest", "verify", "restart")
 _MISMATCHES_SHOWN = 10
+WEIGHTS_DIFFER = "live weights differ from the trainers'"  # how the message begins that says where
 
 
 class Exchange:
@@ -178,7 +179,7 @@ class Exchange:
             ]
         if problems:
             shown = "\n".join(problems[:_MISMATCHES_SHOWN])
-            raise RuntimeError(f"live weights differ from the trainers' in {len(problems)} places:\n{shown}")
+            raise RuntimeError(f"{WEIGHTS_DIFFER} in {len(problems)} places:\n{shown}")
 
 
 def _gather_distinct(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:

@@ -98,7 +98,7 @@ def bisect_cases(
     """Collective. Bisects the engine against one actor after the other.
 
     A case: "model", an HF folder; "head": whether its product is rounded; "parallel"; "version" of the weights;
-    "publish": whether they are published first, for the engine has others.
+    "publish": whether they are published first, for the engine has others; "dtype" of both.
     """
     from megagrpo.bisect.engine_side import AskedEngine
     from megagrpo.bisect.findings import verdict
@@ -115,14 +115,15 @@ def bisect_cases(
         own = folder / f"case{number}"
         own.mkdir(parents=True, exist_ok=True)
         parallel = ParallelConfig(**case.get("parallel", {}))
-        actor_config = ActorConfig(world_size=world, parallel=parallel, deadline_s=120.0)
+        dtype = case.get("dtype", "float32")
+        actor_config = ActorConfig(world_size=world, parallel=parallel, deadline_s=120.0, dtype=dtype)
         config = ExperimentConfig.model_validate(
             {
                 "name": "bisect",
                 "output_dir": str(own),
                 "model": {"path": str(case["model"])},
                 "data": {"path": "none.jsonl"},
-                "rollout": {"tp": tp, "load_format": "dummy" if case.get("publish") else "model"},
+                "rollout": {"tp": tp, "dtype": dtype, "load_format": "dummy" if case.get("publish") else "model"},
                 "weights": {"timeout_s": 60.0, "bucket_mb": 0.1},
             }
         ).model_copy(update={"actor": actor_config})

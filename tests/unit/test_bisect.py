@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from megagrpo.bisect.command import BisectOptions, experiment_of
 from megagrpo.bisect.compare import BOUNDS, bound_at, compare_points, difference
-from megagrpo.bisect.findings import OUTPUT, Findings, Pass, verdict
+from megagrpo.bisect.engine_side import only_prefills
+from megagrpo.bisect.findings import OUTPUT, UNSEEN, Findings, Pass, verdict
 from megagrpo.bisect.points import Point, layer_points, residual_points
 from megagrpo.bisect.report import write_findings
 from megagrpo.bisect.sides import Side, from_engine, from_trainer
@@ -187,7 +188,28 @@ def test_weights_come_first_and_layers_before_the_output():
     found.weights = ["live weights differ in 1 places:", "engine e0 rank 0: parameter a does not hold HF tensor b"]
     assert verdict(found).place == "weights"
     assert "HF tensor b" in verdict(found).text
+    assert verdict(found).computed == "layers.0.output"
     assert "layers.0" not in verdict(replace(found, passes=[])).text
+
+
+def test_hooks_that_saw_nothing_prove_nothing():
+    near = difference("logprobs", "logprobs", None, torch.ones(TOKENS, 1), torch.ones(TOKENS, 1), LENGTHS, 1e-6)
+    blind = Findings([], [Pass("x", []), Pass(OUTPUT, [near])], ["the hooks saw 3 rows of 23"], LENGTHS, FLOAT32)
+    said = verdict(blind)
+    assert (said.place, said.computed) == (UNSEEN, None)
+    assert "the hooks saw 3 rows of 23" in said.text
+    assert verdict(replace(blind, passes=[Pass("x", [near])])).place is None
+
+
+def test_passes_that_decode_are_left_out():
+    """An engine that overlaps its work decodes a token of a response that has ended; a long prompt comes in chunks."""
+    sizes = [9, 1, 8, 6, 1]
+    seen = {"passes": [torch.zeros(n, 2) for n in sizes], "heads": [torch.full((3 * n, 4), n) for n in sizes]}
+    once = {"norm": [torch.zeros(1, 2)]}
+    found = only_prefills(seen | once, [9, 14])
+    assert [int(call[0, 0]) for call in found["heads"]] == [9, 8, 6]
+    assert found.keys() == {"heads", "norm"} and len(found["norm"]) == 1
+    assert [len(call) for call in only_prefills(seen, [9, 20])["heads"]] == [3 * n for n in sizes]  # cannot be told
 
 
 def test_the_report_is_for_people_and_programs(tmp_path):
