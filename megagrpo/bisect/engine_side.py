@@ -16,7 +16,6 @@ from megagrpo.weights.clock import Deadline
 from megagrpo.weights.engine_client import EngineConnection
 from megagrpo.weights.mailbox import Mailbox, address_towards
 
-
 _PASSES = Tap("passes", "model.embed_tokens", "out")  # has a row for each token, whatever else is tapped
 
 
