@@ -14,9 +14,11 @@ _INK, _LINE, _BOUND = "#0b0b0b", "#2a78d6", "#e34948"
 
 def table(findings: Findings) -> str:
     """Returns the report for people, in Markdown."""
-    tokens = sum(findings.lengths)
+    tokens, found = sum(findings.lengths), verdict(findings)
     lines = [
-        f"# Engine against trainer: {verdict(findings).text}",
+        f"# Engine against trainer: {found.place or 'nothing differs'}",
+        "",
+        *found.text.splitlines(),
         "",
         f"{len(findings.lengths)} sequences, {tokens} tokens. Errors are relative to the engine's values.",
         "",

@@ -25,6 +25,7 @@ class Found:
     """What a bisection said."""
 
     place: str | None
+    computed: str | None
     text: str
     report: str
 
@@ -32,7 +33,7 @@ class Found:
 def noisy(name: str) -> Callable[[Tensors], None]:
     def change(tensors: Tensors) -> None:
         noise = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(0))
-        tensors[name] = tensors[name] + 0.05 * tensors[name].std() * noise
+        tensors[name] = tensors[name] + 0.05 * tensors[name].abs().mean() * noise
 
     return change
 
@@ -142,5 +143,5 @@ def bisect_cases(
                 engine.close()
                 found.weights += wrong
                 said = verdict(found)
-                results.append(Found(said.place, said.text, write_findings(own, found)))
+                results.append(Found(said.place, said.computed, said.text, write_findings(own, found)))
     return results
