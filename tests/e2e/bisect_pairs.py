@@ -28,6 +28,8 @@ class Found:
     computed: str | None
     text: str
     report: str
+    largest: dict[str, float]  # error by the last part of a point's name, of all layers
+    margin: float  # smallest bound / error of all points
 
 
 def noisy(name: str) -> Callable[[Tensors], None]:
@@ -93,6 +95,16 @@ def _rounded_head(planted: bool) -> Iterator[None]:
         head.chunked_logprobs = exact
 
 
+def _sizes(found) -> tuple[dict[str, float], float]:
+    errors: dict[str, float] = {}
+    margin = float("inf")
+    for one in (one for part in found.passes for one in part.differences):
+        kind = one.name.rpartition(".")[2]
+        errors[kind] = max(errors.get(kind, 0.0), one.error)
+        margin = min(margin, one.bound / max(one.error, 1e-30))
+    return errors, margin
+
+
 def bisect_cases(
     rank: int, info: EngineInfo, api_key: str, tp: int, folder: Path, cases: list[dict], world: int = 1
 ) -> list[Found]:
@@ -143,5 +155,6 @@ def bisect_cases(
                 engine.close()
                 found.weights += wrong
                 said = verdict(found)
-                results.append(Found(said.place, said.computed, said.text, write_findings(own, found)))
+                report, sizes = write_findings(own, found), _sizes(found)
+                results.append(Found(said.place, said.computed, said.text, report, *sizes))
     return results

@@ -65,6 +65,9 @@ PERTURBED = {
 }
 
 
+LEAST_MARGIN = 2.0  # of a bound over the difference of a healthy pair
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     pool = RankPool()
@@ -109,17 +112,28 @@ def test_a_perturbed_weight_is_named_wherever_it_is(service, pool, tiny_model, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "engines"), [*((family, "TP1") for family in FAMILIES), ("qwen3_moe", "TP2xEP2")])
-def test_nothing_differs_in_a_healthy_pair(family: str, engines: str, pool, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "engines", "dtype"),
+    [
+        *((family, "TP1", "float32") for family in FAMILIES),
+        ("qwen3_moe", "TP2xEP2", "float32"),
+        *((family, "TP1", "bfloat16") for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
+    ],
+)
+def test_nothing_differs_in_a_healthy_pair(family: str, engines: str, dtype: str, pool, tmp_path: Path):
+    """And the bounds leave room: a cluster's models are deeper and wider."""
     model = make_model(tmp_path / family, family)
-    with running_engines(model, engines, tmp_path) as (info,):
-        for world, parallel in ((1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})):
-            cases = [{"model": model, "parallel": parallel, "publish": True, "version": 1}]
+    layouts = [(1, {})] if dtype == "bfloat16" else [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})]
+    with running_engines(model, engines, tmp_path, dtype) as (info,):
+        for world, parallel in layouts:
+            cases = [{"model": model, "parallel": parallel, "publish": True, "version": 1, "dtype": dtype}]
             folder = tmp_path / "_".join([str(world), *parallel])
             args = (info, ListedEngines.api_key, ENGINES[engines].get("tp", 1), folder, cases, world)
             (said,) = pool.run(world, bisect_cases, *args)[0]
             assert said.place is None, f"{parallel}:\n{said.report}"
             assert engines != "TP1" or "Not compared" not in said.report, f"{parallel}:\n{said.report}"
+            assert said.margin > LEAST_MARGIN, f"{parallel}:\n{said.report}"
+            print(f"{family}, {engines}, {dtype}, trainers {parallel}: bounds / {said.margin:.1f}, {said.largest}")
 
 
 @pytest.mark.slow

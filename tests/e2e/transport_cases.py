@@ -107,24 +107,24 @@ def make_model(folder: Path, family: str) -> Path:
     return folder
 
 
-def experiment(model: Path, engines: str, transport: str) -> ExperimentConfig:
+def experiment(model: Path, engines: str, transport: str, dtype: str = "float32") -> ExperimentConfig:
     return ExperimentConfig.model_validate(
         {
             "name": "transports",
             "output_dir": str(model.parent),
             "model": {"path": str(model)},
             "data": {"path": "none.jsonl"},
-            "rollout": {"max_total_tokens": 2000, **ENGINES[engines]},
+            "rollout": {"max_total_tokens": 2000, "dtype": dtype, **ENGINES[engines]},
             "weights": {"transport": transport, "bucket_mb": _BUCKET_MB, "timeout_s": _PUBLISH_S},
-            "actor": {"deadline_s": _PUBLISH_S + 60.0},
+            "actor": {"deadline_s": _PUBLISH_S + 60.0, "device": "cpu"},
         }
     )
 
 
 @contextmanager
-def running_engines(model: Path, engines: str, folder: Path) -> Iterator[list[EngineInfo]]:
+def running_engines(model: Path, engines: str, folder: Path, dtype: str = "float32") -> Iterator[list[EngineInfo]]:
     """All engines of a layout, which start together."""
-    config = experiment(model, engines, "disk")
+    config = experiment(model, engines, "disk", dtype)
     started = [OneEngine(config, folder, id=f"e{number}") for number in range(config.rollout.num_engines)]
     try:
         for engine in started:
