@@ -73,7 +73,8 @@ def bisect_pair(
     if ids is not None:
         replayed, logprobs = _compare(job, "residual stream, the engine's experts replayed", points, prefilled, ids)
         passes.append(replayed)
-    natural, natural_logprobs = _compare(job, "residual stream", points, prefilled, None)
+    title = "residual stream" if ids is None else "residual stream, the actor's own experts"
+    natural, natural_logprobs = _compare(job, title, points, prefilled, None)
     passes += [natural, _outputs(job, prefilled, natural_logprobs if logprobs is None else logprobs)]
     if (layer := _layer_to_open(passes)) is not None:
         inside = layer_points(actor.arch, layer)

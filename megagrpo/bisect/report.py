@@ -20,7 +20,8 @@ def table(findings: Findings) -> str:
         "",
         *found.text.splitlines(),
         "",
-        f"{len(findings.lengths)} sequences, {tokens} tokens. Errors are relative to the engine's values.",
+        f"{len(findings.lengths)} sequences, {tokens} tokens. Errors are relative to the engine's values; worst token: "
+        "SEQUENCE:TOKEN, both counted from 0.",
         "",
         f"weights: {'digests agree' if not findings.weights else findings.weights[0]}",
     ]

@@ -137,10 +137,15 @@ def test_nothing_differs_in_a_healthy_pair(family: str, engines: str, dtype: str
 
 
 @pytest.mark.slow
-def test_the_command_writes_its_report(tmp_path: Path):
-    config = write_experiment(tmp_path / "run")
-    assert megagrpo("prepare", config).status == 0
-    done = megagrpo("bisect", config, "--prompts", "2", "--max-new-tokens", "8")
-    assert done.status == 0, done.stdout + done.stderr
-    for name in ("report.md", "report.json", "report.png"):
-        assert (tmp_path / "run" / "bisect" / name).exists()
+def test_the_command_compares_a_model_and_a_checkpoint(tmp_path: Path):
+    config = write_experiment(tmp_path / "run", train={"num_steps": 1}, checkpoint={"every": 1})
+    for command in ("prepare", "run"):
+        done = megagrpo(command, config)
+        assert done.status == 0, done.stderr
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    for options in ([], ["--checkpoint", checkpoint]):
+        done = megagrpo("bisect", config, "--prompts", "2", "--max-new-tokens", "8", *options)
+        assert done.status == 0, done.stdout + done.stderr
+        assert "nothing differs" in done.stdout and "| ok |" in done.stdout
+        for name in ("report.md", "report.json", "report.png"):
+            (tmp_path / "run" / "bisect" / name).unlink()

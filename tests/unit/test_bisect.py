@@ -357,6 +357,13 @@ def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
 
 def test_nothing_to_compare_is_refused_before_anything_starts(tmp_path, capsys):
     folder = f"output_dir={tmp_path / 'run'}"
-    assert main(["bisect", str(QUICKSTART), "--set", folder, "--prompts", "0"]) == 2
-    assert "--prompts" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    for options, says in [
+        (["--prompts", "0"], "--prompts"),
+        (["--bound", "0"], "--bound 0.0"),
+        (["--checkpoint", str(tmp_path / "step_000010")], "no manifest.json"),
+        (["--checkpoint", str(tmp_path)], f"--set model.path={tmp_path}"),
+    ]:
+        assert main(["bisect", str(QUICKSTART), "--set", folder, *options]) == 2
+        assert says in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
