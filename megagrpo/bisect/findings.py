@@ -66,6 +66,17 @@ def verdict(findings: Findings) -> Verdict:
     return Verdict(place, text, place)
 
 
+def layer_to_open(passes: list[Pass]) -> int | None:
+    """Returns the layer to look into: the first that differs with experts replayed, else naturally, else the first
+    that chooses other experts too often. None too where the embedding differs already.
+    """
+    for one in passes:
+        if one.title != OUTPUT and (found := first_beyond(one.differences)) is not None:
+            return found.layer
+    flips = (first_flips_beyond(one.flips) for one in passes)
+    return next((found.layer for found in flips if found is not None), None)
+
+
 def _computed(passes: list[Pass]) -> tuple[str | None, str]:
     output = [one for one in passes if one.title == OUTPUT]
     layers = [one for one in passes if one.title != OUTPUT]

@@ -15,11 +15,9 @@ from megagrpo.bisect.compare import (
     bound_at,
     compare_points,
     difference,
-    first_beyond,
-    first_flips_beyond,
 )
 from megagrpo.bisect.engine_side import AskedEngine, Prefilled, Sequenced
-from megagrpo.bisect.findings import OUTPUT, Findings, Pass
+from megagrpo.bisect.findings import OUTPUT, Findings, Pass, layer_to_open
 from megagrpo.bisect.points import FINAL_NORM, Point, final_norm, layer_points, residual_points
 from megagrpo.bisect.sides import from_engine, from_trainer
 from megagrpo.mesh import Mesh
@@ -76,7 +74,7 @@ def bisect_pair(
     title = "residual stream" if ids is None else "residual stream, the actor's own experts"
     natural, natural_logprobs = _compare(job, title, points, prefilled, None)
     passes += [natural, _outputs(job, prefilled, natural_logprobs if logprobs is None else logprobs)]
-    if (layer := _layer_to_open(passes)) is not None:
+    if (layer := layer_to_open(passes)) is not None:
         inside = layer_points(actor.arch, layer)
         again, _ = _prefill(job, inside)
         found, _ = _compare(job, f"inside layer {layer}", inside, again, ids)
@@ -198,17 +196,6 @@ def _head_inputs(job: _Job, prefilled: Prefilled | None) -> tuple[Tensor | None,
         return None, tokens
     parts = side.values[FINAL_NORM].split(job.lengths)
     return torch.cat([part[:-1] for part in parts]), tokens
-
-
-def _layer_to_open(passes: Sequence[Pass]) -> int | None:
-    """Returns the layer to look into: the first that differs with experts replayed, else naturally, else the first
-    that chooses other experts too often.
-    """
-    for one in passes:
-        if (found := first_beyond(one.differences)) is not None and found.layer is not None:
-            return found.layer
-    flips = (first_flips_beyond(one.flips) for one in passes)
-    return next((found.layer for found in flips if found is not None), None)
 
 
 def batch_of_sequences(sequences: Sequence[Sequenced], mesh: Mesh) -> Batch:

@@ -1,49 +1,63 @@
 """`megagrpo bisect` against real engines: it names the place of planted mistakes, and nothing in healthy pairs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from bisect_pairs import bisect_cases, changed_copy, noisy, swapped, with_config
+from bisect_pairs import Tensors, bisect_cases, changed_copy, noisy, swapped, with_config
 from run_megagrpo import megagrpo, write_experiment
 from tiny_model import make_tiny_model
 from transport_cases import ENGINES, FAMILIES, ListedEngines, make_model, running_engines
 
 from tests.dist.workers.pool import RankPool
 
-# name -> (change of the tensors, change of config.json, place, the first place where what is computed differs, words)
 PROJECTION = "model.layers.1.self_attn.o_proj.weight"
+
+
+@dataclass(frozen=True)
+class Planted:
+    """One mistake, in the actor, and what must be said of it."""
+
+    place: str | None
+    computed: str | None  # where what is computed differs first
+    words: tuple[str, ...]  # of the verdict
+    tensors: Callable[[Tensors], None] | None = None
+    config: Callable[[dict], None] | None = None
+    head: bool = False  # computed in bfloat16
+    stale: bool = False  # the engine has the weights of the version before
+
+
 PLANTED = {
-    "nothing": (None, None, None, None, ["nothing differs"]),
-    "a perturbed weight": (
-        noisy(PROJECTION),
-        None,
+    "nothing": Planted(None, None, ("nothing differs",)),
+    "a perturbed weight": Planted(
         "weights",
         "layers.1.attention_out",
-        [PROJECTION, "the first difference is output projection of attention of layer 1"],
+        (PROJECTION, "the first difference is output projection of attention of layer 1"),
+        tensors=noisy(PROJECTION),
     ),
-    "a wrong rope theta": (
-        None,
-        with_config(rope_theta=1e6),  # of 1e4
+    "a wrong rope theta": Planted(
         "layers.0.core_attention",
         "layers.0.core_attention",
-        ["equal up to normed keys of layer 0", "rotary"],
+        ("equal up to normed keys of layer 0", "rotary"),
+        config=with_config(rope_theta=1e6),  # of 1e4
     ),
-    "a wrong norm epsilon": (
-        None,
-        with_config(rms_norm_eps=1e-5),  # of 1e-6
+    "a wrong norm epsilon": Planted(
         "layers.0.input_norm",
         "layers.0.input_norm",
-        ["norm before attention of layer 0", "epsilon"],
+        ("norm before attention of layer 0", "epsilon"),
+        config=with_config(rms_norm_eps=1e-5),  # of 1e-6
     ),
-    "swapped experts": (
-        swapped("layers.1.mlp.experts.0.", "layers.1.mlp.experts.1."),
-        None,
+    "swapped experts": Planted(
         "weights",
         "layers.1.mlp_out",
-        ["model.layers.1.mlp.experts", "MLP or experts of layer 1"],
+        ("model.layers.1.mlp.experts", "MLP or experts of layer 1"),
+        tensors=swapped("layers.1.mlp.experts.0.", "layers.1.mlp.experts.1."),
     ),
+    "a bf16 head": Planted("head", "head", ("output layer",), head=True),
+    "stale weights": Planted("weights", "embedding", ("version 3, the trainers have 4",), stale=True),
 }
+IN_EVERY_RUN = ("nothing", "a perturbed weight", "a wrong rope theta")
 # part of a tensor's name -> where a change of 5 % shows first; the layer has its place in both
 PERTURBED = {
     "model.embed_tokens.weight": "embedding",
@@ -75,26 +89,23 @@ def pool() -> Iterator[RankPool]:
     pool.stop()
 
 
-def test_planted_mistakes_are_found_and_named(service, pool, tiny_model, tmp_path: Path):
+@pytest.mark.parametrize("names", [IN_EVERY_RUN, pytest.param(tuple(PLANTED), marks=pytest.mark.slow)], ids=len)
+def test_planted_mistakes_are_found_and_named(names, service, pool, tiny_model, tmp_path: Path):
     service.set_version(3)
-    cases = [
-        {"model": changed_copy(tiny_model, tmp_path / str(number), tensors, config), "version": 3}
-        for number, (tensors, config, *_) in enumerate(PLANTED.values())
-    ]
-    cases.append({"model": tiny_model, "head": True, "version": 3})
-    cases.append({"model": make_tiny_model(tmp_path / "other", seed=5), "version": 4})
+    cases = []
+    for name in names:
+        one = PLANTED[name]
+        base = make_tiny_model(tmp_path / "other", seed=5) if one.stale else tiny_model
+        model = changed_copy(base, tmp_path / str(len(cases)), one.tensors, one.config)
+        cases.append({"model": model, "head": one.head, "version": 4 if one.stale else 3})
     args = (service.wait_alive(), service.control.api_key, 1, tmp_path / "out", cases)
-    found = pool.run(1, bisect_cases, *args)[0]
-    for (name, (_, _, place, computed, words)), said in zip(PLANTED.items(), found[:-2], strict=True):
-        assert (said.place, said.computed) == (place, computed), f"{name}:\n{said.report}"
-        assert not [word for word in words if word not in said.text], f"{name}: {said.text}"
-    head, stale = found[-2:]
-    assert head.place == "head", head.report
-    assert (stale.place, stale.computed) == ("weights", "embedding"), stale.report
-    assert "version 3, the trainers have 4" in stale.text, stale.text
-    healthy = found[0].report
-    assert "Not compared" not in healthy, healthy
-    assert healthy.count("| ok |") == 15, healthy  # twice embedding, both halves of two layers, norm; and the output
+    for name, said in zip(names, pool.run(1, bisect_cases, *args)[0], strict=True):
+        one = PLANTED[name]
+        assert (said.place, said.computed) == (one.place, one.computed), f"{name}:\n{said.report}"
+        assert not [word for word in one.words if word not in said.text], f"{name}: {said.text}"
+        assert "Not compared" not in said.report, f"{name}:\n{said.report}"
+        # twice embedding, both halves of two layers and norm, and the output
+        assert one.place or said.report.count("| ok |") == 15, said.report
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megagrpo.bisect.command import BisectOptions, experiment_of
 from megagrpo.bisect.compare import BOUNDS, bound_at, compare_points, difference
 from megagrpo.bisect.engine_side import only_prefills
-from megagrpo.bisect.findings import OUTPUT, UNSEEN, Findings, Pass, verdict
+from megagrpo.bisect.findings import OUTPUT, UNSEEN, Findings, Pass, layer_to_open, verdict
 from megagrpo.bisect.points import Point, layer_points, residual_points
 from megagrpo.bisect.report import write_findings
 from megagrpo.bisect.sides import Side, from_engine, from_trainer
@@ -190,6 +190,23 @@ def test_weights_come_first_and_layers_before_the_output():
     assert "HF tensor b" in verdict(found).text
     assert verdict(found).computed == "layers.0.output"
     assert "layers.0" not in verdict(replace(found, passes=[])).text
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [(None, None), ("embedding", None), ("layers.0.output", 0), ("layers.2.after_attention", 2)]
+)
+def test_the_first_layer_that_differs_is_opened_and_none_behind_a_wrong_embedding(name, layer):
+    """What comes behind differs too, and takes other experts."""
+    points = residual_points(ARCH)
+    engine, trainer = both_sides(points)
+    names = [point.name for point in points]
+    for later in names[names.index(name) :] if name else []:
+        if later.endswith("experts"):
+            trainer[later] = trainer[later].roll(1, 1)
+        else:
+            trainer[later] = trainer[later] * 1.001
+    passes = found_in(points, engine, trainer, forced=True).passes
+    assert layer_to_open([*passes, Pass(OUTPUT, [])]) == layer
 
 
 def test_hooks_that_saw_nothing_prove_nothing():
