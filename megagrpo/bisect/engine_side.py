@@ -60,17 +60,17 @@ class AskedEngine:
 
     def prefill(self, sequences: Sequence[Sequence[int]], taps: Sequence[Tap]) -> Prefilled:
         """Computes whole sequences, nothing of them from the cache, and returns what taps saw meanwhile."""
-        sequences = list(map(list, sequences))
+        whole = [list(tokens) for tokens in sequences]
         answers = self._ask("capture", [{"taps": [*taps, _PASSES]}] * self._engine.tp)
         logprobs = []
-        for tokens in sequences:
+        for tokens in whole:
             out = self._generate(tokens, {"max_new_tokens": 1, "temperature": 1.0}, logprob_start_len=0)
             logprobs.append([entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]])
         files = [self._folder / f"engine_rank{rank}.{secrets.token_hex(4)}.pt" for rank in range(self._engine.tp)]
         problems = [f"the engine's model has no {module}" for answer in answers for module in answer["missing"]]
         for answer in self._ask("read", [{"file": str(file)} for file in files]):
             problems += answer["problems"]
-        ranks = [only_prefills(torch.load(file), list(map(len, sequences))) for file in files]
+        ranks = [only_prefills(torch.load(file), list(map(len, whole))) for file in files]
         for file in files:
             file.unlink()
         return Prefilled(ranks, logprobs, list(dict.fromkeys(problems)))
