@@ -42,8 +42,8 @@ MODELS = {"qwen3": {}, "qwen3_tied": {}, "qwen3_moe": {"ep": 2}}
 
 
 def check_same_bits(hf_models: Path, folder: Path, world: int, parallel: dict, cases: list[tuple[str, str]]) -> None:
-    """Two updates for every (model, name in VIRTUAL_STAGES or STAGES) in one layout, against what they must equal."""
-    overlaps = {**STAGES, **VIRTUAL_STAGES} if parallel.get("vpp") else STAGES
+    """Two updates for every (model, name of an overlap) in one layout, against those that they must equal."""
+    overlaps = VIRTUAL_STAGES if "vpp" in parallel else STAGES
     jobs = {
         (model, overlap): {
             "do": "two_updates",
