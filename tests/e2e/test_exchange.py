@@ -1,15 +1,19 @@
 """The exchange against a real SGLang engine: weights go in, are proven, and are what the engine then computes with."""
 
+import asyncio
 import base64
 import os
 import pickle
 import signal
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,13 +32,16 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import WEIGHT_LOADER
 from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.rollout.background import Turnstile
 from megagrpo.rollout.control import bearer
+from megagrpo.rollout.generation import GenerationClient, Response, RetryPolicy, SamplingParams
 from megagrpo.types import EngineInfo
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.record import record_copies
 
 KEY = bearer(OneEngine.api_key)
 PROMPTS = [[1, 5, 6, 7, 8, 9], [1, *range(40, 90)]]
+NUM_PROMPT_TOKENS = sum(map(len, PROMPTS))
 
 
 class PlainSource:
@@ -154,6 +161,49 @@ def test_every_transport_puts_weights_into_a_moe(moe_engine, moe_models, tmp_pat
         assert moe_engine.ready_calls[-1] == ("e0", moe_engine.info.incarnation, version)
         assert_engine_computes_with(moe_engine.info.url, model, version)
     assert not (tmp_path / "weights" / "v1").exists()
+
+
+async def sampled(url: str, version: int) -> list[Response]:
+    """Responses of 300 tokens by weights of `version` or newer."""
+    params, retry = SamplingParams(1.0, 300), RetryPolicy(0, 120.0)
+    async with GenerationClient(url, OneEngine.api_key, retry, Turnstile()) as client:
+        asked = [client.generate(np.array(p), params, seed, version, True) for seed, p in enumerate(PROMPTS)]
+        return await asyncio.gather(*asked)
+
+
+@torch.no_grad()
+def logprobs_by(model: Path, prompt: list[int], response: Response) -> torch.Tensor:
+    """[T], by HF transformers."""
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokens = torch.tensor([*prompt, *response.token_ids])
+    logprobs = torch.log_softmax(hf(tokens[None]).logits[0], -1)
+    return logprobs[torch.arange(len(prompt) - 1, len(tokens) - 1), tokens[len(prompt) :]]
+
+
+def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_the_new_ones(
+    moe_engine, moe_models, tmp_path
+):
+    """weights.in_flight: retract. What was sampled before the publish is read again by the new weights."""
+    source, url = PlainSource(moe_models[1]), moe_engine.info.url
+    exchange = exchange_for(moe_engine, source.load(moe_models[1]), "reshard", tmp_path)
+    exchange.publish(40)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(asyncio.run, sampled(url, 40))
+        begun = time.monotonic()
+        while httpx.get(f"{url}/v1/loads", headers=KEY).json()["loads"][0]["num_used_tokens"] < 2 * NUM_PROMPT_TOKENS:
+            assert not asked.done() and time.monotonic() < begun + 60
+        source.load(moe_models[2])
+        exchange.publish(41)
+        responses = asked.result()
+    exchange.close()
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        ((start, version),) = response.newer
+        assert response.weight_version == 40 and version == 41 and 0 < start < len(response.token_ids)
+        old, new = (logprobs_by(model, prompt, response) for model in moe_models[1:])
+        found = torch.from_numpy(response.logprobs)
+        assert (found[:start] - old[:start]).abs().max() <= 1e-5
+        assert (found[start:] - new[start:]).abs().max() <= 1e-5
+        assert (old - new).abs().max() > 1e-2, "weights that differ"
 
 
 def test_disk_keeps_the_last_version_only(moe_engine, moe_models, tmp_path):
