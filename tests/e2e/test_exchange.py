@@ -164,8 +164,8 @@ def test_every_transport_puts_weights_into_a_moe(moe_engine, moe_models, tmp_pat
 
 
 async def sampled(url: str, version: int) -> list[Response]:
-    """Responses of 300 tokens by weights of `version` or newer."""
-    params, retry = SamplingParams(1.0, 300), RetryPolicy(0, 120.0)
+    """Responses of 1,500 tokens by weights of `version` or newer."""
+    params, retry = SamplingParams(1.0, 1500), RetryPolicy(0, 240.0)
     async with GenerationClient(url, OneEngine.api_key, retry, Turnstile()) as client:
         asked = [client.generate(np.array(p), params, seed, version, True) for seed, p in enumerate(PROMPTS)]
         return await asyncio.gather(*asked)
