@@ -1,6 +1,5 @@
 """The exchange against a real SGLang engine: weights go in, are proven, and are what the engine then computes with."""
 
-import asyncio
 import base64
 import os
 import pickle
@@ -13,7 +12,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,9 +30,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.environment import WEIGHT_LOADER
 from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.rollout.background import Turnstile
 from megagrpo.rollout.control import bearer
-from megagrpo.rollout.generation import GenerationClient, Response, RetryPolicy, SamplingParams
 from megagrpo.types import EngineInfo
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.record import record_copies
@@ -163,21 +159,19 @@ def test_every_transport_puts_weights_into_a_moe(moe_engine, moe_models, tmp_pat
     assert not (tmp_path / "weights" / "v1").exists()
 
 
-async def sampled(url: str, version: int) -> list[Response]:
-    """Responses of 1,500 tokens by weights of `version` or newer."""
-    params, retry = SamplingParams(1.0, 1500), RetryPolicy(0, 240.0)
-    async with GenerationClient(url, OneEngine.api_key, retry, Turnstile()) as client:
-        asked = [client.generate(np.array(p), params, seed, version, True) for seed, p in enumerate(PROMPTS)]
-        return await asyncio.gather(*asked)
+def long_responses(url: str) -> list[dict]:
+    """To each prompt one that does not end by itself."""
+    sampling = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
+    body = {"input_ids": PROMPTS, "return_logprob": True, "sampling_params": sampling}
+    return httpx.post(f"{url}/generate", json=body, headers=KEY, timeout=300).raise_for_status().json()
 
 
 @torch.no_grad()
-def logprobs_by(model: Path, prompt: list[int], response: Response) -> torch.Tensor:
+def logprobs_by(model: Path, prompt: list[int], response: list[int]) -> torch.Tensor:
     """[T], by HF transformers."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    tokens = torch.tensor([*prompt, *response.token_ids])
-    logprobs = torch.log_softmax(hf(tokens[None]).logits[0], -1)
-    return logprobs[torch.arange(len(prompt) - 1, len(tokens) - 1), tokens[len(prompt) :]]
+    logprobs = torch.log_softmax(hf(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1], -1)
+    return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
 def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_the_new_ones(
@@ -188,7 +182,7 @@ def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_th
     exchange = exchange_for(moe_engine, source.load(moe_models[1]), "reshard", tmp_path)
     exchange.publish(40)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(asyncio.run, sampled(url, 40))
+        asked = pool.submit(long_responses, url)
         begun = time.monotonic()
         while httpx.get(f"{url}/v1/loads", headers=KEY).json()["loads"][0]["num_used_tokens"] < 2 * NUM_PROMPT_TOKENS:
             assert not asked.done() and time.monotonic() < begun + 60
@@ -197,10 +191,12 @@ def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_th
         responses = asked.result()
     exchange.close()
     for prompt, response in zip(PROMPTS, responses, strict=True):
-        ((start, version),) = response.newer
-        assert response.weight_version == 40 and version == 41 and 0 < start < len(response.token_ids)
-        old, new = (logprobs_by(model, prompt, response) for model in moe_models[1:])
-        found = torch.from_numpy(response.logprobs)
+        meta, ids = response["meta_info"], response["output_ids"]
+        spans = [(int(span["version"]), span["start"]) for span in meta["weight_versions"]]
+        start = spans[-1][1]
+        assert spans == [(40, 0), (41, start)] and 0 < start < len(ids)
+        old, new = (logprobs_by(model, prompt, ids) for model in moe_models[1:])
+        found = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
         assert (found[:start] - old[:start]).abs().max() <= 1e-5
         assert (found[start:] - new[start:]).abs().max() <= 1e-5
         assert (old - new).abs().max() > 1e-2, "weights that differ"
