@@ -67,27 +67,8 @@ SETTINGS = {
     "weights": {"bucket_mb": 0.02},
     "actor": {"max_restarts": 1000},
     "checkpoint": {"every": 1},
-    "reward": {"grader": "graders_of_bench:low_digits", "timeout_s": REWARD_TIMEOUT_S},
+    "reward": {"grader": "fault_graders:low_digits", "timeout_s": REWARD_TIMEOUT_S},
 }
-GRADERS = '''
-import random
-import time
-from pathlib import Path
-
-def low_digits(text, answer):
-    """The share of small digits; hangs once when a file asks for it."""
-    asked = Path(__file__).with_name("hang_in_reward")
-    try:
-        asked.unlink()
-    except FileNotFoundError:
-        return sum(c in "01234" for c in text) / max(len(text), 1)
-    time.sleep(3600)
-
-def late_low_digits(text, answer):
-    """The same after a random time."""
-    time.sleep(random.uniform(0.0, 0.2))
-    return low_digits(text, answer)
-'''
 
 
 @dataclass
@@ -275,7 +256,7 @@ def prepare(root: Path, made: Path | None = None) -> None:
     """Makes the folder for runs; the model and the data are those in `made`, or new ones."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
-    (root / "graders_of_bench.py").write_text(GRADERS)
+    shutil.copy(ROOT / "bench" / "fault_graders.py", root)
     shutil.copy(ROOT / "bench" / "fault_moments.py", root / "sitecustomize.py")
     for name in ("model", "data") if made else ():
         shutil.copytree(made / name, root / name)

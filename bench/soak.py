@@ -140,7 +140,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.max_staleness:
         SETTINGS.update(merged(SETTINGS, sampling_ahead(args.max_staleness, "retract")))
-        SETTINGS["reward"]["grader"] = "graders_of_bench:late_low_digits"
+        SETTINGS["reward"]["grader"] = "fault_graders:late_low_digits"
     prepare(args.folder)
     random.seed(args.seed)
     steps = range(args.every, args.steps - 1, args.every)
