@@ -8,11 +8,10 @@ from pathlib import Path
 def low_digits(text, answer):
     """The share of small digits; hangs once when a file asks for it."""
     asked = Path(__file__).with_name("hang_in_reward")
-    try:
+    if asked.exists():
         asked.unlink()
-    except FileNotFoundError:
-        return sum(c in "01234" for c in text) / max(len(text), 1)
-    time.sleep(3600)
+        time.sleep(3600)
+    return sum(c in "01234" for c in text) / max(len(text), 1)
 
 
 def late_low_digits(text, answer):
