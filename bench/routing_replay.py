@@ -1,22 +1,24 @@
 """How far is the trainer from an engine whose routers choose other experts, with and without routing replay?
 
-    python bench/routing_replay.py [--model FOLDER] [--noise 0 0.01 0.03 0.1] [--tokens 48]
+    python bench/routing_replay.py [--families F ...] [--model FOLDER] [--noise 0 0.01 0.03 0.1] [--tokens 48]
 
 An engine serves the model with noise in its routers' weights alone, of so much of their standard deviation, as another
 precision or older weights would put it there. It samples; the trainer, with the model as it is, gives the same tokens
-their log-probabilities, once with experts of its own choice and once with the engine's (R3). Without --model, a random
-Qwen3-MoE whose experts differ. Writes bench/results/routing_replay.{json,md}; ends with status 1 where replay does not
-lower the KL of an engine that chose other experts, or changes a bit of one that chose the same.
+their log-probabilities, once with experts of its own choice and once with the engine's (R3). The models are random ones
+of these families, with experts that differ, or that of --model. Adds to what an earlier call for other families has
+written to bench/results/routing_replay.{json,md}; ends with status 1 where replay does not lower the KL of an engine
+that chose other experts, or changes a bit of one that chose the same.
 """
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from common import provenance, write_results
+from common import RESULTS, provenance, write_results
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "e2e"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -44,30 +46,52 @@ from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
 
 NUM_PROMPTS, PROMPT_TOKENS = 48, 6
-HEADER = ("noise", "differ", "KL, own experts", "KL, replayed", "mean abs, own", "mean abs, replayed",
+NAME = "routing_replay"
+# softmax routers; sigmoid routers with biases, and all but kimi_k2's in groups
+FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "kimi_k2")
+HEADER = ("model", "noise", "differ", "KL, own experts", "KL, replayed", "mean abs, own", "mean abs, replayed",
           "largest, own", "largest, replayed")  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="F")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--noise", type=float, nargs="+", default=[0.0, 0.01, 0.03, 0.1])
     parser.add_argument("--tokens", type=int, default=48)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = args.model or _random_model(folder / "model")
-        actor = _trainer(model)
-        runs = [_run(actor, model, folder / str(number), noise, args.tokens) for number, noise in enumerate(args.noise)]
-        leave_distributed(actor)
-    data = provenance() | {"model": str(args.model or "random"), "tokens": args.tokens, "runs": runs}
-    write_results("routing_replay", data, HEADER, [_line(run) for run in runs])
-    if not all(map(_good, runs)):
+    file = RESULTS / f"{NAME}.json"
+    runs = {_key(run): run for run in json.loads(file.read_text())["runs"]} if file.exists() else {}
+    new = []
+    for name in [args.model.name] if args.model else args.families:
+        with tempfile.TemporaryDirectory() as folder:
+            model = args.model or _random_model(Path(folder) / "model", name)
+            new += _runs_of(name, model, Path(folder), args.noise, args.tokens)
+    runs |= {_key(run): run for run in new}
+    ordered = [runs[key] for key in sorted(runs)]
+    write_results(NAME, provenance() | {"runs": ordered}, HEADER, [_line(run) for run in ordered])
+    if not all(map(_good, new)):
         sys.exit("not as wanted, see above")
 
 
-def _random_model(folder: Path) -> Path:
-    make_tiny_model(TinyModelConfig(path=str(folder), family="qwen3_moe", num_experts=16, experts_per_token=2), seed=0)
+def _key(run: dict) -> tuple[str, float]:
+    return run["model"], run["noise"]
+
+
+def _runs_of(name: str, model: Path, folder: Path, noises: list[float], num_tokens: int) -> list[dict]:
+    actor, runs = _trainer(model), []
+    try:
+        for number, noise in enumerate(noises):
+            found = _run(actor, model, folder / str(number), noise, num_tokens)
+            runs.append({"model": name, "tokens": NUM_PROMPTS * num_tokens, **found})
+            print(*_line(runs[-1]), flush=True)
+    finally:
+        leave_distributed(actor)
+    return runs
+
+
+def _random_model(folder: Path, family: str) -> Path:
+    make_tiny_model(TinyModelConfig(path=str(folder), family=family, num_experts=16, experts_per_token=2), seed=0)
     # a random model's experts are all alike to its logits: here they differ
     return _changed(folder, folder.with_name("distinct"), lambda name, t: 4.0 * t if ".experts." in name else t)
 
@@ -99,7 +123,7 @@ def _run(actor: MegatronActor, model: Path, folder: Path, noise: float, num_toke
     generator = torch.Generator().manual_seed(1)
 
     def noisy(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if not name.endswith("mlp.gate.weight"):
+        if not name.endswith((".mlp.gate.weight", ".block_sparse_moe.gate.weight")):
             return tensor
         return tensor + noise * tensor.std() * torch.randn(tensor.shape, generator=generator)
 
@@ -146,7 +170,7 @@ def _compared(actor: MegatronActor, batch: Batch) -> tuple[dict[str, float], flo
 
 def _line(run: dict) -> tuple[str, ...]:
     pairs = [f"{run[which][name]:.1e}" for name in ("kl", "mean", "largest") for which in ("own", "replayed")]
-    return f"{run['noise']:g}", f"{run['differ']:.4f}", *pairs
+    return run["model"], f"{run['noise']:g}", f"{run['differ']:.5f}", *pairs
 
 
 def _good(run: dict) -> bool:
