@@ -79,13 +79,15 @@ def _key(run: dict) -> tuple[str, float]:
 
 
 def _runs_of(name: str, model: Path, folder: Path, noises: list[float], num_tokens: int) -> list[dict]:
-    actor, runs = _trainer(model), []
+    engine, actor, runs = _engine(model, folder), _trainer(model), []
     try:
+        engine.start()
         for number, noise in enumerate(noises):
-            found = _run(actor, model, folder / str(number), noise, num_tokens)
+            found = _run(actor, model, engine, folder / str(number), noise, num_tokens)
             runs.append({"model": name, "tokens": NUM_PROMPTS * num_tokens, **found})
             print(*_line(runs[-1]), flush=True)
     finally:
+        engine.stop()
         leave_distributed(actor)
     return runs
 
@@ -119,7 +121,7 @@ def _trainer(model: Path) -> MegatronActor:
     return actor
 
 
-def _run(actor: MegatronActor, model: Path, folder: Path, noise: float, num_tokens: int) -> dict:
+def _run(actor: MegatronActor, model: Path, engine: OneEngine, folder: Path, noise: float, num_tokens: int) -> dict:
     generator = torch.Generator().manual_seed(1)
 
     def noisy(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -128,28 +130,32 @@ def _run(actor: MegatronActor, model: Path, folder: Path, noise: float, num_toke
         return tensor + noise * tensor.std() * torch.randn(tensor.shape, generator=generator)
 
     folder.mkdir()
-    batch = _sampled(actor, _changed(model, folder / "engine", noisy), folder, num_tokens)
+    _asked(engine, "/update_weights_from_disk", {"model_path": str(_changed(model, folder / "engine", noisy))})
+    batch = _sampled(actor, model, engine, num_tokens)
     replayed, differ = _compared(actor, batch)
     own, _ = _compared(actor, replace(batch, routed_experts=None))
     return {"noise": noise, "differ": differ, "own": own, "replayed": replayed}
 
 
-def _sampled(actor: MegatronActor, model: Path, folder: Path, num_tokens: int) -> Batch:
-    """Returns what an engine with this model samples, with its log-probabilities and experts."""
-    arch = read_architecture(model)
+def _asked(engine: OneEngine, path: str, body: dict) -> list | dict:
+    answer = httpx.post(f"{engine.info.url}{path}", json=body, headers=bearer(OneEngine.api_key), timeout=300)
+    return answer.raise_for_status().json()
+
+
+def _engine(model: Path, folder: Path) -> OneEngine:
     sections = {"model": {"path": str(model)}, "rollout": {"load_format": "model"}, "data": {"path": "unused"}}
     sections |= {"name": "bench", "output_dir": str(folder), "actor": {"routing_replay": "rollout"}}
-    generator = torch.Generator().manual_seed(2)
+    return OneEngine(ExperimentConfig.model_validate(sections), folder)
+
+
+def _sampled(actor: MegatronActor, model: Path, engine: OneEngine, num_tokens: int) -> Batch:
+    """Returns what the engine samples now, with its log-probabilities and experts."""
+    arch, generator = read_architecture(model), torch.Generator().manual_seed(2)
     prompts = torch.randint(3, arch.vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
     sampling = {"max_new_tokens": num_tokens, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True, "return_routed_experts": True}
-    engine = OneEngine(ExperimentConfig.model_validate(sections), folder).start()
-    try:
-        answer = httpx.post(f"{engine.info.url}/generate", json=body, headers=bearer(OneEngine.api_key), timeout=300)
-    finally:
-        engine.stop()
     groups = []
-    for number, (prompt, out) in enumerate(zip(prompts, answer.raise_for_status().json(), strict=True)):
+    for number, (prompt, out) in enumerate(zip(prompts, _asked(engine, "/generate", body), strict=True)):
         logprobs, tokens, *_ = zip(*out["meta_info"]["output_token_logprobs"], strict=True)
         num_read = len(prompt) + len(tokens) - 1
         experts = RoutedExperts.of(arch).read(out["meta_info"]["routed_experts"], num_read)
