@@ -63,16 +63,17 @@ def main() -> None:
     args = parser.parse_args()
     file = RESULTS / f"{NAME}.json"
     runs = {_key(run): run for run in json.loads(file.read_text())["runs"]} if file.exists() else {}
-    new = []
+    bad = []
     for name in [args.model.name] if args.model else args.families:
         with tempfile.TemporaryDirectory() as folder:
             model = args.model or _random_model(Path(folder) / "model", name)
-            new += _runs_of(name, model, Path(folder), args.noise, args.tokens)
-    runs |= {_key(run): run for run in new}
-    ordered = [runs[key] for key in sorted(runs)]
-    write_results(NAME, provenance() | {"runs": ordered}, HEADER, [_line(run) for run in ordered])
-    if not all(map(_good, new)):
-        sys.exit("not as wanted, see above")
+            new = _runs_of(name, model, Path(folder), args.noise, args.tokens)
+        bad += [run for run in new if not _good(run)]
+        runs |= {_key(run): run for run in new}
+        ordered = [runs[key] for key in sorted(runs)]
+        write_results(NAME, provenance() | {"runs": ordered}, HEADER, [_line(run) for run in ordered])
+    if bad:
+        sys.exit(f"not as wanted: {bad}")
 
 
 def _key(run: dict) -> tuple[str, float]:
