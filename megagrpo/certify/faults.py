@@ -161,14 +161,14 @@ def _latent_projections_cut_over_tp() -> Iterator[Plant]:
 
 
 @contextmanager
-def _experts_of_next_token() -> Iterator[Plant]:
-    """Replays the experts that the engine chose for the token after each."""
+def _experts_of_token_before() -> Iterator[Plant]:
+    """Replays the experts that the engine chose for the token before each: off by one."""
 
-    def places_of_next(micro):
+    def places_before(micro):
         rows, columns = own_places(micro)
-        return rows, torch.where(columns >= 0, columns + 1, -1)
+        return rows, torch.where(columns > 0, columns - 1, columns)
 
-    with _replaced(routing_replay, own_places=places_of_next):
+    with _replaced(routing_replay, own_places=places_before):
         yield lambda actor: None
 
 
@@ -178,6 +178,6 @@ FAULTS = {
     "mean-of-micro-batch-means": _mean_of_micro_batch_means,
     "label-of-local-neighbour": _label_of_local_neighbour,
     "router-differs-between-ranks": _router_differs_between_ranks,
-    "experts-of-next-token": _experts_of_next_token,
+    "experts-of-token-before": _experts_of_token_before,
     "latent-projections-cut-over-tp": _latent_projections_cut_over_tp,
 }

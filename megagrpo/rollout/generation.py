@@ -245,7 +245,7 @@ class GenerationClient:
         sampling["max_new_tokens"] -= sum(len(piece.token_ids) for piece in pieces)
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
         if experts_from is not None:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": experts_from}
+            body["return_routed_experts"] = True  # for who asks an engine; the router drops it, see engine_process.py
         if self._retry.streaming:
             sampling["stream_interval"] = _STREAM_INTERVAL
             body["stream"] = True
@@ -268,9 +268,9 @@ class GenerationClient:
                 num_tokens = len(response.token_ids)
                 if experts_from is not None:
                     # in a thread: of a long response of a large model it takes a noticeable part of a second
-                    text, num_read = found["meta_info"].get("routed_experts"), len(ids) + num_tokens - 1 - experts_from
+                    text, num_read = found["meta_info"].get("routed_experts"), len(ids) + num_tokens - 1
                     experts = await asyncio.to_thread(self._read_experts, text, num_read)
-                    response = replace(response, routed_experts=experts)
+                    response = replace(response, routed_experts=experts[experts_from:])
                 stream.clear()
                 return response
         finally:

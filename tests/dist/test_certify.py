@@ -126,7 +126,7 @@ def test_replayed_experts_are_certified(folders: dict[str, Path], source: str, m
     base = {"config": str(CONFIG), "folder": str(place), "algorithm": ALGORITHMS[FIRST], "settings": settings}
     run_ranks(1, place / "one", [{**base, "case": asdict(REFERENCE)}], "certify_ranks.py")
     cases = [case("DP2"), case("TP2+SP", recompute="full"), case("PP2xVPP2"), case("CP2"), case("EP2")]
-    wrong = [case("CP2", "experts-of-next-token")] if source == "rollout" else []
+    wrong = [case("CP2", "experts-of-token-before")] if source == "rollout" else []
     results = run_ranks(2, place / "two", [{**base, "case": one} for one in cases + wrong], "certify_ranks.py")
     found = [failures(result) for result in results]
     assert found[: len(cases)] == [[]] * len(cases)

@@ -80,9 +80,9 @@ def test_every_layout(hf_models: Path, reference: Callable[[str], Path], model: 
     check(hf_models, reference, [one for one in ALL if one[0] == model])
 
 
-def certified(folder: Path, family: str, cases: list[dict]) -> list[dict]:
-    """What the certificate measures of a family's tiny model with Transformer Engine's layers."""
-    settings = [f"prepare.model.family={family}", "actor.transformer_engine=true"]
+def certified(folder: Path, family: str, cases: list[dict], *more: str) -> list[dict]:
+    """What the certificate measures of a family's tiny model with Transformer Engine's layers, and `more` settings."""
+    settings = [f"prepare.model.family={family}", "actor.transformer_engine=true", *more]
     settings += ["prepare.model.experts_per_token=4"] if family not in ("qwen3", "qwen3_moe") else []
     make_models(folder, load_config(str(CONFIG), settings), ParallelConfig(), 0)
     common = {"config": str(CONFIG), "folder": str(folder), "algorithm": ALGORITHMS[FIRST], "settings": settings}
@@ -108,6 +108,16 @@ def test_families_are_certified(tmp_path: Path, family: str):
     names = [name for name, (ranks, sizes) in CERTIFIED.items() if ranks == 2 and not sizes.keys() & left_out]
     results = certified(tmp_path, family, [case(name) for name in names])
     assert [failures(result) for result in results] == [[]] * len(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral", "kimi_k2"])
+def test_replayed_experts_are_certified(tmp_path: Path, family: str):
+    cases = [case("TP2+SP", recompute="full"), case("PP2xVPP2"), case("CP2"), case("EP2")]
+    wrong = case("CP2", "experts-of-token-before")
+    *results, spoiled = certified(tmp_path, family, [*cases, wrong], "actor.routing_replay=rollout")
+    assert [failures(result) for result in results] == [[]] * len(cases)
+    assert any("gradient of" in problem for problem in failures(spoiled))
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """`megagrpo run` with the engine's experts in the trainer: through tools, surplus groups, checkpoints and a restart."""
 
 import pytest
-from run_megagrpo import megagrpo, metrics, rollouts, write_experiment
+from run_megagrpo import assert_same_run, megagrpo, metrics, rollouts, write_experiment
 
 from megagrpo.checkpoint_folder import latest
 from megagrpo.group_file import read_groups
@@ -35,3 +35,24 @@ def test_the_engines_experts_are_the_trainers_own_in_float32(experiments):
     surplus = latest(RunFolder(folder).checkpoints).parent.glob("*/surplus.npz")
     for sample in (sample for file in surplus for group in read_groups(file) for sample in group.samples):
         assert sample.routed_experts is not None and sample.routed_experts.dtype.name == "uint8"
+
+
+@pytest.mark.slow
+def test_runs_repeat_and_change_no_bit_while_experts_agree(experiments):
+    """The same experts from the engine as from the routers: through the whole loop, the same losses and responses."""
+    folders = {"first": "rollout", "second": "rollout", "without": None}
+    for name, source in folders.items():
+        actor = {} if source is None else {"routing_replay": source}
+        sections = {"train": {"num_steps": 3}, "rollout": {"deterministic": True}, "actor": actor}
+        done = megagrpo("run", write_experiment(experiments / name, **sections), timeout_s=500)
+        assert done.status == 0, done.stderr
+    first, second, without = (experiments / name for name in folders)
+    assert_same_run(first, second, 3)
+    differs = [metrics(first)[step]["router/replay_differs"] for step in range(1, 4)]
+    assert differs[0] == 0, "else nothing of what follows is compared"
+    agreed = next((step for step, share in enumerate(differs) if share), len(differs))
+    ours, theirs = metrics(first), metrics(without)
+    for step in range(1, agreed + 1):
+        for name in ("loss/total", "optim/grad_norm", "mismatch/logprob_abs_mean"):
+            assert ours[step][name] == theirs[step][name], (step, name)
+        assert rollouts(first)[step] == rollouts(without)[step]

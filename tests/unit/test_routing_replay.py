@@ -96,11 +96,11 @@ def answered(script: list, experts_from: int) -> tuple[Response, list[dict], int
 
 
 def test_experts_are_asked_for_from_a_token_on_and_wrong_ones_again():
-    experts = drawn(4, MIXED)  # of 3 + 4 tokens the last was never read; without the first two
+    experts = drawn(6, MIXED)  # of 3 + 4 tokens the last was never read
     right, wrong = {"routed_experts": told(experts)}, {"routed_experts": told(experts[:3])}
     response, requests, retries = answered([wrong, {}, right], 2)
-    assert np.array_equal(response.routed_experts, experts[:, 1:]) and retries == 2
-    assert all((r["return_routed_experts"], r["routed_experts_start_len"]) == (True, 2) for r in requests)
+    assert np.array_equal(response.routed_experts, experts[2:, 1:]) and retries == 2
+    assert all(request["return_routed_experts"] for request in requests)
     with pytest.raises(GenerationFailed, match="holds no routed_experts"):
         answered([{}] * 4, 0)
 
@@ -147,7 +147,7 @@ def test_every_turn_goes_on_where_the_experts_end(model: Path):
     experts = drawn(whole, spec)
     script = [
         says("<48/2>") | {"routed_experts": told(experts[:first])},
-        says("1", end=True) | {"routed_experts": told(experts[first:])},
+        says("1", end=True) | {"routed_experts": told(experts)},
     ]
     with running(FakeService(version=3, script=script)) as service:
         sampling = {
@@ -156,8 +156,6 @@ def test_every_turn_goes_on_where_the_experts_end(model: Path):
             "tool": CALCULATOR | {"function": "test_routing_replay:one"},
         }
         [group] = source_of(model, service, sampling=sampling).next(7, [PROMPT], 3, refresh=None)
-        asked = [request["routed_experts_start_len"] for request in service.requests]
-    assert asked == [0, first]
     assert np.array_equal(group.samples[0].routed_experts, experts[:, 1:])
 
 

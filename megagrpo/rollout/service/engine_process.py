@@ -5,10 +5,12 @@ that SGLang starts import this file again, so nothing they write shows the key e
 """
 
 import ctypes
+import inspect
 import logging
 import os
 import signal
 import sys
+from typing import Any
 
 from megagrpo import environment
 
@@ -57,6 +59,19 @@ class NamesEngine:
         await self._app(scope, receive, send_named)
 
 
+def tell_experts_of_every_answer(request: Any) -> None:
+    """Sets what a request asks for by itself: the router drops `return_routed_experts`, which it does not know.
+
+    request: SGLang's class of requests, before FastAPI has read its defaults.
+    """
+    request.__dataclass_fields__["return_routed_experts"].default = True
+    parameters = inspect.signature(request.__init__).parameters.values()
+    names = [p.name for p in parameters if p.default is not inspect.Parameter.empty]
+    defaults = list(request.__init__.__defaults__)
+    defaults[names.index("return_routed_experts")] = True
+    request.__init__.__defaults__ = tuple(defaults)
+
+
 if __name__ == "__main__":
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -65,6 +80,10 @@ if __name__ == "__main__":
 
     load_plugins()
     arguments = prepare_server_args([*sys.argv[1:], *([f"--api-key={_KEY}"] if _KEY else [])])
+    if arguments.enable_return_routed_experts:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        tell_experts_of_every_answer(GenerateReqInput)
     from sglang.srt.entrypoints.http_server import app  # now: plugins change what it is made of
 
     app.add_middleware(NamesEngine)
