@@ -35,7 +35,7 @@ def captured_forward(
     forced: experts [N, S, layers, k] int64 that routers take instead of their own, -1 where they choose; None: they do
     everywhere. What taps called `experts_key` see is always their own choice.
     """
-    micros = micro_batches(actor, batch, range(len(batch.lengths)))
+    micros = list(micro_batches(actor, batch, range(len(batch.lengths))))
     recorder = Recorder(list(_tapped(actor, taps)))
     try:
         with _forced_routing(actor, micros, forced) as own:

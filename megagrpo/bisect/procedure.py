@@ -126,7 +126,7 @@ def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
 def _compare(
     job: _Job, title: str, points: Sequence[Point], prefilled: Prefilled | None, ids: Tensor | None
 ) -> tuple[Pass, Tensor]:
-    """Collective. Runs the actor over the batch and compares. Returns the actor's log-probabilities [N, S] too."""
+    """Collective. Runs the actor over the batch and compares. Returns the actor's log-probabilities [T] too."""
     found = captured_forward(job.actor, job.batch, [point.trainer for point in points], ids)
     pieces, arch = _gather(job, found), job.actor.arch
 

@@ -205,3 +205,20 @@ def test_no_sample_gives_a_dummy_micro_batch(packed: bool, sizes: dict):
     for micro in micros:
         assert micro.tokens.shape[1] > 0 and (micro.rows == -1).all()
         assert all(len(tensor) == 0 for tensor in vars(micro.targets).values())
+
+
+def test_bytes_follow_the_tokens_and_not_the_longest_sample():
+    """A long tail: one sample in 64 is as long as 40 others. Padded, a value of a token would be N x S."""
+    batch = batch_of([(4, [400 if g == i == 0 else 10 for i in range(16)]) for g in range(4)] * 4)
+    total, padded = len(batch.tokens), len(batch.lengths) * int(batch.lengths.max())
+    assert total == 252 * 14 + 4 * 404 and padded > 15 * total
+    of_tokens = (batch.tokens, batch.loss_mask, batch.rollout_logprobs)
+    assert [values.numel() * values.element_size() for values in of_tokens] == [4 * total, total, 4 * total]
+    micros = plan_micro_batches(batch, range(len(batch.lengths)), 500, True, ParallelConfig(), ALONE)
+    on_device = []
+    for micro, (height, width) in zip(micros, micros.shapes, strict=True):
+        moved = [micro.tokens, micro.positions, micro.rows, micro.columns, *vars(micro.targets).values()]
+        moved += [micro.cu_seqlens, micro.grid, micro.target_grid]
+        on_device.append(sum(values.numel() * values.element_size() for values in moved))
+        assert (height, width) == micro.tokens.shape
+    assert len(micros) > 8 and max(on_device) < 500 * 80, "of one micro-batch alone"
