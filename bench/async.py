@@ -21,9 +21,9 @@ from pathlib import Path
 
 import yaml
 from common import provenance, write_results
+from dispatched import dispatched, not_once
 
 from megagrpo.monitor.record import read_metrics
-from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.run_folder import RunFolder
 
@@ -137,6 +137,7 @@ def _run(name: str, config: Path, seed: int, overrides: Sequence[str]) -> dict:
 
 def _measure(folder: RunFolder) -> dict:
     entries = read_metrics(folder)
+    prompts, lag = dispatched(folder.path)
     steps = [e for e in entries if "time/step_s" in e]
     timed = [e["time/step_s"] for e in steps[_SKIPPED:]]
     seconds = {}  # since the first step
@@ -151,7 +152,9 @@ def _measure(folder: RunFolder) -> dict:
         ],
         "discarded_tokens": sum(e.get("extra_groups/discarded_tokens", 0.0) for e in steps),
         **_idle(folder),
-        **_dispatched(folder),
+        "largest_lag": lag,
+        "groups": len(prompts),
+        "twice": not_once(prompts),
     }
 
 
@@ -172,17 +175,6 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
         total += max(0.0, until - max(at, last))
         last = max(last, until)
     return total
-
-
-def _dispatched(folder: RunFolder) -> dict:
-    """The largest lag of a token, and how many groups were trained on, twice among them (there is one epoch)."""
-    seen: list[int] = []
-    lag = 0
-    for step, files in sorted(folder.rollout_files().items()):
-        for group in read_rollouts(files.values()):
-            seen.append(group["prompt_id"])
-            lag = max(lag, *(step - 1 - sample["weight_version"] for sample in group["samples"]))
-    return {"largest_lag": lag, "groups": len(seen), "twice": len(seen) - len(set(seen))}
 
 
 def _write(rows: list[dict], args: argparse.Namespace) -> None:

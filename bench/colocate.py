@@ -8,10 +8,10 @@ are every sample and the bits of every measured value that is no time. Writes be
 
 import argparse
 import shutil
-import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 from common import provenance, write_results
 from learning import ROOT, _megagrpo, _write_config
 
@@ -83,7 +83,7 @@ def _different(one: list[dict], other: list[dict]) -> list[str]:
 def _row(side: str, entries: list[dict]) -> dict:
     accuracy = [entry["eval/accuracy"] for entry in entries if "eval/accuracy" in entry]
     median = {
-        name: statistics.median(entry[name] for entry in entries if entry["step"] and name in entry)
+        name: np.median([entry[name] for entry in entries if entry["step"] and name in entry])
         for name in ("time/step_s", "publish/total")
     }
     return {

@@ -1,12 +1,16 @@
 """Kills, hangs or starves every part of a run in turn: the run must be the one that nobody disturbed.
 
-    python bench/faults.py [--only NAME ...] [--folder FOLDER]
+    python bench/faults.py [--only NAME ...] [--max-staleness N] [--folder FOLDER]
 
 Two trainer ranks, one engine, the tiny model, a deterministic engine, a checkpoint at every step. One run is left
 alone; in the other, faults strike one after the other, each in a step of its own, from outside: signals by process id,
 at moments read from logs. For the moments inside an update and inside a transfer of weights, a file beside the
 experiment asks the rank to kill itself or the engine (bench/fault_moments.py). Writes bench/results/faults.{json,md}.
 Root is needed for the full disk (a small tmpfs is mounted).
+
+With --max-staleness N the run samples ahead (weights.in_flight: drain). An engine that died then comes back with the
+weights of today, so that what it samples again is newer than in the other run: not the trajectory is compared but the
+bound, that no group is lost or trained on twice, and their order. Writes bench/results/faults_ahead.{json,md}.
 """
 
 import argparse
@@ -26,11 +30,23 @@ from pathlib import Path
 
 import psutil
 from common import provenance, write_results
+from dispatched import dispatched, not_once, sampling_ahead
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("e2e", "cluster")]
 from ray_nodes import RayNodes  # noqa: E402
-from run_megagrpo import REPEATED, Job, assert_same_run, engine, megagrpo, metrics, rollouts, trainer, write_experiment  # noqa: E402
+from run_megagrpo import (  # noqa: E402
+    REPEATED,
+    Job,
+    assert_same_run,
+    engine,
+    megagrpo,
+    merged,
+    metrics,
+    rollouts,
+    trainer,
+    write_experiment,
+)
 
 from megagrpo.processes import is_live  # noqa: E402
 from megagrpo.rollout.control import find_service  # noqa: E402
@@ -54,6 +70,7 @@ SETTINGS = {
     "reward": {"grader": "graders_of_bench:low_digits", "timeout_s": REWARD_TIMEOUT_S},
 }
 GRADERS = '''
+import random
 import time
 from pathlib import Path
 
@@ -65,6 +82,11 @@ def low_digits(text, answer):
     except FileNotFoundError:
         return sum(c in "01234" for c in text) / max(len(text), 1)
     time.sleep(3600)
+
+def late_low_digits(text, answer):
+    """The same after a random time."""
+    time.sleep(random.uniform(0.0, 0.2))
+    return low_digits(text, answer)
 '''
 
 
@@ -267,7 +289,7 @@ def matrix(root: Path, names: list[str]) -> list[dict]:
         "run", write_experiment(reference, **SETTINGS, train={"num_steps": num_steps}), timeout_s=LIMIT_S * 4
     )
     assert done.status == 0, done.stderr
-    rows = []
+    rows: list[dict] = []
     with Job("run", write_experiment(folder, **SETTINGS, train={"num_steps": num_steps})) as job:
         scene = Scene(job, folder)
         for number, name in enumerate(names):
@@ -276,6 +298,10 @@ def matrix(root: Path, names: list[str]) -> list[dict]:
             print(json.dumps(rows[-1]), flush=True)
         done = job.finish(LIMIT_S * 4)
     assert done.status == 0, done.stderr
+    (prompts, lag), (expected, _) = dispatched(folder), dispatched(reference)
+    assert prompts == expected and not not_once(prompts), "groups of another order, or twice"
+    print(f"{len(prompts)} groups, each once, in their order; largest lag {lag}")
+    assert lag <= SETTINGS["rollout"].get("max_staleness", 0)
     return [judge(row, folder, reference) for row in rows]
 
 
@@ -366,20 +392,24 @@ def _lose_node(scene: Scene, nodes: RayNodes) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[*FAULTS, NODE, DISK], default=[*FAULTS, NODE, DISK])
+    parser.add_argument("--max-staleness", type=int, default=0, help="versions")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults")
     args = parser.parse_args()
+    if args.max_staleness:
+        SETTINGS.update(merged(SETTINGS, sampling_ahead(args.max_staleness, "drain")))
     prepare(args.folder)
     rows = matrix(args.folder, names) if (names := [name for name in FAULTS if name in args.only]) else []
     if NODE in args.only:
         rows.append(ray_node(args.folder))
     if DISK in args.only:
         rows.append(full_disk(args.folder))
-    header = ("fault", "detected in s", "recovered in s", "samples lost", "trajectory equal")
-    lines = [
-        (r["fault"], f"{r['detected_s']:.1f}", f"{r['recovered_s']:.1f}", str(r["samples_lost"]), r["equal"])
-        for r in rows
-    ]
-    write_results("faults", provenance() | {"load": os.getloadavg(), "rows": rows}, header, lines)
+    header = ("fault", "detected in s", "recovered in s", "samples lost")
+    lines = [(r["fault"], f"{r['detected_s']:.1f}", f"{r['recovered_s']:.1f}", str(r["samples_lost"])) for r in rows]
+    if not args.max_staleness:
+        header = (*header, "trajectory equal")
+        lines = [(*line, r["equal"]) for line, r in zip(lines, rows, strict=True)]
+    name = "faults_ahead" if args.max_staleness else "faults"
+    write_results(name, provenance() | {"load": os.getloadavg(), "rows": rows}, header, lines)
 
 
 if __name__ == "__main__":

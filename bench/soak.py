@@ -9,6 +9,10 @@ anew. Writes bench/results/soak.{json,md}.
 With --engines only engines are killed, in turn inside a transfer of weights and at any moment, and the samples, losses
 and rewards must be those of a run that nobody disturbed: weights that are not the step's would sample something else.
 Writes bench/results/soak_engines.{json,md}.
+
+With --max-staleness N the run samples ahead (weights.in_flight: retract) and grades take a random time. Each group must
+be trained on once, in the order of an undisturbed run, by tokens within the bound. Writes soak_ahead or, with
+--engines, soak_engines_ahead.
 """
 
 import argparse
@@ -19,6 +23,7 @@ from pathlib import Path
 
 import psutil
 from common import provenance, write_results
+from dispatched import dispatched, sampling_ahead
 from faults import (
     FAULTS,
     LIMIT_S,
@@ -30,6 +35,7 @@ from faults import (
     assert_same_run,
     is_live,
     megagrpo,
+    merged,
     metrics,
     prepare,
     rollouts,
@@ -128,9 +134,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--every", type=int, default=10, help="steps between faults")
     parser.add_argument("--engines", action="store_true", help="kill engines only, and compare with an undisturbed run")
+    parser.add_argument("--max-staleness", type=int, default=0, help="versions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "soak")
     args = parser.parse_args()
+    if args.max_staleness:
+        SETTINGS.update(merged(SETTINGS, sampling_ahead(args.max_staleness, "retract")))
+        SETTINGS["reward"]["grader"] = "graders_of_bench:late_low_digits"
     prepare(args.folder)
     random.seed(args.seed)
     steps = range(args.every, args.steps - 1, args.every)
@@ -141,14 +151,21 @@ def main() -> None:
     run = args.folder / "run"
     result = soak(run, args.steps, args.every, names)
     lines = table(result)
-    if args.engines:
+    if args.engines or args.max_staleness:
         alone = args.folder / "undisturbed"
         done = megagrpo("run", write_experiment(alone, **settings_of(args.steps)), timeout_s=LIMIT_S * 4)
         assert done.status == 0, done.stderr
-        assert_same_run(run, alone, args.steps)
-        lines.append(("samples, losses and rewards of an undisturbed run", "yes, the same bits"))
+        (prompts, lag), (expected, _) = dispatched(run), dispatched(alone)
+        assert prompts == expected and lag <= args.max_staleness, lag
+        if args.max_staleness:
+            lines.append(("groups trained on, once each and in the order of an undisturbed run", str(len(prompts))))
+            lines.append(("largest lag of a token, versions", str(lag)))
+        else:
+            assert_same_run(run, alone, args.steps)
+            lines.append(("samples, losses and rewards of an undisturbed run", "yes, the same bits"))
     data = provenance() | {"seed": args.seed} | result
-    write_results("soak_engines" if args.engines else "soak", data, ("what", "figure"), lines)
+    name = "soak" + "_engines" * args.engines + "_ahead" * bool(args.max_staleness)
+    write_results(name, data, ("what", "figure"), lines)
     learned = result["reward_last"] > result["reward_first"]
     assert result["samples_lost"] == 0 and result["growth"] <= GROWTH and learned, "see the table"
 

@@ -43,10 +43,14 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     | gradient_accumulation_fusion | CUDA with Transformer Engine, or with Apex's kernel; not with adapters |
     | bias_activation_fusion | CUDA, unless use_te_activation_func is set; the two exclude each other |
     | bias_dropout_fusion | CUDA |
-    | deallocate_pipeline_outputs | CUDA with pipeline stages, as Megatron's training loop sets it |
     | overlap_p2p_comm | CUDA with virtual stages, the only schedule that has it |
+    | deallocate_pipeline_outputs | CUDA with pipeline stages where messages do not overlap |
+
+    The last two exclude each other: Megatron-Core 0.16.1 frees an output that it is still sending.
     """
-    engine, p = kernels.transformer_engine, actor.parallel
+    engine, p, given = kernels.transformer_engine, actor.parallel, actor.megatron
+    others = given.get("deallocate_pipeline_outputs") or given.get("batch_p2p_comm")
+    messages = kernels.cuda and p.vpp > 1 and not others
     wanted = {
         "apply_rope_fusion": engine and arch.mla is None,
         "moe_permute_fusion": engine and arch.is_moe,
@@ -54,10 +58,10 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
         "gradient_accumulation_fusion": (
             kernels.cuda and (engine or kernels.fused_weight_gradient) and actor.lora is None
         ),
-        "bias_activation_fusion": kernels.cuda and not actor.megatron.get("use_te_activation_func"),
+        "bias_activation_fusion": kernels.cuda and not given.get("use_te_activation_func"),
         "bias_dropout_fusion": kernels.cuda,
-        "deallocate_pipeline_outputs": kernels.cuda and p.pp > 1,
-        "overlap_p2p_comm": kernels.cuda and p.vpp > 1,
+        "overlap_p2p_comm": messages,
+        "deallocate_pipeline_outputs": kernels.cuda and p.pp > 1 and not given.get("overlap_p2p_comm", messages),
     }
     return {name: True for name, on in wanted.items() if on}
 
@@ -121,16 +125,16 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
 def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     """Returns the fields of DistributedDataParallelConfig; on CUDA communication overlaps with computation.
 
-    Not with adapters, whose replicas of experts are summed between the backward and the reduction. With pipeline stages
-    only where the file asks for it: no test has shown it there.
+    Not with adapters, whose replicas of experts are summed between the backward and the reduction. With virtual stages
+    the schedule starts the gathers of the next chunk: each but the first is one bucket, which its forward waits for.
     """
-    sharded = actor.optimizer.distributed
-    overlap = kernels.cuda and actor.lora is None and actor.parallel.pp == 1 and actor.world_size > actor.parallel.tp
-    overlapped = {"overlap_grad_reduce": True, **({"overlap_param_gather": True} if sharded else {})}
+    sharded, p = actor.optimizer.distributed, actor.parallel
+    overlap = kernels.cuda and actor.lora is None and actor.world_size > p.tp * p.pp
+    gathered = {"overlap_param_gather": True, **({"align_param_gather": True} if p.vpp > 1 else {})}
     return {
         "use_distributed_optimizer": sharded,
         "grad_reduce_in_fp32": actor.optimizer.megatron.get("main_grads_dtype", "float32") == "float32",
-        **(overlapped if overlap else {}),
+        **({"overlap_grad_reduce": True, **(gathered if sharded else {})} if overlap else {}),
         **actor.ddp,
     }
 

@@ -1,5 +1,7 @@
 """Builds Megatron's data-parallel wrappers and its optimiser as the experiment asks, and takes an update's step."""
 
+from functools import partial
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
@@ -34,8 +36,15 @@ def wrap_chunks(
         for wrapper, chunk in zip(model, chunks, strict=True):
             _gather_output_weight(wrapper, chunk)
         if ddp.align_param_gather:
-            transformer.param_sync_func = of_all([wrapper.start_param_sync for wrapper in model])
+            transformer.param_sync_func = of_all([partial(_start_gather, wrapper) for wrapper in model])
     return model
+
+
+def _start_gather(wrapper: DistributedDataParallel, *_: object) -> None:
+    """Starts a chunk's gathers; the schedule asks at every update, also when nothing was stepped since the last one."""
+    groups = wrapper.bucket_groups + wrapper.expert_parallel_bucket_groups
+    if not all(group.param_gather_dispatched for group in groups):
+        wrapper.start_param_sync()
 
 
 def _gather_output_weight(wrapper: DistributedDataParallel, chunk: HiddenStatesModel) -> None:

@@ -284,6 +284,7 @@ def _wrong_together(actor: ActorConfig) -> Iterator[tuple[SettingsTable, str, st
                 yield TRANSFORMER_SETTINGS, key, "it needs Transformer Engine's layers (actor.transformer_engine)"
     if model.get("moe_token_dispatcher_type") == "flex" and model.get("moe_shared_expert_overlap"):
         yield TRANSFORMER_SETTINGS, "moe_shared_expert_overlap", "it works with the alltoall dispatcher alone"
+    yield from _wrong_with_stages(actor)
     if actor.lora is not None:
         for key in ("overlap_grad_reduce", "overlap_param_gather"):
             if ddp.get(key):
@@ -303,6 +304,24 @@ def _wrong_together(actor: ActorConfig) -> Iterator[tuple[SettingsTable, str, st
         if optimizer.get(key, "float32") != "float32" and not aware:
             text = "other types than float32 need actor.optimizer.megatron.use_precision_aware_optimizer: true"
             yield OPTIMIZER_SETTINGS, key, text
+
+
+def _wrong_with_stages(actor: ActorConfig) -> Iterator[tuple[SettingsTable, str, str]]:
+    """Yields what Megatron's schedules do not do, or do wrongly without a word."""
+    model, p = actor.megatron, actor.parallel
+    virtual = "the schedule of virtual stages alone (actor.parallel.vpp of 2 or more)"
+    if p.vpp == 1 and model.get("overlap_p2p_comm"):
+        yield TRANSFORMER_SETTINGS, "overlap_p2p_comm", f"messages overlap in {virtual}"
+    if p.vpp == 1 and actor.ddp.get("align_param_gather"):
+        yield DDP_SETTINGS, "align_param_gather", f"{virtual} starts the gathers; in others each would be waited for"
+    if model.get("overlap_p2p_comm") and model.get("deallocate_pipeline_outputs"):
+        text = "with overlap_p2p_comm Megatron-Core 0.16.1 frees an output that it is still sending"
+        yield TRANSFORMER_SETTINGS, "deallocate_pipeline_outputs", text
+    if model.get("overlap_p2p_comm") and model.get("batch_p2p_comm"):
+        yield TRANSFORMER_SETTINGS, "batch_p2p_comm", "with overlap_p2p_comm messages are sent one by one"
+    elif model.get("batch_p2p_comm") and p.vpp > 1 and p.pp == 2:
+        text = "of two stages, each is before and after the other, and a batch mixes up what is for which"
+        yield TRANSFORMER_SETTINGS, "batch_p2p_comm", text
 
 
 def refusal_rows() -> list[str]:

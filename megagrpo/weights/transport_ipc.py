@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -19,19 +19,11 @@ from megagrpo.weights.engine_client import EngineConnection, EngineDown
 from megagrpo.weights.engine_fleet import EngineFleet
 from megagrpo.weights.handover import Handover
 from megagrpo.weights.moving import Traffic, pack, read_message
-from megagrpo.weights.record import Copy
-from megagrpo.weights.reshard_plan import Cover, TransferPlan, make_cover, piece_limit, plan_transfer, trainer_atoms
+from megagrpo.weights.reshard_plan import TransferPlan, plan_transfer
 from megagrpo.weights.transport import TrainerWeights
-from megagrpo.weights.transport_reshard import Flag, Link, described, open_store
+from megagrpo.weights.transport_reshard import Flag, KnownRecordings, Link, Round, described, open_store
 
 _STORE_S = 60.0
-
-
-@dataclass(frozen=True)
-class _Round:
-    links: list[Link]  # `slot`: the engine's number, which says who stands beside its ranks
-    recordings: list[list[list[Copy]]]  # that no link had before: by engine rank
-    transfer: str  # in the keys of this one transfer
 
 
 class IpcTransport:
@@ -41,9 +33,7 @@ class IpcTransport:
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
-        self._atoms = trainer_atoms(weights.copies, weights.specs)
-        self._recordings: list[list[list[Copy]]] = []
-        self._covers: list[Cover] = []
+        self._recordings = KnownRecordings(weights)
         self._plans: dict[tuple[int, int], TransferPlan] = {}  # by recording and engine number
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link; rank 0 only
         self._told: set[str] = set()  # names of links whose engines have their plan; rank 0 only
@@ -84,37 +74,19 @@ class IpcTransport:
         first, ranks = link.slot * link.num_ranks, self._weights.mesh.world_size
         return [(first + rank) % ranks for rank in range(link.num_ranks)]
 
-    def _describe(self, engines: EngineFleet) -> _Round:
+    def _describe(self, engines: EngineFleet) -> Round:
         """Says who takes part and what is new. Rank 0 only."""
         links: list[Link] = []
-        new: list[list[list[Copy]]] = []
         for engine in engines.alive:
-            known = [*self._recordings, *new]
-            if engine.slices not in known:
-                new.append(engine.slices)
-                known.append(engine.slices)
-            engine.slices = known[known.index(engine.slices)]  # one list for all: there may be a million
-            links.append(
-                Link(
-                    name=self._names.setdefault(engine.id, f"memory-{uuid.uuid4().hex}"),
-                    url=engine.url,
-                    num_ranks=engine.tp,
-                    slot=_number(engine.id),
-                    recording=known.index(engine.slices),
-                    store=(engine.mailbox.address, engine.mailbox.port),
-                    patience_s=engine.patience,
-                    join_s=engine.patience,
-                    left_s=engine.deadline.left,
-                )
-            )
-        return _Round(links, new, uuid.uuid4().hex)
+            name = self._names.setdefault(engine.id, f"memory-{uuid.uuid4().hex}")
+            # the engine's own number, which says who stands beside its ranks
+            links.append(self._recordings.link(engine, name, _number(engine.id)))
+        return Round(links, self._recordings.unlearned(), uuid.uuid4().hex)
 
-    def _learn(self, now: _Round) -> None:
+    def _learn(self, now: Round) -> None:
         """Plans transfers to engines that were not met before. No rank waits for another here."""
         weights = self._weights
-        for recording in now.recordings:
-            self._recordings.append(recording)
-            self._covers.append(make_cover(self._atoms, recording, weights.specs, piece_limit(weights.bucket_bytes)))
+        self._recordings.learn(now.recordings)
         for link in now.links:
             key = link.recording, link.slot
             if key not in self._plans:
@@ -123,13 +95,13 @@ class IpcTransport:
                 # Half of it: the other is the shared memory's second half.
                 limit = weights.bucket_bytes // (2 * hands)
                 self._plans[key] = plan_transfer(
-                    self._covers[link.recording], link.slot % engines, engines, limit, near
+                    self._recordings.covers[link.recording], link.slot % engines, engines, limit, near
                 )
 
     def _plan(self, link: Link) -> TransferPlan:
         return self._plans[link.recording, link.slot]
 
-    def _move(self, now: _Round, traffic: Traffic) -> dict[str, str]:
+    def _move(self, now: Round, traffic: Traffic) -> dict[str, str]:
         """Collective. Brings every batch together and hands it over. Returns links that were cut, and why.
 
         Batches of all links with one number travel together; an engine that is gone holds up nobody.
@@ -173,7 +145,7 @@ class IpcTransport:
                     hand.offer(number)
         return {now.links[k].name: hand.lost for (k, _), hand in hands.items() if hand.lost}
 
-    def _hands(self, now: _Round, stack: ExitStack) -> dict[tuple[int, int], Handover]:
+    def _hands(self, now: Round, stack: ExitStack) -> dict[tuple[int, int], Handover]:
         """Returns this rank's ends by place of the link and engine rank; they are closed with the stack."""
         hands = {}
         device = self._weights.mesh.device
@@ -195,7 +167,7 @@ class IpcTransport:
                 hands[k, target] = hand
         return hands
 
-    def _ask(self, engine: EngineConnection, now: _Round) -> None:
+    def _ask(self, engine: EngineConnection, now: Round) -> None:
         """Has the engine copy what is handed to it. Rank 0 only; raises EngineDown when the transfer was cut."""
         link = next(link for link in now.links if link.name == self._names[engine.id])
         try:
@@ -207,7 +179,7 @@ class IpcTransport:
             raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
         self._told.add(link.name)
 
-    def _requests(self, engine: EngineConnection, link: Link, now: _Round) -> Iterable[dict]:
+    def _requests(self, engine: EngineConnection, link: Link, now: Round) -> Iterable[dict]:
         """Yields what each rank of the engine is asked, with its part of the plan unless it has that already."""
         for target in range(link.num_ranks):
             plan_key = ""
@@ -229,7 +201,7 @@ class IpcTransport:
             raise EngineDown(f"a trainer lost {engine} in the transfer: {reasons[name]}")
 
 
-def _key(link: Link, now: _Round, target: int) -> str:
+def _key(link: Link, now: Round, target: int) -> str:
     return f"{link.name}/{now.transfer}/{target}"
 
 

@@ -46,7 +46,7 @@ class Link:
     url: str
     num_ranks: int
     slot: int  # of the engine's number among those that the trainers serve alike
-    recording: int  # place in the list of what engines copy: engines of one kind copy the same
+    recording: int  # number of what it copies: engines of one kind copy the same
     store: tuple[str, int]  # address and port on rank 0, where the ranks of the group meet
     patience_s: float  # for one batch
     join_s: float  # for all ranks to meet
@@ -54,9 +54,47 @@ class Link:
 
 
 @dataclass(frozen=True)
-class _Round:
+class Round:
+    """What rank 0 tells all trainer ranks of one transfer."""
+
     links: list[Link]
     recordings: list[list[list[Copy]]]  # that no link had before: by engine rank
+    transfer: str = ""  # in the keys of this one transfer, where it has some
+
+
+class KnownRecordings:
+    """Numbers what engines copy, alike on all ranks, and finds once where trainers hold it."""
+
+    def __init__(self, weights: TrainerWeights):
+        self.covers: list[Cover] = []  # by number
+        self._weights, self._atoms = weights, trainer_atoms(weights.copies, weights.specs)
+        self._known: list[list[list[Copy]]] = []  # rank 0 only
+
+    def link(self, engine: EngineConnection, name: str, slot: int) -> Link:
+        """Describes an engine with the number of what it copies. Rank 0 only."""
+        if engine.slices not in self._known:
+            self._known.append(engine.slices)
+        recording = self._known.index(engine.slices)
+        engine.slices = self._known[recording]  # one list for all: there may be a million
+        return Link(
+            name=name,
+            url=engine.url,
+            num_ranks=engine.tp,
+            slot=slot,
+            recording=recording,
+            store=(engine.mailbox.address, engine.mailbox.port),
+            patience_s=engine.patience,
+            join_s=min(_JOIN_S, engine.deadline.left / 4),  # time for the others if one does not come
+            left_s=engine.deadline.left,
+        )
+
+    def unlearned(self) -> list[list[list[Copy]]]:
+        """Returns those that the ranks have not learned. Rank 0 only."""
+        return self._known[len(self.covers) :]
+
+    def learn(self, recordings: list[list[list[Copy]]]) -> None:
+        limit = piece_limit(self._weights.bucket_bytes)
+        self.covers += [make_cover(self._atoms, one, self._weights.specs, limit) for one in recordings]
 
 
 class ReshardTransport:
@@ -66,9 +104,7 @@ class ReshardTransport:
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights
-        self._atoms = trainer_atoms(weights.copies, weights.specs)
-        self._recordings: list[list[list[Copy]]] = []
-        self._covers: list[Cover] = []
+        self._recordings = KnownRecordings(weights)
         self._plans: dict[tuple[int, int], TransferPlan] = {}  # by recording and slot
         self._ends: dict[str, _TrainerEnd] = {}  # this rank's, by the group's name
         self._names: dict[str, str] = {}  # engine id -> name of its group; rank 0 only
@@ -116,42 +152,24 @@ class ReshardTransport:
     def _on_cuda(self) -> bool:
         return self._weights.mesh.device.type == "cuda"
 
-    def _describe(self, engines: EngineFleet) -> _Round:
+    def _describe(self, engines: EngineFleet) -> Round:
         """Says who takes part and what is new. Rank 0 only."""
         links: list[Link] = []
-        new: list[list[list[Copy]]] = []
         for engine in engines.alive:
-            known = [*self._recordings, *new]
-            if engine.slices not in known:
-                new.append(engine.slices)
-                known.append(engine.slices)
-            engine.slices = known[known.index(engine.slices)]  # one list for all: there may be a million
             self._slots.setdefault(engine.id, len(self._slots))
-            link = Link(
-                name=self._names.setdefault(engine.id, f"weights-{uuid.uuid4().hex}"),
-                url=engine.url,
-                num_ranks=engine.tp,
-                slot=self._slots[engine.id] % self._weights.num_engines,
-                recording=known.index(engine.slices),
-                store=(engine.mailbox.address, engine.mailbox.port),
-                patience_s=engine.patience,
-                join_s=min(_JOIN_S, engine.deadline.left / 4),  # time for the others if one does not come
-                left_s=engine.deadline.left,
-            )
-            links.append(link)
-        return _Round(links, new)
+            name = self._names.setdefault(engine.id, f"weights-{uuid.uuid4().hex}")
+            links.append(self._recordings.link(engine, name, self._slots[engine.id] % self._weights.num_engines))
+        return Round(links, self._recordings.unlearned())
 
-    def _learn(self, now: _Round) -> None:
+    def _learn(self, now: Round) -> None:
         """Plans new links, and forgets those that rank 0 has dropped. No rank waits for another here."""
         weights, rank = self._weights, self._weights.mesh.rank
-        for recording in now.recordings:
-            self._recordings.append(recording)
-            self._covers.append(make_cover(self._atoms, recording, weights.specs, piece_limit(weights.bucket_bytes)))
+        self._recordings.learn(now.recordings)
         for link in now.links:
             key = (link.recording, link.slot)
             if key not in self._plans:
                 self._plans[key] = plan_transfer(
-                    self._covers[link.recording], link.slot, weights.num_engines, weights.bucket_bytes
+                    self._recordings.covers[link.recording], link.slot, weights.num_engines, weights.bucket_bytes
                 )
             trainers = self._plans[key].trainers
             if link.name in self._ends:
@@ -159,7 +177,7 @@ class ReshardTransport:
             elif rank in trainers:
                 self._ends[link.name] = _TrainerEnd(link, trainers, rank, self._plans[key].sent_by(rank))
 
-    def _receive(self, engine: EngineConnection, now: _Round, traffic: Traffic) -> None:
+    def _receive(self, engine: EngineConnection, now: Round, traffic: Traffic) -> None:
         """Has the engine receive what all ranks send it. Rank 0 only; raises EngineDown when the transfer was cut."""
         link = next(link for link in now.links if link.name == self._names[engine.id])
         flag = Flag(link)

@@ -88,13 +88,14 @@ def experiment(folder: Path, **sections) -> dict:
         "weights": {"timeout_s": 300},
         "log": {"tensorboard": False},
     }
-    return _merged(base, sections)
+    return merged(base, sections)
 
 
-def _merged(below: dict, above: dict) -> dict:
+def merged(below: dict, above: dict) -> dict:
+    """Sections of `above` over those of `below`, key by key."""
     out = dict(below)
     for key, value in above.items():
-        out[key] = _merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
+        out[key] = merged(below[key], value) if isinstance(value, dict) and isinstance(below.get(key), dict) else value
     return out
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from run_megagrpo import assert_same_run, megagrpo, metrics, rollouts, write_experiment
+from run_megagrpo import Job, assert_same_run, megagrpo, metrics, rollouts, trainer, write_experiment
 
 STEPS = 4
 AHEAD = {
@@ -43,11 +43,35 @@ def test_samples_outlive_the_weights_that_began_them(experiments):
         assert entries[step]["router/replay_differs"] < 0.2, "experts of other tokens: almost all would differ"
 
 
+DRAINED = {
+    "rollout": {"max_staleness": 1, "deterministic": True},
+    "weights": {"in_flight": "drain"},
+    "checkpoint": {"every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def drained(experiments) -> Path:
+    return run(experiments / "drained", **DRAINED)
+
+
 @pytest.mark.slow
-def test_drained_runs_repeat_bit_by_bit(experiments):
-    sections = {"rollout": {"max_staleness": 1, "deterministic": True}, "weights": {"in_flight": "drain"}}
-    first, second = (run(experiments / f"drained{number}", **sections) for number in range(2))
-    assert_same_run(first, second, STEPS)
-    for step, groups in rollouts(first).items():
+def test_drained_runs_repeat_bit_by_bit(experiments, drained):
+    assert_same_run(run(experiments / "drained_again", **DRAINED), drained, STEPS)
+    for step, groups in rollouts(drained).items():
         versions = {sample["weight_version"] for group in groups for sample in group["samples"]}
         assert versions == {max(step - 2, 0)} and all("newer_weights" not in s for g in groups for s in g["samples"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_drained_run_that_is_killed_goes_on_as_the_undisturbed_one(experiments, drained, rank):
+    folder = experiments / f"drained_killed_{rank}"
+    with Job("run", write_experiment(folder, **AHEAD | DRAINED)) as job:
+        job.wait_for(lambda: (folder / "rollouts" / "step_000002.replica_0.jsonl").exists(), "step 2", 400)
+        trainer(job, rank).kill()
+        done = job.finish(500)
+    assert done.status == 0, done.stderr
+    assert "for the 1. of 3 times" in done.stdout
+    assert_same_run(folder, drained, STEPS)
+    assert prompts_of(rollouts(folder)) == prompts_of(rollouts(drained))

@@ -56,7 +56,7 @@ def test_whoever_is_killed_in_its_sleep_comes_back(long_run):
         done = job.finish(500)
     assert done.status == 0, done.stderr
     log = (folder / "logs" / "service.log").read_text()
-    assert log.count("engine-0 died: the server process of node 0 ended, killed by signal 9") == 1
+    assert log.count("engine-0 died: ") == 1  # the supervisor sees it, or trainers who were about to wake it
     assert "all ranks started again, for the 1." in done.stdout
     assert_same_run(folder, long_run[0], NUM_STEPS)
     assert_no_complaint(folder)

@@ -6,6 +6,8 @@ import pickle
 import signal
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -35,6 +37,7 @@ from megagrpo.weights.record import record_copies
 
 KEY = bearer(OneEngine.api_key)
 PROMPTS = [[1, 5, 6, 7, 8, 9], [1, *range(40, 90)]]
+NUM_PROMPT_TOKENS = sum(map(len, PROMPTS))
 
 
 class PlainSource:
@@ -154,6 +157,49 @@ def test_every_transport_puts_weights_into_a_moe(moe_engine, moe_models, tmp_pat
         assert moe_engine.ready_calls[-1] == ("e0", moe_engine.info.incarnation, version)
         assert_engine_computes_with(moe_engine.info.url, model, version)
     assert not (tmp_path / "weights" / "v1").exists()
+
+
+def long_responses(url: str) -> list[dict]:
+    """To each prompt one that does not end by itself."""
+    sampling = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
+    body = {"input_ids": PROMPTS, "return_logprob": True, "sampling_params": sampling}
+    return httpx.post(f"{url}/generate", json=body, headers=KEY, timeout=300).raise_for_status().json()
+
+
+@torch.no_grad()
+def logprobs_by(model: Path, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """[T], by HF transformers."""
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    logprobs = torch.log_softmax(hf(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1], -1)
+    return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_the_new_ones(
+    moe_engine, moe_models, tmp_path
+):
+    """weights.in_flight: retract. What was sampled before the publish is read again by the new weights."""
+    source, url = PlainSource(moe_models[1]), moe_engine.info.url
+    exchange = exchange_for(moe_engine, source.load(moe_models[1]), "reshard", tmp_path)
+    exchange.publish(40)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(long_responses, url)
+        begun = time.monotonic()
+        while httpx.get(f"{url}/v1/loads", headers=KEY).json()["loads"][0]["num_used_tokens"] < 2 * NUM_PROMPT_TOKENS:
+            assert not asked.done() and time.monotonic() < begun + 60
+        source.load(moe_models[2])
+        exchange.publish(41)
+        responses = asked.result()
+    exchange.close()
+    for prompt, response in zip(PROMPTS, responses, strict=True):
+        meta, ids = response["meta_info"], response["output_ids"]
+        spans = [(int(span["version"]), span["start"]) for span in meta["weight_versions"]]
+        start = spans[-1][1]
+        assert spans == [(40, 0), (41, start)] and 0 < start < len(ids)
+        old, new = (logprobs_by(model, prompt, ids) for model in moe_models[1:])
+        found = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
+        assert (found[:start] - old[:start]).abs().max() <= 1e-5
+        assert (found[start:] - new[start:]).abs().max() <= 1e-5
+        assert (old - new).abs().max() > 1e-2, "weights that differ"
 
 
 def test_disk_keeps_the_last_version_only(moe_engine, moe_models, tmp_path):

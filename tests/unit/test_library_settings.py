@@ -16,6 +16,8 @@ from megagrpo.library_settings import Library, LibraryMissing, accepted_values, 
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+VIRTUAL = ["actor.world_size=4", "actor.parallel.pp=2", "actor.parallel.vpp=2"]
+MESSAGES = [*VIRTUAL, "actor.megatron.overlap_p2p_comm=true"]
 MADE_UP = '''
 from dataclasses import dataclass, field
 import enum
@@ -190,6 +192,11 @@ def test_a_wrong_setting_is_refused_by_its_key(override, message):
         (["actor.transformer_engine=false", "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
         (["actor.lora.rank=4", "actor.ddp.overlap_grad_reduce=true"], "with lora, replicas of experts"),
         (["actor.optimizer.distributed=false", "actor.ddp.overlap_param_gather=true"], "sharded"),
+        (["actor.megatron.overlap_p2p_comm=true"], "messages overlap in the schedule of virtual stages alone"),
+        (["actor.ddp.align_param_gather=true"], "in others each would be waited for"),
+        ([*MESSAGES, "actor.megatron.deallocate_pipeline_outputs=true"], "frees an output that it is still sending"),
+        ([*MESSAGES, "actor.megatron.batch_p2p_comm=true"], "with overlap_p2p_comm messages are sent one by one"),
+        ([*VIRTUAL, "actor.megatron.batch_p2p_comm=true"], "a batch mixes up what is for which"),
         (["actor.optimizer.megatron.optimizer_cpu_offload=true"], "with actor.dtype float32 there are none"),
         (["actor.dtype=bfloat16", "actor.optimizer.megatron.exp_avg_dtype=bfloat16"], "use_precision_aware_optimizer"),
     ],

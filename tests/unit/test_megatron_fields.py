@@ -76,13 +76,28 @@ def test_defaults_without_transformer_engine(arch, kernels, options, on):
         (
             DENSE,
             {"parallel": {"pp": 2, "vpp": 2}},
-            {"apply_rope_fusion", "gradient_accumulation_fusion", "deallocate_pipeline_outputs", "overlap_p2p_comm"},
+            {"apply_rope_fusion", "gradient_accumulation_fusion", "overlap_p2p_comm"},
         ),
     ],
 )
 def test_defaults_with_transformer_engine(arch, options, added):
     found = set(transformer_defaults(arch, actor(**options), ENGINE))
     assert found == added | {"bias_activation_fusion", "bias_dropout_fusion"}
+
+
+@pytest.mark.parametrize(
+    ("given", "on"),
+    [
+        ({}, ["overlap_p2p_comm"]),
+        ({"overlap_p2p_comm": False}, ["deallocate_pipeline_outputs"]),
+        ({"deallocate_pipeline_outputs": True}, ["deallocate_pipeline_outputs"]),
+        ({"batch_p2p_comm": True}, ["deallocate_pipeline_outputs"]),
+    ],
+)
+def test_no_output_is_freed_while_it_is_sent(given, on):
+    layout = actor(parallel={"pp": 4, "vpp": 2}, megatron=given)
+    fields = transformer_fields(DENSE, layout, ENGINE)
+    assert [name for name in ("overlap_p2p_comm", "deallocate_pipeline_outputs") if fields.get(name)] == on
 
 
 def test_adapters_get_no_fused_gradients_and_no_overlap():
@@ -98,7 +113,10 @@ def test_adapters_get_no_fused_gradients_and_no_overlap():
         ({}, ENGINE, ["overlap_grad_reduce", "overlap_param_gather"]),
         ({"optimizer": {"distributed": False}}, ENGINE, ["overlap_grad_reduce"]),
         ({"parallel": {"tp": 8}}, ENGINE, []),  # no data-parallel ranks
-        ({"parallel": {"pp": 2}}, ENGINE, []),
+        ({"parallel": {"pp": 8}}, ENGINE, []),
+        ({"parallel": {"pp": 2, "tp": 4}}, ENGINE, []),
+        ({"parallel": {"pp": 2}}, ENGINE, ["overlap_grad_reduce", "overlap_param_gather"]),
+        ({"parallel": {"pp": 2, "vpp": 2}}, CUDA, ["overlap_grad_reduce", "overlap_param_gather"]),
         ({"ddp": {"overlap_param_gather": False}}, ENGINE, ["overlap_grad_reduce"]),
     ],
 )
@@ -106,6 +124,7 @@ def test_communication_overlaps_on_cuda(options, kernels, overlaps):
     fields = ddp_fields(actor(**options), kernels)
     assert [name for name in ("overlap_grad_reduce", "overlap_param_gather") if fields.get(name)] == overlaps
     assert optimizer_fields(actor(**options), kernels)["overlap_param_gather"] == ("overlap_param_gather" in overlaps)
+    assert bool(fields.get("align_param_gather")) == ("vpp" in options.get("parallel", {}))
 
 
 def test_what_the_user_sets_wins():

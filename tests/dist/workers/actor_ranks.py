@@ -15,6 +15,7 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 
 from megagrpo import checkpoint
 from megagrpo.actor import step
@@ -151,19 +152,20 @@ def layout_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
 
 def two_updates_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
-    """Two updates, the second's forward right behind the first's step; do all ranks hold the same parameters then?"""
+    """Two updates, the second's forward right behind the first's step; do replicas hold the same parameters then?"""
     trained, norms = actor.trained_weights(weights), []
     for number in range(2):
         loss = gradient(actor, batch_of(actor.mesh, shift=number), RICH)
         norms.append([loss, actor.optimizer_step(loss, followed=True)["optim/grad_norm"]])
     actor.gather_parameters()
-    own, everyone = dict(actor.parameters()), [None] * actor.mesh.world_size
-    dist.all_gather_object(everyone, own)
+    replicas = mpu.get_data_parallel_group()
+    own, everyone = dict(actor.parameters()), [None] * replicas.size()
+    dist.all_gather_object(everyone, own, group=replicas)
     kept = {"norms": norms, "weights": whole(trained, actor.trained(), actor.mesh)}
     torch.save(kept, f"{job['kept']}{actor.mesh.rank}")
     ddp = actor.model[0].ddp_config
     return {
-        "same_on_all_ranks": all(torch.equal(p, other[name]) for other in everyone for name, p in own.items()),
+        "same_on_replicas": all(torch.equal(p, other[name]) for other in everyone for name, p in own.items()),
         "overlaps": [ddp.overlap_grad_reduce, ddp.overlap_param_gather],
         "buckets": sum(len(group.buckets) for wrapper in actor.model for group in wrapper.bucket_groups),
     }
