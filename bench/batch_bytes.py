@@ -39,29 +39,30 @@ def main() -> None:
     groups = [
         _group(number, lengths[i : i + GROUP_SIZE]) for number, i in enumerate(range(0, len(lengths), GROUP_SIZE))
     ]
-    batch = build_batch(groups, one_pass(len(groups)), make_mesh(0, 1, torch.device("cpu"), 60.0))
+    mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
+    batch = build_batch(groups, one_pass(len(groups)), mesh)
     per_token = batch.rollout_logprobs
     batch = replace(batch, advantages=per_token, old_logprobs=per_token, ref_logprobs=per_token)
-    mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
     micros = plan_micro_batches(batch, range(len(lengths)), args.budget, True, ParallelConfig(), mesh)
-    laid_out, grids = [], []
+    at_once, one, grid = 0, 0, 0
     for micro in micros:
-        moved = [v for name, v in vars(micro).items() if name not in ("members", "places")] + [
-            *vars(micro.targets).values()
-        ]
-        laid_out.append(_bytes(moved))
-        grids.append(len(micro.members) * micro.longest)
+        # rows and columns of [N, S] were on the device, what leads from flat values to a grid was not needed
+        before = [micro.tokens, micro.positions, micro.rows, micro.columns, micro.cu_seqlens]
+        before += vars(micro.targets).values()
+        at_once += _bytes(before)
+        one = max(one, _bytes([*before, micro.grid, micro.target_grid]))
+        grid = max(grid, len(micro.members) * micro.longest)
     padded = len(batch.lengths) * int(batch.lengths.max())
     lines = [
         ["all samples, on the device", padded * PADDED_BYTES, 0],
         ["all samples, on the host", 0, _bytes(vars(batch).values())],
-        ["micro-batches laid out, on the device at once", sum(laid_out), max(laid_out)],
+        ["micro-batches laid out, on the device at once", at_once, one],
     ]
     what = {"samples": args.samples, "tokens": len(batch.tokens), "longest": int(batch.lengths.max())}
     what |= {
         "filled": len(batch.tokens) / padded,
         "micro_batches": len(micros),
-        "largest_grid": max(grids),
+        "largest_grid": grid,
         "lines": lines,
     }
     table = [[name, *(f"{size / 2**20:,.1f}" for size in sizes)] for name, *sizes in lines]
