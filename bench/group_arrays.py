@@ -18,6 +18,7 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -121,6 +122,8 @@ def _answers(rank: int, samples: int, tokens: int) -> list[bytes]:
 
 
 def _rank_main(rank: int, folder: Path, samples: int, tokens: int) -> None:
+    # An editable installation would lend the earlier commit the modules that it does not have yet.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not str(finder).count("__editable__")]
     from megagrpo.mesh import make_mesh
 
     dist.init_process_group(
@@ -151,7 +154,10 @@ def _measure(mesh, folder: Path, samples: int, tokens: int) -> dict[str, float]:
     made = timed("parse answers", lambda: _groups(answers, mesh.dp_rank, samples) if mesh.is_leader else [])
     values["MiB held by parsed groups"] = (_resident() - held) / 2**20 if mesh.is_leader else 0.0
     with _Crossing() as crossing:
-        groups = timed("share groups with the replica", lambda: mesh.from_leader(lambda: made, "share"))
+        for_others = _for_others()
+        shared = lambda: mesh.from_leader(lambda: list(map(for_others, made)), "share")  # noqa: E731
+        groups = timed("share groups with the replica", shared)
+        groups = made if mesh.is_leader else groups
         timed("build the batch", lambda: _batch(groups, samples, mesh))
         timed("record samples, as far as the loop waits", lambda: _record(groups, mesh, folder))
     values["seconds in all"] = sum(seconds for name, seconds in values.items() if name.startswith("seconds"))
@@ -188,6 +194,16 @@ def _groups(answers: list[bytes], replica: int, samples: int) -> list:
             groups.append(RolloutGroup(first + len(groups), prompt, tuple(found), outcomes))
             found = []
     return groups
+
+
+def _for_others() -> Callable:
+    """What a leader makes of a group before it shares it."""
+    try:
+        from megagrpo.rollout.routed_experts import for_other_ranks
+
+        return for_other_ranks
+    except ImportError:
+        return lambda group: group
 
 
 def _batch(groups: list, samples: int, mesh) -> object:

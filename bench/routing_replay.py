@@ -170,7 +170,7 @@ def _sampled(actor: MegatronActor, model: Path, engine: OneEngine, num_tokens: i
 def _compared(actor: MegatronActor, batch: Batch) -> tuple[dict[str, float], float | None]:
     """Returns figures of log-probabilities, engine's and trainer's, and the share of (token, layer) that differs."""
     assert actor.routing is not None
-    ratio = (token_logprobs(actor, batch, 1.0) - batch.rollout_logprobs).double()[batch.loss_mask > 0]
+    ratio = (token_logprobs(actor, batch, 1.0) - batch.rollout_logprobs).double()[batch.loss_mask]
     figures = {"kl": ratio.exp() - 1 - ratio, "mean": ratio.abs()}  # k3: of the engine from the trainer
     found = {name: float(values.mean()) for name, values in figures.items()}
     return found | {"largest": float(ratio.abs().max())}, actor.routing.take().get("router/replay_differs")

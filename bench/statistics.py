@@ -36,7 +36,8 @@ def exact(rewards, ids, num_groups, valid, reduce):
         greedy_rewards=None,
         group_ids=ids,
         valid=valid,
-        sampled=valid[:, None],
+        lengths=torch.ones_like(ids),
+        sampled=valid,
         stats=stats,
         reduce=reduce,
     )

@@ -28,8 +28,7 @@ def write_dump(
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        on_host = batch.to("cpu")
-        parts = {field.name: getattr(on_host, field.name) for field in fields(Batch) if field.name != _LEFT_OUT}
+        parts = {field.name: getattr(batch, field.name) for field in fields(Batch) if field.name != _LEFT_OUT}
         torch.save(parts, folder / f"dp_{mesh.dp_rank}.pt")
 
     mesh.from_leader(write, f"dump into {folder}")
@@ -57,7 +56,7 @@ class Dump:
         """Returns this rank's part. ValueError when the data-parallel size is another one."""
         if mesh.dp_size != self.dp:
             raise ValueError(f"{self.folder} is of {self.dp} data-parallel ranks, this layout has {mesh.dp_size}")
-        parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", map_location=mesh.device, weights_only=True)
+        parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", weights_only=True)
         return Batch(**parts)
 
 

@@ -1,13 +1,14 @@
 """The data that flows through the loop: Prompt -> RolloutGroup(Sample) -> Batch -> MicroBatch -> metrics.
 
-Dimensions: N samples of this rank, S tokens of the longest prompt + response among them, b rows and s columns of a
-micro-batch. Position t of every [N, S] tensor is about tokens[:, t]; `targets` in batching/microbatch.py is the one
-place that shifts. Log-probabilities are natural logarithms.
+Dimensions: N samples of this rank, T tokens of their prompts and responses, S tokens of the longest; b rows and s
+columns of a micro-batch. Values of tokens are flat, [T]: one sample after the other, without padding. Position t is
+about tokens[t]; `targets` in batching/microbatch.py is the one place that shifts. Log-probabilities are natural
+logarithms.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -130,86 +131,111 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """Holds what the exact KL needs of the reference model: last hidden states of this rank's T trained positions.
+    """Holds what the exact KL needs of the reference model: last hidden states of this rank's R trained positions.
 
     H: hidden size, V: padded vocabulary size. Empty before the last pipeline stage.
     """
 
-    hidden: "Tensor"  # [T, H]
-    index: "Tensor"  # [N, S] int64, the row of `hidden` that predicts tokens[:, t]; -1 where there is none on this rank
+    hidden: "Tensor"  # [R, H]
+    index: "Tensor"  # [T] int64, on the host: the row of `hidden` that predicts tokens[t]; -1 where none on this rank
     output_weight: "Tensor | None"  # [V / tp, H]; None before the last stage
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Holds this data-parallel rank's samples of one step, right-padded."""
+    """Holds this data-parallel rank's samples of one step, on the host; a MicroBatch brings its own to the device."""
 
     sample_ids: "Tensor"  # [N] int64, group_id * group_size + index: the order that does not depend on the layout
     group_ids: "Tensor"  # [N] int64
     num_groups: int  # over all ranks
-    tokens: "Tensor"  # [N, S] int64
+    tokens: "Tensor"  # [T] int32
     lengths: "Tensor"  # [N] int64, tokens of prompt + response
     prompt_lengths: "Tensor"  # [N] int64, tokens
-    loss_mask: "Tensor"  # [N, S] float32, 1 on tokens that the policy sampled
-    rollout_logprobs: "Tensor"  # [N, S] float32, 0 off the response
+    loss_mask: "Tensor"  # [T] bool, the tokens that the policy sampled
+    rollout_logprobs: "Tensor"  # [T] float32, 0 off the response
     rewards: "Tensor"  # [N] float64, the grader's; 0 where not valid
     valid: "Tensor"  # [N] bool, the outcome was a score
     truncated: "Tensor"  # [N] bool, ended by length
-    lags: "Tensor | None" = None  # [N, S] int32, versions that the weights which sampled a token are older than those
+    lags: "Tensor | None" = None  # [T] int32, versions that the weights which sampled a token are older than those
     # that it trains, 0 off the response; None: all are 0
     greedy_rewards: "Tensor | None" = None  # [N] float64, of the group's greedy response; advantage "remax" alone
-    advantages: "Tensor | None" = None  # [N, S] float32, 0 off the loss mask
-    old_logprobs: "Tensor | None" = None  # [N, S] float32, by the actor before the first update of the step
-    seen_logprobs: "Tensor | None" = None  # [N, S] float32, where there are no old_logprobs: filled in by the update's
+    advantages: "Tensor | None" = None  # [T] float32, 0 off the loss mask
+    old_logprobs: "Tensor | None" = None  # [T] float32, by the actor before the first update of the step
+    seen_logprobs: "Tensor | None" = None  # [T] float32, where there are no old_logprobs: filled in by the update's
     # own forward, on last pipeline stages; NaN for samples that no update took. For the record alone
-    ref_logprobs: "Tensor | None" = None  # [N, S] float32, by the reference model
+    ref_logprobs: "Tensor | None" = None  # [T] float32, by the reference model
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
-    policy_weights: "Tensor | None" = None  # [N, S] float32, correction of the trainer/rollout mismatch
-    denominator_mask: "Tensor | None" = None  # [N, S] bool, what N_tok and N_seq count; None: loss_mask
-    # [N, S, layers, k] uint8 or int16: the experts of each token in this pipeline stage's layers with experts, and of
+    policy_weights: "Tensor | None" = None  # [T] float32, correction of the trainer/rollout mismatch
+    denominator_mask: "Tensor | None" = None  # [T] bool, what N_tok and N_seq count; None: loss_mask
+    # [T, layers, k] uint8 or int16: the experts of each token in this pipeline stage's layers with experts, and of
     # how many tokens of a sample they are known [N] int64, from the first on; 0 beyond. actor.routing_replay
     routed_experts: "Tensor | None" = None
     routed_lengths: "Tensor | None" = None
     updates: Updates = ()  # over all ranks; (): made for no update
 
     @property
+    def starts(self) -> "Tensor":
+        """Where each sample begins in values of tokens, [N] int64."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @property
     def num_updates(self) -> int:
         """Number of optimiser updates of the step, in all its passes over the groups."""
         return sum(map(len, self.updates))
 
-    def to(self, device: "torch.device | str") -> "Batch":
-        """Returns the batch with its tensors on `device`."""
-        moved = {f.name: v.to(device) for f in fields(self) if hasattr(v := getattr(self, f.name), "to")}
-        return replace(self, **moved)
+
+def on_device(tensor: "Tensor", device: "torch.device") -> "Tensor":
+    """Returns a tensor of the host on `device`, without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Holds the positions of a micro-batch whose next token the policy sampled, T of them, and where those tokens are.
+    """Holds the positions of a micro-batch whose next token the policy sampled, R of them, and where those tokens are.
 
     Under context parallelism those of this rank's part.
     """
 
-    flat: "Tensor"  # [T] int64, ascending: places in the flattened [b, s]
-    rows: "Tensor"  # [T] int64, the Batch row of the token that each predicts
-    columns: "Tensor"  # [T] int64, its Batch column
+    flat: "Tensor"  # [R] int64, ascending: places in the flattened [b, s]
+    rows: "Tensor"  # [R] int64, the sample of the token that each predicts
+    columns: "Tensor"  # [R] int64, its place in the sample
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds what one forward pass sees: rows of a Batch, laid out [b, s] padded or as one packed row [1, s].
+    """Holds what one forward pass sees: samples of a Batch, laid out [b, s] padded or as one packed row [1, s].
 
-    Under context parallelism [b, s / cp]: this rank's part; cu_seqlens, members and max_seqlen are of the whole.
+    Under context parallelism [b, s / cp]: this rank's part; what follows `targets` is of the whole. On the host until
+    `to`; members and places stay there.
     """
 
     tokens: "Tensor"  # [b, s] int64, 0 as padding
     positions: "Tensor"  # [b, s] int64, from 0 in every sequence
     cu_seqlens: "Tensor | None"  # [k + 1] int32 when packed: where each of k sequences begins, and the end; else None
-    rows: "Tensor"  # [b, s] int64, the Batch row each position belongs to; -1 padding
-    columns: "Tensor"  # [b, s] int64, the Batch column; -1 padding
-    members: "Tensor"  # [n] int64, ascending: the Batch rows in it
+    rows: "Tensor"  # [b, s] int64, the sample each position belongs to; -1 padding
+    columns: "Tensor"  # [b, s] int64, the place in the sample; -1 padding
     targets: Targets
+    members: "Tensor"  # [n] int64, ascending: the samples in it
+    places: "Tensor"  # [t] int64, of their tokens among the Batch's: one sample after the other
+    grid: "Tensor"  # [t] int64, of the same in the flattened [n, S]
+    target_grid: "Tensor"  # [R] int64, of the targets in the flattened [n, S]
+    longest: int  # S, of the whole Batch: a sum over a row is the same in whatever micro-batch a sample lies
     max_seqlen: int = 0  # tokens of the longest sequence, padding included
+
+    def to(self, device: "torch.device") -> "MicroBatch":
+        """Returns it on `device`, without waiting."""
+
+        def moved(of: Any, stays: Collection[str] = ()) -> dict[str, Any]:
+            tensors = {f.name: getattr(of, f.name) for f in fields(of) if f.name not in stays}
+            return {name: on_device(tensor, device) for name, tensor in tensors.items() if hasattr(tensor, "device")}
+
+        there = moved(self, ("members", "places"))
+        return replace(self, targets=Targets(**moved(self.targets)), **there)
+
+    def padded(self, values: "Tensor") -> "Tensor":
+        """Returns values [T] of the Batch's tokens for the samples in it: [n, S] on its device, 0 beyond their ends."""
+        mine = on_device(values[self.places], self.grid.device)
+        return mine.new_zeros(len(self.members) * self.longest).index_copy(0, self.grid, mine).view(-1, self.longest)
 
 
 @dataclass(frozen=True)

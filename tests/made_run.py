@@ -14,6 +14,7 @@ from megagrpo.monitor.timeline import Timeline
 from megagrpo.monitor.trained import TrainedLog
 from megagrpo.run_folder import RunFolder
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
+from tests.padding import batch_of_rows
 
 GROUP_SIZE = 4
 HOSTILE = (
@@ -48,7 +49,7 @@ def made_batch(groups: list[RolloutGroup], difference: float = 2e-3) -> Batch:
         mask[i, 3 : len(ids)] = 1
     advantages = torch.tensor([1.5, -0.5, -1.0, 0.0] * len(groups))[:, None] * mask
     rollout = -0.5 * mask
-    return Batch(
+    return batch_of_rows(
         sample_ids=torch.tensor([group.group_id * GROUP_SIZE + sample.index for group, sample in rows]),
         group_ids=torch.tensor([group.group_id for group, _ in rows]),
         num_groups=len(groups),

@@ -53,7 +53,7 @@ def logprobs(figures: Figures, setting: Setting) -> None:
 
 
 def of_transformers(sizes: dict, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities [N, S] of the batch's tokens by transformers, in float32 and all in bfloat16."""
+    """Returns log-probabilities [T] of the batch's tokens by transformers, in float32 and all in bfloat16."""
     define_torchvision_operators()
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -75,25 +75,27 @@ def of_transformers(sizes: dict, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def _by_row(model, batch: Batch) -> Tensor:
     out = torch.zeros_like(batch.rollout_logprobs)
-    for row, length in enumerate(batch.lengths.tolist()):
-        tokens = batch.tokens[row : row + 1, :length]
-        logits = model(input_ids=tokens).logits[0, :-1].float()
-        out[row, 1:length] = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)
+    for start, tokens in zip(batch.starts.tolist(), batch.tokens.long().split(batch.lengths.tolist()), strict=True):
+        tokens = tokens.to(DEVICE)
+        logits = model(input_ids=tokens[None]).logits[0, :-1].float()
+        found = logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+        out[start + 1 : start + len(tokens)] = found.cpu()
     return out
 
 
 def with_bfloat16_logits(states, batch: Batch) -> Tensor:
-    """Returns log-probabilities [N, S] from the actor's hidden states and a bfloat16 product with its output weight."""
+    """Returns log-probabilities [T] from the actor's hidden states and a bfloat16 product with its output weight."""
     out = torch.zeros_like(batch.rollout_logprobs)
-    at = (states.index >= 0).nonzero(as_tuple=True)
-    hidden, weight = states.hidden[states.index[at]].bfloat16(), states.output_weight.bfloat16()
+    at = states.index >= 0
+    hidden, weight = states.hidden[states.index[at].to(DEVICE)].bfloat16(), states.output_weight.bfloat16()
     parts = [
         (part @ weight.t()).float().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
-        for part, tokens in zip(hidden.split(1024), batch.tokens[at].split(1024), strict=True)
+        for part, tokens in zip(hidden.split(1024), batch.tokens[at].long().to(DEVICE).split(1024), strict=True)
     ]
-    return out.index_put(at, torch.cat(parts))
+    out[at] = torch.cat(parts).cpu()
+    return out
 
 
 def _gap(values: Tensor, exact: Tensor, batch: Batch) -> Tensor:
     """Returns absolute differences [tokens] where the policy sampled."""
-    return (values - exact).abs()[batch.loss_mask > 0]
+    return (values - exact).abs()[batch.loss_mask]

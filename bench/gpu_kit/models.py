@@ -88,23 +88,22 @@ def random_actor(
 
 
 def random_batch(vocab: int, lengths: Sequence[int], prompt: int, seed: int = 0) -> Batch:
-    """Returns samples of random tokens on the device, each a group of its own and all of one update.
+    """Returns samples of random tokens, each a group of its own and all of one update.
 
     lengths: of prompt and response together, tokens. A hole in the first sample's mask stands for a tool's answer.
     """
     generator = torch.Generator().manual_seed(seed)
-    rows, width = len(lengths), max(lengths)
-    column, length = torch.arange(width), torch.tensor(lengths)
-    inside = column < length[:, None]
-    mask = (inside & (column >= prompt)).float()
-    mask[0, prompt + 2 : prompt + 4] = 0.0
-    logprobs = -6.0 * mask + 0.2 * torch.randn(rows, width, generator=generator) * mask
+    rows, length = len(lengths), torch.tensor(lengths)
+    column = torch.cat([torch.arange(n) for n in lengths])
+    mask = column >= prompt
+    mask[prompt + 2 : prompt + 4] = False
+    logprobs = (-6.0 + 0.2 * torch.randn(len(mask), generator=generator)) * mask
     ids = torch.arange(rows)
-    batch = Batch(
+    return Batch(
         sample_ids=ids,
         group_ids=ids,
         num_groups=rows,
-        tokens=torch.randint(3, vocab, (rows, width), generator=generator) * inside,
+        tokens=torch.randint(3, vocab, (len(mask),), generator=generator, dtype=torch.int32),
         lengths=length,
         prompt_lengths=torch.full((rows,), prompt),
         loss_mask=mask,
@@ -112,9 +111,8 @@ def random_batch(vocab: int, lengths: Sequence[int], prompt: int, seed: int = 0)
         rewards=torch.zeros(rows, dtype=torch.float64),
         valid=torch.ones(rows, dtype=torch.bool),
         truncated=torch.zeros(rows, dtype=torch.bool),
-        advantages=torch.randn(rows, 1, generator=generator) * mask,
+        advantages=torch.randn(rows, generator=generator).repeat_interleave(length) * mask,
         old_logprobs=logprobs,
         ref_logprobs=logprobs * 1.02,
         updates=one_pass(rows),
     )
-    return batch.to(DEVICE)

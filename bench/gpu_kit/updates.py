@@ -45,8 +45,9 @@ def updates(figures: Figures, setting: Setting) -> None:
 
 def _supervised(actor: MegatronActor) -> list[float]:
     batch = random_batch(VOCAB, [32] * 16, 1)
-    start = batch.tokens[:, :1]
-    batch = replace(batch, tokens=3 + (start + torch.arange(32, device=DEVICE)) % (VOCAB - 3))
+    first = batch.tokens[batch.starts][:, None]
+    counted = (3 + (first + torch.arange(32)) % (VOCAB - 3)).flatten()
+    batch = replace(batch, tokens=counted.int())
     return [step.likelihood_step(actor, batch)["loss/total"] for _ in range(_SUPERVISED)]
 
 
@@ -60,7 +61,7 @@ def _reinforced(actor: MegatronActor, sizes: dict) -> tuple[list[float], list[fl
         batch = build_batch(groups, one_pass(_GROUPS), actor.mesh)
         batch = step.with_logprobs(actor, batch, 1.0, old=True, reference=None)
         assert batch.old_logprobs is not None, "it was asked for"
-        gap = (batch.old_logprobs - batch.rollout_logprobs).abs()[batch.loss_mask > 0]
+        gap = (batch.old_logprobs - batch.rollout_logprobs).abs()[batch.loss_mask]
         gaps.append(float(gap.mean()))
         rewards.append(float(batch.rewards.mean()))
         batch, state, _ = with_advantages(batch, PLAIN, actor.mesh.reduce, state, RESPONSE)

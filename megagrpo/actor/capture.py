@@ -22,7 +22,7 @@ from megagrpo.weights.capture import LayerTap, Recorder, SeenTokens, Tap, expert
 class CapturedForward(NamedTuple):
     """Holds what a forward over a batch gave."""
 
-    logprobs: Tensor  # [N, S] float32, 0 off the loss mask; on every rank
+    logprobs: Tensor  # [T] float32, 0 off the loss mask; on every rank
     pieces: list[SeenTokens]  # of this rank
     problems: list[str]
 
@@ -35,7 +35,7 @@ def captured_forward(
     forced: experts [N, S, layers, k] int64 that routers take instead of their own, -1 where they choose; None: they do
     everywhere. What taps called `experts_key` see is always their own choice.
     """
-    micros = micro_batches(actor, batch, range(len(batch.tokens)))
+    micros = list(micro_batches(actor, batch, range(len(batch.lengths))))
     recorder = Recorder(list(_tapped(actor, taps)))
     try:
         with _forced_routing(actor, micros, forced) as own:
@@ -92,7 +92,7 @@ def _piece(key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
     Raises ValueError for any other shape.
     """
     tp, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    rows, columns = (places.cpu() for places in _places(micro))
+    rows, columns = _places(micro)
     length, height = rows.shape
     flat = values.flatten(0, 1) if values.dim() > 2 and values.shape[1] == height else values
     if len(flat) == length * height // tp != length * height:
@@ -141,8 +141,8 @@ class _GivenExperts:
             tp, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
             rows, columns = rows.chunk(tp)[tp_rank], columns.chunk(tp)[tp_rank]
         rows, columns = rows.flatten(), columns.flatten()
-        experts = self._experts.to(scores.device)[rows.clamp(min=0), columns.clamp(min=0)]
-        given = (rows >= 0) & (experts >= 0).all(1)
+        experts = self._experts.cpu()[rows.clamp(min=0), columns.clamp(min=0)].to(scores.device)
+        given = (rows >= 0).to(scores.device) & (experts >= 0).all(1)
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         self.own.append(torch.zeros_like(scores, dtype=torch.bool).scatter(1, own, True).cpu())
         chosen = torch.where(given[:, None], experts.to(own.dtype), own)

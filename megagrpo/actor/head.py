@@ -20,7 +20,7 @@ Loss = tuple[Tensor, dict[str, Tensor]]  # scalar, metric sums
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Holds the model's values for n samples' tokens: [n, S] each, 0 off the loss mask, with gradients."""
+    """Holds the model's values of a micro-batch's n samples: [n, S] each, 0 off the loss mask, with gradients."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -30,8 +30,8 @@ class TokenValues:
 class LossOfTokens(Protocol):
     """Computes a loss from the values of sampled tokens."""
 
-    def __call__(self, members: Tensor, values: TokenValues) -> Loss:
-        """Returns the loss of the micro-batch that holds samples `members` [n] of the batch."""
+    def __call__(self, micro: MicroBatch, values: TokenValues) -> Loss:
+        """Returns the loss of one micro-batch."""
 
 
 class LastStage(Protocol):
@@ -45,21 +45,22 @@ def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_lo
     """Returns what turns hidden states into the values of sampled tokens and gives them to `token_loss`."""
 
     def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
-        flat, rows, columns = micro.targets.flat, micro.targets.rows, micro.targets.columns
-        logprobs, entropy = token_values(actor, chunk, hidden, flat, batch.tokens[rows, columns], temperature)
+        flat, places = micro.targets.flat, micro.target_grid
+        tokens = micro.padded(batch.tokens).flatten()[places].long()
+        logprobs, entropy = token_values(actor, chunk, hidden, flat, tokens, temperature)
         full_kl = None
         if batch.reference is not None:
-            full_kl = _full_kl(actor, chunk, hidden, flat, batch.reference, (rows, columns), temperature)
-        at = (torch.searchsorted(micro.members, rows), columns)
-        shape = (len(micro.members), batch.tokens.shape[1])
+            index = micro.padded(batch.reference.index).flatten()[places]
+            full_kl = _full_kl(actor, chunk, hidden, flat, batch.reference, index, temperature)
 
         def grid(by_token: Tensor) -> Tensor:
-            return _all_context_ranks(by_token.new_zeros(shape).index_put(at, by_token))
+            empty = by_token.new_zeros(len(micro.members) * micro.longest)
+            return _all_context_ranks(empty.index_put((places,), by_token).view(-1, micro.longest))
 
         values = TokenValues(
             logprobs=grid(logprobs), entropy=grid(entropy), full_kl=None if full_kl is None else grid(full_kl)
         )
-        return token_loss(micro.members, values)
+        return token_loss(micro, values)
 
     return from_hidden
 
@@ -83,14 +84,11 @@ def _full_kl(
     hidden: Tensor,
     flat: Tensor,
     reference: ReferenceStates,
-    at: tuple[Tensor, Tensor],
+    index: Tensor,
     temperature: float,
 ) -> Tensor:
-    """Returns the exact KL [T] to the reference at the flat positions [T].
-
-    They predict the tokens at rows and columns `at` of the batch.
-    """
-    index, weight = reference.index[at], chunk.output_weight()
+    """Returns the exact KL [T] to the reference at the flat positions [T]; index: their rows of its hidden states."""
+    weight = chunk.output_weight()
     # on a GPU the device checks it when it comes there, and nobody waits
     torch._assert_async((index >= 0).all(), "the reference did not see a position on the rank that trains on it")
     assert reference.output_weight is not None, "the last stage has the reference's output weight"

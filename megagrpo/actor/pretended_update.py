@@ -58,23 +58,23 @@ class Work:
     def batch(self, micro_batches: int) -> Batch:
         """Returns samples that are cut into so many micro-batches; all tokens but the first are trained on."""
         lengths = torch.tensor(self.lengths * micro_batches)
-        count, width = len(lengths), int(lengths.max())
-        columns = torch.arange(width)
-        mask = ((columns < lengths[:, None]) & (columns > 0)).float()
+        count, total = len(lengths), int(lengths.sum())
+        mask = torch.ones(total, dtype=torch.bool)
+        mask[lengths.cumsum(0) - lengths] = False
         return Batch(
             sample_ids=torch.arange(count),
             group_ids=torch.arange(count),
             num_groups=count,
-            tokens=mask.long(),
+            tokens=mask.int(),
             lengths=lengths,
             prompt_lengths=torch.ones(count, dtype=torch.int64),
             loss_mask=mask,
-            rollout_logprobs=torch.zeros(count, width),
+            rollout_logprobs=torch.zeros(total),
             rewards=torch.zeros(count, dtype=torch.float64),
             valid=torch.ones(count, dtype=torch.bool),
             truncated=torch.zeros(count, dtype=torch.bool),
-            advantages=mask.clone(),
-            seen_logprobs=torch.zeros(count, width),
+            advantages=torch.ones(total),
+            seen_logprobs=torch.zeros(total),
             updates=((tuple(range(count)),),),
         )
 

@@ -21,7 +21,7 @@ from megagrpo.actor.model import HiddenStatesModel, routers
 from megagrpo.algo.router_losses import balance_part, chosen_experts, z_part
 from megagrpo.config.actor import RouterLossConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.types import Batch, MicroBatch
+from megagrpo.types import Batch, MicroBatch, on_device
 
 Routing = Callable[..., tuple[Tensor, Tensor]]
 
@@ -61,11 +61,12 @@ class RouterLosses:
     @contextmanager
     def of(self, micro: MicroBatch, batch: Batch) -> Iterator[None]:
         """Adds the losses of this micro-batch to the forward inside, or to the same forward computed again later."""
-        found = torch.searchsorted(micro.members, micro.rows.clamp(min=0))
+        members, lengths = (on_device(t, micro.rows.device) for t in (micro.members, batch.lengths[micro.members]))
+        found = torch.searchsorted(members, micro.rows.clamp(min=0))
         sequence = torch.where(micro.rows >= 0, found, len(micro.members)).t()  # [s, b], the order of a router's tokens
         tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
         own = sequence.chunk(tp_size)[tp_rank].flatten()  # sequence parallelism cuts the sequence
-        self._tokens = _RoutedTokens(own, batch.lengths[micro.members])
+        self._tokens = _RoutedTokens(own, lengths)
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """Lets routers take experts that are known already, or records those that they choose: routing replay, R3 and R2.
 
 Megatron's routers ask an object for their top-k (`router_replay` of TopKRouter), with the scores to choose by. Ours
-looks a token's experts up by its row and column of the Batch, so that packing and every parallel layout come for free.
+looks a token's experts up by its sample and its place in it, so that packing and every parallel layout come for free.
 Weights of experts are computed from the router's own scores, which keep their gradient.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megagrpo.actor.model import HiddenStatesModel, routers
 from megagrpo.families.architecture import Architecture
-from megagrpo.types import Batch, MicroBatch
+from megagrpo.types import Batch, MicroBatch, on_device
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -26,9 +26,8 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class _Lookup:
     """Says where the tokens of one micro-batch stand that a router of this rank sees, T of them."""
 
-    experts: Tensor  # [N + 1, S, layers, k] or without the last row, as in Batch.routed_experts
-    rows: Tensor  # [T] int64 of the Batch, 0 where not known
-    columns: Tensor  # [T] int64
+    experts: Tensor  # [t, layers, k] of tokens of the Batch, as in Batch.routed_experts
+    places: Tensor  # [T] int64, among the t
     known: Tensor  # [T] bool, the experts of this token are there
 
 
@@ -63,12 +62,24 @@ class RoutingReplay:
         rows, columns = own_places(micro)
         if batch.routed_experts is not None and len(batch.tokens):
             assert batch.routed_lengths is not None, "both or neither"
-            known = (rows >= 0) & (columns < batch.routed_lengths[rows.clamp(min=0)])
-            self._lookup = _Lookup(batch.routed_experts, rows.clamp(min=0), columns.clamp(min=0), known)
+            # padding looks a first token up and does not take it, also where there is padding alone
+            first = torch.zeros(1, dtype=torch.int64)
+            chosen, of_chosen = (micro.members, micro.places) if len(micro.members) else (first, first)
+            lengths = batch.lengths[chosen]
+            host = batch.routed_experts[of_chosen], chosen, lengths.cumsum(0) - lengths, batch.routed_lengths[chosen]
+            experts, members, starts, known = (on_device(tensor, rows.device) for tensor in host)
+            of = torch.searchsorted(members, rows).clamp(max=len(members) - 1)
+            places = torch.where(rows >= 0, starts[of] + columns, 0)
+            self._lookup = _Lookup(experts, places, (rows >= 0) & (columns < known[of]))
         elif self._recording is not None:
-            # padding goes into a row of nobody's: an index by a mask would wait for the device
-            rows = torch.where(rows >= 0, rows, len(batch.tokens))
-            self._recording = replace(self._recording, rows=rows, columns=columns.clamp(min=0))
+            recording, starts = self._recording, on_device(batch.starts, rows.device)
+            # padding goes into a place of nobody's: an index by a mask would wait for the device
+            nowhere = len(recording.experts) - 1
+            if len(starts):
+                places = torch.where(rows >= 0, starts[rows.clamp(min=0)] + columns, nowhere)
+            else:
+                places = torch.full_like(rows, nowhere)
+            self._recording = replace(recording, places=places)
         self._backward_follows = not forward_only
         try:
             yield
@@ -81,18 +92,17 @@ class RoutingReplay:
 
         What it gives is collective: it returns the batch with them, on every rank those of its own layers.
         """
-        count, width = batch.tokens.shape
-        shape = (count + 1, width, len(self.layers), self._top_k)
-        nowhere = torch.zeros(0, dtype=torch.int64, device=batch.tokens.device)
-        experts = torch.zeros(shape, dtype=self._type, device=batch.tokens.device)
-        self._recording = _Lookup(experts, nowhere, nowhere, nowhere)
+        count, device = len(batch.tokens), self._counts.device
+        nowhere = torch.zeros(0, dtype=torch.int64, device=device)
+        experts = torch.zeros((count + 1, len(self.layers), self._top_k), dtype=self._type, device=device)
+        self._recording = _Lookup(experts, nowhere, nowhere)
 
         def recorded() -> Batch:
             found = experts[:count].contiguous()
             group = mpu.get_tensor_and_context_parallel_group()
             if dist.get_world_size(group) > 1:  # each token was seen by one of these ranks, the others have 0
                 dist.all_reduce(found.view(torch.uint8), group=group)  # NCCL adds no int16
-            return replace(batch, routed_experts=found, routed_lengths=batch.lengths)
+            return replace(batch, routed_experts=found.cpu(), routed_lengths=batch.lengths)
 
         try:
             yield recorded
@@ -117,12 +127,11 @@ class RoutingReplay:
         lookup, again = self._at_hand(slot)
         if lookup is None:
             if self._recording is not None:
-                places = self._recording
-                places.experts[places.rows, places.columns, slot] = own.to(self._type)
+                self._recording.experts[self._recording.places, slot] = own.to(self._type)
             return values, own
-        assert len(scores) == len(lookup.rows), f"{len(scores)} tokens came to a router, not {len(lookup.rows)}"
+        assert len(scores) == len(lookup.places), f"{len(scores)} tokens came to a router, not {len(lookup.places)}"
         with torch.no_grad():
-            given = lookup.experts[lookup.rows, lookup.columns, slot].long()
+            given = lookup.experts[lookup.places, slot].long()
             order = scores.gather(1, given).argsort(dim=1, descending=True, stable=True)
             ids = torch.where(lookup.known[:, None], given.gather(1, order), own)
             if not again:
@@ -159,7 +168,10 @@ class _OfRouter:
 
 
 def own_places(micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Returns Batch rows and columns [T] of the tokens that a router of this rank sees, in its order; -1 padding."""
+    """Returns samples and places in them, [T] each, of the tokens that a router of this rank sees, in its order.
+
+    -1 is padding.
+    """
     tp_rank, tp_size = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     # [s, b] is a router's order; sequence parallelism cuts the sequence
     rows, columns = (places.t().chunk(tp_size)[tp_rank].flatten() for places in (micro.rows, micro.columns))

@@ -20,7 +20,8 @@ from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tok
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.model import HiddenStatesModel
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
-from megagrpo.batching.microbatch import plan_micro_batches
+from megagrpo.algo.statistics import row_sums
+from megagrpo.batching.microbatch import MicroBatches, plan_micro_batches
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
@@ -28,47 +29,68 @@ _FP8_ROWS = 32  # what the blocks of MXFP8 divide the rows of a product into; ot
 
 
 def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Tensor:
-    """Collective. Returns log-probabilities [N, S] float32 of the sampled tokens under the live weights, 0 elsewhere.
+    """Collective. Returns log-probabilities [T] float32 of the sampled tokens under the live weights, 0 elsewhere.
 
-    Every rank of a replica gets them.
+    Every rank of a replica gets them, on the host.
     """
-    out = torch.zeros_like(batch.rollout_logprobs)
+    out, found = torch.zeros(len(batch.tokens), device=actor.mesh.device), _OfTokens()
 
-    def token_loss(members: Tensor, values: TokenValues) -> Loss:
-        out[members] = values.logprobs
+    def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
+        found.add(micro, values.logprobs)
         return values.logprobs.sum() * 0.0, {}
 
     with torch.no_grad():
         _run(
             actor,
             batch,
-            range(len(batch.tokens)),
+            range(len(batch.lengths)),
             over_tokens(actor, batch, temperature, token_loss),
             forward_only=True,
         )
-    return _from_last_stage(out)
+    found.put_into(out)
+    return _from_last_stage(out).cpu()
+
+
+class _OfTokens:
+    """Collects values of a batch's tokens from micro-batches, where they are: nothing waits for the device."""
+
+    def __init__(self) -> None:
+        self._places: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def add(self, micro: MicroBatch, values: Tensor) -> None:
+        """Takes those of one micro-batch, [n, S]."""
+        self._places.append(micro.places)
+        self._values.append(values.detach().flatten()[micro.grid])
+
+    def put_into(self, out: Tensor) -> None:
+        """Puts them into the values [T] of all tokens, on any device."""
+        if self._places:
+            out[torch.cat(self._places).to(out.device)] = torch.cat(self._values).to(out.device)
 
 
 def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
-    """Collective. Returns the last hidden states [T, h] under the live weights and a copy of the output weight.
+    """Collective. Returns the last hidden states [R, h] under the live weights and a copy of the output weight.
 
-    T are the trained positions of this rank, on the last pipeline stage; 0 before it. The live weights are the
+    R are the trained positions of this rank, on the last pipeline stage; 0 before it. The live weights are the
     reference's when it is swapped in.
     """
-    index = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=actor.mesh.device)
     parts: list[Tensor] = []
+    index, found = torch.full((len(batch.tokens),), -1), _OfTokens()
 
     def keep(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
-        found, seen = micro.targets, sum(len(part) for part in parts)
-        index[found.rows, found.columns] = seen + torch.arange(len(found.flat), device=index.device)
-        parts.append(gathered(actor, hidden)[found.flat].clone())
+        flat, seen = micro.targets.flat, sum(len(part) for part in parts)
+        grid = torch.full((len(micro.members) * micro.longest,), -1, device=flat.device)
+        found.add(micro, grid.index_put((micro.target_grid,), seen + torch.arange(len(flat), device=flat.device)))
+        parts.append(gathered(actor, hidden)[flat].clone())
         return hidden.sum() * 0.0, {}
 
     with torch.no_grad():
-        _run(actor, batch, range(len(batch.tokens)), keep, forward_only=True)
+        _run(actor, batch, range(len(batch.lengths)), keep, forward_only=True)
         if not parts:  # an earlier pipeline stage
-            nothing = torch.empty(0, actor.arch.hidden_size, device=index.device)
+            nothing = torch.empty(0, actor.arch.hidden_size, device=actor.mesh.device)
             return ReferenceStates(hidden=nothing, index=index, output_weight=None)
+        found.put_into(index)
         weight = actor.chunks[-1].output_weight().detach().clone()
         return ReferenceStates(hidden=torch.cat(parts), index=index, output_weight=weight)
 
@@ -180,9 +202,8 @@ def denominators_of(
 ) -> Denominators:
     """Collective over data-parallel ranks. Counts what the loss of these rows' update is divided by."""
     counted = batch.loss_mask if batch.denominator_mask is None else batch.denominator_mask
-    return count_denominators(
-        counted[rows], actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens
-    )
+    counts = row_sums(counted.long(), batch.lengths)[list(rows)]
+    return count_denominators(counts, actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens)
 
 
 def backward(
@@ -195,55 +216,59 @@ def backward(
 ) -> dict[str, float]:
     """Collective. Sums one update's gradients into the main gradients; returns metric sums over all ranks."""
 
-    def token_loss(members: Tensor, values: TokenValues) -> Loss:
+    seen = _OfTokens()
+
+    def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
         if batch.seen_logprobs is not None:
-            batch.seen_logprobs[members] = values.logprobs.detach()
-        loss, sums = objective(_loss_inputs(batch, members, values), algorithm, denominators)
+            seen.add(micro, values.logprobs)
+        loss, sums = objective(_loss_inputs(batch, micro, values), algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
     actor.zero_grad()
     collected = _run(actor, batch, rows, over_tokens(actor, batch, temperature, token_loss), forward_only=False)
+    if batch.seen_logprobs is not None:
+        seen.put_into(batch.seen_logprobs)
     return _sum_over_ranks(actor, collected)
 
 
 def likelihood_step(actor: MegatronActor, batch: Batch) -> dict[str, float]:
     """Collective. Makes one supervised update: minus the mean log-probability over the loss mask is the loss."""
-    num_tokens = actor.mesh.reduce(batch.loss_mask.sum().double(), "sum")
+    num_tokens = actor.mesh.reduce(batch.loss_mask.sum(), "sum")
 
-    def token_loss(members: Tensor, values: TokenValues) -> Loss:
+    def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
         loss = -values.logprobs.sum() / num_tokens.to(values.logprobs.dtype)
         return loss, {"loss/total": loss.detach()}
 
     actor.zero_grad()
     actor.clock.clear()
-    every = range(len(batch.tokens))
+    every = range(len(batch.lengths))
     collected = _run(actor, batch, every, over_tokens(actor, batch, 1.0, token_loss), forward_only=False)
     sums = _sum_over_ranks(actor, collected)
     wanted = {name: value for name, value in sums.items() if name.startswith(("loss/", "router/"))}
     return {**wanted, **actor.optimizer_step(sums["loss/total"]), **actor.clock.take()}
 
 
-def _loss_inputs(batch: Batch, members: Tensor, values: TokenValues) -> LossInputs:
-    def of_members(field: Tensor | None) -> Tensor | None:
-        return None if field is None else field[members]
+def _loss_inputs(batch: Batch, micro: MicroBatch, values: TokenValues) -> LossInputs:
+    def padded(field: Tensor | None) -> Tensor | None:
+        return None if field is None else micro.padded(field)
 
     assert batch.advantages is not None, "with_advantages() comes before the update"
     return LossInputs(
         logprobs=values.logprobs,
         entropy=values.entropy,
-        loss_mask=batch.loss_mask[members],
-        advantages=batch.advantages[members],
+        loss_mask=micro.padded(batch.loss_mask),
+        advantages=micro.padded(batch.advantages),
         # one update a step: the policy before the update is the one being differentiated, bit for bit
-        old_logprobs=values.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[members],
-        rollout_logprobs=batch.rollout_logprobs[members],
-        ref_logprobs=of_members(batch.ref_logprobs),
+        old_logprobs=values.logprobs.detach() if batch.old_logprobs is None else micro.padded(batch.old_logprobs),
+        rollout_logprobs=micro.padded(batch.rollout_logprobs),
+        ref_logprobs=padded(batch.ref_logprobs),
         full_kl=values.full_kl,
-        policy_weights=of_members(batch.policy_weights),
-        counted_mask=of_members(batch.denominator_mask),
+        policy_weights=padded(batch.policy_weights),
+        counted_mask=padded(batch.denominator_mask),
     )
 
 
-def micro_batches(actor: MegatronActor, batch: Batch, rows: Sequence[int]) -> list[MicroBatch]:
+def micro_batches(actor: MegatronActor, batch: Batch, rows: Sequence[int]) -> MicroBatches:
     """Collective over data-parallel ranks. Cuts `rows` into the micro-batches of the experiment, always the same."""
     config, cp_rank = actor.config, mpu.get_context_parallel_rank()
     multiple = _FP8_ROWS if actor.transformer.fp8 else 1
@@ -260,12 +285,12 @@ def _run(
     forward_only: bool,
 ) -> list[dict[str, Tensor]]:
     """Runs Megatron's schedule over the micro-batches of `rows`; returns the last stage's metric sums, [] elsewhere."""
-    layout, device = actor.config.parallel, actor.mesh.device
+    device = actor.mesh.device
     bias, router_losses = (None, None) if forward_only else (actor.router_bias, actor.router_losses)
     micros, routing = micro_batches(actor, batch, rows), actor.routing
     lengths = batch.lengths.tolist()
     real = sum(lengths[row] for row in rows)
-    padded = sum(m.tokens.numel() for m in micros) * layout.cp
+    padded = sum(height * width for height, width in micros.shapes)
     counts = {
         name: torch.full((), float(count), dtype=torch.float64, device=device)
         for name, count in (("padded", padded), ("real", real))
@@ -277,7 +302,7 @@ def _run(
         return value, none, sums
 
     def forward_step(iterator: Iterator[MicroBatch], model):
-        micro = next(iterator)
+        micro = next(iterator).to(device)
         packed = None if micro.cu_seqlens is None else PackedSequences.make(micro.cu_seqlens, micro.max_seqlen)
         with (
             nullcontext() if bias is None else bias.counting(micro),
@@ -298,8 +323,8 @@ def _run(
         model=actor.model if len(actor.model) > 1 else actor.model[0],
         num_microbatches=len(micros),
         # of the whole; Megatron divides by cp and tp for what a stage receives
-        seq_length=micros[0].tokens.shape[1] * layout.cp,
-        micro_batch_size=micros[0].tokens.shape[0],
+        seq_length=micros.shapes[0][1],
+        micro_batch_size=micros.shapes[0][0],
         forward_only=forward_only,
     )
     return [*collected, counts] if mpu.is_pipeline_last_stage(ignore_virtual=True) else []

@@ -22,19 +22,19 @@ from megagrpo.types import AlgoState, Batch
 def with_advantages(
     batch: Batch, algorithm: AlgorithmConfig, reduce: Reduce, state: AlgoState, max_response_tokens: int
 ) -> tuple[Batch, AlgoState, dict[str, float]]:
-    """Collective over data-parallel ranks. Returns the batch with advantages [N, S], the next state and metrics.
+    """Collective over data-parallel ranks. Returns the batch with advantages [T], the next state and metrics.
 
     Invalid, truncated (if asked) and rejected samples lose their loss mask. Where algorithm.needs_old_logprobs is true
     the batch has old_logprobs, where algorithm.uses_reference is, ref_logprobs. max_response_tokens: of a response.
     """
-    sampled = (batch.loss_mask > 0) & batch.valid[:, None]
+    sampled = batch.loss_mask & batch.valid.repeat_interleave(batch.lengths)
     metrics = _spread("reward", batch.rewards[batch.valid], reduce)
     inputs = _reward_inputs(batch, reduce, max_response_tokens)
     shaped = shape_rewards(batch.rewards, inputs, algorithm.reward, state)
     token_rewards, state, kl_metrics = _kl_in_reward(batch, sampled, algorithm, shaped.state, reduce)
     batch, mismatch_metrics = _with_trained_mask(batch, sampled, algorithm, reduce)
     greedy_rewards = _greedy_rewards(batch, inputs, algorithm)
-    totals = shaped.values if token_rewards is None else shaped.values + exact_row_sums(token_rewards)
+    totals = shaped.values if token_rewards is None else shaped.values + exact_row_sums(token_rewards, batch.lengths)
     stats = group_statistics(
         totals, batch.group_ids, batch.num_groups, batch.valid, reduce, algorithm.advantage.group_std_ddof
     )
@@ -45,12 +45,13 @@ def with_advantages(
         greedy_rewards=greedy_rewards,
         group_ids=batch.group_ids,
         valid=batch.valid,
+        lengths=batch.lengths,
         sampled=sampled,
         stats=stats,
         reduce=reduce,
     )
     advantages = estimate(estimator_inputs, algorithm.advantage)
-    trained = batch.loss_mask > 0
+    trained = batch.loss_mask
     if algorithm.whitens:
         advantages = whiten(advantages, moments(advantages[trained], reduce))
     advantages = advantages.masked_fill(~trained, 0.0)
@@ -75,7 +76,7 @@ def _reward_inputs(batch: Batch, reduce: Reduce, max_response_tokens: int) -> Re
 def _kl_in_reward(
     batch: Batch, sampled: Tensor, algorithm: AlgorithmConfig, state: AlgoState, reduce: Reduce
 ) -> tuple[Tensor | None, AlgoState, dict[str, float]]:
-    """Returns the token rewards [N, S] float64 or None, the state with the next KL coefficient, and metrics."""
+    """Returns the token rewards [T] float64 or None, the state with the next KL coefficient, and metrics."""
     options = algorithm.kl
     if not algorithm.measures_kl_before_update:
         return None, state, {}
@@ -94,9 +95,11 @@ def _with_trained_mask(
 ) -> tuple[Batch, dict[str, float]]:
     """Returns the batch with the loss mask that is trained on and the correction of the trainer/rollout mismatch."""
     options = algorithm.mismatch
-    trained = sampled & ~batch.truncated[:, None] if algorithm.mask_truncated else sampled
+    trained = sampled
+    if algorithm.mask_truncated:
+        trained = sampled & ~batch.truncated.repeat_interleave(batch.lengths)
     if options.reject is None and options.weight is None:
-        return replace(batch, loss_mask=batch.loss_mask.masked_fill(~trained, 0.0)), {}
+        return replace(batch, loss_mask=trained), {}
     assert batch.old_logprobs is not None, "see AlgorithmConfig.needs_old_logprobs"
     log_ratio = (batch.old_logprobs - batch.rollout_logprobs).double().masked_fill(~trained, 0.0)
     counted, weights = trained, None
@@ -104,15 +107,15 @@ def _with_trained_mask(
     if options.reject is not None:
         # what the update's own mismatch metrics no longer see
         metrics["mismatch/logprob_abs_mean_before_rejection"] = moments(log_ratio.abs()[trained], reduce).mean
-        trained = kept(log_ratio, trained, options.reject)
+        trained = kept(log_ratio, trained, batch.lengths, options.reject)
         before, after = _total(counted, reduce), _total(trained, reduce)
         metrics["mismatch/rejected_fraction"] = 1 - after / max(before, 1)
     if options.weight is not None:
-        weights = policy_weights(log_ratio, trained, options.weight, reduce)
+        weights = policy_weights(log_ratio, trained, batch.lengths, options.weight, reduce)
     keeps_denominator = options.reject is not None and options.reject.keep_denominator
     batch = replace(
         batch,
-        loss_mask=batch.loss_mask.masked_fill(~trained, 0.0),
+        loss_mask=trained,
         policy_weights=weights,
         denominator_mask=counted if keeps_denominator else None,
     )

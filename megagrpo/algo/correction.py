@@ -10,22 +10,25 @@ import torch
 from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty, probability_ratio
-from megagrpo.algo.statistics import Reduce, moments
+from megagrpo.algo.statistics import Reduce, exact_row_sums, moments, row_max, row_sums
 from megagrpo.config.correction import Band, Rejection, TruncatedImportance
 
 
-def policy_weights(log_ratio: Tensor, mask: Tensor, options: TruncatedImportance | Band, reduce: Reduce) -> Tensor:
-    """Collective where it normalises. Returns weights [N, S] float32 of the policy term, 0 off the mask.
+def policy_weights(
+    log_ratio: Tensor, mask: Tensor, lengths: Tensor, options: TruncatedImportance | Band, reduce: Reduce
+) -> Tensor:
+    """Collective where it normalises. Returns weights [T] float32 of the policy term, 0 off the mask.
 
-    log_ratio: [N, S] float64, old - rollout. mask: [N, S] bool.
+    log_ratio: [T] float64, old - rollout. mask: [T] bool. lengths: [N] int64, tokens of the samples.
     """
     match options:
         case TruncatedImportance():
-            weights = probability_ratio(_log_ratio_over(log_ratio, mask, options.over))
+            weights = probability_ratio(_log_ratio_over(log_ratio, mask, lengths, options.over))
             weights = weights.clamp(options.floor, options.cap).masked_fill(~mask, 0.0)
             if options.self_normalise:
                 # A sequence's weight counts once, whatever its length.
-                sampled = weights[mask] if options.over == "token" else weights.amax(1)[mask.any(1)]
+                of_rows = row_sums(mask.long(), lengths) > 0
+                sampled = weights[mask] if options.over == "token" else row_max(weights, lengths)[of_rows]
                 weights = weights / max(moments(sampled.double(), reduce).mean, 1e-8)
         case Band():
             ratio = probability_ratio(log_ratio)
@@ -34,11 +37,11 @@ def policy_weights(log_ratio: Tensor, mask: Tensor, options: TruncatedImportance
     return weights.float()
 
 
-def kept(log_ratio: Tensor, mask: Tensor, options: Rejection) -> Tensor:
-    """Returns which tokens [N, S] (bool) stay trained on.
+def kept(log_ratio: Tensor, mask: Tensor, lengths: Tensor, options: Rejection) -> Tensor:
+    """Returns which tokens [T] (bool) stay trained on.
 
-    log_ratio: [N, S] float64, old - rollout. mask: [N, S] bool. Unless options.over is "token", a sequence is judged
-    whole: all its tokens stay or go together.
+    log_ratio: [T] float64, old - rollout. mask: [T] bool. lengths: [N] int64, tokens of the samples. Unless
+    options.over is "token", a sequence is judged whole: all its tokens stay or go together.
     """
     match options.measure:
         case "ratio":
@@ -49,25 +52,32 @@ def kept(log_ratio: Tensor, mask: Tensor, options: Rejection) -> Tensor:
     value = value.masked_fill(~mask, 0.0)
     match options.over:
         case "mean":
-            value = value.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+            value = _row_means(value, mask, lengths)[None]
         case "sum":
-            value = value.sum(1, keepdim=True)
-        case "max":
-            value = torch.cat((value.amax(1, keepdim=True), value.amin(1, keepdim=True)), 1)
+            value = exact_row_sums(value, lengths)[None]
+        case "max":  # the masked are 0, as if a token agreed
+            value = torch.stack((row_max(value, lengths), -row_max(-value, lengths)))
+        case "token":
+            value = value[None]
     if options.measure == "ratio":
         value = value.exp()
-    inside = (value >= options.low) & (value <= options.high)
-    if options.over != "token":
-        inside = inside.all(1, keepdim=True)
-    return inside & mask
+    inside = ((value >= options.low) & (value <= options.high)).all(0)
+    return (inside if options.over == "token" else inside.repeat_interleave(lengths)) & mask
 
 
-def _log_ratio_over(log_ratio: Tensor, mask: Tensor, over: Literal["token", "sequence", "geometric"]) -> Tensor:
-    total = log_ratio.masked_fill(~mask, 0.0).sum(1, keepdim=True)
+def _log_ratio_over(
+    log_ratio: Tensor, mask: Tensor, lengths: Tensor, over: Literal["token", "sequence", "geometric"]
+) -> Tensor:
+    log_ratio = log_ratio.masked_fill(~mask, 0.0)
     match over:
         case "token":
             return log_ratio
         case "sequence":
-            return total.expand(log_ratio.shape)
+            return exact_row_sums(log_ratio, lengths).repeat_interleave(lengths)
         case "geometric":
-            return (total / mask.sum(1, keepdim=True).clamp(min=1)).expand(log_ratio.shape)
+            return _row_means(log_ratio, mask, lengths).repeat_interleave(lengths)
+
+
+def _row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the means [N] of each sample over its mask, off which values [T] are 0."""
+    return exact_row_sums(values, lengths) / row_sums(mask.long(), lengths).clamp(min=1)

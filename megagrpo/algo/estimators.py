@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megagrpo.algo.statistics import GroupStatistics, Moments, Reduce, exact_group_sums, group_range
+from megagrpo.algo.statistics import GroupStatistics, Moments, Reduce, exact_group_sums, group_range, row_sums
 from megagrpo.algo.table import check_complete
 from megagrpo.config.estimators import (
     ESTIMATOR_CONFIGS,
@@ -32,15 +32,16 @@ WHITEN_EPS = 1e-8
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """What an estimator sees: N responses on this rank, padded to S positions, of G groups over all ranks."""
+    """What an estimator sees: N responses on this rank, T tokens with their prompts, of G groups over all ranks."""
 
     rewards: Tensor  # [N] float64, after every reward step; 0 where not valid
-    token_rewards: Tensor | None  # [N, S] float64, minus the token-level KL times its coefficient; 0 off `sampled`
+    token_rewards: Tensor | None  # [T] float64, minus the token-level KL times its coefficient; 0 off `sampled`
     totals: Tensor  # [N] float64, r_i = sum_t R_it: rewards plus the row sums of token_rewards
     greedy_rewards: Tensor | None  # [N] float64, of the greedy response to the same prompt; see needs_greedy_response
     group_ids: Tensor  # [N] int64 in 0..G-1
     valid: Tensor  # [N] bool, the response has a reward
-    sampled: Tensor  # [N, S] bool, tokens that the policy sampled in valid responses
+    lengths: Tensor  # [N] int64, tokens of prompt and response: values of tokens are one response after the other
+    sampled: Tensor  # [T] bool, tokens that the policy sampled in valid responses
     stats: GroupStatistics  # of the valid totals, over all ranks
     reduce: Reduce
 
@@ -52,7 +53,7 @@ class EstimatorInputs:
 class EstimatorFunction(Protocol):
     """Takes the inputs and the variant's options.
 
-    Returns float64 advantages, before whitening: [N] where all tokens of a response share one, else [N, S]. Values of
+    Returns float64 advantages, before whitening: [N] where all tokens of a response share one, else [T]. Values of
     invalid responses and of tokens that were not sampled are ignored.
     """
 
@@ -95,8 +96,8 @@ def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
 
 
 def reinforce_plus_plus(inputs: EstimatorInputs, options: ReinforcePlusPlusAdvantage) -> Tensor:
-    """Returns the discounted return of every token [N, S]. REINFORCE++, arXiv 2501.03262."""
-    return discounted_returns(inputs.rewards, inputs.token_rewards, inputs.sampled, options.gamma)
+    """Returns the discounted return of every token [T]. REINFORCE++, arXiv 2501.03262."""
+    return discounted_returns(inputs.rewards, inputs.token_rewards, inputs.sampled, inputs.lengths, options.gamma)
 
 
 def remax(inputs: EstimatorInputs, options: RemaxAdvantage) -> Tensor:
@@ -108,7 +109,7 @@ def remax(inputs: EstimatorInputs, options: RemaxAdvantage) -> Tensor:
 def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
     """Returns r - sum_j T_j r_j / sum_j T_j [N], T_j the sampled tokens of a response. OPO, arXiv 2505.23585."""
     valid, num_groups = inputs.valid, len(inputs.stats.count)
-    num_tokens = inputs.sampled.sum(1)
+    num_tokens = row_sums(inputs.sampled.long(), inputs.lengths)
     g_valid = inputs.group_ids[valid]
     # Relative to the mean, which changes nothing but keeps the precision of 1000 + {0, .1}.
     products = (_centred(inputs) * num_tokens)[valid]
@@ -150,31 +151,36 @@ check_complete(
 
 
 def estimate(inputs: EstimatorInputs, options: Estimator) -> Tensor:
-    """Returns the advantages of every token, [N, S] float64, before whitening; 0 for invalid responses."""
+    """Returns the advantages of every token, [T] float64, before whitening; 0 for invalid responses."""
     advantages = ESTIMATORS[type(options)](inputs, options)
-    per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand(inputs.sampled.shape)
-    return per_token.masked_fill(~inputs.valid[:, None], 0.0)
+    if len(advantages) == len(inputs.valid):
+        return advantages.masked_fill(~inputs.valid, 0.0).repeat_interleave(inputs.lengths)
+    return advantages.masked_fill(~inputs.valid.repeat_interleave(inputs.lengths), 0.0)
 
 
-def discounted_returns(rewards: Tensor, token_rewards: Tensor | None, mask: Tensor, gamma: float) -> Tensor:
-    """Returns G_t = R_t + gamma G_next [N, S] over unmasked tokens, 0 on the others.
+def discounted_returns(
+    rewards: Tensor, token_rewards: Tensor | None, mask: Tensor, lengths: Tensor, gamma: float
+) -> Tensor:
+    """Returns G_t = R_t + gamma G_next [T] over unmasked tokens, 0 on the others.
 
-    R is token_rewards, plus the reward at the last unmasked token. rewards [N] float64; token_rewards [N, S]; mask
-    [N, S] bool. Credit passes through masked tokens (tool output) undiscounted, as if they were not there. Column
-    by column, so the result does not depend on the padded width.
+    R is token_rewards, plus the reward at the last unmasked token. rewards [N] float64; token_rewards [T]; mask [T]
+    bool; lengths [N] int64, tokens. Credit passes through masked tokens (tool output) undiscounted, as if they were not
+    there.
     """
-    out = torch.zeros(mask.shape, dtype=torch.float64, device=rewards.device)
+    out = torch.zeros(len(mask) + 1, dtype=torch.float64, device=rewards.device)  # the last is nobody's
+    starts, mask = lengths.cumsum(0) - lengths, torch.cat((mask, mask.new_zeros(1)))
     carry = rewards.clone()  # gamma has nothing to discount before the last unmasked token is met
     started = torch.zeros_like(rewards, dtype=torch.bool)
-    for t in range(mask.shape[1] - 1, -1, -1):
-        here = mask[:, t]
+    for t in range(int(lengths.max()) - 1 if len(lengths) else -1, -1, -1):
+        places = torch.where(t < lengths, starts + t, len(mask) - 1)
+        here = mask[places]
         value = torch.where(started, gamma * carry, carry)
         if token_rewards is not None:
-            value = value + token_rewards[:, t]
+            value = value + token_rewards[places.clamp(max=len(token_rewards) - 1)]
         carry = torch.where(here, value, carry)
         started |= here
-        out[:, t] = torch.where(here, value, 0.0)
-    return out
+        out[places] = torch.where(here, value, 0.0)
+    return out[:-1]
 
 
 def whiten(values: Tensor, spread: Moments) -> Tensor:

@@ -39,9 +39,9 @@ def kl_penalty(
 
 
 def token_kl(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, options: KlConfig) -> Tensor:
-    """Returns the KL [N, S] float64 of the policy before the update to the reference, 0 off the mask.
+    """Returns the KL [T] float64 of the policy before the update to the reference, 0 off the mask.
 
-    old_logprobs, ref_logprobs: [N, S]; mask: [N, S] bool. Values without their straight-through gradients.
+    old_logprobs, ref_logprobs: [T]; mask: [T] bool. Values without their straight-through gradients.
     """
     old, ref = (x.double().masked_fill(~mask, 0.0) for x in (old_logprobs, ref_logprobs))
     return kl_penalty(old, ref, options.form.value, options.value_clamp).masked_fill(~mask, 0.0)

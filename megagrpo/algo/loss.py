@@ -45,13 +45,12 @@ class Denominators:
     scale: float  # C of seq-mean-token-sum-norm, in tokens
 
 
-def count_denominators(loss_mask: Tensor, reduce: Reduce, scale: float) -> Denominators:
+def count_denominators(counts: Tensor, reduce: Reduce, scale: float) -> Denominators:
     """Collective over data-parallel ranks. Counts unmasked tokens and non-empty sequences of an update; one all-reduce.
 
-    loss_mask: [n, S], this rank's rows. scale: C of seq-mean-token-sum-norm, in tokens.
+    counts: [n] int64, the unmasked tokens of each of this rank's rows. scale: C of seq-mean-token-sum-norm, in tokens.
     """
-    mask = loss_mask > 0
-    tokens, sequences = reduce(torch.stack((mask.sum(), mask.any(1).sum())), "sum").tolist()
+    tokens, sequences = reduce(torch.stack((counts.sum(), (counts > 0).sum())), "sum").tolist()
     return Denominators(tokens, sequences, scale)
 
 

@@ -8,7 +8,7 @@ from megagrpo.algo.statistics import Reduce, moments
 def staleness_metrics(lags: Tensor, log_ratio: Tensor, mask: Tensor, reduce: Reduce) -> dict[str, float]:
     """Collective. Returns lag/mean, lag/max and, of each lag that there is, lag/fraction_L and mismatch.
 
-    lags: [N, S] integer, versions. log_ratio: [N, S] float64, old - rollout. mask: [N, S] bool, the tokens counted.
+    lags: [T] integer, versions. log_ratio: [T] float64, old - rollout. mask: [T] bool, the tokens counted.
     mismatch/logprob_abs_mean_lag_L is the mean of |log_ratio|: of lag 0 it is numerics alone.
     """
     of_all = moments(lags[mask].double(), reduce)

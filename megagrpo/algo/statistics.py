@@ -124,14 +124,24 @@ def exact_group_sums(
     return sums * up, along
 
 
-def exact_row_sums(values: Tensor) -> Tensor:
-    """Returns the sums [N] over the columns of [N, S] float64.
+def exact_row_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the sums [N] float64 of values [T] float64 over samples of `lengths` [N] tokens each."""
+    bound = row_max(values.abs(), lengths)
+    return exact_group_sums(values, _rows(lengths), bound, alone)[0]
 
-    They do not depend on S, the padded width, which differs between layouts.
-    """
-    rows = torch.arange(len(values), device=values.device)[:, None].expand(values.shape)
-    bound = values.abs().amax(1) if values.numel() else values.new_zeros(len(values))
-    return exact_group_sums(values.reshape(-1), rows.reshape(-1), bound, alone)[0]
+
+def row_sums(values: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the sums [N] of values [T], one by one in their own type, over samples of `lengths` [N] tokens each."""
+    return values.new_zeros(len(lengths)).index_add_(0, _rows(lengths), values)
+
+
+def row_max(values: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the largest of 0 and the values [T] of each sample, [N]; lengths: [N], of the samples in tokens."""
+    return values.new_zeros(len(lengths)).scatter_reduce_(0, _rows(lengths), values, "amax")
+
+
+def _rows(lengths: Tensor) -> Tensor:
+    return torch.repeat_interleave(lengths)  # [T] int64, the sample of each token
 
 
 def _sums_of_scaled(

@@ -1,6 +1,6 @@
-"""Groups to tensors: samples are balanced over data-parallel ranks by cost, then padded."""
+"""Groups to tensors: samples are balanced over data-parallel ranks by cost."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -73,7 +73,7 @@ def build_batch(
     batch = _to_tensors(in_order, updates, has_greedy, trained_version)
     if routed_layers is not None:
         batch = _with_routed_experts(batch, in_order, len(routed_layers))
-    return batch.to(mesh.device)
+    return batch
 
 
 def _rows(
@@ -101,26 +101,29 @@ def _rows(
 
 
 def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool, trained_version: int | None) -> Batch:
-    n, width = len(rows), max((len(r.tokens) for r in rows), default=1)
-    tokens = torch.zeros(n, width, dtype=torch.int64)
-    mask, logprobs = torch.zeros(n, width), torch.zeros(n, width)
-    lags = None if trained_version is None else torch.zeros(n, width, dtype=torch.int32)
-    for i, row in enumerate(rows):
-        start, end = row.prompt_length, len(row.tokens)
-        tokens[i, :end] = torch.from_numpy(row.tokens)
-        mask[i, start:end] = 1.0 if row.response_mask is None else torch.from_numpy(row.response_mask)
-        logprobs[i, start:end] = torch.from_numpy(row.logprobs)
-        if lags is not None and trained_version is not None and row.versions is not None:
-            lags[i, start:end] = torch.from_numpy(trained_version - row.versions)
+    def of_responses(
+        values: Iterable[np.ndarray | None], kind: type[np.generic], default: object = None
+    ) -> torch.Tensor:
+        """Returns values of responses as those of all tokens, 0 on prompts; of a response without, the default."""
+        flat = np.zeros(sum(len(row.tokens) for row in rows), kind)
+        end = 0
+        for row, of_row in zip(rows, values, strict=True):
+            start, end = end + row.prompt_length, end + len(row.tokens)
+            flat[start:end] = default if of_row is None else of_row
+        return torch.from_numpy(flat)
+
+    lags = None
+    if trained_version is not None:
+        lags = of_responses((trained_version - r.versions for r in rows if r.versions is not None), np.int32)
     return Batch(
         sample_ids=torch.tensor([r.sample_id for r in rows], dtype=torch.int64),
         group_ids=torch.tensor([r.group_id for r in rows], dtype=torch.int64),
         num_groups=sum(map(len, updates[0])),
-        tokens=tokens,
+        tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(r.tokens for r in rows)])),
         lengths=torch.tensor([len(r.tokens) for r in rows], dtype=torch.int64),
         prompt_lengths=torch.tensor([r.prompt_length for r in rows], dtype=torch.int64),
-        loss_mask=mask,
-        rollout_logprobs=logprobs,
+        loss_mask=of_responses((r.response_mask for r in rows), np.bool_, default=True),
+        rollout_logprobs=of_responses((r.logprobs for r in rows), np.float32),
         rewards=torch.tensor([r.reward for r in rows], dtype=torch.float64),
         valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
         truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
@@ -147,13 +150,13 @@ def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) ->
     if not known:
         return batch
     kind = torch.from_numpy(known[0][:0]).dtype
-    experts = torch.zeros(*batch.tokens.shape, num_layers, known[0].shape[2], dtype=kind)
+    experts = torch.zeros(len(batch.tokens), num_layers, known[0].shape[2], dtype=kind)
     lengths = torch.zeros_like(batch.lengths)
-    for i, row in enumerate(rows):
+    for i, (start, row) in enumerate(zip(batch.starts.tolist(), rows, strict=True)):
         if row.routed_experts is not None:
             lengths[i] = len(row.routed_experts)
             assert lengths[i] == len(row.tokens) - 1, f"sample {row.sample_id}: experts of {lengths[i]} tokens"
-            experts[i, : lengths[i]] = torch.from_numpy(row.routed_experts)
+            experts[start : start + len(row.routed_experts)] = torch.from_numpy(row.routed_experts)
     return replace(batch, routed_experts=experts, routed_lengths=lengths)
 
 
@@ -168,4 +171,4 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
     order = torch.randperm(len(everyone), generator=torch.Generator().manual_seed(seed * 1_000_003 + step)).tolist()
     moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
     rewards = [moved.get(i, 0.0) for i in batch.sample_ids.tolist()]
-    return replace(batch, rewards=torch.tensor(rewards, dtype=torch.float64, device=batch.rewards.device))
+    return replace(batch, rewards=torch.tensor(rewards, dtype=torch.float64))

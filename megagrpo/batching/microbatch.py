@@ -1,11 +1,11 @@
-"""Micro-batches: rows of a Batch laid out for one forward pass, and which of its positions are trained on.
+"""Micro-batches: samples of a Batch laid out for one forward pass, and which of its positions are trained on.
 
-Everything is planned on the host, from what is copied from the device once, and goes there without waiting: in the
-forward and backward of a micro-batch no size and no index depends on what a device has yet to compute.
+All is planned on the host, where the Batch is, and goes to the device without waiting: in the forward and backward of a
+micro-batch no size and no index depends on what a device has yet to compute.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -43,18 +43,17 @@ def plan_micro_batches(
     mesh: Mesh,
     cp_rank: int = 0,
     multiple: int = 1,
-) -> list[MicroBatch]:
+) -> "MicroBatches":
     """Collective over data-parallel ranks. Cuts `rows` of the batch into micro-batches, the same number on every rank.
 
     budget: tokens of a micro-batch of several samples, at most. Under context parallelism a rank gets its zigzag part
     of every sequence, so sequences are padded to multiples of 2 cp; whole micro-batches are multiples of tp as well,
     since sequence parallelism cuts them; each rank's part of a row has a multiple of `multiple` tokens. With pipeline
     stages all micro-batches of all ranks have one shape, and with virtual ones their number is a multiple of pp:
-    Megatron's schedule asks for both. Waits for the batch's device once.
+    Megatron's schedule asks for both.
     """
     unit = 2 * layout.cp if layout.cp > 1 else 1
-    real_lengths, sampled = batch.lengths.cpu(), (batch.loss_mask > 0).cpu()
-    of_rows = real_lengths.tolist()
+    of_rows = batch.lengths.tolist()
     lengths = [_up(of_rows[r], unit) for r in rows]
     if layout.pp > 1 and not packed:
         # One shape: a row is as wide as the longest of all, and the budget is counted in such rows.
@@ -71,14 +70,32 @@ def plan_micro_batches(
     if layout.pp > 1:
         largest = mesh.reduce(torch.tensor([max(h for h, _ in shapes), max(w for _, w in shapes)]), "max")
         shapes = [(int(largest[0]), int(largest[1]))] * len(bins)
-    micros = []
-    for members, (height, width) in zip(bins, shapes, strict=True):
+
+    def build(number: int) -> MicroBatch:
+        members, (height, width) = bins[number], shapes[number]
         if packed:
-            planned = _pack(real_lengths, members, [length_of[r] for r in members], width)
+            planned = _pack(batch.lengths, members, [length_of[r] for r in members], width)
         else:
-            planned = _pad(real_lengths, members, height, width)
-        micros.append(_micro_batch(batch, planned, real_lengths, sampled, (cp_rank, layout.cp)))
-    return micros
+            planned = _pad(batch.lengths, members, height, width)
+        return _micro_batch(batch, planned, (cp_rank, layout.cp))
+
+    return MicroBatches(build, shapes)
+
+
+class MicroBatches(Sequence[MicroBatch]):
+    """Makes each micro-batch when it is asked for: all at once they would be several times the batch.
+
+    shapes: [b, s] of each, of the whole under context parallelism.
+    """
+
+    def __init__(self, build: Callable[[int], MicroBatch], shapes: Sequence[tuple[int, int]]):
+        self._build, self.shapes = build, shapes
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __getitem__(self, number):
+        return self._build(range(len(self))[number])  # the range raises the IndexError that ends an iteration
 
 
 def _aligned(lengths: list[int], budget: int, packed: bool, layout: ParallelConfig, mesh: Mesh) -> list[list[int]]:
@@ -121,41 +138,40 @@ def _pad(real_lengths: Tensor, members: list[int], height: int, width: int) -> _
 
 
 def _real_rows(owner: Tensor, positions: Tensor, real_lengths: Tensor) -> Tensor:
-    """Returns the Batch rows of positions, -1 beyond the end of their sequences; all of any one shape."""
+    """Returns the samples of positions, -1 beyond the end of their sequences; all of any one shape."""
     lengths = torch.cat((real_lengths, real_lengths.new_zeros(1)))  # the last: of owner -1
     return torch.where(positions < lengths[owner], owner, -1)
 
 
-def _micro_batch(
-    batch: Batch, planned: _Layout, real_lengths: Tensor, sampled: Tensor, context: tuple[int, int]
-) -> MicroBatch:
-    """Returns a context-parallel rank's part (rank, size), on the batch's device."""
+def _micro_batch(batch: Batch, planned: _Layout, context: tuple[int, int]) -> MicroBatch:
+    """Returns a context-parallel rank's part (rank, size)."""
     rows, positions = planned.rows, planned.positions
     if context[1] > 1:
         index = _context_part(planned.bounds or [0, rows.shape[1]], *context)
         rows, positions = rows[:, index], positions[:, index]
     columns = torch.where(rows >= 0, positions, -1)
-    found = targets(rows, columns, real_lengths, sampled)
-    longest = rows.shape[1] * context[1] if planned.bounds is None else max(b - a for a, b in pairwise(planned.bounds))
-
-    def there(tensor: Tensor) -> Tensor:
-        if not batch.tokens.is_cuda:
-            return tensor
-        return tensor.pin_memory().to(batch.tokens.device, non_blocking=True)
-
-    rows, columns = there(rows), there(columns)
-    tokens = torch.zeros_like(rows)
+    found = targets(rows, columns, batch.lengths, batch.loss_mask)
+    widest = rows.shape[1] * context[1] if planned.bounds is None else max(b - a for a, b in pairwise(planned.bounds))
+    tokens, starts = torch.zeros_like(rows), batch.starts
     if len(batch.tokens):
-        tokens = torch.where(rows >= 0, batch.tokens[rows.clamp(min=0), columns.clamp(min=0)], 0)
+        places = starts[rows.clamp(min=0)] + columns.clamp(min=0)
+        tokens = torch.where(rows >= 0, batch.tokens[places].long(), 0)
+    members = torch.tensor(sorted(planned.members), dtype=torch.int64)
+    lengths, longest = batch.lengths[members], int(batch.lengths.max()) if len(batch.lengths) else 1
+    inside = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     return MicroBatch(
         tokens=tokens,
-        positions=there(positions),
-        cu_seqlens=None if planned.bounds is None else there(torch.tensor(planned.bounds, dtype=torch.int32)),
+        positions=positions,
+        cu_seqlens=None if planned.bounds is None else torch.tensor(planned.bounds, dtype=torch.int32),
         rows=rows,
         columns=columns,
-        members=there(torch.tensor(sorted(planned.members), dtype=torch.int64)),
-        targets=Targets(there(found.flat), there(found.rows), there(found.columns)),
-        max_seqlen=longest,
+        targets=found,
+        members=members,
+        places=starts[members].repeat_interleave(lengths) + inside,
+        grid=torch.arange(len(members)).repeat_interleave(lengths) * longest + inside,
+        target_grid=torch.searchsorted(members, found.rows) * longest + found.columns,
+        longest=longest,
+        max_seqlen=widest,
     )
 
 
@@ -174,13 +190,13 @@ def _context_part(bounds: list[int], cp_rank: int, cp_size: int) -> Tensor:
 def targets(rows: Tensor, columns: Tensor, lengths: Tensor, sampled: Tensor) -> Targets:
     """Returns the positions whose next token the policy sampled: the one place that shifts.
 
-    rows, columns: [b, s] int64, of the Batch, -1 padding. lengths: [N] of the Batch. sampled: [N, S] bool.
+    rows, columns: [b, s] int64, of samples and inside them, -1 padding. lengths: [N] of the Batch. sampled: [T] bool.
     """
     rows, columns = rows.flatten(), columns.flatten()
     found = rows >= 0
     if len(lengths):
-        next_column = (columns + 1).clamp(max=sampled.shape[1] - 1)
         owner = rows.clamp(min=0)
-        found = found & (columns + 1 < lengths[owner]) & sampled[owner, next_column]
+        following = ((lengths.cumsum(0) - lengths)[owner] + columns + 1).clamp(max=len(sampled) - 1)
+        found = found & (columns + 1 < lengths[owner]) & sampled[following]
     flat = torch.nonzero(found).flatten()
     return Targets(flat, rows[flat], columns[flat] + 1)

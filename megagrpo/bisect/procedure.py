@@ -63,7 +63,7 @@ def bisect_pair(
     mesh = actor.mesh
     sequences = mesh.from_main(lambda: _asked(engine).sample(prompts, max_new_tokens), "sample responses")
     job = _Job(
-        actor, engine, folder, batch_of_sequences(sequences, mesh), sequences, bounds or BOUNDS[actor.config.dtype], []
+        actor, engine, folder, batch_of_sequences(sequences), sequences, bounds or BOUNDS[actor.config.dtype], []
     )
     points = residual_points(actor.arch)
     prefilled, ids = _prefill(job, points)
@@ -125,7 +125,7 @@ def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
 def _compare(
     job: _Job, title: str, points: Sequence[Point], prefilled: Prefilled | None, ids: Tensor | None
 ) -> tuple[Pass, Tensor]:
-    """Collective. Runs the actor over the batch and compares. Returns the actor's log-probabilities [N, S] too."""
+    """Collective. Runs the actor over the batch and compares. Returns the actor's log-probabilities [T] too."""
     found = captured_forward(job.actor, job.batch, [point.trainer for point in points], ids)
     pieces, arch = _gather(job, found), job.actor.arch
 
@@ -160,12 +160,12 @@ def _gather(job: _Job, found: CapturedForward) -> list[SeenTokens]:
 
 def _outputs(job: _Job, prefilled: Prefilled | None, logprobs: Tensor) -> Pass:
     """Collective. Compares log-probabilities: the head alone on the engine's last hidden states, the whole way, and
-    decoding with prefill inside the engine. logprobs: the actor's, [N, S].
+    decoding with prefill inside the engine. logprobs: the actor's, [T].
     """
     hidden, tokens = job.mesh.from_main(lambda: _head_inputs(job, prefilled), "hand over hidden states")
     head = head_logprobs(job.actor, hidden, tokens) if hidden is not None else None
     heads = [values for values in job.mesh.gather_world(None if head is None else head.cpu()) if values is not None]
-    return job.mesh.from_main(lambda: _output_pass(job, prefilled, heads, logprobs.cpu()), "compare log-probabilities")
+    return job.mesh.from_main(lambda: _output_pass(job, prefilled, heads, logprobs), "compare log-probabilities")
 
 
 def _output_pass(job: _Job, prefilled: Prefilled | None, heads: Sequence[Tensor], logprobs: Tensor) -> Pass:
@@ -176,7 +176,7 @@ def _output_pass(job: _Job, prefilled: Prefilled | None, heads: Sequence[Tensor]
         says = "output layer and log-softmax, on the engine's last hidden states"
         found.append(difference("head", says, None, engine, heads[0][:, None], shorter, job.bounds.head))
     bound = bound_at(job.bounds.relative, job.actor.arch.num_layers)
-    ours = torch.cat([logprobs[row, 1:length] for row, length in enumerate(job.lengths)])[:, None]
+    ours = torch.cat([of_one[1:] for of_one in logprobs.split(job.lengths)])[:, None]
     found.append(difference("logprobs", "log-probabilities", None, engine, ours, shorter, bound))
     decoded = [torch.tensor(sequence.logprobs, dtype=torch.float64) for sequence in job.sequences]
     again = [row[-len(part) :] for row, part in zip(engine[:, 0].split(shorter), decoded, strict=True)]
@@ -198,14 +198,13 @@ def _head_inputs(job: _Job, prefilled: Prefilled | None) -> tuple[Tensor | None,
     return torch.cat([part[:-1] for part in parts]), tokens
 
 
-def batch_of_sequences(sequences: Sequence[Sequenced], mesh: Mesh) -> Batch:
+def batch_of_sequences(sequences: Sequence[Sequenced]) -> Batch:
     """Returns all sequences as the batch of every data-parallel rank; each token but the first counts as sampled."""
     lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
-    count, longest = len(sequences), int(lengths.max())
-    tokens, mask = torch.zeros(count, longest, dtype=torch.int64), torch.zeros(count, longest)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : lengths[row]], mask[row, 1 : lengths[row]] = torch.tensor(sequence.tokens), 1.0
-    ids = torch.arange(count)
+    tokens = torch.tensor([token for sequence in sequences for token in sequence.tokens], dtype=torch.int32)
+    sampled = torch.ones(len(tokens), dtype=torch.bool)
+    sampled[lengths.cumsum(0) - lengths] = False
+    count, ids = len(sequences), torch.arange(len(sequences))
     return Batch(
         sample_ids=ids,
         group_ids=ids,
@@ -213,9 +212,9 @@ def batch_of_sequences(sequences: Sequence[Sequenced], mesh: Mesh) -> Batch:
         tokens=tokens,
         lengths=lengths,
         prompt_lengths=torch.tensor([sequence.prompt_length for sequence in sequences]),
-        loss_mask=mask,
-        rollout_logprobs=torch.zeros(count, longest),
+        loss_mask=sampled,
+        rollout_logprobs=torch.zeros(len(tokens)),
         rewards=torch.zeros(count, dtype=torch.float64),
         valid=torch.ones(count, dtype=torch.bool),
         truncated=torch.zeros(count, dtype=torch.bool),
-    ).to(mesh.device)
+    )

@@ -171,18 +171,21 @@ def _prepared(config: ExperimentConfig, actor: MegatronActor, groups: list[Rollo
     algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
     batch = _placed(config, actor, groups)
     everyone = [old := near(base, 0.15, seed=7), near(old, 0.02, seed=8)]
-    old, rollout = (
-        t[batch.sample_ids.cpu(), : batch.tokens.shape[1]].to(mesh.device) * batch.loss_mask for t in everyone
-    )
+    old, rollout = (t[batch.sample_ids][_inside(batch)] * batch.loss_mask for t in everyone)
     reference = algorithm.kl.estimator if algorithm.uses_reference else None
     batch = with_logprobs(actor, batch, temperature, config.actor.routing_replay == "old", reference)
     batch = replace(batch, old_logprobs=old, rollout_logprobs=rollout)
     return with_advantages(batch, algorithm, mesh.reduce, AlgoState(), longest(config))[0]
 
 
+def _inside(batch: Batch) -> Tensor:
+    """Returns where in [N, longest of any batch] the batch's tokens are."""
+    return torch.arange(MAX_PROMPT + MAX_RESPONSE) < batch.lengths[:, None]
+
+
 def _backward(config: ExperimentConfig, actor: MegatronActor, batch: Batch) -> float:
     """Collective. Computes the gradients of the experiment's loss over all samples; returns the loss."""
-    rows, algorithm = range(len(batch.tokens)), config.algorithm
+    rows, algorithm = range(len(batch.lengths)), config.algorithm
     denominators = denominators_of(actor, batch, rows, algorithm, longest(config))
     return backward(actor, batch, rows, algorithm, config.sampling.temperature, denominators)["loss/total"]
 
@@ -200,8 +203,8 @@ def _reference(
     config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], file: Path
 ) -> dict:
     batch = _placed(config, actor, groups)
-    base = torch.zeros(len(batch.tokens), MAX_PROMPT + MAX_RESPONSE)
-    base[:, : batch.tokens.shape[1]] = token_logprobs(actor, batch, config.sampling.temperature).cpu()
+    base = torch.zeros(len(batch.lengths), MAX_PROMPT + MAX_RESPONSE)
+    base[_inside(batch)] = token_logprobs(actor, batch, config.sampling.temperature)
     batch = _prepared(config, actor, groups, base)
     loss = _backward(config, actor, batch)
     gradients = whole(weights, actor.gradients(), actor.mesh)

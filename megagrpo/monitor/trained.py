@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from megagrpo.algo.statistics import row_sums
 from megagrpo.monitor.step_lines import StepLines, drop_absent
 from megagrpo.run_folder import RunFolder
 from megagrpo.types import Batch
@@ -44,22 +45,32 @@ class TrainedLog:
     def write(self, step: int, batch: Batch) -> None:
         """Records the batch of an update that has been made."""
         assert batch.advantages is not None, "written after the update"
-        count = batch.loss_mask.sum(1)
-        means = (batch.advantages * batch.loss_mask).sum(1) / count  # NaN where nothing is trained on
+        counts = row_sums(batch.loss_mask.long(), batch.lengths)
+        sums = row_sums((batch.advantages * batch.loss_mask).double(), batch.lengths)
+        means = sums / counts  # NaN where nothing is trained on
         ids, advantages = batch.sample_ids.tolist(), means.tolist()
-        rows = torch.nonzero(batch.group_ids < self._num_groups)[:, 0]
-        tokens, difference = batch.tokens[rows].cpu(), _difference(batch, rows).cpu()
-        spans = torch.stack([batch.prompt_lengths[rows], batch.lengths[rows]], 1).tolist()
-        chosen = batch.sample_ids[rows].tolist()
+        chosen = [
+            (sample_id, slice(start + prompt, start + length))
+            for sample_id, group_id, start, prompt, length in zip(
+                ids,
+                batch.group_ids.tolist(),
+                batch.starts.tolist(),
+                batch.prompt_lengths.tolist(),
+                batch.lengths.tolist(),
+                strict=True,
+            )
+            if group_id < self._num_groups
+        ]
+        kept_tokens = [(sample_id, batch.tokens[span], _difference(batch, span)) for sample_id, span in chosen]
 
         def line() -> dict:
             kept = [
                 {
                     "sample_id": sample_id,
-                    "ids": tokens[row, start:end].tolist(),
-                    "difference": _rounded(difference[row, start:end].tolist(), 2),
+                    "ids": tokens.tolist(),
+                    "difference": _rounded(difference.tolist(), 2),
                 }
-                for row, (sample_id, (start, end)) in enumerate(zip(chosen, spans, strict=True))
+                for sample_id, tokens, difference in kept_tokens
             ]
             pieces = self._new_pieces({token for sample in kept for token in sample["ids"]})
             return {"sample_ids": ids, "advantages": _rounded(advantages, 5), "tokens": kept, "pieces": pieces}
@@ -76,13 +87,12 @@ class TrainedLog:
         return {str(token): text for token, text in zip(new, self._pieces(new), strict=True)}
 
 
-def _difference(batch: Batch, rows: Tensor) -> Tensor:
-    """Returns the trainer's minus the engine's log-probability [n, S], NaN where there is none."""
+def _difference(batch: Batch, span: slice) -> Tensor:
+    """Returns the trainer's minus the engine's log-probability of a span of tokens, NaN where there is none."""
     trainer = batch.old_logprobs if batch.old_logprobs is not None else batch.seen_logprobs
     if trainer is None:
-        return torch.full_like(batch.rollout_logprobs[rows], torch.nan)
-    difference = trainer[rows] - batch.rollout_logprobs[rows]
-    return difference.masked_fill(batch.loss_mask[rows] == 0, torch.nan)
+        return torch.full_like(batch.rollout_logprobs[span], torch.nan)
+    return (trainer[span] - batch.rollout_logprobs[span]).masked_fill(~batch.loss_mask[span], torch.nan)
 
 
 def _rounded(values: list[float], digits: int) -> list[float | None]:

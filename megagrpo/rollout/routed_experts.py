@@ -72,6 +72,8 @@ class RoutedExperts:
             )
 
 
-def without_experts(group: RolloutGroup) -> RolloutGroup:
-    """Returns the group as ranks get it that do not sample."""
-    return replace(group, samples=tuple(replace(sample, routed_experts=None) for sample in group.samples))
+def for_other_ranks(group: RolloutGroup) -> RolloutGroup:
+    """Returns the group as ranks get it that do not sample: of experts they get their own layers' with the batch, and
+    texts are graded and recorded where they were sampled.
+    """
+    return replace(group, samples=tuple(replace(sample, routed_experts=None, text="") for sample in group.samples))

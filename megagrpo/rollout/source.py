@@ -20,7 +20,7 @@ from megagrpo.rollout.background import BackgroundLoop, Patience
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
 from megagrpo.rollout.generation import OnRequest, SamplingParams
 from megagrpo.rollout.jobs import BegunBatch, SamplingJob, prompt_slots
-from megagrpo.rollout.routed_experts import without_experts
+from megagrpo.rollout.routed_experts import for_other_ranks
 from megagrpo.rollout.sampler import OutcomeSource, Sampler
 from megagrpo.rollout.tools import Tool
 from megagrpo.types import EngineInfo, Prompt, Refresh, RolloutGroup
@@ -280,17 +280,12 @@ class RolloutSource:
         return self._from_leader(result, f"rollout of {job}")
 
     def _from_leader(self, make: Callable[[], list[RolloutGroup]], what: str) -> list[RolloutGroup]:
-        """Collective. Returns the groups that a replica's leader has, on its other ranks without their experts.
-
-        Who trains gets those of its own layers with the batch.
-        """
-        if not self._with_experts:
-            return self._mesh.from_leader(make, what)
+        """Collective. Returns the groups that a replica's leader has, on its other ranks `for_other_ranks`."""
         own: list[RolloutGroup] = []
 
         def for_others() -> list[RolloutGroup]:
             own.extend(make())
-            return list(map(without_experts, own))
+            return list(map(for_other_ranks, own))
 
         groups = self._mesh.from_leader(for_others, what)
         return own if self._mesh.is_leader else groups

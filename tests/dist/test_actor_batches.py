@@ -65,7 +65,7 @@ def run_rank(rank: int, folder) -> list[dict]:
             micros = plan_micro_batches(batch, rows, chance.randint(20, 80), packed, layout, mesh)
             assert sorted(r for m in micros for r in m.members.tolist()) == rows
             shapes.append([tuple(m.tokens.shape) for m in micros])
-        tokens = [row[:n].tolist() for row, n in zip(batch.tokens, batch.lengths.tolist(), strict=True)]
+        tokens = [of_one.tolist() for of_one in batch.tokens.split(batch.lengths.tolist())]
         result = {
             "ids": batch.sample_ids.tolist(),
             "tokens": tokens,

@@ -23,6 +23,7 @@ from megagrpo.tiny.model import make_tiny_model
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.launch import run_transformers
+from tests.padding import padded
 
 TRAIN = TrainConfig(num_prompts_per_step=6, group_size=2, num_updates_per_step=2, num_epochs_per_step=2)
 CLIP = 0.02  # narrow: from the second update on it acts
@@ -67,13 +68,17 @@ def batch_of(actor):
         samples = [Sample(i, ids, (-1.0,) * len(ids), "stop", 0, "") for i, ids in enumerate(answers)]
         groups.append(RolloutGroup(g, Prompt(g, "", (1, 5, 6), ""), tuple(samples), (Outcome("score"),) * 2))
     batch = build_batch(groups, plan_updates(TRAIN, SEED, STEP), actor.mesh)
-    advantages = torch.randn(len(batch.tokens), 1, generator=generator) * batch.loss_mask
+    of_samples = torch.randn(len(batch.lengths), generator=generator)
+    advantages = of_samples.repeat_interleave(batch.lengths) * batch.loss_mask
     return replace(batch, advantages=advantages, old_logprobs=token_logprobs(actor, batch, TEMPERATURE))
 
 
 def test_two_passes_of_two_updates_equal_a_loop_written_by_hand(made, tmp_path):
     model, batch, values, gradients, weights = made
-    given = {"model": model, "clip": CLIP, "temperature": TEMPERATURE, "lr": LR, "eps": EPS, "batch": vars(batch)}
+    rows = {name: padded(getattr(batch, name), batch.lengths) for name in ("loss_mask", "advantages")}
+    rows["tokens"] = padded(batch.tokens.long(), batch.lengths)
+    given = {"model": model, "clip": CLIP, "temperature": TEMPERATURE, "lr": LR, "eps": EPS}
+    given["batch"] = {"updates": batch.updates, "group_ids": batch.group_ids} | rows
     torch.save(given, tmp_path / "batch.pt")
     run_transformers(tmp_path, "epochs_by_hand.py")
     expected = torch.load(tmp_path / "by_hand.pt")

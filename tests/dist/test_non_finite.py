@@ -44,7 +44,7 @@ def test_halt_says_where_the_batch_is_and_skip_goes_on(results, layout):
     files = sorted(path.name for path in folder.iterdir())
     assert files == (["dp_0.pt", "dp_1.pt", "step.json"] if layout.startswith("dp2") else ["dp_0.pt", "step.json"])
     parts = [torch.load(folder / name, weights_only=True) for name in files[:-1]]
-    assert sum(len(part["tokens"]) for part in parts) == 7 and any(part["advantages"].isinf().any() for part in parts)
+    assert sum(len(part["lengths"]) for part in parts) == 7 and any(part["advantages"].isinf().any() for part in parts)
     description = json.loads((folder / "step.json").read_text())
     assert description["weight_version"] == 4 and description["values"]["optim/non_finite_updates"] == 1.0
 

@@ -12,6 +12,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.types import AlgoState, Batch
 from tests.dist.workers.launch import POOL
+from tests.padding import batch_of_rows
 
 WORLDS = (1, 2, 4)
 PLACEMENTS = 2
@@ -65,7 +66,7 @@ def whole_batch(kind: str) -> Batch:
     def logprobs() -> torch.Tensor:
         return -torch.rand(n, WIDTH, generator=generator)
 
-    return Batch(
+    return batch_of_rows(
         sample_ids=torch.arange(n),
         group_ids=torch.arange(n) // GROUP_SIZE,
         num_groups=NUM_GROUPS + 1,  # the last one has no sample
@@ -84,15 +85,16 @@ def whole_batch(kind: str) -> Batch:
 
 
 def share(batch: Batch, owner: torch.Tensor, rank: int, seed: int) -> Batch:
-    """This rank's samples in random order, padded no wider than it needs."""
+    """This rank's samples in random order."""
     rows = torch.nonzero(owner == rank).flatten()
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
-    width = int(batch.lengths[rows].max()) if len(rows) else 1
+    of_each = [torch.arange(n) + start for n, start in zip(batch.lengths, batch.starts, strict=True)]
+    tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(of_each[row] for row in rows)])
     taken = {}
     for f in fields(batch):
         value = getattr(batch, f.name)
         if isinstance(value, torch.Tensor):
-            taken[f.name] = value[rows] if value.dim() == 1 else value[rows, :width]
+            taken[f.name] = value[tokens if len(value) == len(batch.tokens) else rows]
     return replace(batch, **taken)
 
 
@@ -109,9 +111,9 @@ def measure(batch: Batch, reduce) -> dict:
         out[name] = metrics, state
         weights = result.loss_mask if result.policy_weights is None else result.policy_weights
         for row, sample in enumerate(batch.sample_ids.tolist()):
-            length = int(batch.lengths[row])
+            start, length = int(batch.starts[row]), int(batch.lengths[row])
             out[name, sample] = [
-                t[row, :length].float().view(torch.int32).tolist()
+                t[start : start + length].float().view(torch.int32).tolist()
                 for t in (result.advantages, result.loss_mask, weights)
             ]
     return out
@@ -124,7 +126,7 @@ def run_rank(rank: int, world: int, folder: str) -> list:
     for kind in KINDS:
         batch = whole_batch(kind)
         for placement in range(PLACEMENTS):
-            owner = torch.randint(0, world, (len(batch.tokens),), generator=torch.Generator().manual_seed(placement))
+            owner = torch.randint(0, world, (len(batch.lengths),), generator=torch.Generator().manual_seed(placement))
             if placement == 0:
                 owner = torch.full_like(owner, world - 1)  # everybody else has no sample at all
             mine = measure(share(batch, owner, rank, seed=10 * placement + rank), mesh.reduce)

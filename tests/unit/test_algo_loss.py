@@ -74,7 +74,7 @@ def test_gspo_uses_one_ratio_per_sequence():
     value = token_loss(PolicyInputs(logp, old, adv, mask), GspoLoss(clip_ratio_low=0.9, clip_ratio_high=9.0)).value
     s = math.exp((0.2 + 0.4) / 2)  # the masked token's log-ratio of -9 is not in the mean
     assert value[0, :2].tolist() == pytest.approx([-s, -s]) and value[1].tolist() == [-2.0] * 3
-    loss = aggregate(value, mask, "seq-mean-token-mean", count_denominators(mask, alone, 1.0))
+    loss = aggregate(value, mask, "seq-mean-token-mean", count_denominators((mask > 0).sum(1), alone, 1.0))
     loss.backward()
     # d/d logp_t of -(1/2) s_i A_i, s_i = exp(mean log-ratio): s_i A_i / (2 T_i), the paper's gradient
     assert logp.grad[0].tolist() == pytest.approx([-s / 4, -s / 4, 0.0])
@@ -177,7 +177,7 @@ AGGREGATED = {  # value, gradient of the tokens of row 0 and of row 1
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_aggregation(name):
     matrix = MATRIX.clone().requires_grad_()
-    loss = aggregate(matrix, MASK, name, count_denominators(MASK, alone, C))
+    loss = aggregate(matrix, MASK, name, count_denominators((MASK > 0).sum(1), alone, C))
     loss.backward()
     value, first, second = AGGREGATED[name]
     assert loss.item() == pytest.approx(value)
@@ -190,7 +190,9 @@ def test_rejected_tokens_may_stay_in_every_denominator():
     zeros, logprobs = torch.zeros_like(counted), torch.zeros_like(counted).requires_grad_()
     inputs = LossInputs(logprobs, zeros, trained, counted, zeros, zeros, counted_mask=counted)
     for aggregation in ("seq-mean-token-mean", "token-mean"):
-        loss, sums = objective(inputs, AlgorithmConfig(aggregation=aggregation), count_denominators(counted, alone, C))
+        loss, sums = objective(
+            inputs, AlgorithmConfig(aggregation=aggregation), count_denominators((counted > 0).sum(1), alone, C)
+        )
         (gradient,) = torch.autograd.grad(loss, logprobs)
         assert loss.item() == pytest.approx(-0.5) and gradient.tolist() == [[-0.25, -0.25, 0, 0]]
         assert float(sums["policy/ratio"] / sums["tokens"]) == 1.0
@@ -251,7 +253,7 @@ def pick(inputs: LossInputs, rows) -> LossInputs:
 def test_invariances(seed, n, width, loss, aggregation):
     """Permutation, any split into micro-batches, and an added all-masked sequence full of NaN change nothing."""
     inputs, algorithm = random_inputs(seed, n, width), algorithm_of(loss, aggregation)
-    denominators = count_denominators(inputs.loss_mask, alone, C)
+    denominators = count_denominators((inputs.loss_mask > 0).sum(1), alone, C)
     value, gradient, sums = solve(inputs, algorithm, denominators)
     assert math.isfinite(value) and (gradient[inputs.loss_mask == 0] == 0).all()
 
@@ -273,7 +275,7 @@ def test_invariances(seed, n, width, loss, aggregation):
         if tensor is not None:
             tensor[-1] = 0.0 if name == "loss_mask" else math.nan
     padded = LossInputs(**nan)
-    assert count_denominators(padded.loss_mask, alone, C) == denominators
+    assert count_denominators((padded.loss_mask > 0).sum(1), alone, C) == denominators
     added = solve(padded, algorithm, denominators)
     assert added[0] == pytest.approx(value, rel=1e-12, abs=1e-12) and (added[1][-1] == 0).all()
     torch.testing.assert_close(added[1][:-1], gradient, rtol=1e-12, atol=1e-14)
@@ -283,7 +285,9 @@ def test_invariances(seed, n, width, loss, aggregation):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_nothing_unmasked_is_zero_not_nan(loss, aggregation):
     inputs = replace(random_inputs(0, 3, 4), loss_mask=torch.zeros(3, 4, dtype=torch.float64))
-    value, gradient, _ = solve(inputs, algorithm_of(loss, aggregation), count_denominators(inputs.loss_mask, alone, C))
+    value, gradient, _ = solve(
+        inputs, algorithm_of(loss, aggregation), count_denominators((inputs.loss_mask > 0).sum(1), alone, C)
+    )
     assert value == 0.0 and (gradient == 0).all()
 
 

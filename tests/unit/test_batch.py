@@ -55,27 +55,24 @@ def test_a_batch_holds_what_was_sampled_in_any_order_of_arrival(shapes, masks: b
     groups = groups_of(shapes, masks)
     batch = build_batch(groups, one_pass(len(groups)), ALONE)
     group_size = max(len(g.samples) for g in groups)
-    row = 0
+    row, of_samples = 0, batch.lengths.tolist()
+    tokens, masks_of, logprobs = (
+        values.split(of_samples) for values in (batch.tokens, batch.loss_mask, batch.rollout_logprobs)
+    )
     for group in groups:
         for sample, outcome in zip(group.samples, group.outcomes, strict=True):
             start, end = len(group.prompt.token_ids), len(group.prompt.token_ids) + len(sample.token_ids)
             assert int(batch.sample_ids[row]) == group.group_id * group_size + sample.index
             assert int(batch.group_ids[row]) == group.group_id
-            assert batch.tokens[row].tolist() == [
-                *group.prompt.token_ids,
-                *sample.token_ids,
-                *[0] * (batch.tokens.shape[1] - end),
-            ]
+            assert tokens[row].tolist() == [*group.prompt.token_ids, *sample.token_ids]
             assert (int(batch.prompt_lengths[row]), int(batch.lengths[row])) == (start, end)
-            mask = [1.0] * len(sample.token_ids) if sample.loss_mask is None else [float(m) for m in sample.loss_mask]
-            assert batch.loss_mask[row, start:end].tolist() == mask and batch.loss_mask[row].sum() == sum(mask)
-            assert torch.equal(
-                batch.rollout_logprobs[row, start:end], torch.tensor(sample.logprobs, dtype=torch.float32)
-            )
+            mask = [True] * len(sample.token_ids) if sample.loss_mask is None else list(sample.loss_mask)
+            assert masks_of[row].tolist() == [False] * start + mask
+            assert torch.equal(logprobs[row][start:], torch.tensor(sample.logprobs)) and not logprobs[row][:start].any()
             assert bool(batch.valid[row]) == outcome.ok and float(batch.rewards[row]) == outcome.value
             assert bool(batch.truncated[row]) == (sample.finish_reason == "length")
             row += 1
-    assert row == len(batch.tokens)
+    assert row == len(batch.lengths)
     shuffled = list(groups)
     chance.shuffle(shuffled)
     assert same(build_batch(shuffled, one_pass(len(groups)), ALONE), batch)
@@ -133,19 +130,18 @@ LAYOUTS = st.sampled_from(
 def test_every_token_is_in_one_micro_batch_and_none_is_above_the_budget(shapes, budget: int, packed: bool, sizes: dict):
     batch, layout = batch_of(shapes), ParallelConfig(**sizes)
     by_rank = [
-        plan_micro_batches(batch, range(len(batch.tokens)), budget, packed, layout, ALONE, cp_rank)
+        plan_micro_batches(batch, range(len(batch.lengths)), budget, packed, layout, ALONE, cp_rank)
         for cp_rank in range(layout.cp)
     ]
-    seen = torch.zeros_like(batch.tokens)
+    seen = torch.zeros_like(batch.tokens)  # starts + columns: places among them
     for micros in by_rank:
         assert len(micros) % (layout.pp if layout.vpp > 1 else 1) == 0
         assert layout.pp == 1 or len({tuple(m.tokens.shape) for m in micros}) == 1, "pipeline stages exchange one shape"
         for micro in micros:
             check_micro_batch(micro, batch, budget, packed, layout)
             real = micro.rows >= 0
-            seen[micro.rows[real], micro.columns[real]] += 1
-    inside = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
-    assert torch.equal(seen, inside.long())
+            seen[batch.starts[micro.rows[real]] + micro.columns[real]] += 1
+    assert (seen == 1).all()
 
 
 def check_micro_batch(micro: MicroBatch, batch: Batch, budget: int, packed: bool, layout: ParallelConfig) -> None:
@@ -154,7 +150,7 @@ def check_micro_batch(micro: MicroBatch, batch: Batch, budget: int, packed: bool
     assert width % layout.tp == 0 and (height == 1 or not packed)
     assert torch.equal(micro.columns >= 0, real)
     assert (
-        torch.equal(micro.tokens[real], batch.tokens[micro.rows[real], micro.columns[real]])
+        torch.equal(micro.tokens[real], batch.tokens[batch.starts[micro.rows[real]] + micro.columns[real]].long())
         and not micro.tokens[~real].any()
     )
     assert torch.equal(micro.positions[real], micro.columns[real]), "rotary positions are those in the sequence"
@@ -181,14 +177,16 @@ def test_targets_are_the_trained_tokens_each_from_the_position_before(
     shapes, budget: int, packed: bool, sizes: dict, masks: bool
 ):
     batch, layout = batch_of(shapes, masks=masks), ParallelConfig(**sizes)
-    found = torch.zeros_like(batch.loss_mask)
+    found = torch.zeros_like(batch.tokens)
     for cp_rank in range(layout.cp):
-        for micro in plan_micro_batches(batch, range(len(batch.tokens)), budget, packed, layout, ALONE, cp_rank):
+        for micro in plan_micro_batches(batch, range(len(batch.lengths)), budget, packed, layout, ALONE, cp_rank):
             of = micro.targets
             assert torch.equal(micro.rows.flatten()[of.flat], of.rows)
             assert torch.equal(micro.columns.flatten()[of.flat] + 1, of.columns)
-            found[of.rows, of.columns] += 1
-    assert torch.equal(found, batch.loss_mask)
+            found[batch.starts[of.rows] + of.columns] += 1
+            grid = micro.padded(batch.tokens).flatten()[micro.target_grid]
+            assert torch.equal(grid, batch.tokens[batch.starts[of.rows] + of.columns])
+    assert torch.equal(found, batch.loss_mask.int())
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}])
@@ -207,3 +205,20 @@ def test_no_sample_gives_a_dummy_micro_batch(packed: bool, sizes: dict):
     for micro in micros:
         assert micro.tokens.shape[1] > 0 and (micro.rows == -1).all()
         assert all(len(tensor) == 0 for tensor in vars(micro.targets).values())
+
+
+def test_bytes_follow_the_tokens_and_not_the_longest_sample():
+    """A long tail: one sample in 64 is as long as 40 others. Padded, a value of a token would be N x S."""
+    batch = batch_of([(4, [400 if g == i == 0 else 10 for i in range(16)]) for g in range(4)] * 4)
+    total, padded = len(batch.tokens), len(batch.lengths) * int(batch.lengths.max())
+    assert total == 252 * 14 + 4 * 404 and padded > 15 * total
+    of_tokens = (batch.tokens, batch.loss_mask, batch.rollout_logprobs)
+    assert [values.numel() * values.element_size() for values in of_tokens] == [4 * total, total, 4 * total]
+    micros = plan_micro_batches(batch, range(len(batch.lengths)), 500, True, ParallelConfig(), ALONE)
+    on_device = []
+    for micro, (height, width) in zip(micros, micros.shapes, strict=True):
+        moved = [micro.tokens, micro.positions, micro.rows, micro.columns, *vars(micro.targets).values()]
+        moved += [micro.cu_seqlens, micro.grid, micro.target_grid]
+        on_device.append(sum(values.numel() * values.element_size() for values in moved))
+        assert (height, width) == micro.tokens.shape
+    assert len(micros) > 8 and max(on_device) < 500 * 80, "of one micro-batch alone"

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from megagrpo.algo import estimators
-from megagrpo.algo.advantage import with_advantages
+from megagrpo.algo import advantage, estimators
 from megagrpo.algo.reward_shaping import ShapedRewards, normalise
 from megagrpo.algo.statistics import alone, moments
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.reward_shaping import RewardShapingConfig
 from megagrpo.types import AlgoState, Batch
+from tests.padding import as_rows, batch_of_rows
 from tests.unit.algo_inputs import reward_inputs
 from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
 
@@ -33,7 +33,7 @@ ADVANTAGES = {  # the reference's estimator -> ours, in its convention for group
 def batch_of(rewards: torch.Tensor, mask: torch.Tensor, groups: list, greedy: torch.Tensor | None = None) -> Batch:
     names = sorted(set(map(repr, groups)))  # an explicit id for every distinct name: nothing is cast to an integer
     n, width = mask.shape
-    return Batch(
+    return batch_of_rows(
         sample_ids=torch.arange(n),
         group_ids=torch.tensor([names.index(repr(g)) for g in groups]),
         num_groups=len(names),
@@ -49,17 +49,27 @@ def batch_of(rewards: torch.Tensor, mask: torch.Tensor, groups: list, greedy: to
     )
 
 
+def with_advantages(batch: Batch, *more) -> tuple:
+    result, *rest = advantage.with_advantages(batch, *more)
+    return as_rows(result), *rest
+
+
+def returns(rewards: torch.Tensor, token_rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """discounted_returns of whole rows [n, S]."""
+    lengths = torch.full((len(mask),), mask.shape[1])
+    out = estimators.discounted_returns(rewards, token_rewards.flatten(), mask.flatten(), lengths, gamma)
+    return out.view(mask.shape)
+
+
 def advantages_of(case: dict) -> torch.Tensor:
     """Our advantages [B, T] under the options that mean the same."""
     inputs, name = case["inputs"], case["params"]["estimator"]
     token_rewards, mask = tensor(inputs["token_level_rewards"]), tensor(inputs["response_mask"]) > 0
     if name.startswith("reinforce_plus_plus_g"):
-        out = estimators.discounted_returns(
-            torch.zeros(len(mask)).double(), token_rewards, mask, case["params"]["gamma"]
-        )
+        out = returns(torch.zeros(len(mask)).double(), token_rewards, mask, case["params"]["gamma"])
         return estimators.whiten(out, moments(out[mask], alone)) * mask
     if name == "remax":  # rewards on every token there: returns to go minus the baseline
-        out = estimators.discounted_returns(torch.zeros(len(mask)).double(), token_rewards, mask, 1.0)
+        out = returns(torch.zeros(len(mask)).double(), token_rewards, mask, 1.0)
         return (out - tensor(inputs["reward_baselines"])[:, None]) * mask
     batch = batch_of(token_rewards.sum(1), mask, inputs["index"])
     return with_advantages(batch, AlgorithmConfig(advantage=ADVANTAGES[name]), alone, AlgoState(), mask.shape[1])[

@@ -27,7 +27,7 @@ class Problem:
         self.mask = tensor(inputs["response_mask"]) > 0
         self.weights = tensor(inputs["rollout_is_weights"]) if inputs.get("rollout_is_weights") else None
         info = params.get("global_batch_info") or {}
-        counted = count_denominators(self.mask, alone, 1.0)
+        counted = count_denominators((self.mask > 0).sum(1), alone, 1.0)
         self.aggregation = params.get("loss_agg_mode", "token-mean")
         sequences = info.get("global_batch_size", counted.num_sequences)
         if self.aggregation == "seq-mean-token-sum-norm":
@@ -182,7 +182,7 @@ def aggregated(case: dict) -> tuple[torch.Tensor, torch.Tensor, float]:
     params = case["params"]
     matrix = tensor(case["inputs"]["loss_mat"]).requires_grad_()
     mask = tensor(case["inputs"]["loss_mask"]) > 0
-    counted, mode = count_denominators(mask, alone, 1.0), params["loss_agg_mode"]
+    counted, mode = count_denominators((mask > 0).sum(1), alone, 1.0), params["loss_agg_mode"]
     info = params.get("global_batch_info") or {}
     sequences = params.get("global_valid_samples", info.get("global_batch_size", counted.num_sequences))
     tokens = params.get("batch_num_tokens", info.get("batch_num_tokens", counted.num_tokens))
@@ -219,7 +219,7 @@ def test_micro_batches_add_up(case):
     """D5: a mean of micro-batch means weighs tokens by the luck of the split; shares of a global mean do not."""
     outputs, mode = case["outputs"], case["params"]["loss_agg_mode"]
     matrix, mask = tensor(case["inputs"]["loss_mat"]), tensor(case["inputs"]["loss_mask"]) > 0
-    denominators, cuts = count_denominators(mask, alone, 1.0), case["params"]["row_cuts"]
+    denominators, cuts = count_denominators((mask > 0).sum(1), alone, 1.0), case["params"]["row_cuts"]
     shares = [aggregate(matrix[a:b], mask[a:b], mode, denominators) for a, b in pairwise(cuts)]
     close(aggregate(matrix, mask, mode, denominators), outputs["full_batch"])
     close(torch.stack(shares), outputs["micro_with_global_info"])

@@ -36,6 +36,18 @@ def rejection(mode: str, threshold: str) -> Rejection:
     return Rejection(measure="ratio", over=over, low=1 / float(high), high=1 / float(low))
 
 
+def weights_of(log_ratio: torch.Tensor, mask: torch.Tensor, options) -> torch.Tensor:
+    """policy_weights of whole rows [n, S]."""
+    lengths = torch.full((len(mask),), mask.shape[1])
+    return policy_weights(log_ratio.flatten(), mask.flatten(), lengths, options, alone).view(mask.shape)
+
+
+def kept_of(log_ratio: torch.Tensor, mask: torch.Tensor, options: Rejection) -> torch.Tensor:
+    """kept of whole rows [n, S]."""
+    lengths = torch.full((len(mask),), mask.shape[1])
+    return kept(log_ratio.flatten(), mask.flatten(), lengths, options).view(mask.shape)
+
+
 @pytest.mark.parametrize("case", cases(CORRECTION, ("reference",), lambda c: "rollout_is" in c["params"]))
 def test_verl_importance_weights(case):
     log_ratio, mask = log_ratio_and_mask(case)
@@ -46,7 +58,7 @@ def test_verl_importance_weights(case):
         cap=float(params["rollout_is_threshold"]),
         self_normalise=params["rollout_is_batch_normalize"],
     )
-    close(policy_weights(log_ratio, mask, options, alone), case["outputs"]["weights"], where=mask)
+    close(weights_of(log_ratio, mask, options), case["outputs"]["weights"], where=mask)
 
 
 @pytest.mark.parametrize("case", cases(CORRECTION, ("reference", "convention"), lambda c: "rollout_rs" in c["params"]))
@@ -55,7 +67,7 @@ def test_verl_rejection(case):
     modes, thresholds = case["params"]["rollout_rs"].split(","), case["params"]["rollout_rs_threshold"].split(",")
     left = mask
     for mode, threshold in zip(modes, thresholds, strict=True):
-        left = left & kept(log_ratio, mask, rejection(mode, threshold))
+        left = left & kept_of(log_ratio, mask, rejection(mode, threshold))
     close(left.double(), case["outputs"]["mask"])
 
 
@@ -67,7 +79,7 @@ def test_slime_weights(case):
         options = Band(name="icepop", low=low, high=high)
     else:
         options = TruncatedImportance(name="tis", floor=low, cap=high)
-    close(policy_weights(log_ratio, mask, options, alone), case["outputs"]["weights"], where=mask)
+    close(weights_of(log_ratio, mask, options), case["outputs"]["weights"], where=mask)
 
 
 @pytest.mark.parametrize("case", cases(CORRECTION, ("reference",), lambda c: c["source"].startswith("roll")))
@@ -75,11 +87,11 @@ def test_roll_weights_and_filter(case):
     log_ratio, mask = log_ratio_and_mask(case)
     params = case["params"]
     options = TruncatedImportance(name="tis", over=params["weight_type"], cap=float(params["upper_bound"]))
-    close(policy_weights(log_ratio, mask, options, alone), case["outputs"]["weights"], where=mask)
+    close(weights_of(log_ratio, mask, options), case["outputs"]["weights"], where=mask)
     over = {"token": "token", "sequence": "sum", "geometric": "mean"}[params["weight_type"]]
     low, high = params["filter_ratio"]
     close(
-        kept(log_ratio, mask, Rejection(over=over, low=low, high=high)).double(),
+        kept_of(log_ratio, mask, Rejection(over=over, low=low, high=high)).double(),
         case["outputs"]["filter_mask"],
         where=mask,
     )
@@ -94,13 +106,13 @@ def test_verl_bypass_mode(case):
     log_ratio, left = (logp - old).detach(), mask
     policy = PolicyInputs(logp, old, advantages, mask)
     if params["rollout_rs"]:
-        left = kept(log_ratio, mask, rejection(params["rollout_rs"], params["rollout_rs_threshold"]))
+        left = kept_of(log_ratio, mask, rejection(params["rollout_rs"], params["rollout_rs_threshold"]))
     if params["loss_type"] == "reinforce":
         options = TruncatedImportance(name="tis", over=params["rollout_is"], cap=float(params["rollout_is_threshold"]))
-        value = token_loss(policy, GpgLoss()).value * policy_weights(log_ratio, mask, options, alone)
+        value = token_loss(policy, GpgLoss()).value * weights_of(log_ratio, mask, options)
     else:
         value = token_loss(policy, PpoClipLoss()).value  # its ratio is the correction already
-    loss = aggregate(value, left, params["loss_agg_mode"], count_denominators(left, alone, 1.0))
+    loss = aggregate(value, left, params["loss_agg_mode"], count_denominators((left > 0).sum(1), alone, 1.0))
     (gradient,) = torch.autograd.grad(loss, logp)
     close(loss, case["outputs"]["loss"])
     close(gradient, case["outputs"]["grad_log_prob"])

@@ -174,12 +174,12 @@ def test_masked_tokens_reach_neither_the_statistics_nor_the_loss_and_credit_pass
             outcomes = (Outcome("score", 1.0), Outcome("score", 1.0), Outcome("score", 0.0))
             batch = build_batch([RolloutGroup(0, PROMPT, tuple(samples), outcomes)], one_pass(1), MESH)
             batch = with_advantages(batch, algorithm, MESH.reduce, AlgoState(), 32)[0]
-            places = batch.loss_mask > 0
+            places = batch.loss_mask
             assert (
                 float(batch.advantages[~places].abs().max()) == 0.0
                 and float(batch.rollout_logprobs[~places].abs().max()) == 0.0
             )
             sampled.append(batch.advantages[places])
-            first = batch.advantages[:, len(PROMPT.token_ids)]
+            first = batch.advantages[batch.starts + len(PROMPT.token_ids)]
             assert (first != 0).all(), f"{name}: the reward at the end does not reach the tokens before the tool's"
         torch.testing.assert_close(*sampled, rtol=0, atol=0)

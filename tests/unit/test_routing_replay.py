@@ -27,7 +27,7 @@ from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.rollout.background import Turnstile
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.generation import GenerationClient, GenerationFailed, Response
-from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts
+from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts, for_other_ranks
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
@@ -184,15 +184,26 @@ def groups_with_experts() -> list[RolloutGroup]:
 def test_the_batch_has_experts_of_its_own_layers():
     [group] = groups = groups_with_experts()
     batch = build_batch(groups, one_pass(1), MESH, routed_layers=(1,))
-    assert batch.routed_experts.shape == (3, 7, 1, 2) and batch.routed_experts.dtype == torch.uint8
+    assert batch.routed_experts.shape == (7 + 5 + 6, 1, 2) and batch.routed_experts.dtype == torch.uint8
     assert batch.routed_lengths.tolist() == [6, 4, 0], "of all tokens but the last; of the last sample none are known"
     for row, length in enumerate(batch.routed_lengths.tolist()):
-        found = batch.routed_experts[row].numpy()
+        found = batch.routed_experts.split(batch.lengths.tolist())[row].numpy()
         assert not found[length:].any()
         if length:
             assert np.array_equal(found[:length], group.samples[row].routed_experts[:, [1]])
     nobody_asks = build_batch(groups, one_pass(1), MESH)
     assert nobody_asks.routed_experts is None and nobody_asks.routed_lengths is None
+
+
+def test_ranks_that_do_not_sample_get_tokens_without_experts_and_texts():
+    groups = [replace(g, samples=tuple(replace(s, text="said") for s in g.samples)) for g in groups_with_experts()]
+    [group] = map(for_other_ranks, groups)
+    assert all(s.routed_experts is None and s.text == "" for s in group.samples)
+    restored = zip(group.samples, groups[0].samples, strict=True)
+    assert (
+        replace(group, samples=tuple(replace(s, routed_experts=o.routed_experts, text="said") for s, o in restored))
+        == (groups[0])
+    )
 
 
 def test_checkpoints_keep_experts_and_logs_do_not(tmp_path: Path):

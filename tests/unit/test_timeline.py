@@ -168,7 +168,7 @@ def trained(tmp_path, batches, num_groups: int = 1) -> list[dict]:
 
 def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):
     batch = made_batch(made_groups(1), difference=0.25)
-    batch.advantages[1, 3] = 1.0  # one that differs by token: its mean is kept
+    batch.advantages[batch.starts[1] + 3] = 1.0  # one that differs by token: its mean is kept
     first, second = trained(tmp_path, [batch, batch])
     assert first["sample_ids"] == list(range(12))
     assert first["advantages"][:4] == [1.5, (1.0 - 0.5 - 0.5) / 3, -1.0, 0.0]
@@ -182,8 +182,8 @@ def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):
 
 def test_what_was_not_trained_on_has_no_difference(tmp_path):
     batch = made_batch(made_groups(1))
-    batch.loss_mask[0, 3] = 0  # a tool's token
-    batch.loss_mask[2] = 0
+    batch.loss_mask[batch.starts[0] + 3] = False  # a tool's token
+    batch.loss_mask[batch.starts[2] : batch.starts[3]] = False
     (line,) = trained(tmp_path, [batch])
     assert line["tokens"][0]["difference"] == [None, 0.002] and line["tokens"][2]["difference"] == [None, None]
     assert line["advantages"][2] is None
@@ -192,7 +192,7 @@ def test_what_was_not_trained_on_has_no_difference(tmp_path):
 def test_log_probabilities_of_the_updates_own_forward_serve_too(tmp_path):
     batch = made_batch(made_groups(1))
     seen = batch.old_logprobs.clone()
-    seen[1] = torch.nan  # no update took that sample
+    seen[batch.starts[1] : batch.starts[2]] = torch.nan  # no update took that sample
     without = [type(batch)(**{**vars(batch), "old_logprobs": None, "seen_logprobs": s}) for s in (seen, None)]
     first, second = trained(tmp_path, without)
     assert [sample["difference"] for sample in first["tokens"][:2]] == [[0.002, 0.002], [None, None, None]]

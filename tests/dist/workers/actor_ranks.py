@@ -36,6 +36,7 @@ from megagrpo.weights.peft_folder import PeftFolder, export_peft
 from tests.dist.workers.held import gradient_buffers, offload, optimiser_state
 from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
+from tests.padding import batch_of_rows, flat
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
 OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-4, "clip_grad": 0.5, "weight_decay": 0.01}
@@ -52,7 +53,7 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
     mine = torch.tensor([i for i in range(keep) if i % mesh.dp_size == mesh.dp_rank], dtype=torch.int64)
     near = (0.2 * s["noise"] - 6.0) * s["mask"]
     inside = torch.arange(s["tokens"].shape[1]) < s["lengths"][:, None]
-    return Batch(
+    return batch_of_rows(
         sample_ids=mine,
         group_ids=mine,
         num_groups=NUM_SAMPLES,
@@ -72,7 +73,7 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
 
 
 def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig) -> float:
-    rows = range(len(batch.tokens))
+    rows = range(len(batch.lengths))
     return step.backward(actor, batch, rows, algorithm, 1.0, step.denominators_of(actor, batch, rows, algorithm, 32))[
         "loss/total"
     ]
@@ -82,8 +83,8 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     """Against transformers: logits of every predicting position, log-probabilities, gradients; export, bit by bit."""
     truth = torch.load(f"{job['model']}.pt")
     batch = batch_of(actor.mesh)
-    everything = (torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]).float()
-    everything[:, 0] = 0.0
+    everything = torch.ones_like(batch.loss_mask)
+    everything[batch.starts] = False
     whole_rows = Batch(**{**vars(batch), "loss_mask": everything})
     with recorded_logits() as seen, torch.no_grad():
         logprobs = step.token_logprobs(actor, whole_rows, 1.0)
@@ -92,8 +93,10 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
         expected = truth["logits"][batch.sample_ids[rows], columns - 1]
         error = max(error, float((logits - expected).abs().max())) if len(rows) else error
         positions += len(rows)
-    expected = truth["logits"][batch.sample_ids].log_softmax(-1)[:, :-1].gather(2, batch.tokens[:, 1:, None]).squeeze(2)
-    logprob_error = float(((logprobs[:, 1:] - expected) * everything[:, 1:]).abs().max())
+    rows = samples()["tokens"][batch.sample_ids]
+    expected = truth["logits"][batch.sample_ids].log_softmax(-1)[:, :-1].gather(2, rows[:, 1:, None]).squeeze(2)
+    expected = torch.nn.functional.pad(expected, (1, 0))
+    logprob_error = float(((logprobs - flat(expected, batch.lengths)) * everything).abs().max())
     batch = Batch(**{**vars(batch), "seen_logprobs": torch.full_like(logprobs, torch.nan)})
     loss = gradient(actor, batch, PLAIN)
     records = step.holds_token_values()  # one rank of a replica

@@ -19,6 +19,7 @@ def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[di
     from megagrpo.certify.measure import joined
     from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
     from megagrpo.weights.actor_weights import load_initial_weights
+    from tests.padding import padded
 
     results = []
     for number, case in enumerate(cases):
@@ -34,7 +35,7 @@ def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[di
                 points |= {p.name: p for p in layer_points(arch, layer)}
             generator = torch.Generator().manual_seed(SEED_TOKENS)
             rows = [torch.randint(3, arch.vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
-            batch = batch_of_sequences([Sequenced(row, 2, [], "0") for row in rows], mesh)
+            batch = batch_of_sequences([Sequenced(row, 2, [], "0") for row in rows])
             found: dict[str, Tensor] = {}
             for prefix, forced in (("", None), ("forced/", planted(arch))):
                 forward = captured_forward(actor, batch, [p.trainer for p in points.values()], forced)
@@ -43,7 +44,7 @@ def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[di
                 side = from_trainer(list(points.values()), pieces, LENGTHS, arch)
                 assert not side.notes, side.notes
                 found |= {prefix + name: values for name, values in side.values.items()}
-                found[f"{prefix}logprobs"] = forward.logprobs
+                found[f"{prefix}logprobs"] = padded(forward.logprobs, batch.lengths)
             hidden = mesh.gather_world(found["final_norm"])[0]
             hidden = torch.cat([part[:-1] for part in hidden.split(LENGTHS)])
             head = head_logprobs(actor, hidden, torch.tensor([token for row in rows for token in row[1:]]))

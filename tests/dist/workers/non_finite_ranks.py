@@ -89,14 +89,14 @@ def job_of(job: dict, folder: Path, number: int) -> dict:
 
 def with_infinity(batch: Batch) -> Batch:
     advantages = batch.advantages.clone()
-    advantages[batch.sample_ids == BAD_SAMPLE] *= float("inf")
+    advantages[(batch.sample_ids == BAD_SAMPLE).repeat_interleave(batch.lengths)] *= float("inf")
     return replace(batch, advantages=advantages)
 
 
 def without_first_update(batch: Batch) -> Batch:
     first = torch.tensor([group in batch.updates[0][0] for group in batch.group_ids.tolist()])
     assert BAD_SAMPLE in batch.updates[0][0]
-    return replace(batch, loss_mask=batch.loss_mask * ~first[:, None])
+    return replace(batch, loss_mask=batch.loss_mask & ~first.repeat_interleave(batch.lengths))
 
 
 def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: dict) -> str:

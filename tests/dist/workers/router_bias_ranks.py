@@ -74,7 +74,9 @@ def losses_by_hand(actor: MegatronActor, balance: float, z: float) -> dict[str, 
     experts, chosen = actor.arch.num_experts, actor.arch.experts_per_token
     for row, length in enumerate(batch.lengths.tolist()):
         logits.clear()
-        hidden = actor.model[0](batch.tokens[row : row + 1, :length], torch.arange(length)[None], None)
+        hidden = actor.model[0](
+            batch.tokens.long().split(batch.lengths.tolist())[row][None], torch.arange(length)[None], None
+        )
         loss = hidden.sum() * 0.0
         for [of_sequence] in logits.values():
             of_sequence = of_sequence.flatten(0, 1)
@@ -100,7 +102,7 @@ def losses_job(actor: MegatronActor, job: dict) -> dict:
     reference = torch.load(job["reference"])
     batch = batch_of(actor.mesh)
     batch = replace(batch, advantages=torch.zeros_like(batch.advantages))
-    rows = range(len(batch.tokens))
+    rows = range(len(batch.lengths))
     step.token_logprobs(actor, batch, 1.0)  # no update: it adds nothing
     for _ in range(2):  # what was added up before is not added again
         denominators = step.denominators_of(actor, batch, rows, PLAIN, 32)

@@ -26,6 +26,7 @@ from megagrpo.types import Batch
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, WIDTH
+from tests.padding import flat, padded
 
 
 def planted_experts(actor: MegatronActor) -> Tensor:
@@ -39,11 +40,11 @@ def with_planted(actor: MegatronActor, batch: Batch) -> Batch:
     """As an engine's: of all tokens but the last; what stands beyond them is nobody's choice."""
     assert actor.routing is not None
     own = planted_experts(actor)[batch.sample_ids][:, :, list(actor.routing.layers)]
-    return replace(batch, routed_experts=own, routed_lengths=batch.lengths - 1)
+    return replace(batch, routed_experts=flat(own, batch.lengths), routed_lengths=batch.lengths - 1)
 
 
 def backward(actor: MegatronActor, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
-    rows = range(len(batch.tokens))
+    rows = range(len(batch.lengths))
     denominators = step.denominators_of(actor, batch, rows, PLAIN, 32)
     sums = step.backward(actor, batch, rows, PLAIN, 1.0, denominators)
     return sums, {name: values.clone() for name, values in actor.gradients().items()}
@@ -119,8 +120,7 @@ def by_hand(actor: MegatronActor, batch: Batch) -> dict:
 
 
 def same_sets(found: Tensor, expected: Tensor, lengths: Tensor) -> bool:
-    inside = torch.arange(found.shape[1]) < lengths[:, None]
-    return bool((found.sort(-1).values == expected.sort(-1).values)[inside].all() and (found[~inside] == 0).all())
+    return torch.equal(found.sort(-1).values, flat(expected, lengths).sort(-1).values)
 
 
 def replay_job(actor: MegatronActor, job: dict) -> dict:
@@ -150,15 +150,20 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
     of_planted = {"differs": sums["router/replay_differs"], "counts": counts_of(actor), "loss": sums["loss/total"]}
     result["moved"] = not torch.equal(logprobs, natural)
     if "write" in job:
-        found = {"gradients": whole(weights, actor.gradients(), actor.mesh), "natural": known.routed_experts}
-        torch.save(found | {"planted": of_planted, "logprobs": logprobs}, job["reference"])
+        found = {
+            "gradients": whole(weights, actor.gradients(), actor.mesh),
+            "natural": padded(known.routed_experts, batch.lengths),
+        }
+        torch.save(found | {"planted": of_planted, "logprobs": padded(logprobs, batch.lengths)}, job["reference"])
         return result | {"planted": of_planted}
     reference = torch.load(job["reference"])
     expected = reference["natural"][batch.sample_ids][:, :, list(routing.layers)]
     everywhere = actor.mesh.gather_world(same_sets(known.routed_experts, expected, batch.lengths))
     return result | {
         "recorded": all(everywhere),
-        "planted logprobs": float((logprobs - reference["logprobs"][batch.sample_ids]).abs().max()),
+        "planted logprobs": float(
+            (logprobs - flat(reference["logprobs"][batch.sample_ids], batch.lengths)).abs().max()
+        ),
         "planted loss": of_planted["loss"] / reference["planted"]["loss"] - 1,
         "planted differs": of_planted["differs"] - reference["planted"]["differs"],
         "planted counts": of_planted["counts"] == reference["planted"]["counts"],

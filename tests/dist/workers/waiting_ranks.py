@@ -38,9 +38,12 @@ ROOTS = tuple(f"{next(iter(package.__path__))}{os.sep}" for package in (megagrpo
 READS = ("_local_scalar_dense", "equal", "is_nonzero")
 METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__")
 # What these read is on the host of a GPU machine too: split sizes that the dispatcher brought there at its one
-# synchronisation (`numpy` stands for the copy), index lists and states of generators that never left it, and indices
-# made in pinned memory.
+# synchronisation (`numpy` stands for the copy), index lists and states of generators that never left it, indices made
+# in pinned memory, and the layout of a micro-batch, which is made of a Batch that is on the host.
 ON_HOST = (
+    "microbatch.py:_pack",
+    "microbatch.py:_micro_batch",
+    "microbatch.py:targets",
     "numpy token_dispatcher.py:_maybe_dtoh_and_synchronize",
     "token_dispatcher.py:token_dispatch",
     "moe_utils.py:sort_chunks_by_idxs",
