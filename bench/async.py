@@ -1,8 +1,8 @@
 """What sampling ahead of the weights is worth: seconds a step, idle shares and accuracy of each way to do it.
 
-    python bench/async.py --seeds 0 1 2 --steps 60
+    python bench/async.py --seeds 0 1 2
 
-The task is the quickstart's sums with a long tail: every tenth problem asks for a digit 20 to 60 times over, twenty
+The task is the quickstart's with a long tail: every tenth problem asks for a digit 20 to 60 times over, up to twenty
 times the tokens of a sum. Each variant starts from the same warm-up of its seed; engines have one core and trainers
 another. Trainers idle while they wait for samples; engines while they have no request. Bound, order and losses are
 counted from the rollouts files. Writes bench/results/async.*
@@ -38,6 +38,7 @@ VARIANTS = {
     "N = 2, retract": [*_CORRECTED, "rollout.max_staleness=2"],
 }
 _LONG_EVERY, _LONGEST = 10, 60
+_WARM_LOSS = 0.3  # half of all tokens are of long answers, which are soon known: the quickstart's 0.65 of the others
 _SKIPPED = 2  # steps until engines and trainers are in their stride
 _WAITS = ("rollout", "drain")
 
@@ -45,70 +46,51 @@ _WAITS = ("rollout", "drain")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm-up", type=int, default=600, help="steps of the supervised warm-up")
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every run")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "async")
     args = parser.parse_args()
     rows: list[dict] = []
     for seed in args.seeds:
-        config = _prepare(args.folder / f"seed-{seed}", seed, args)
+        config = _prepare(args.folder / f"seed-{seed}", seed)
         for name in args.variants:
-            rows.append(_run(name, config, seed, args.overrides))
+            rows.append(_run(name, config, seed, [f"train.num_steps={args.steps}", *args.overrides]))
             _write(rows, args)
 
 
-def _prepare(folder: Path, seed: int, args: argparse.Namespace) -> Path:
-    """Writes data and experiment, and warms the model up, unless a former call did."""
+def _prepare(folder: Path, seed: int) -> Path:
+    """Makes data, experiment and warmed-up model, unless a former call did."""
     config = folder / "experiment.yaml"
     if (folder / "model" / "config.json").exists():
         return config
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for name, number in (("sft", 6000), ("train", 8000), ("eval", 256)):
-        rows = _problems(name, number, seed)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    experiment = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
-    data = {name: {"path": str(folder / f"{name}.jsonl"), "max_prompt_tokens": 8} for name in ("sft", "train", "eval")}
-    experiment |= {
-        "name": "async",
-        "output_dir": str(folder / "run"),
-        "seed": seed,
-        "prepare": {"model": {"path": str(folder / "random"), "family": "qwen3_moe"}},
-        "sft": {
-            "model": str(folder / "random"),
-            "data": data["sft"],
-            "num_steps": args.warm_up,
-            "optimizer": experiment["sft"]["optimizer"],
-        },
-        "model": {"path": str(folder / "model")},
-        "data": data["train"],
-        "eval": {"data": data["eval"], "every": 10},
-        "sampling": {"max_response_tokens": _LONGEST + 4},
-        "actor": experiment["actor"] | {"world_size": 1, "parallel": {}},
-        "train": experiment["train"] | {"num_steps": args.steps},
-    }
+    text = (ROOT / "configs" / "quickstart.yaml").read_text().replace("runs/quickstart", str(folder))
+    experiment = yaml.safe_load(text)
+    experiment |= {"name": "async", "seed": seed, "sampling": {"max_response_tokens": _LONGEST + 4}}
+    experiment["actor"] |= {"world_size": 1, "parallel": {}}
+    experiment["eval"]["every"] = 10
+    experiment["sft"]["stop_at_loss"] = _WARM_LOSS
     config.write_text(yaml.safe_dump(experiment))
-    for command in ("prepare", "sft"):
-        assert _start(command, config, []).wait() == 0, f"megagrpo {command} {config} failed"
+    _check(_start("prepare", config, []), "prepare", config)
+    for name in ("sft", "train", "eval"):
+        _lengthen(folder / "data" / f"{name}.jsonl", random.Random(f"long tail {name} {seed}"))
+    _check(_start("sft", config, []), "sft", config)
     return config
 
 
-def _problems(name: str, number: int, seed: int) -> list[dict]:
-    """Sums whose operands tell the files apart, and for every tenth a digit to be said many times."""
-    chance = random.Random(f"long tail {name} {seed}")
-    part = ("sft", "train", "eval").index(name)
-    rows = []
-    for index in range(number):
-        if index % _LONG_EVERY == 0:
-            digit, times = chance.randrange(10), chance.randrange(20 + part, _LONGEST, 3)
-            rows.append({"prompt": f"{digit}<{times}>", "answer": str(digit) * times})
-            continue
-        a = chance.randrange(100)
-        b = chance.randrange((part - a) % 3, 100, 3)
-        rows.append({"prompt": f"{a}+{b}=", "answer": str(a + b)})
-    return rows
+def _check(process: subprocess.Popen, command: str, config: Path) -> None:
+    assert process.wait() == 0, f"megagrpo {command} {config} failed"
+
+
+def _lengthen(path: Path, chance: random.Random) -> None:
+    """Asks for a digit many times in every tenth problem of the file."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for index in range(0, len(rows), _LONG_EVERY):
+        digit, times = chance.randrange(10), chance.randrange(_LONGEST // 3, _LONGEST)
+        rows[index] |= {"prompt": f"{digit}<{times}>", "answer": str(digit) * times}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _start(command: str, config: Path, overrides: Sequence[str], core: int | None = None) -> subprocess.Popen:
