@@ -175,9 +175,13 @@ def _groups(answers: list[bytes], replica: int, samples: int) -> list:
     try:
         import orjson
 
-        from megagrpo.rollout.generation import _read_response
+        from megagrpo.rollout.generation import _read_response, collector_paused
 
-        responses = (_read_response(orjson.loads(answer), 3) for answer in answers)
+        def read(answer: bytes):
+            with collector_paused():
+                return _read_response(orjson.loads(answer), 3)
+
+        responses = map(read, answers)
     except ImportError:
         from megagrpo.rollout.client import read_response
 

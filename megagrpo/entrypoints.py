@@ -5,6 +5,7 @@ A process of ours that computes begins in `guarded`, which prepares the host bef
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -32,6 +33,8 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
         refuse_training_without_gpu(config.actor, device)
 
         with start_run(config, service_url, device) as run:
+            gc.collect()
+            gc.freeze()  # Megatron and all that a run keeps: each collection would look at all of it, amid a step
             train(run)
             is_main = run.mesh.is_main
         if is_main:

@@ -1,12 +1,14 @@
 """Retries, deadlines and checks of the generation client, against a server that fails on purpose."""
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
 from concurrent.futures import Future
 from dataclasses import replace
 
+import orjson
 import pytest
 import torch
 from fake_service import FakeService, running
@@ -21,6 +23,7 @@ from megagrpo.rollout.generation import (
     Response,
     RetryPolicy,
     SamplingParams,
+    collector_paused,
     sample_seed,
 )
 from megagrpo.rollout.source import RolloutSource
@@ -245,3 +248,10 @@ def test_requests_to_a_lost_host_are_sent_again():
         groups = source.next(7, PROMPTS, 0, refresh=None)
     assert [g.group_id for g in groups] == list(range(5)) and len(service.requests) >= 13
     assert time.monotonic() - started < 50
+
+
+def test_the_collector_works_again_after_an_answer_that_is_no_json():
+    with pytest.raises(ValueError), collector_paused():
+        assert not gc.isenabled()
+        orjson.loads(b"{")
+    assert gc.isenabled()
