@@ -22,6 +22,7 @@ from pathlib import Path
 import yaml
 from common import provenance, write_results
 from dispatched import dispatched, not_once
+from learning import _megagrpo
 
 from megagrpo.monitor.record import read_metrics
 from megagrpo.monitor.step_lines import read_step_lines
@@ -73,15 +74,11 @@ def _prepare(folder: Path, seed: int) -> Path:
     experiment["eval"]["every"] = 10
     experiment["sft"]["stop_at_loss"] = _WARM_LOSS
     config.write_text(yaml.safe_dump(experiment))
-    _check(_start("prepare", config, []), "prepare", config)
+    _megagrpo("prepare", config, [])
     for name in ("sft", "train", "eval"):
         _lengthen(folder / "data" / f"{name}.jsonl", random.Random(f"long tail {name} {seed}"))
-    _check(_start("sft", config, []), "sft", config)
+    _megagrpo("sft", config, [])
     return config
-
-
-def _check(process: subprocess.Popen, command: str, config: Path) -> None:
-    assert process.wait() == 0, f"megagrpo {command} {config} failed"
 
 
 def _lengthen(path: Path, chance: random.Random) -> None:
@@ -93,12 +90,11 @@ def _lengthen(path: Path, chance: random.Random) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _start(command: str, config: Path, overrides: Sequence[str], core: int | None = None) -> subprocess.Popen:
+def _start(command: str, config: Path, overrides: Sequence[str], core: int) -> subprocess.Popen:
     settings = [part for override in overrides for part in ("--set", override)]
     words = [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings]
     cores = sorted(os.sched_getaffinity(0))
-    pinned = [] if core is None else ["taskset", "-c", str(cores[core % len(cores)])]
-    return subprocess.Popen([*pinned, *words], cwd=ROOT)
+    return subprocess.Popen(["taskset", "-c", str(cores[core % len(cores)]), *words], cwd=ROOT)
 
 
 def _run(name: str, config: Path, seed: int, overrides: Sequence[str]) -> dict:

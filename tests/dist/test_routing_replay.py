@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.dist import cases
 from tests.dist.test_router_bias import write_model
 from tests.dist.workers.launch import run_ranks
 
@@ -15,16 +16,7 @@ GRADIENT_BOUND, LOGPROB_BOUND, LOSS_BOUND = 1e-5, 1e-5, 1e-6
 RECOMPUTE_EXPERTS = {"recompute": "selective", "megatron": {"recompute_modules": ["moe"]}}
 # deepseek_v3: sigmoid routers with biases and groups, its first layer dense; qwen3_moe: softmax routers
 MODELS = {"deepseek_v3": {"rate": 0.01, "losses": {"balance": 0.3, "z": 0.02}}, "qwen3_moe": {}}
-LAYOUTS = {
-    "TP2+SP": {"tp": 2},
-    "PP2": {"pp": 2},
-    "PP2xVPP2": {"pp": 2, "vpp": 2},
-    "CP2": {"cp": 2},
-    "EP2": {"ep": 2},
-    "TP2xEP2": {"tp": 2, "ep": 2},
-    "DP2": {},
-}
-BATCHES = {"packed": {"budget": 64}, "padded": {"packing": False, "budget": 200}}
+LAYOUTS = {name: cases.LAYOUTS[name] for name in ("TP2+SP", "PP2", "PP2xVPP2", "CP2", "EP2", "TP2xEP2", "DP2")}
 RECOMPUTE = {
     "none": {},
     "selective": {"recompute": "selective"},
@@ -40,12 +32,12 @@ CI = {
     ],
     "qwen3_moe": [("PP2", "packed", "experts"), ("CP2", "padded", "full")],
 }
-EVERY = [(layout, batch, recompute) for layout in LAYOUTS for batch in BATCHES for recompute in RECOMPUTE]
+EVERY = [(layout, batch, recompute) for layout in LAYOUTS for batch in cases.BATCHES for recompute in RECOMPUTE]
 ONE_RANK = [("padded", "none"), ("packed", "full"), ("padded", "experts")]
 
 
 def options(layout: dict, batch: str, recompute: str) -> dict:
-    return {"parallel": layout, **BATCHES[batch], **RECOMPUTE[recompute]}
+    return {"parallel": layout, **cases.BATCHES[batch], **RECOMPUTE[recompute]}
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -89,9 +89,16 @@ def exchange_for(
     return Exchange(config, make_mesh(0, 1, torch.device("cpu"), 60.0), source, engine, run_dir)
 
 
+@torch.no_grad()
+def logprobs_by(model: Path, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """[T], by HF transformers."""
+    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    logprobs = torch.log_softmax(hf(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1], -1)
+    return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
 def assert_engine_computes_with(url: str, model: Path, version: int) -> None:
     """Log-probs of sampled tokens equal those of HF transformers, and the answer names the version."""
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     body = {
         "input_ids": PROMPTS,
         "return_logprob": True,
@@ -99,10 +106,7 @@ def assert_engine_computes_with(url: str, model: Path, version: int) -> None:
     }
     answer = httpx.post(f"{url}/generate", json=body, headers=KEY, timeout=120).raise_for_status()
     for prompt, out in zip(PROMPTS, answer.json(), strict=True):
-        tokens = torch.tensor(prompt + out["output_ids"])
-        with torch.no_grad():
-            logprobs = torch.log_softmax(hf(tokens[None]).logits[0], -1)
-        expected = logprobs[torch.arange(len(prompt) - 1, len(tokens) - 1), tokens[len(prompt) :]]
+        expected = logprobs_by(model, prompt, out["output_ids"])
         got = torch.tensor([entry[0] for entry in out["meta_info"]["output_token_logprobs"]])
         assert (got - expected).abs().max() < 2e-5
         assert out["meta_info"]["weight_version"] == str(version)
@@ -164,14 +168,6 @@ def long_responses(url: str) -> list[dict]:
     sampling = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
     body = {"input_ids": PROMPTS, "return_logprob": True, "sampling_params": sampling}
     return httpx.post(f"{url}/generate", json=body, headers=KEY, timeout=300).raise_for_status().json()
-
-
-@torch.no_grad()
-def logprobs_by(model: Path, prompt: list[int], response: list[int]) -> torch.Tensor:
-    """[T], by HF transformers."""
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    logprobs = torch.log_softmax(hf(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1], -1)
-    return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
 def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_the_new_ones(

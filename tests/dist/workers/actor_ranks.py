@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
 
@@ -330,22 +331,30 @@ JOBS = {
 }
 
 
+def config_of(job: dict, **own: Any) -> ActorConfig:
+    """The actor in the layout and with the micro-batches that a job asks for; what a program adds of its own."""
+    return ActorConfig(
+        world_size=int(os.environ["WORLD_SIZE"]),
+        parallel=ParallelConfig(**job.get("parallel", {})),
+        packing=job.get("packing", True),
+        micro_batch_tokens=job.get("budget", 64),
+        recompute=job.get("recompute", "none"),
+        megatron=job.get("megatron", {}),
+        deadline_s=120.0,
+        **own,
+    )
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     results = []
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        actor_config = ActorConfig(
-            world_size=int(os.environ["WORLD_SIZE"]),
-            parallel=ParallelConfig(**job.get("parallel", {})),
-            packing=job.get("packing", True),
-            micro_batch_tokens=job.get("budget", 64),
-            recompute=job.get("recompute", "none"),
+        actor_config = config_of(
+            job,
             dtype=job.get("dtype", "float32"),
             transformer_engine=job.get("transformer_engine", False),
             logprob_chunk_tokens=32,
-            deadline_s=120.0,
             lora=LoraConfig(**job["lora"]) if "lora" in job else None,
-            megatron=job.get("megatron", {}),
             ddp=job.get("ddp", {}),
         )
         optimizer = OptimizerConfig(

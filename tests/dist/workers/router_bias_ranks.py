@@ -19,9 +19,9 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.model import routers
 from megagrpo.certify.measure import joined, ratios, whole
 from megagrpo.config.actor import RouterLossConfig
-from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import OptimizerConfig
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of, gradient
+from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of, config_of, gradient
 
 
 def biases(actor: MegatronActor) -> dict[int, list[float]]:
@@ -118,16 +118,10 @@ def losses_job(actor: MegatronActor, job: dict) -> dict:
 def main(folder: Path) -> None:
     results = []
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        config = ActorConfig(
-            world_size=int(os.environ["WORLD_SIZE"]),
-            parallel=ParallelConfig(**job.get("parallel", {})),
-            packing=job.get("packing", True),
-            micro_batch_tokens=job.get("budget", 64),
-            recompute=job.get("recompute", "none"),
-            megatron=job.get("megatron", {}),
+        config = config_of(
+            job,
             router_bias_update=job.get("rate"),
             router_losses=RouterLossConfig(**job["losses"]) if "losses" in job and "write" not in job else None,
-            deadline_s=120.0,
         )
         with joined(
             folder / f"store{number}",

@@ -21,10 +21,10 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.model import routers
 from megagrpo.certify.measure import joined, ratios, whole
 from megagrpo.config.actor import RouterLossConfig
-from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import OptimizerConfig
 from megagrpo.types import Batch
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of
+from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of, config_of
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, WIDTH
 from tests.padding import flat, padded
 
@@ -174,17 +174,11 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
 def main(folder: Path) -> None:
     results = []
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        config = ActorConfig(
-            world_size=int(os.environ["WORLD_SIZE"]),
-            parallel=ParallelConfig(**job.get("parallel", {})),
-            packing=job.get("packing", True),
-            micro_batch_tokens=job.get("budget", 64),
-            recompute=job.get("recompute", "none"),
-            megatron=job.get("megatron", {}),
+        config = config_of(
+            job,
             routing_replay="rollout",
             router_bias_update=job.get("rate"),
             router_losses=RouterLossConfig(**job["losses"]) if "losses" in job else None,
-            deadline_s=120.0,
         )
         with joined(
             folder / f"store{number}",

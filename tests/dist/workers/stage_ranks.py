@@ -22,10 +22,10 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.certify.measure import joined, ratios, whole
 from megagrpo.checkpoint import Retention, RunIdentity
-from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import OptimizerConfig
 from megagrpo.types import TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, gradient
+from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, config_of, gradient
 from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, WIDTH
 
@@ -133,14 +133,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     results = []
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        config = ActorConfig(
-            world_size=int(os.environ["WORLD_SIZE"]),
-            parallel=ParallelConfig(**job.get("parallel", {})),
-            packing=job.get("packing", True),
-            micro_batch_tokens=job.get("budget", 64),
-            logprob_chunk_tokens=32,
-            deadline_s=120.0,
-        )
+        config = config_of(job, logprob_chunk_tokens=32)
         print("job", number, job, flush=True)
         optimizer = OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False))
         with joined(

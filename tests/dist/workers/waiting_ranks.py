@@ -27,9 +27,9 @@ import megagrpo
 from megagrpo.actor import step
 from megagrpo.certify.measure import joined
 from megagrpo.config.actor import RouterLossConfig
-from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import OptimizerConfig
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of
+from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, config_of
 from tests.dist.workers.routing_replay_ranks import with_planted
 
 SIZED_BY_VALUES = ("nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount")
@@ -135,15 +135,11 @@ def watched_schedule() -> Iterator[Waits]:
 def main(folder: Path) -> None:
     results = []
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        config = ActorConfig(
-            world_size=int(os.environ["WORLD_SIZE"]),
-            parallel=ParallelConfig(**job.get("parallel", {})),
-            packing=job["packing"],
-            micro_batch_tokens=job["budget"],
+        config = config_of(
+            job,
             logprob_chunk_tokens=32,
             router_losses=RouterLossConfig(balance=0.1, z=0.1) if job["experts"] else None,
             routing_replay="rollout" if job["experts"] else None,
-            deadline_s=120.0,
         )
         with joined(
             folder / f"store{number}",
