@@ -5,7 +5,8 @@
 The task is the quickstart's with a long tail: every tenth problem asks for a digit 20 to 60 times over, up to twenty
 times the tokens of a sum. Each variant starts from the same warm-up of its seed; engines have one core and trainers
 another. Trainers idle while they wait for samples; engines while they have no request. Bound, order and losses are
-counted from the rollouts files. Writes bench/results/async.*
+counted from the rollouts files. The level of a seed is the best accuracy that each of its variants reaches; the time
+to it is read between the evaluations beside it. Writes bench/results/async.*
 """
 
 import argparse
@@ -39,6 +40,7 @@ VARIANTS = {
     "N = 2, retract": [*_CORRECTED, "rollout.max_staleness=2"],
 }
 _LONG_EVERY, _LONGEST = 10, 60
+_EVALUATED, _EVALUATE_EVERY = 1024, 8  # problems, so that one evaluation is right to 0.016; steps
 _WARM_LOSS = 0.3  # half of all tokens are of long answers, which are soon known: the quickstart's 0.65 of the others
 _SKIPPED = 2  # steps until engines and trainers are in their stride
 _WAITS = ("rollout", "drain")
@@ -47,7 +49,7 @@ _WAITS = ("rollout", "drain")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=90)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every run")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "async")
@@ -55,8 +57,14 @@ def main() -> None:
     rows: list[dict] = []
     for seed in args.seeds:
         config = _prepare(args.folder / f"seed-{seed}", seed)
+        order = None  # of prompts
         for name in args.variants:
-            rows.append(_run(name, config, seed, [f"train.num_steps={args.steps}", *args.overrides]))
+            row = _run(name, config, seed, [f"train.num_steps={args.steps}", *args.overrides])
+            prompts = row.pop("prompts")
+            if "extra groups" not in name:
+                order = order or prompts
+                assert prompts == order, f"{name}, seed {seed}: groups in another order"
+            rows.append(row)
             _write(rows, args)
 
 
@@ -71,7 +79,8 @@ def _prepare(folder: Path, seed: int) -> Path:
     experiment = yaml.safe_load(text)
     experiment |= {"name": "async", "seed": seed, "sampling": {"max_response_tokens": _LONGEST + 4}}
     experiment["actor"] |= {"world_size": 1, "parallel": {}}
-    experiment["eval"]["every"] = 10
+    experiment["eval"]["every"] = _EVALUATE_EVERY
+    experiment["prepare"]["dataset"]["num_eval"] = _EVALUATED
     experiment["sft"]["stop_at_loss"] = _WARM_LOSS
     config.write_text(yaml.safe_dump(experiment))
     _megagrpo("prepare", config, [])
@@ -131,6 +140,7 @@ def _measure(folder: RunFolder) -> dict:
         "discarded_tokens": sum(e.get("extra_groups/discarded_tokens", 0.0) for e in steps),
         **_idle(folder),
         "largest_lag": lag,
+        "prompts": prompts,
         "groups": len(prompts),
         "twice": not_once(prompts),
     }
@@ -155,9 +165,20 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def _seconds_to_level(rows: list[dict], row: dict) -> float:
+    """Of steps, until the row's accuracy is first what each variant of its seed reaches."""
+    level = min(max(value for _, _, value in other["accuracy"]) for other in rows if other["seed"] == row["seed"])
+    _, seconds, value = row["accuracy"][0]
+    for _, next_seconds, next_value in row["accuracy"][1:]:
+        if next_value >= level:
+            return seconds + (next_seconds - seconds) * (level - value) / (next_value - value)
+        seconds, value = next_seconds, next_value
+    return seconds
+
+
 def _write(rows: list[dict], args: argparse.Namespace) -> None:
     header = ("variant", "seed", "seconds a step", "trainers idle", "engines idle", "accuracy first", "accuracy last")
-    header += ("seconds of steps", "largest lag", "groups", "twice", "tokens thrown away")
+    header += ("seconds of steps", "seconds to level", "largest lag", "groups", "twice", "tokens thrown away")
     lines = [
         [
             row["variant"],
@@ -168,6 +189,7 @@ def _write(rows: list[dict], args: argparse.Namespace) -> None:
             f"{row['accuracy'][0][2]:.3f}",
             f"{row['accuracy'][-1][2]:.3f}",
             f"{row['accuracy'][-1][1]:.0f}",
+            f"{_seconds_to_level(rows, row):.0f}",
             str(row["largest_lag"]),
             str(row["groups"]),
             str(row["twice"]),
