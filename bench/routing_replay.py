@@ -49,7 +49,7 @@ from megagrpo.weights.actor_weights import load_initial_weights
 NUM_PROMPTS, PROMPT_TOKENS = 48, 6
 NAME = "routing_replay"
 # softmax routers; sigmoid routers with biases, and all but kimi_k2's in groups
-FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "kimi_k2")
+FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2")
 HEADER = ("model", "noise", "differ", "KL, own experts", "KL, replayed", "mean abs, own", "mean abs, replayed",
           "largest, own", "largest, replayed")  # fmt: skip
 

@@ -1,6 +1,6 @@
 """What a run starts from: its actor, the model's weights, a checkpoint of its own or of another run."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -85,7 +85,8 @@ def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> 
 def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, actor: MegatronActor) -> TrainState:
     """Collective. Continues from find_checkpoint's choice.
 
-    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's.
+    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's. Raises
+    ValueError on every rank where more groups wait in the checkpoint than a step takes now.
     """
     if source is None:
         return TrainState()
@@ -93,5 +94,18 @@ def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, act
     if source.parent != folder.checkpoints:
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()
-    state.surplus = deal_surplus(state.surplus, actor.mesh)
+    # A step takes a batch at least, and all groups that were left behind, however often: else they would get too old.
+    needed, wanted = max(len(state.surplus) + 1, len(state.deferred)), config.train.num_prompts_per_step
+    if config.rollout.max_lag and needed > wanted:
+        raise ValueError(
+            f"checkpoint {source} has {len(state.surplus) + len(state.deferred)} groups for the next step, "
+            f"train.num_prompts_per_step is {wanted}: take {needed} or more, or rollout.max_staleness: 0 and "
+            "rollout.extra_groups: 0"
+        )
+    oldest = state.step - max(config.rollout.max_lag, 1)  # without max_staleness too, a surplus is one version old
+    young = [g for g in state.surplus if all(sample.weight_version >= oldest for sample in g.samples)]
+    if len(young) < len(state.surplus) and actor.mesh.is_main:
+        left_out = f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left out"
+        print(f"{left_out}: their weights are older than rollout.max_staleness allows now", flush=True)
+    state.surplus = deal_surplus([replace(g, group_id=number) for number, g in enumerate(young)], actor.mesh)
     return state

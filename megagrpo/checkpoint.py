@@ -285,7 +285,8 @@ def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None]
     algo_state = TypeAdapter(AlgoState).validate_python(state.pop("algo_state"))
     for name in _GROUPS:
         file = folder / f"{name}.npz"
-        state[name] = read_groups(file) if file.exists() else []
+        wanted = name != "ahead" or mesh.is_leader  # gigabytes, and leaders alone sample
+        state[name] = read_groups(file) if wanted and file.exists() else []
     return TrainState(**state, algo_state=algo_state)
 
 

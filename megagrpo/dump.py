@@ -2,11 +2,14 @@
 
 run/dumps/step_000012/   named like the step's entry in metrics.jsonl: an update of weights 11
     dp_0.pt ...          the tensors of one data-parallel rank's Batch, advantages included
+    dp_0_experts_0.pt    with actor.routing_replay: those of one pipeline stage, named after its first layer
     step.json            weight version, algorithm with its present KL coefficient, metrics; written last
 """
 
 import json
 import math
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -18,20 +21,35 @@ from megagrpo.run_folder import write_whole
 from megagrpo.types import Batch
 
 _DESCRIPTION = "step.json"
-_LEFT_OUT = "reference"  # hidden states of a whole model, of one layout; a replay computes them again
+# Hidden states of a whole model, of one layout: a replay computes them again. Experts are in files of their own.
+_LEFT_OUT = ("reference", "routed_experts")
 
 
 def write_dump(
-    folder: Path, batch: Batch, algorithm: AlgorithmConfig, weight_version: int, values: dict[str, float], mesh: Mesh
+    folder: Path,
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    weight_version: int,
+    values: dict[str, float],
+    mesh: Mesh,
+    layers: Sequence[int] = (),
 ) -> None:
-    """Collective. Keeps a batch of the step at hand; LeaderError on every rank when it cannot be written."""
+    """Collective. Keeps a batch of the step at hand; LeaderError on every rank when it cannot be written.
+
+    layers: this rank's with experts, of which the batch has the routed ones.
+    """
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        parts = {field.name: getattr(batch, field.name) for field in fields(Batch) if field.name != _LEFT_OUT}
+        parts = {field.name: getattr(batch, field.name) for field in fields(Batch) if field.name not in _LEFT_OUT}
+        for earlier in folder.glob(
+            f"dp_{mesh.dp_rank}_experts_*"
+        ):  # of a start that ended at this step, in other stages
+            earlier.unlink()
         torch.save(parts, folder / f"dp_{mesh.dp_rank}.pt")
 
     mesh.from_leader(write, f"dump into {folder}")
+    _write_experts(folder, batch, mesh, layers)
 
     def describe() -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -40,6 +58,21 @@ def write_dump(
         write_whole(folder / _DESCRIPTION, json.dumps(description, indent=1))
 
     mesh.from_main(describe, f"dump into {folder}")
+
+
+def _write_experts(folder: Path, batch: Batch, mesh: Mesh, layers: Sequence[int]) -> None:
+    """Collective. Each rank writes its stage's; ranks of one stage write the same file."""
+    error = ""
+    if batch.routed_experts is not None and layers:
+        whole = folder / f"dp_{mesh.dp_rank}_experts_{layers[0]}.pt"
+        part = whole.with_suffix(f".{mesh.rank}.partial")
+        try:
+            torch.save({"layers": list(layers), "experts": batch.routed_experts}, part)
+            os.replace(part, whole)
+        except (OSError, RuntimeError) as exc:  # the latter by torch's writer, of a full disk
+            part.unlink(missing_ok=True)
+            error = f"rank {mesh.rank} could not write {whole}: {exc}"
+    mesh.raise_any(error)
 
 
 @dataclass(frozen=True)
@@ -52,12 +85,22 @@ class Dump:
     algorithm: AlgorithmConfig
     values: dict[str, float | None]  # what was measured then
 
-    def batch(self, mesh: Mesh) -> Batch:
-        """Returns this rank's part. ValueError when the data-parallel size is another one."""
+    def batch(self, mesh: Mesh, layers: Sequence[int] = ()) -> Batch:
+        """Returns this rank's part, with routed experts of these layers of its own, where there are any.
+
+        ValueError when the data-parallel size is another one.
+        """
         if mesh.dp_size != self.dp:
             raise ValueError(f"{self.folder} is of {self.dp} data-parallel ranks, this layout has {mesh.dp_size}")
         parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", weights_only=True)
-        return Batch(**parts)
+        files = sorted(self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt"))
+        if not files or not layers:
+            return Batch(**parts | {"routed_lengths": None})
+        of_layer: dict[int, torch.Tensor] = {}
+        for file in files:
+            stage = torch.load(file, weights_only=True)
+            of_layer |= zip(stage["layers"], stage["experts"].unbind(1), strict=True)
+        return Batch(**parts, routed_experts=torch.stack([of_layer[layer] for layer in layers], dim=1))
 
 
 def read_dump(folder: Path) -> Dump:

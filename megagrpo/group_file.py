@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,10 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         sizes[kind] = start + array.size
         return {"array": [kind, start, sizes[kind]], **({"shape": array.shape} if array.ndim != 1 else {})}
 
-    records = json.dumps([asdict(group) for group in groups], default=place).encode()
+    def plain(value: Any) -> dict[str, Any]:
+        return place(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else vars(value)
+
+    records = json.dumps(list(groups), default=plain).encode()
     arrays = {kind: np.concatenate(found) for kind, found in parts.items()}
     with path.open("wb") as file:
         np.savez(file, allow_pickle=False, **{_RECORDS: np.frombuffer(records, np.uint8)}, **arrays)

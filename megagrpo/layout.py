@@ -34,6 +34,11 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
         problems.append(f"actor.router_losses: a {arch.family} model has no experts to route to; remove it")
     if config.routing_replay is not None and not arch.is_moe:
         problems.append(f"actor.routing_replay: a {arch.family} model has no experts to route to; remove it")
+    if config.routing_replay == "rollout" and arch.family == "mixtral":
+        problems.append(
+            "actor.routing_replay: SGLang's Mixtral does not say which layer chose experts, and would tell wrong ones; "
+            "take old, or remove it"
+        )
     experts_adapted = config.lora is not None and {"gate_proj", "up_proj", "down_proj"} & set(config.lora.targets)
     if arch.is_moe and experts_adapted and p.tp % p.etp:
         problems.append(

@@ -97,6 +97,7 @@ class Run:
             self._save_before_the_end(stopped)
             raise
         state.data_cursor, state.surplus, state.deferred = step.data_cursor, step.surplus, step.deferred
+        self.rollouts.forget_taken()
         if config.rollout.colocate:  # the update's own state comes back when it is needed
             self.mesh.from_main(lambda: self.control.sleep(sleep_limit_s(config)), "put engines to sleep")
         return step.groups
@@ -146,7 +147,8 @@ class Run:
         if not bad and step not in self.config.log.dump_steps:
             return
         folder = self.folder.dump(step)
-        write_dump(folder, batch, algorithm, self.state.step, values, self.mesh)
+        layers = self.actor.routing.layers if self.actor.routing is not None else ()
+        write_dump(folder, batch, algorithm, self.state.step, values, self.mesh, layers)
         if not bad:
             return
         which = f"step {step}: loss or gradient of {bad:.0f} update(s) is not finite"

@@ -42,8 +42,8 @@ class GroupSource(Protocol):
         """Collective. Returns the places of the groups that are finished first, and this rank's share of them."""
         ...
 
-    def num_discarded(self) -> int:
-        """Returns the tokens that came to this rank so far and are of no sample."""
+    def newly_discarded(self) -> int:
+        """Returns the tokens that came to this rank since the last call, and are of no sample."""
         ...
 
 
@@ -78,8 +78,8 @@ def next_groups(
     options, algorithm = config.algorithm.dynamic_sampling, config.algorithm
     now = cursor // wanted  # batches are counted over the run: which step will take one is not known beforehand
     # A step takes one batch at least, so that what is begun at version v is taken by version v + ahead at the latest.
-    # What dynamic sampling leaves over is trained on one step later.
-    ahead = config.rollout.max_staleness - (options is not None) if config.rollout.max_staleness else 0
+    # What dynamic sampling leaves over is trained on one step later (its max_staleness is 0, or 2 and more).
+    ahead = max(config.rollout.max_staleness - (options is not None), 0)
 
     def places(later: int) -> range:
         return range(cursor + later * wanted, cursor + (later + 1) * wanted)
@@ -135,9 +135,8 @@ def _first_groups(
         places,
         [prompts.batch(place, 1, config.seed)[0] for place in places],
         state.step,
-        oldest=state.step - limit,
+        oldest=state.step - config.rollout.max_lag,
     )
-    discarded = source.num_discarded()
     must = {place for place, deferrals in times.items() if deferrals >= limit}
     taken, groups = source.first(wanted, must, state.step, refresh)
     # How much longer those are that were left behind tells how short the others would have been without them.
@@ -146,7 +145,7 @@ def _first_groups(
         tokens = sum(len(sample.token_ids) for sample in samples)
         metrics.add_mean(f"extra_groups/length_{kind}_mean", tokens, len(samples))
     metrics.add_mean("extra_groups/deferrals_mean", sum(times.get(taken[g.group_id], 0) for g in groups), len(groups))
-    metrics.add_sum("extra_groups/discarded_tokens", source.num_discarded() - discarded)
+    metrics.add_sum("extra_groups/discarded_tokens", source.newly_discarded())
     left = [(place, times.get(place, 0) + 1) for place in places if place not in set(taken)]
     metrics.add_max("extra_groups/left_behind", len(left))
     return StepGroups(groups, end, state.surplus, left)

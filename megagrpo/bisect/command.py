@@ -90,5 +90,7 @@ def experiment_of(config: ExperimentConfig, options: BisectOptions, folder: Path
     )
     transport = "reshard" if config.weights.transport == "ipc" else config.weights.transport
     weights = config.weights.model_copy(update={"transport": transport})
-    changes = {"output_dir": str(folder), "rollout": rollout, "weights": weights}
+    # a fused router cannot be told its experts
+    actor = config.actor.model_copy(update={"megatron": config.actor.megatron | {"moe_router_fusion": False}})
+    changes = {"output_dir": str(folder), "actor": actor, "rollout": rollout, "weights": weights}
     return config.model_copy(update=changes)

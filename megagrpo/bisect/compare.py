@@ -43,7 +43,7 @@ class Difference:
     largest: float  # absolute difference of one element
     worst_sequence: int  # of the token that differs most
     worst_token: int
-    tokens: int  # compared; those that a flip of experts has reached are left out
+    tokens: int  # compared; those that a flip of experts has reached are left out, and of 0 nothing is known
 
     @property
     def beyond(self) -> bool:
@@ -63,8 +63,9 @@ class Flips:
 
     @property
     def beyond(self) -> bool:
-        """Tells whether they are more than near ties explain; one may be by chance."""
-        return self.flipped > 1 + self.bound * self.tokens
+        """Tells whether they are more than near ties explain, by three standard deviations and one."""
+        expected = self.bound * self.tokens
+        return self.flipped > 1 + expected + 3 * math.sqrt(expected)
 
 
 def bound_at(relative: float, depth: int) -> float:
@@ -157,7 +158,7 @@ def last_within(differences: Sequence[Difference]) -> Difference | None:
     for found in differences:
         if found.beyond:
             return before
-        before = found
+        before = found if found.tokens else before
     return before
 
 

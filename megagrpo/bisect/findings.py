@@ -60,10 +60,22 @@ def verdict(findings: Findings) -> Verdict:
     if findings.weights:
         also = f"\nand what is computed: {text}" if place is not None else ""
         return Verdict("weights", "\n".join(findings.weights[:2]) + also, place)
-    if place is None and not any(one.differences for one in findings.passes if one.title != OUTPUT):
+    if place is None and (unseen := _unseen([one for one in findings.passes if one.title != OUTPUT])):
         why = f": {findings.notes[0]}" if findings.notes else ""
-        return Verdict(UNSEEN, f"log-probabilities agree, but nothing inside the model could be compared{why}", None)
+        return Verdict(UNSEEN, f"log-probabilities agree, but {unseen}{why}", None)
     return Verdict(place, text, place)
+
+
+def _unseen(layers: list[Pass]) -> str:
+    """Returns what inside the model no pass could compare, "" where one has compared all of it."""
+    if not any(found.tokens for one in layers for found in one.differences):
+        return "nothing inside the model could be compared"
+    empty = [
+        next((found.says for found in one.differences if not found.tokens), "") for one in layers if one.differences
+    ]
+    if not all(empty):
+        return ""
+    return f"no token is left for {empty[0]} and what is behind it: each has taken other experts before"
 
 
 def layer_to_open(passes: list[Pass]) -> int | None:
@@ -73,8 +85,8 @@ def layer_to_open(passes: list[Pass]) -> int | None:
     for one in passes:
         if one.title != OUTPUT and (found := first_beyond(one.differences)) is not None:
             return found.layer
-    flips = (first_flips_beyond(one.flips) for one in passes)
-    return next((found.layer for found in flips if found is not None), None)
+    flips = _too_many_flips(passes)
+    return None if flips is None else flips.layer
 
 
 def _computed(passes: list[Pass]) -> tuple[str | None, str]:
@@ -84,13 +96,18 @@ def _computed(passes: list[Pass]) -> tuple[str | None, str]:
     for one in layers:
         if (found := first_beyond(one.differences)) is not None:
             return found.name, _differs(found, last_within(one.differences))
-    for one in layers:
-        if (flips := first_flips_beyond(one.flips)) is not None:
-            return f"layers.{flips.layer}.experts", _chooses(flips)
+    if (flips := _too_many_flips(layers)) is not None:
+        return f"layers.{flips.layer}.experts", _chooses(flips)
     for one in output:
         if (found := first_beyond(one.differences)) is not None:
             return found.name, _differs(found, last_within(one.differences))
     return None, "nothing differs beyond the bounds"
+
+
+def _too_many_flips(passes: list[Pass]) -> Flips | None:
+    """Returns the first layer's; where experts were replayed, of that alone: both sides choose from the same there."""
+    exact = [one for one in passes if one.forced and not one.inside] or passes
+    return next((found for one in exact if (found := first_flips_beyond(one.flips)) is not None), None)
 
 
 def _differs(found: Difference, before: Difference | None) -> str:

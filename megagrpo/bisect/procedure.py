@@ -108,13 +108,14 @@ def _prefill(job: _Job, points: Sequence[Point]) -> tuple[Prefilled | None, Tens
 
 def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
     arch, seen = job.actor.arch, prefilled.ranks[0]
-    if not arch.is_moe or job.actor.transformer.moe_router_fusion:  # a fused router cannot be told its experts
+    if not arch.is_moe:
         return None
     count, longest = len(job.lengths), max(job.lengths)
     ids = torch.full((count, longest, arch.num_layers, arch.experts_per_token), -1)
     for layer in range(arch.dense_layers, arch.num_layers):
         calls = seen.get(f"layers.{layer}.experts", [])
         if sum(map(len, calls)) != sum(job.lengths):
+            job.notes.append(f"experts replayed: the engine has not shown those of layer {layer} of every token")
             return None
         flat = torch.cat(list(calls))[:, : arch.experts_per_token].long()
         for row, part in enumerate(flat.split(job.lengths)):

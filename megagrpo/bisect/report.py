@@ -39,7 +39,7 @@ def table(findings: Findings) -> str:
 
 def _row(found: Difference) -> str:
     where = f"{found.worst_sequence}:{found.worst_token}"
-    mark = "**differs**" if found.beyond else "ok"
+    mark = "**differs**" if found.beyond else "ok" if found.tokens else "not compared"
     return (
         f"| {found.says} | {found.error:.1e} | {found.bound:.1e} | {found.largest:.1e} | {where} | {found.tokens} "
         f"| {mark} |"

@@ -198,6 +198,11 @@ class ExperimentConfig(Section):
                 f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can sample nothing "
                 "ahead; set one of them"
             )
+        if rollout.max_staleness == 1 and self.algorithm.dynamic_sampling is not None:
+            raise ValueError(
+                "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves over are trained "
+                "on one step later, so that nothing could be sampled ahead within the bound; take 2 or more, or 0"
+            )
         if ahead and mismatch.weight is None and mismatch.reject is None:
             raise ValueError(
                 f"rollout.{ahead} trains on tokens of older weights, which needs a correction: set "
@@ -281,5 +286,13 @@ class ExperimentConfig(Section):
             raise ValueError(
                 f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: SGLang keeps the "
                 "experts of one chunk, and a longer prompt in one piece would end the engine; remove the latter"
+            )
+        halves = self.rollout.sglang.get("enable_two_batch_overlap") or any(
+            word.startswith("--enable-two") for word in self.rollout.extra_args
+        )
+        if self.actor.routing_replay == "rollout" and halves:
+            raise ValueError(
+                "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the experts of a "
+                "batch's second half where those of the first are; remove one of them"
             )
         return self

@@ -5,7 +5,7 @@ The order is a function of (seed, epoch) alone, so the number of prompts consume
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,8 +40,8 @@ class PromptSet:
         size = len(self.prompts)
         return [self.prompts[self._order(seed, i // size)[i % size]] for i in range(cursor, cursor + count)]
 
-    def _order(self, seed: int, epoch: int) -> list[int]:
-        return _shuffled(len(self.prompts), seed, epoch) if self.shuffle else list(range(len(self.prompts)))
+    def _order(self, seed: int, epoch: int) -> Sequence[int]:
+        return _shuffled(len(self.prompts), seed, epoch) if self.shuffle else range(len(self.prompts))
 
 
 @lru_cache(maxsize=4)  # a batch touches two epochs, an evaluation set has its own

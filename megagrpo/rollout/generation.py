@@ -77,6 +77,11 @@ class Response(WithArrays):
     newer: tuple[tuple[int, int], ...] = ()  # as in Sample
     routed_experts: np.ndarray | None = None  # [tokens, layers with experts, k], from the first token asked for on
 
+    @property
+    def newest_version(self) -> int:
+        """Returns that of the weights that sampled its last token."""
+        return self.newer[-1][1] if self.newer else self.weight_version
+
     def then(self, rest: "Response") -> "Response":
         """Returns this one, which was cut, with what another request added to it.
 
@@ -252,7 +257,8 @@ class GenerationClient:
             sampling["stream_interval"] = _STREAM_INTERVAL
             body["stream"] = True
         data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        engine, start, num_tokens, stream = "", time.time(), 0, StreamedAnswer()
+        engine, start, num_tokens = "", time.time(), 0
+        stream = StreamedAnswer(pieces[-1].newest_version if pieces else versions[0])
         try:
             async with self._http.post(self._url, data=data, headers=_JSON) as answer:
                 engine = answer.headers.get(ENGINE_HEADER, "")
@@ -312,14 +318,15 @@ class GenerationClient:
     def _keep(
         self, stream: StreamedAnswer, params: SamplingParams, versions: tuple[int, bool], pieces: list[Response]
     ) -> None:
-        """Adds what came of a cut response to `pieces`, where weights that may sample it did, and its end is not in it.
+        """Adds what came of a cut response to `pieces`, but for its end, where weights that may sample it did.
 
-        Not where texts end responses: one may begin in what came, and the next engine would not see it.
+        The end may have come where experts were told wrongly, or the attempt was abandoned while they were read.
+        Nothing is added where texts end responses: one may begin in what came, and the next engine would not see it.
         """
         oldest, or_newer = versions
         spans = stream.spans()
         left = params.max_tokens - sum(len(piece.token_ids) for piece in pieces) - 1
-        number = 0 if params.stop or not spans else min(len(stream), left)
+        number = 0 if params.stop or not spans else min(len(stream) - stream.ended, left)
         if spans and any(at < oldest if or_newer else at != oldest for _, at in spans):
             number = 0
         self.num_discarded += len(stream) - number

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megagrpo.rollout.background import Patience
 from megagrpo.rollout.generation import SamplingParams
@@ -12,17 +12,24 @@ from megagrpo.types import Prompt, RolloutGroup
 
 @dataclass
 class BegunBatch:
-    """Holds what is sampled in the background of a batch of prompts, until it is taken."""
+    """Holds what is sampled in the background of a batch of prompts, until a step has begun with all of it."""
 
-    places: list[int]  # of its prompts in the run, of all leaders, by place in the batch; -1: taken
-    finished: dict[int, RolloutGroup]  # of this leader, not taken, by place in the batch; grows in the other thread
+    places: list[int]  # of its prompts in the run, of all leaders, by place in the batch
+    finished: dict[int, RolloutGroup]  # of this leader, by place in the batch; grows in the other thread
     patience: Patience  # begins when somebody waits for it
     work: "Future[None] | None" = None  # None on ranks that are no leaders
+    taken: set[int] = field(default_factory=set)  # places, of all leaders
 
     @property
     def done(self) -> bool:
         """Tells whether this rank has nothing to wait for."""
         return self.work is None or self.work.done()
+
+    @property
+    def ready(self) -> dict[int, RolloutGroup]:
+        """Returns this leader's finished groups that were not taken, by place in the run."""
+        finished = self.finished.copy()
+        return {self.places[i]: group for i, group in finished.items() if self.places[i] not in self.taken}
 
     @property
     def problem(self) -> str:

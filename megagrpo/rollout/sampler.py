@@ -70,13 +70,18 @@ class Sampler:
         self._lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._cache_tokens: dict[tuple[str, int], int | None] = {}  # by engine and incarnation; None: it does not say
         self._num_jobs, self._looking = 0, asyncio.Lock()
-        self.num_discarded = 0  # tokens that came and are of no sample
+        self._discarded_before = 0  # tokens, by clients of jobs that ended
         self._clients: set[GenerationClient] = set()
 
     def ask_again(self) -> None:
         """Abandons the present attempt of every request and makes another. In any thread."""
         for client in set(self._clients):
             client.ask_again()
+
+    @property
+    def num_discarded(self) -> int:
+        """Returns the tokens that came so far and are of no sample. In any thread."""
+        return self._discarded_before + sum(client.num_discarded for client in list(self._clients))
 
     def waiting(self) -> str:
         """Returns what this rank's samples wait for at present, "" for nothing. In any thread."""
@@ -119,11 +124,11 @@ class Sampler:
                     f"the last because of: {client.last_problem or 'nothing, the engines are slow'}"
                 ) from None
             finally:
-                self._clients.discard(client)
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-                self.num_discarded += client.num_discarded
+                self._clients.discard(client)
+                self._discarded_before += client.num_discarded
 
     async def _admit(self, status: ServiceStatus) -> None:
         """Lets as many requests leave as this leader's share of the engines takes."""

@@ -55,9 +55,10 @@ class RolloutSource:
         if mesh.is_leader and grader is not None:
             self._sampler = Sampler(config, mesh.dp_size, control, grader, decode, tool, on_request)
         self._last_answer = time.monotonic()
+        self._discarded = 0  # tokens, as `newly_discarded` has told
         self._lost_hosts = 0  # of the service, as far as this rank's requests know
         self._background = BackgroundLoop()
-        self._begun: dict[int, BegunBatch] = {}  # by number, until its groups are taken
+        self._begun: dict[int, BegunBatch] = {}  # by number, until a step has begun with all of its groups
         self._held: dict[int, RolloutGroup] = {}  # finished by an earlier start, by place in the run
 
     def begin(
@@ -82,7 +83,7 @@ class RolloutSource:
         ahead.clear()
 
     def finished(self) -> list[RolloutGroup]:
-        """Returns the finished groups of this leader whose batches were not taken, ids counted over the run's prompts.
+        """Returns the finished groups of this leader that no step has begun with, ids counted over the run's prompts.
 
         On other ranks []. Those that are still being sampled are left out.
         """
@@ -96,6 +97,18 @@ class RolloutSource:
         ]
         return [*held, *begun]
 
+    def forget_taken(self) -> None:
+        """Forgets the groups that `next` and `first` returned: a step has begun with them, and the run's state says so.
+
+        Not before: where the step cannot begin, a checkpoint has them.
+        """
+        for number, batch in list(self._begun.items()):
+            for index, place in enumerate(batch.places):
+                if place in batch.taken:
+                    batch.finished.pop(index, None)
+            if batch.taken.issuperset(batch.places):
+                del self._begun[number]
+
     def next(
         self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int = 0
     ) -> list[RolloutGroup]:
@@ -107,8 +120,9 @@ class RolloutSource:
         on every rank.
         """
         job = self._training(step, version, attempt)
-        groups = self._collect(job, self._begun.get(step) or self._start(job, prompts), refresh)
-        self._begun.pop(step, None)  # not before: where that fails, a checkpoint has what was finished
+        batch = self._begun.get(step) or self._start(job, prompts)
+        groups = self._collect(job, batch, refresh)
+        batch.taken.update(batch.places)
         if not self._config.algorithm.needs_greedy_response:
             return groups
         # After the others and not among them: one greedy request (a top-k of 1) moves SGLang's whole batch to another
@@ -128,43 +142,36 @@ class RolloutSource:
         The rest goes on. Whole groups alone. version, refresh: see `next`. Raises LeaderError on every rank.
         """
         begun = list(self._begun.values())
-        assert wanted <= sum(place >= 0 for batch in begun for place in batch.places), (
-            "begun before they are waited for"
-        )
+        open_places = {place for batch in begun for place in batch.places if place not in batch.taken}
+        assert wanted <= len(open_places), "begun before they are waited for"
         for batch in begun:
             batch.patience.begin()
 
         def enough() -> bool:
-            mine = self._finished_places() if self._mesh.is_leader else set()
+            mine = set(self._ready()) if self._mesh.is_leader else set()
             total, musts = self._agree(len(mine), len(mine & must), op=dist.ReduceOp.SUM)
             return total >= wanted and musts == len(must)
 
         self._wait(enough, begun, f"step {version}, weights {version}", version, refresh)
         for batch in begun:
             batch.patience.end()
-        of_replica = self._mesh.from_leader(lambda: sorted(self._finished_places()), "naming finished groups")
+        of_replica = self._mesh.from_leader(lambda: sorted(self._ready()), "naming finished groups")
         everyone = [place for part in self._mesh.gather_dp(of_replica) for place in part]
         # More may have come since. The oldest of them go first, however short the others are.
         chosen = sorted(sorted(everyone, key=lambda place: (place not in must, place))[:wanted])
-        mine = self._from_leader(partial(self._take, chosen), "taking groups")
-        for number, batch in list(self._begun.items()):
-            batch.places = [-1 if place in chosen else place for place in batch.places]
-            if all(place < 0 for place in batch.places):
-                del self._begun[number]
+
+        def take() -> list[RolloutGroup]:
+            ready = self._ready()
+            return [replace(ready[place], group_id=i) for i, place in enumerate(chosen) if place in ready]
+
+        mine = self._from_leader(take, "taking groups")
+        for batch in begun:
+            batch.taken.update(place for place in chosen if place in batch.places)
         return chosen, mine
 
-    def _finished_places(self) -> set[int]:
-        """Returns the places of this leader's finished groups that were not taken."""
-        return {batch.places[index] for batch in self._begun.values() for index in batch.finished.copy()}
-
-    def _take(self, chosen: Sequence[int]) -> list[RolloutGroup]:
-        number = {place: number for number, place in enumerate(chosen)}
-        taken = []
-        for batch in self._begun.values():
-            for index, place in enumerate(batch.places):
-                if place in number and index in batch.finished:
-                    taken.append(replace(batch.finished.pop(index), group_id=number[place]))
-        return sorted(taken, key=lambda group: group.group_id)
+    def _ready(self) -> dict[int, RolloutGroup]:
+        """Returns this leader's finished groups that were not taken, by place in the run."""
+        return {place: group for batch in self._begun.values() for place, group in batch.ready.items()}
 
     def drain(self) -> None:
         """Collective. Waits until what was begun has been sampled and graded.
@@ -216,9 +223,10 @@ class RolloutSource:
         """Returns what this rank's samples wait for at present, "" for nothing. May be called from any thread."""
         return "" if self._sampler is None else self._sampler.waiting()
 
-    def num_discarded(self) -> int:
-        """Returns the tokens that came to this rank so far and are of no sample."""
-        return 0 if self._sampler is None else self._sampler.num_discarded
+    def newly_discarded(self) -> int:
+        """Returns the tokens that came to this rank since the last call, and are of no sample."""
+        before, self._discarded = self._discarded, 0 if self._sampler is None else self._sampler.num_discarded
+        return self._discarded - before
 
     def _training(self, step: int, version: int, attempt: int, or_newer: bool = False) -> SamplingJob:
         again = f" batch {attempt}" if attempt else ""
@@ -346,6 +354,11 @@ def _needs_weights(engine: EngineInfo, version: int) -> bool:
 
 
 def _fits(held: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int) -> bool:
-    """Tells whether a group of an earlier start is what a job would sample; data and settings may have changed."""
-    same = held.prompt.id == prompt.id and len(held.samples) == job.num_samples
-    return same and all(sample.weight_version >= oldest for sample in held.samples)
+    """Tells whether a group of an earlier start is what a job would sample; data and settings may have changed.
+
+    What could not be graded is sampled again: else a grader that is mended would find nothing to do.
+    """
+    same = held.prompt == prompt and len(held.samples) == job.num_samples and all(o.ok for o in held.outcomes)
+    return same and all(
+        sample.weight_version >= oldest and len(sample.token_ids) <= job.params.max_tokens for sample in held.samples
+    )

@@ -12,22 +12,26 @@ _DONE = b"[DONE]"
 
 async def events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
     """Yields what each event of a stream holds, as JSON."""
-    buffer = b""
+    buffer = bytearray()
     async for data in content.iter_any():  # not by lines: theirs may be longer than aiohttp takes
-        *whole, buffer = (buffer + data).split(b"\n\n")
-        for event in whole:
-            text = event.removeprefix(b"data:").strip()
+        start = max(len(buffer) - 1, 0)  # an event that tells experts is of many pieces: none is looked at twice
+        buffer += data
+        while (end := buffer.find(b"\n\n", start)) >= 0:
+            text = bytes(buffer[:end]).removeprefix(b"data:").strip()
+            del buffer[: end + 2]
+            start = 0
             if text and text != _DONE:
                 yield orjson.loads(text)
 
 
 class StreamedAnswer:
-    """Collects the pieces of one response."""
+    """Collects the pieces of one response. version: the oldest that may sample its first token."""
 
-    def __init__(self) -> None:
+    def __init__(self, version: int) -> None:
         self._pairs: list[list] = []  # [log-probability, token id, ...] of each token
         self._spans: list[tuple[int, str]] = []  # (token, version)
-        self._last = ""  # version of the last piece
+        self._last = str(version)  # at the end of the last piece
+        self.ended = False  # the last token that came is the response's last
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -41,14 +45,13 @@ class StreamedAnswer:
             raise ValueError(f"a piece has {len(pairs)} tokens, and {new} are new")
         # A piece says the version at its end alone. Where that has changed the older one sampled some of it: a token
         # may be called older than it is, and never newer.
-        now = meta["weight_version"]
-        version = self._last or now
-        if new > 0 and (not self._spans or self._spans[-1][1] != version):
-            self._spans.append((len(self._pairs), version))
-        self._last = now
+        if new > 0 and (not self._spans or self._spans[-1][1] != self._last):
+            self._spans.append((len(self._pairs), self._last))
+        self._last = meta["weight_version"]
         self._pairs += pairs[len(pairs) - new :] if new > 0 else []
         if meta.get("finish_reason") is None:
             return None
+        self.ended = True
         if meta.get("weight_versions"):
             self._spans = [(span["start"], span["version"]) for span in meta["weight_versions"]]
         return chunk | {"meta_info": meta | {"output_token_logprobs": self._pairs}}
@@ -65,5 +68,5 @@ class StreamedAnswer:
         return [(start, int(version)) for start, version in self._spans]
 
     def clear(self) -> None:
-        """Forgets all of it."""
-        self._pairs, self._spans, self._last = [], [], ""
+        """Forgets its tokens."""
+        self._pairs, self._spans = [], []

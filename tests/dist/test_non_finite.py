@@ -8,7 +8,7 @@ import torch
 
 from tests.dist.workers.launch import run_ranks
 
-LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2-distributed": {}}
+LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2-distributed": {}, "pp2-experts": {"pp": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def results(hf_models: Path, tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("non_finite")
     jobs = [
         {
-            "model": str(hf_models / "qwen3"),
+            "model": str(hf_models / ("qwen3_moe" if "experts" in name else "qwen3")),
             "parallel": parallel,
             "distributed": "distributed" in name,
             "run": str(folder / name),
@@ -42,8 +42,11 @@ def test_halt_says_where_the_batch_is_and_skip_goes_on(results, layout):
     assert skipped == "" and quiet == ""
     assert halted.startswith("step 5: loss or gradient of 1 update(s) is not finite") and str(folder) in halted
     files = sorted(path.name for path in folder.iterdir())
-    assert files == (["dp_0.pt", "dp_1.pt", "step.json"] if layout.startswith("dp2") else ["dp_0.pt", "step.json"])
-    parts = [torch.load(folder / name, weights_only=True) for name in files[:-1]]
+    experts = [name for name in files if "experts" in name]
+    assert len(experts) == (2 if layout == "pp2-experts" else 0), "each stage's"
+    ranks = [name for name in files if name not in (*experts, "step.json")]
+    assert ranks == (["dp_0.pt", "dp_1.pt"] if layout.startswith("dp2") else ["dp_0.pt"])
+    parts = [torch.load(folder / name, weights_only=True) for name in ranks]
     assert sum(len(part["lengths"]) for part in parts) == 7 and any(part["advantages"].isinf().any() for part in parts)
     description = json.loads((folder / "step.json").read_text())
     assert description["weight_version"] == 4 and description["values"]["optim/non_finite_updates"] == 1.0

@@ -7,20 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megagrpo.bisect.command import BisectOptions, experiment_of
-from megagrpo.bisect.compare import BOUNDS, bound_at, compare_points, difference
+from megagrpo.bisect.compare import BOUNDS, Flips, bound_at, compare_points, difference
 from megagrpo.bisect.engine_side import only_prefills
 from megagrpo.bisect.findings import OUTPUT, UNSEEN, Findings, Pass, layer_to_open, verdict
 from megagrpo.bisect.points import Point, layer_points, residual_points
-from megagrpo.bisect.report import write_findings
+from megagrpo.bisect.report import table, write_findings
 from megagrpo.bisect.sides import Side, from_engine, from_trainer
 from megagrpo.cli import main
 from megagrpo.config.load import load_config
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.config.server_settings import engine_setting_problems
 from megagrpo.families.architecture import Architecture
-from megagrpo.weights.capture import Recorder, SeenTokens, Tap, tapped_modules
+from megagrpo.weights.capture import SeenTokens
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LENGTHS = [9, 14]
@@ -175,6 +176,39 @@ def test_more_flips_than_near_ties_explain_are_a_place():
     assert not replace(found.passes[0].flips[2], flipped=1).beyond
 
 
+def test_a_handful_of_flips_is_no_place():
+    """Two of the two tokens that no flip has reached, where three of ten are expected."""
+    few = Flips(layer=30, tokens=2, flipped=2, bound=0.3, first=(0, 0))
+    assert not few.beyond and replace(few, tokens=40, flipped=30).beyond
+
+
+def test_flips_of_replayed_layers_are_counted_alone_where_there_are_some():
+    points = residual_points(ARCH)
+    engine, trainer = both_sides(points)
+    replayed = found_in(points, engine, trainer, forced=True).passes
+    for token in range(0, TOKENS, 2):
+        flip(trainer["layers.2.experts"], token)
+    natural = found_in(points, engine, trainer)
+    assert (verdict(natural).place, layer_to_open(natural.passes)) == ("layers.2.experts", 2)
+    both = replace(natural, passes=[*replayed, *natural.passes])
+    assert (verdict(both).place, layer_to_open(both.passes)) == (None, None)
+
+
+def test_layers_behind_too_many_flips_were_not_compared(tmp_path):
+    """Both sequences take other experts at their first token: nothing is known of what is behind."""
+    points = residual_points(ARCH)
+    engine, trainer = both_sides(points)
+    replayed = found_in(points, engine, trainer, forced=True).passes
+    for token in (0, LENGTHS[0]):
+        flip(trainer["layers.1.experts"], token)
+    trainer["layers.3.output"] *= 3
+    natural = found_in(points, engine, trainer)
+    said = verdict(natural)
+    assert said.place == UNSEEN and "no token is left" in said.text and said.computed is None
+    assert "not compared |" in table(natural)
+    assert verdict(replace(natural, passes=[*replayed, *natural.passes])).place is None
+
+
 def test_weights_come_first_and_layers_before_the_output():
     points = residual_points(ARCH)
     engine, trainer = both_sides(points)
@@ -315,53 +349,6 @@ def test_what_cannot_be_compared_is_said():
     assert "no such module" in from_trainer([norm], [], LENGTHS, ARCH).notes[0]
 
 
-class _Norm(nn.Module):
-    def forward(self, hidden: Tensor, residual: Tensor | None = None):
-        if residual is None:
-            return hidden * 2
-        residual += hidden  # in place, as fused kernels do
-        return residual * 2, residual
-
-
-def test_hooks_copy_before_the_next_module_writes_over_it():
-    model = nn.ModuleDict({"norm": _Norm()})
-    taps = [
-        Tap("sum", "norm", "out", 1),
-        Tap("in", "norm", "in"),
-        Tap("none", "norm", "out", 7),
-        Tap("x", "gone", "out"),
-    ]
-    tapped, missing = tapped_modules(model, taps)
-    assert missing == ["gone"]
-    recorder = Recorder(tapped)
-    residual = torch.ones(3)
-    model["norm"](torch.ones(3), residual)
-    residual.zero_()
-    recorder.remove()
-    model["norm"](torch.ones(3), residual)
-    assert [t.tolist() for t in recorder.seen["sum"]] == [[2.0, 2.0, 2.0]]
-    assert [t.tolist() for t in recorder.seen["in"]] == [[1.0, 1.0, 1.0]]
-    assert recorder.seen["none"] == []
-    assert recorder.problems == ["norm: out 7 is no tensor"]
-
-
-class _FusedNorm(_Norm):
-    def forward_with_allreduce_fusion(self, hidden: Tensor, residual: Tensor | None = None, fused: bool = True):
-        return (hidden + residual, hidden * 3) if fused else self(hidden, residual)
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_norm_that_is_fused_with_an_all_reduce_is_seen_once(fused):
-    model = nn.ModuleDict({"norm": _FusedNorm()})
-    taps = [Tap("normed", "norm", "out"), Tap("sum", "norm", "out", 1)]
-    recorder = Recorder(tapped_modules(model, taps)[0])
-    normed, total = model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
-    recorder.remove()
-    model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
-    assert [t.tolist() for t in recorder.seen["normed"]] == [normed.tolist()]
-    assert [t.tolist() for t in recorder.seen["sum"]] == [total.tolist()]
-
-
 def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
     config = load_config(str(QUICKSTART), ["rollout.num_engines=3", "rollout.colocate=true", "weights.transport=ipc"])
     eager = experiment_of(config, BisectOptions(own_weights=True), tmp_path)
@@ -370,6 +357,8 @@ def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
     graphs = {name for name, value in eager.rollout.sglang.items() if value == "disabled"}
     assert graphs == {"cuda_graph_backend_decode", "cuda_graph_backend_prefill"}
     assert not list(engine_setting_problems(eager.rollout))
+    assert eager.actor.megatron["moe_router_fusion"] is False, "else it could not be told the engine's experts"
+    ExperimentConfig.model_validate(eager.model_dump())
 
 
 def test_nothing_to_compare_is_refused_before_anything_starts(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """When requests leave, which groups a step takes, and what becomes of those that are late or of another start."""
 
-import asyncio
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,12 +14,10 @@ from megagrpo.config.rollout import WeightsConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.group_file import read_groups, write_groups
-from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.mesh import LeaderError, RunStopped, make_mesh
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.planning.at_once import at_once_report
-from megagrpo.rollout.background import Patience, Turnstile
 from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.lengths import ResponseLengths
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.selection import StepGroups, next_groups
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
@@ -49,8 +46,17 @@ def experiment(wanted: int = WANTED, **sections) -> ExperimentConfig:
     return ExperimentConfig.model_validate({**given, **sections})
 
 
-def make_source(service: FakeService, config: ExperimentConfig) -> RolloutSource:
-    return RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), lambda ids: "".join(map(str, ids)))
+def digits(token_ids) -> str:
+    return "".join(map(str, token_ids))
+
+
+def alike(token_ids) -> str:
+    """A text that is worth the same whatever was sampled."""
+    return "1"
+
+
+def make_source(service: FakeService, config: ExperimentConfig, decode=digits) -> RolloutSource:
+    return RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
 
 
 def take(source, config, state, steps_left=6, of=None, metrics=None) -> StepGroups:
@@ -61,6 +67,7 @@ def take(source, config, state, steps_left=6, of=None, metrics=None) -> StepGrou
 
     taken = next_groups(source, of or prompts(), state, config, MESH, publish, metrics or Metrics(), steps_left)
     state.data_cursor, state.surplus, state.deferred = taken.data_cursor, taken.surplus, taken.deferred
+    source.forget_taken()
     state.step += 1
     return taken
 
@@ -74,37 +81,6 @@ def until(condition) -> None:
 
 def trained(groups: list[RolloutGroup]) -> list[int]:
     return [group.prompt.id for group in groups]
-
-
-def test_requests_leave_in_order_while_the_caches_have_room():
-    left: list[str] = []
-
-    async def run():
-        turnstile, let_go = Turnstile(10, tokens=100.0), asyncio.Event()
-
-        async def request(name: str, tokens: float, order: float) -> None:
-            async with turnstile.passing((order,), lambda: tokens):
-                left.append(name)
-                await let_go.wait()
-
-        async def step() -> None:
-            for _ in range(5):
-                await asyncio.sleep(0)
-
-        tasks = [asyncio.create_task(request(*each)) for each in [("a", 60.0, 1), ("b", 60.0, 1), ("c", 10.0, 1)]]
-        await step()
-        assert left == ["a"], "c does not pass b, which needs more room"
-        tasks.append(asyncio.create_task(request("urgent", 70.0, 0)))
-        await step()
-        tasks[1].cancel()
-        let_go.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert left == ["a", "urgent", "c"]
-        big = asyncio.create_task(request("big", 1e9, 1))
-        await step()
-        assert big.done() and left[-1] == "big", "one alone may always"
-
-    asyncio.run(run())
 
 
 def test_limits_of_the_engines_own_cache():
@@ -151,33 +127,6 @@ def test_order_of_a_batch(order, expected):
 def test_check_says_how_many_samples_run_at_once(settings, said):
     text = "\n".join(at_once_report(load_config(QUICKSTART, settings)))
     assert all(words in text for words in said), text
-
-
-def test_expected_lengths():
-    lengths = ResponseLengths(100)
-    assert lengths.held() == 50 and lengths.expected(1) == 100, "all assumed to be as long as they may"
-    for _ in range(40_000):
-        lengths.add(1, 10)
-        lengths.add(2, 30)
-    assert lengths.held() == pytest.approx((100 + 900) / 2 / (2 * 20), rel=1e-3)
-    assert (lengths.expected(1), lengths.expected(2)) == (10, 30) and lengths.expected(3) == pytest.approx(20, rel=1e-3)
-
-
-def test_the_limit_of_a_step_counts_while_somebody_waits():
-    async def run():
-        patience = Patience(0.1)
-        async with patience:
-            await asyncio.sleep(0.3)
-            patience.begin()
-            patience.end()
-            await asyncio.sleep(0.3)
-            with pytest.raises(asyncio.CancelledError):
-                patience.begin()
-                await asyncio.sleep(10)
-            raise asyncio.CancelledError
-
-    with pytest.raises(TimeoutError):
-        asyncio.run(run())
 
 
 def test_training_may_take_longer_than_a_rollout():
@@ -256,13 +205,28 @@ def test_what_an_earlier_start_finished_is_kept_until_it_is_taken():
         source.close()
 
 
-@pytest.mark.parametrize("stale", [group(5), replace(group(5, 1, 3)), replace(group(4, 1), group_id=5)])
+FITS = group(5, 1)
+OTHER_TEMPLATE = replace(FITS.prompt, text="?", token_ids=(9, 9))
+TOO_LONG = replace(FITS.samples[0], token_ids=(7,) * 1025, logprobs=(-1.0,) * 1025)
+
+
+@pytest.mark.parametrize(
+    "stale",
+    {
+        "weights too old for a smaller max_staleness": group(5),
+        "another group size": group(5, 1, 3),
+        "other data": replace(group(4, 1), group_id=5),
+        "another template": replace(FITS, prompt=OTHER_TEMPLATE),
+        "longer than responses may be now": replace(FITS, samples=(TOO_LONG, FITS.samples[1])),
+        "not graded": replace(FITS, outcomes=(FITS.outcomes[0], Outcome("error", detail="judge is down"))),
+    }.items(),
+    ids=lambda item: item[0],
+)
 def test_what_an_earlier_start_finished_is_sampled_again_where_it_does_not_fit(stale):
-    """Weights that are too old for a smaller max_staleness, another group size, other data."""
     config = experiment(rollout={"max_staleness": 1}, algorithm=TIS)
     with running(FakeService(version=1)) as service:
         source = make_source(service, config)
-        source.hold([stale])
+        source.hold([stale[1]])
         take(source, config, TrainState(step=1, data_cursor=2), 3)
         source.drain()
         assert len(service.requests) == 4 * GROUP_SIZE
@@ -276,6 +240,23 @@ def test_a_step_that_fails_leaves_its_finished_groups():
         with pytest.raises(LeaderError, match=r"1 of 2 groups did not come.*prompts \[1\]"):
             take(source, config, state)
         assert {group.group_id for group in source.finished()} == {0, 2, 3}
+        source.close()
+
+
+@pytest.mark.parametrize(
+    "algorithm, sampled",
+    [({"advantage": {"name": "remax"}}, {0, 1}), ({"dynamic_sampling": {"max_num_gen_batches": 2}}, {0, 1, 2, 3})],
+    ids=["its greedy responses", "its second batch"],
+)
+def test_a_step_that_fails_late_leaves_what_it_had_taken(algorithm, sampled):
+    """Else the next start would sample it anew, by newer weights than a run that nobody disturbed."""
+    config = experiment(rollout={"max_staleness": 2, "step_timeout_s": 0.5}, algorithm=TIS | algorithm)
+    late = lambda body: body["sampling_params"]["temperature"] == 0 or body["input_ids"][1] >= 104  # noqa: E731
+    with running(FakeService(hang=late)) as service:
+        source, state = make_source(service, config, alike), TrainState()
+        with pytest.raises((LeaderError, RunStopped)):
+            take(source, config, state)
+        assert {group.group_id for group in source.finished()} == sampled
         source.close()
 
 
@@ -351,6 +332,7 @@ def test_a_failure_among_extra_groups_ends_the_step():
         ({"rollout": {"extra_groups": 1}}, "extra_groups 1 trains on tokens of older weights"),
         ({"rollout": {"extra_groups": 3}, "algorithm": TIS}, "more than train.num_prompts_per_step 2"),
         ({"rollout": {"extra_groups": 1, "max_staleness": 1}, "algorithm": TIS}, "set one of them"),
+        ({"rollout": {"max_staleness": 1}, "algorithm": TIS | {"dynamic_sampling": {}}}, "take 2 or more, or 0"),
         ({"rollout": {"extra_groups": 1}, "algorithm": TIS, "weights": {"in_flight": "drain"}}, "take retract"),
         (
             {"rollout": {"extra_groups": 1}, "algorithm": TIS | {"advantage": {"name": "remax"}}},

@@ -10,7 +10,7 @@ from megagrpo import beginning
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.run_folder import RunFolder
-from megagrpo.types import AlgoState, TrainState
+from megagrpo.types import AlgoState, Prompt, RolloutGroup, Sample, TrainState
 
 SAVED = TrainState(step=5, data_cursor=40, algo_state=AlgoState(kl_coef=0.3))
 
@@ -26,9 +26,9 @@ def start(tmp_path, monkeypatch):
         beginning.checkpoint, "load", lambda folder, *_: read.append(folder) or TrainState(**vars(SAVED))
     )
 
-    def resume(**options) -> tuple[TrainState, SimpleNamespace, list[Path]]:
-        sections = {"model": {"path": "m"}, "data": {"path": "d"}, "checkpoint": options}
-        config = ExperimentConfig.model_validate({"name": "t", "output_dir": str(tmp_path)} | sections)
+    def resume(sections: dict = {}, **options) -> tuple[TrainState, SimpleNamespace, list[Path]]:  # noqa: B006
+        given = {"model": {"path": "m"}, "data": {"path": "d"}, "checkpoint": options} | sections
+        config = ExperimentConfig.model_validate({"name": "t", "output_dir": str(tmp_path)} | given)
         actor = SimpleNamespace(mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5)
         folder = RunFolder(tmp_path)
         source = beginning.find_checkpoint(config, folder, actor.mesh)
@@ -77,3 +77,29 @@ def test_the_model_is_read_unless_a_checkpoint_overwrites_it(monkeypatch, source
     config = ExperimentConfig.model_validate({"name": "t", "output_dir": "t"} | sections)
     beginning.initial_weights(config, config.algorithm, source, actor)
     assert done == ([False, "reference"] if reference else [source is not None])
+
+
+def group(version: int) -> RolloutGroup:
+    return RolloutGroup(version, Prompt(0, "", (1,), ""), (Sample(0, (7,), (-1.0,), "stop", version, "7"),), ())
+
+
+DYNAMIC = {"dynamic_sampling": {}, "mismatch": {"weight": {"name": "tis"}}}
+
+
+@pytest.mark.parametrize("staleness, young", [(4, [2, 3, 4]), (2, [3, 4]), (0, [4])])
+def test_what_is_too_old_for_a_smaller_bound_is_left_out(start, tmp_path, monkeypatch, capsys, staleness, young):
+    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
+    monkeypatch.setattr(SAVED, "surplus", [group(version) for version in (2, 3, 4)])
+    state, *_ = start(sections={"rollout": {"max_staleness": staleness}, "algorithm": DYNAMIC})
+    assert [group.samples[0].weight_version for group in state.surplus] == young
+    assert [group.group_id for group in state.surplus] == list(range(len(young)))
+    assert ("are left out" in capsys.readouterr().out) == (len(young) < 3)
+
+
+def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkeypatch):
+    (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
+    monkeypatch.setattr(SAVED, "surplus", [group(4)] * 3)
+    few = {"train": {"num_prompts_per_step": 3}, "algorithm": DYNAMIC}
+    with pytest.raises(ValueError, match=r"has 3 groups for the next step, .* is 3: take 4 or more"):
+        start(sections=few | {"rollout": {"max_staleness": 2}})
+    assert len(start(sections=few)[0].surplus) == 3

@@ -105,9 +105,11 @@ def test_experts_are_asked_for_from_a_token_on_and_wrong_ones_again():
         answered([{}] * 4, 0)
 
 
-def test_a_cut_response_gets_experts_of_all_its_tokens_from_who_finishes_it():
+@pytest.mark.parametrize("first, number", [(("cut", 2), 2), ({}, 3)], ids=["cut", "whole, and no experts are told"])
+def test_a_response_that_failed_gets_experts_of_all_its_tokens_from_who_finishes_it(first, number):
+    """Of a whole one the last token is sampled again: nothing may be sampled behind the end of a response."""
     experts = drawn(2 + 4 - 1, MIXED)
-    script = [("cut", 2), {"routed_experts": told(experts)}]
+    script = [first, {"routed_experts": told(experts)}]
 
     async def run(service: FakeService) -> Response:
         streaming = replace(QUICK, streaming=True)
@@ -116,7 +118,7 @@ def test_a_cut_response_gets_experts_of_all_its_tokens_from_who_finishes_it():
 
     with running(FakeService(script=script)) as service:
         response = asyncio.run(run(service))
-    assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6, 1, 2]]
+    assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6, 1, 2, 3][: 2 + number]]
     assert response.token_ids.tolist() == [1, 2, 3, 4]
     assert np.array_equal(response.routed_experts, experts[:, 1:])
 
@@ -226,6 +228,8 @@ def test_checkpoints_keep_experts_and_logs_do_not(tmp_path: Path):
         ),
         ([REPLAY, "actor.megatron={moe_router_fusion: true}"], "the fused kernel chooses experts by itself"),
         ([REPLAY, "rollout.sglang={chunked_prefill_size: -1}"], "chunked_prefill_size -1: SGLang keeps the experts"),
+        ([REPLAY, "rollout.sglang={enable_two_batch_overlap: true}"], "enable_two_batch_overlap, which keeps the"),
+        ([REPLAY, "rollout.extra_args=[--enable-two-batch-overlap]"], "enable_two_batch_overlap, which keeps the"),
         (["actor.megatron={moe_enable_routing_replay: true}"], "actor.routing_replay"),
     ],
 )
@@ -241,6 +245,10 @@ def test_who_replays_has_experts_no_fused_router_and_engines_that_tell():
         dense, config.actor
     )
     assert layout_problems(moe, config.actor) == []
+    mixtral = architecture_of(hf_config(TinyModelConfig(path="x", family="mixtral")))
+    assert "SGLang's Mixtral does not say which layer" in layout_problems(mixtral, config.actor)[0]
+    old = config.actor.model_copy(update={"routing_replay": "old"})
+    assert layout_problems(mixtral, old) == []
     gpu = Kernels(cuda=True, transformer_engine=True, fused_weight_gradient=False)
     fused = {
         replay: transformer_defaults(moe, config.actor.model_copy(update={"routing_replay": replay}), gpu)

@@ -58,6 +58,7 @@ def steps_of(service: FakeService, config: ExperimentConfig, drained: bool = Tru
         state.step = step
         taken = next_groups(source, PROMPTS, state, config, MESH, None, Metrics(), STEPS - step)
         state.data_cursor, state.surplus = taken.data_cursor, taken.surplus
+        source.forget_taken()
         found.append(taken.groups)
         if drained:
             source.drain()
@@ -152,6 +153,7 @@ def test_what_was_sampled_ahead_is_not_sampled_again_after_a_restart(num_finishe
     with running(FakeService(script=late)) as service:
         source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
         taken = next_groups(source, PROMPTS, state, config, MESH, None, Metrics(), STEPS)
+        source.forget_taken()
         deadline = time.monotonic() + 10
         while len(source.finished()) < num_finished or len(service.requests) < 2 * WANTED * GROUP_SIZE:
             assert time.monotonic() < deadline
@@ -195,6 +197,7 @@ def test_one_prompt_may_be_on_its_way_twice():
         config, state = experiment(2), TrainState()
         source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
         taken = next_groups(source, few, state, config, MESH, None, Metrics(), STEPS)
+        source.forget_taken()
         source.drain()
         assert source.waiting() == "" and len(source.finished()) == 2 * WANTED
         source.close()

@@ -17,14 +17,15 @@ from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.batching.updates import one_pass
 from megagrpo.certify.measure import joined
-from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import ExperimentConfig, OptimizerConfig
 from megagrpo.dump import read_dump
 from megagrpo.replay import compare
 from megagrpo.run import Run
 from megagrpo.run_folder import RunFolder
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import load_initial_weights
-from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of
+from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, config_of
+from tests.dist.workers.routing_replay_ranks import with_planted
 from tests.dist.workers.samples import NUM_SAMPLES
 
 NUM_UPDATES, BAD_SAMPLE, WEIGHT_VERSION = 2, 1, 4
@@ -39,13 +40,8 @@ def main(folder: Path) -> None:
 
 def job_of(job: dict, folder: Path, number: int) -> dict:
     """One bad sample on one data-parallel rank, in the first of two updates."""
-    config = ActorConfig(
-        world_size=int(os.environ["WORLD_SIZE"]),
-        parallel=ParallelConfig(**job["parallel"]),
-        micro_batch_tokens=64,
-        logprob_chunk_tokens=32,
-        deadline_s=120.0,
-    )
+    replays = job["model"].endswith("moe")
+    config = config_of(job, logprob_chunk_tokens=32, routing_replay="rollout" if replays else None)
     optimizer = OptimizerConfig(**OPTIMIZER, distributed=job["distributed"])
     print("job", number, job, flush=True)
     with joined(
@@ -58,6 +54,7 @@ def job_of(job: dict, folder: Path, number: int) -> dict:
         load_initial_weights(actor, job["model"])
         initial = weights(actor)
         batch = replace(batch_of(actor.mesh), updates=one_pass(NUM_SAMPLES, NUM_UPDATES))
+        batch = with_planted(actor, batch) if replays else batch
         values = step.update(actor, with_infinity(batch), RICH, 1.0, 32)
         with_bad = weights(actor)
         skipped = inspect(actor, job, "skip", with_infinity(batch), values)
@@ -66,7 +63,8 @@ def job_of(job: dict, folder: Path, number: int) -> dict:
 
         reload(actor, initial)
         dump = read_dump(Path(job["run"]) / "dumps" / f"step_{WEIGHT_VERSION + 1:06d}")
-        again = step.update(actor, dump.batch(actor.mesh), dump.algorithm, 1.0, 32)
+        layers = actor.routing.layers if actor.routing is not None else ()
+        again = step.update(actor, dump.batch(actor.mesh, layers), dump.algorithm, 1.0, 32)
         replayed = weights(actor)
 
         reload(actor, initial)
