@@ -94,16 +94,15 @@ def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, act
     if source.parent != folder.checkpoints:
         actor.updates_done = 0  # the learning-rate schedule is this run's
         return TrainState()
-    # A step takes a batch at least, and all groups that were left behind, however often: else they would get too old.
-    needed, wanted = max(len(state.surplus) + 1, len(state.deferred)), config.train.num_prompts_per_step
-    if config.rollout.max_lag and needed > wanted:
-        raise ValueError(
-            f"checkpoint {source} has {len(state.surplus) + len(state.deferred)} groups for the next step, "
-            f"train.num_prompts_per_step is {wanted}: take {needed} or more, or rollout.max_staleness: 0 and "
-            "rollout.extra_groups: 0"
-        )
     oldest = state.step - max(config.rollout.max_lag, 1)  # without max_staleness too, a surplus is one version old
     young = [g for g in state.surplus if all(sample.weight_version >= oldest for sample in g.samples)]
+    # A step takes a batch at least, and all groups that were left behind, however often: else they would get too old.
+    waiting = max(len(young) + 1 if config.algorithm.dynamic_sampling is not None else 0, len(state.deferred))
+    if waiting > (wanted := config.train.num_prompts_per_step):
+        raise ValueError(
+            f"checkpoint {source} has {len(young) + len(state.deferred)} groups for the next step, "
+            f"train.num_prompts_per_step is {wanted}: take {waiting} or more"
+        )
     if len(young) < len(state.surplus) and actor.mesh.is_main:
         left_out = f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left out"
         print(f"{left_out}: their weights are older than rollout.max_staleness allows now", flush=True)

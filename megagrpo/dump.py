@@ -88,11 +88,13 @@ class Dump:
     def batch(self, mesh: Mesh, layers: Sequence[int] = ()) -> Batch:
         """Returns this rank's part, with routed experts of these layers of its own, where there are any.
 
-        ValueError when the data-parallel size is another one.
+        ValueError when the data-parallel size is another one, or an earlier version has written the experts.
         """
         if mesh.dp_size != self.dp:
             raise ValueError(f"{self.folder} is of {self.dp} data-parallel ranks, this layout has {mesh.dp_size}")
         parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", weights_only=True)
+        if parts.pop("routed_experts", None) is not None:
+            raise ValueError(f"{self.folder} is of an earlier version, which kept one pipeline stage's experts alone")
         files = sorted(self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt"))
         if not files or not layers:
             return Batch(**parts | {"routed_lengths": None})

@@ -66,7 +66,7 @@ def bisect_pair(
         actor, engine, folder, batch_of_sequences(sequences), sequences, bounds or BOUNDS[actor.config.dtype], []
     )
     points = residual_points(actor.arch)
-    prefilled, ids = _prefill(job, points)
+    prefilled, ids = _prefill(job, points, with_experts=True)
     passes, logprobs = [], None
     if ids is not None:
         replayed, logprobs = _compare(job, "residual stream, the engine's experts replayed", points, prefilled, ids)
@@ -76,7 +76,7 @@ def bisect_pair(
     passes += [natural, _outputs(job, prefilled, natural_logprobs if logprobs is None else logprobs)]
     if (layer := layer_to_open(passes)) is not None:
         inside = layer_points(actor.arch, layer)
-        again, _ = _prefill(job, inside)
+        again, _ = _prefill(job, inside, with_experts=False)
         found, _ = _compare(job, f"inside layer {layer}", inside, again, ids)
         passes.append(replace(found, inside=True))
     if not mesh.is_main:
@@ -91,16 +91,16 @@ def _asked(engine: AskedEngine | None) -> AskedEngine:
     return engine
 
 
-def _prefill(job: _Job, points: Sequence[Point]) -> tuple[Prefilled | None, Tensor | None]:
+def _prefill(job: _Job, points: Sequence[Point], with_experts: bool) -> tuple[Prefilled | None, Tensor | None]:
     """Collective. Returns what the engine's hooks saw, on the main rank, and on every rank the experts of all layers
-    [N, S, layers, k], -1 where there are none; None for a model without experts or ids.
+    [N, S, layers, k], -1 where there are none; None for a model without experts or ids, and where they are not asked.
     """
 
     kept: list[Prefilled] = []  # what hooks saw stays on the main rank
 
     def ask() -> Tensor | None:
         kept.append(_asked(job.engine).prefill([s.tokens for s in job.sequences], [point.engine for point in points]))
-        return _routed(job, kept[0])
+        return _routed(job, kept[0]) if with_experts else None
 
     ids = job.mesh.from_main(ask, "compute on the engine")
     return (kept[0] if kept else None), ids

@@ -326,8 +326,9 @@ class GenerationClient:
         oldest, or_newer = versions
         spans = stream.spans()
         left = params.max_tokens - sum(len(piece.token_ids) for piece in pieces) - 1
-        number = 0 if params.stop or not spans else min(len(stream) - stream.ended, left)
-        if spans and any(at < oldest if or_newer else at != oldest for _, at in spans):
+        number = 0 if params.stop or not spans else max(min(len(stream) - stream.ended, left), 0)
+        sampled_by = [at for _, at in spans] + ([int(stream.version)] if stream.version.isdigit() else [oldest - 1])
+        if any(at < oldest if or_newer else at != oldest for at in sampled_by):
             number = 0
         self.num_discarded += len(stream) - number
         if number > 0:

@@ -358,7 +358,11 @@ def _fits(held: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int) -> 
 
     What could not be graded is sampled again: else a grader that is mended would find nothing to do.
     """
-    same = held.prompt == prompt and len(held.samples) == job.num_samples and all(o.ok for o in held.outcomes)
+    same = (
+        replace(held.prompt, place=prompt.place) == prompt
+        and len(held.samples) == job.num_samples
+        and all(o.ok for o in held.outcomes)
+    )
     return same and all(
         sample.weight_version >= oldest and len(sample.token_ids) <= job.params.max_tokens for sample in held.samples
     )

@@ -30,7 +30,7 @@ class StreamedAnswer:
     def __init__(self, version: int) -> None:
         self._pairs: list[list] = []  # [log-probability, token id, ...] of each token
         self._spans: list[tuple[int, str]] = []  # (token, version)
-        self._last = str(version)  # at the end of the last piece
+        self.version = str(version)  # of the engine at the end of the last piece
         self.ended = False  # the last token that came is the response's last
 
     def __len__(self) -> int:
@@ -45,13 +45,13 @@ class StreamedAnswer:
             raise ValueError(f"a piece has {len(pairs)} tokens, and {new} are new")
         # A piece says the version at its end alone. Where that has changed the older one sampled some of it: a token
         # may be called older than it is, and never newer.
-        if new > 0 and (not self._spans or self._spans[-1][1] != self._last):
-            self._spans.append((len(self._pairs), self._last))
-        self._last = meta["weight_version"]
+        if new > 0 and (not self._spans or self._spans[-1][1] != self.version):
+            self._spans.append((len(self._pairs), self.version))
+        self.version = meta["weight_version"]
         self._pairs += pairs[len(pairs) - new :] if new > 0 else []
         if meta.get("finish_reason") is None:
             return None
-        self.ended = True
+        self.ended = meta["finish_reason"]["type"] != "abort"
         if meta.get("weight_versions"):
             self._spans = [(span["start"], span["version"]) for span in meta["weight_versions"]]
         return chunk | {"meta_info": meta | {"output_token_logprobs": self._pairs}}

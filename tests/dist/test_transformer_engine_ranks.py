@@ -111,7 +111,7 @@ def test_families_are_certified(tmp_path: Path, family: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral", "kimi_k2"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "kimi_k2"])
 def test_replayed_experts_are_certified(tmp_path: Path, family: str):
     cases = [case("TP2+SP", recompute="full"), case("PP2xVPP2"), case("CP2"), case("EP2")]
     wrong = case("CP2", "experts-of-token-before")

@@ -53,9 +53,10 @@ def test_versions_of_a_response_that_was_cut_between_two_publishes():
     assert (response.weight_version, response.newer) == (3, ((2, 6),))
 
 
+@pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("params, version", [({"stop": ("x",)}, 0), ({}, 1)], ids=["stop texts", "other weights"])
-def test_a_cut_response_begins_again_where_it_cannot_go_on(params, version):
-    with running(FakeService(version=version, script=[("cut", 2)])) as service:
+def test_a_cut_response_begins_again_where_it_cannot_go_on(params, version, number):
+    with running(FakeService(version=version, script=[("cut", number)])) as service:
         service_versions = [0]
 
         async def run():
@@ -68,7 +69,7 @@ def test_a_cut_response_begins_again_where_it_cannot_go_on(params, version):
                 return await task, client.num_discarded
 
         response, discarded = asyncio.run(run())
-    assert response == Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0) and discarded == 2
+    assert response == Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0) and discarded == number
     assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6]]
 
 

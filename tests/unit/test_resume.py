@@ -100,6 +100,7 @@ def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkey
     (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
     monkeypatch.setattr(SAVED, "surplus", [group(4)] * 3)
     few = {"train": {"num_prompts_per_step": 3}, "algorithm": DYNAMIC}
-    with pytest.raises(ValueError, match=r"has 3 groups for the next step, .* is 3: take 4 or more"):
-        start(sections=few | {"rollout": {"max_staleness": 2}})
-    assert len(start(sections=few)[0].surplus) == 3
+    for staleness in (0, 2):
+        with pytest.raises(ValueError, match=r"has 3 groups for the next step, .* is 3: take 4 or more"):
+            start(sections=few | {"rollout": {"max_staleness": staleness}})
+    assert len(start(sections=few | {"algorithm": {}})[0].surplus) == 3, "which nobody takes"
