@@ -1,12 +1,13 @@
 """What sampling ahead of the weights is worth: seconds a step, idle shares and accuracy of each way to do it.
 
-    python bench/async.py --seeds 0 1 2
+    python bench/async.py --seeds 0 1 2 [--long-every 10]
 
-The task is the quickstart's with a long tail: every tenth problem asks for a digit 20 to 60 times over, up to twenty
-times the tokens of a sum. Each variant starts from the same warm-up of its seed; engines have one core and trainers
+The task is the quickstart's with a long tail: every 32nd problem (or every tenth) asks for a digit 20 to 60 times over,
+up to twenty times the tokens of a sum. Seconds are those of steps without their evaluations. Each variant starts from the same warm-up of its seed; engines have one core and trainers
 another. Trainers idle while they wait for samples; engines while they have no request. Bound, order and losses are
 counted from the rollouts files. The level of a seed is the best accuracy that each of its variants reaches; the time
-to it is read between the evaluations beside it. Writes bench/results/async.*
+to it is read between the evaluations beside it, and compared with that of N = 0. Rows "mean" are of the seeds' mean
+accuracies and seconds. Writes bench/results/async.*, or async_10.*
 """
 
 import argparse
@@ -39,9 +40,10 @@ VARIANTS = {
     "N = 2, drain": [*_CORRECTED, "rollout.max_staleness=2", "weights.in_flight=drain"],
     "N = 2, retract": [*_CORRECTED, "rollout.max_staleness=2"],
 }
-_LONG_EVERY, _LONGEST = 10, 60
+_LONGEST = 60  # digits
 _EVALUATED, _EVALUATE_EVERY = 1024, 8  # problems, so that one evaluation is right to 0.016; steps
-_WARM_LOSS = 0.3  # half of all tokens are of long answers, which are soon known: the quickstart's 0.65 of the others
+# By how seldom a problem is long: long answers are soon known, the loss of the others is the quickstart's 0.65.
+_WARM_LOSS = {32: 0.45, 10: 0.3}
 _SKIPPED = 2  # steps until engines and trainers are in their stride
 _WAITS = ("rollout", "drain")
 
@@ -49,14 +51,15 @@ _WAITS = ("rollout", "drain")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--long-every", type=int, default=32, choices=_WARM_LOSS, help="problems")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every run")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "async")
     args = parser.parse_args()
     rows: list[dict] = []
     for seed in args.seeds:
-        config = _prepare(args.folder / f"seed-{seed}", seed)
+        config = _prepare(args.folder / f"every-{args.long_every}" / f"seed-{seed}", seed, args.long_every)
         order = None  # of prompts
         for name in args.variants:
             row = _run(name, config, seed, [f"train.num_steps={args.steps}", *args.overrides])
@@ -68,7 +71,7 @@ def main() -> None:
             _write(rows, args)
 
 
-def _prepare(folder: Path, seed: int) -> Path:
+def _prepare(folder: Path, seed: int, long_every: int) -> Path:
     """Makes data, experiment and warmed-up model, unless a former call did."""
     config = folder / "experiment.yaml"
     if (folder / "model" / "config.json").exists():
@@ -81,19 +84,19 @@ def _prepare(folder: Path, seed: int) -> Path:
     experiment["actor"] |= {"world_size": 1, "parallel": {}}
     experiment["eval"]["every"] = _EVALUATE_EVERY
     experiment["prepare"]["dataset"]["num_eval"] = _EVALUATED
-    experiment["sft"]["stop_at_loss"] = _WARM_LOSS
+    experiment["sft"]["stop_at_loss"] = _WARM_LOSS[long_every]
     config.write_text(yaml.safe_dump(experiment))
     _megagrpo("prepare", config, [])
     for name in ("sft", "train", "eval"):
-        _lengthen(folder / "data" / f"{name}.jsonl", random.Random(f"long tail {name} {seed}"))
+        _lengthen(folder / "data" / f"{name}.jsonl", random.Random(f"long tail {name} {seed}"), long_every)
     _megagrpo("sft", config, [])
     return config
 
 
-def _lengthen(path: Path, chance: random.Random) -> None:
-    """Asks for a digit many times in every tenth problem of the file."""
+def _lengthen(path: Path, chance: random.Random, every: int) -> None:
+    """Asks for a digit many times in every so manieth problem of the file."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    for index in range(0, len(rows), _LONG_EVERY):
+    for index in range(0, len(rows), every):
         digit, times = chance.randrange(10), chance.randrange(_LONGEST // 3, _LONGEST)
         rows[index] |= {"prompt": f"{digit}<{times}>", "answer": str(digit) * times}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -126,12 +129,13 @@ def _measure(folder: RunFolder) -> dict:
     entries = read_metrics(folder)
     prompts, lag = dispatched(folder.path)
     steps = [e for e in entries if "time/step_s" in e]
-    timed = [e["time/step_s"] for e in steps[_SKIPPED:]]
+    trained = {e["step"]: e["time/step_s"] - e["time/evaluate_s"] for e in steps}
+    timed = list(trained.values())[_SKIPPED:]
     seconds = {}  # since the first step
     total = 0.0
-    for entry in steps:
-        total += entry["time/step_s"]
-        seconds[entry["step"]] = total
+    for step, of_step in trained.items():
+        total += of_step
+        seconds[step] = total
     return {
         "step_s": sum(timed) / len(timed),
         "accuracy": [
@@ -176,9 +180,33 @@ def _seconds_to_level(rows: list[dict], row: dict) -> float:
     return seconds
 
 
-def _write(rows: list[dict], args: argparse.Namespace) -> None:
+def _means(rows: list[dict]) -> list[dict]:
+    """Returns a row over the seeds for each variant that several have."""
+    found = []
+    for name in VARIANTS:
+        of = [row for row in rows if row["variant"] == name]
+        if len(of) < 2:
+            continue
+        mean = {key: mean_of(row[key] for row in of) for key in ("step_s", "trainers_idle", "engines_idle")}
+        curves = zip(*(row["accuracy"] for row in of), strict=True)  # by evaluation, then by seed
+        mean["accuracy"] = [[mean_of(column) for column in zip(*points, strict=True)] for points in curves]
+        sums = {key: sum(row[key] for row in of) for key in ("groups", "twice", "discarded_tokens")}
+        largest = {"largest_lag": max(row["largest_lag"] for row in of)}
+        found.append({"variant": name, "seed": "mean", **mean, **sums, **largest})
+    return found
+
+
+def mean_of(values: Iterable[float]) -> float:
+    several = list(values)
+    return sum(several) / len(several)
+
+
+def _write(runs: list[dict], args: argparse.Namespace) -> None:
     header = ("variant", "seed", "seconds a step", "trainers idle", "engines idle", "accuracy first", "accuracy last")
-    header += ("seconds of steps", "seconds to level", "largest lag", "groups", "twice", "tokens thrown away")
+    header += ("seconds of steps", "seconds to level", "times faster to it", "largest lag", "groups", "twice")
+    header += ("tokens thrown away",)
+    rows = [*_means(runs), *runs]
+    in_turns = {row["seed"]: _seconds_to_level(rows, row) for row in rows if row["variant"] == "N = 0"}
     lines = [
         [
             row["variant"],
@@ -190,6 +218,7 @@ def _write(rows: list[dict], args: argparse.Namespace) -> None:
             f"{row['accuracy'][-1][2]:.3f}",
             f"{row['accuracy'][-1][1]:.0f}",
             f"{_seconds_to_level(rows, row):.0f}",
+            f"{in_turns[row['seed']] / _seconds_to_level(rows, row):.2f}" if row["seed"] in in_turns else "",
             str(row["largest_lag"]),
             str(row["groups"]),
             str(row["twice"]),
@@ -197,7 +226,8 @@ def _write(rows: list[dict], args: argparse.Namespace) -> None:
         ]
         for row in rows
     ]
-    write_results("async", {**provenance(), "overrides": args.overrides, "rows": rows}, header, lines)
+    name = "async" if args.long_every == 32 else f"async_{args.long_every}"
+    write_results(name, {**provenance(), "overrides": args.overrides, "rows": runs}, header, lines)
 
 
 if __name__ == "__main__":
