@@ -10,7 +10,6 @@ from megagrpo.planning.lengths import Lengths
 from megagrpo.planning.work import ITEM, ModelWork
 
 _CACHE_WIDTHS = {"auto": None, "bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value
-_GRAPH_BYTES_PER_ROW = 4 * 2**20  # of captured decode graphs, for each row of the largest batch: SGLang's own guess
 
 
 @dataclass(frozen=True)

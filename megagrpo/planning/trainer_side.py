@@ -65,7 +65,6 @@ class StageCost:
     sent: Mapping[str, float]  # bytes in a forward: "tp", "cp", "ep", "pp"; a backward sends as many
     recomputed: float  # forwards that the backward adds: 0 or 1
     gradient_bytes: Mapping[str, float]  # float32 of an update that "dp" and "edp" ranks sum
-    parameter_bytes: float
 
 
 @dataclass(frozen=True)
@@ -324,5 +323,4 @@ class _Stage:
             sent=sent,
             recomputed=float(actor.recompute == "full"),
             gradient_bytes={"dp": self.held.trained_dense * _FP32, "edp": self.held.trained_expert * _FP32},
-            parameter_bytes=self.weights,
         )
