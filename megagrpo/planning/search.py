@@ -138,7 +138,7 @@ class _TrainerSearch:
         target, config = self._target, self._config
         held = _held(target, actor)
         load = load_of(config.model_copy(update={"actor": actor}), target)
-        stages = stage_sides(target.arch, actor, load, held, reference=config.algorithm.uses_reference)
+        stages = stage_sides(target.arch, actor, load, held)
         if max(memory.total for memory, _ in stages) > self._room:
             return None
         speed = TrainSpeed(target.work, actor, target.hardware, target.gpus_per_node)
