@@ -21,9 +21,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
-from common import provenance, write_results
+from common import call_megagrpo, provenance, write_results
 from dispatched import dispatched, not_once
-from learning import _megagrpo
 
 from megagrpo.monitor.record import read_metrics
 from megagrpo.monitor.step_lines import read_step_lines
@@ -83,10 +82,10 @@ def _prepare(folder: Path, seed: int) -> Path:
     experiment["prepare"]["dataset"]["num_eval"] = _EVALUATED
     experiment["sft"]["stop_at_loss"] = _WARM_LOSS
     config.write_text(yaml.safe_dump(experiment))
-    _megagrpo("prepare", config, [])
+    call_megagrpo("prepare", config, [])
     for name in ("sft", "train", "eval"):
         _lengthen(folder / "data" / f"{name}.jsonl", random.Random(f"long tail {name} {seed}"))
-    _megagrpo("sft", config, [])
+    call_megagrpo("sft", config, [])
     return config
 
 
