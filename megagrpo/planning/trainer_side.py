@@ -276,7 +276,7 @@ class _Stage:
         if self.actor.recompute == "full":
             kept = hidden * len(self.layers)
             again = max((layer.kept for layer in self.layers), default=0.0)
-        else:  # what attention keeps is its inputs and output, which its neighbours keep anyway
+        else:  # selective counts as none: what it computes again and so does not keep hangs on model and kernels
             kept, again = sum(layer.kept for layer in self.layers), 0.0
         kept = (kept + hidden) * in_flight(
             self.actor.parallel, self.number
