@@ -3,8 +3,8 @@
     python bench/async.py --seeds 0 1 2 [--long-every 10]
 
 The task is the quickstart's with a long tail: every 32nd problem (or every tenth) asks for a digit 20 to 60 times over,
-up to twenty times the tokens of a sum. Seconds are those of steps without their evaluations. Each variant starts from the same warm-up of its seed; engines have one core and trainers
-another. Trainers idle while they wait for samples; engines while they have no request. Bound, order and losses are
+up to twenty times the tokens of a sum. Seconds are those of steps without their evaluations. Each variant starts from
+the same warm-up of its seed; engines have one core and trainers another. Trainers idle while they wait for samples; engines while they have no request. Bound, order and losses are
 counted from the rollouts files. The level of a seed is the best accuracy that each of its variants reaches; the time
 to it is read between the evaluations beside it, and compared with that of N = 0. Rows "mean" are of the seeds' mean
 accuracies and seconds. Writes bench/results/async.*, or async_10.*
@@ -22,9 +22,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
-from common import provenance, write_results
+from common import call_megagrpo, provenance, write_results
 from dispatched import dispatched, not_once
-from learning import _megagrpo
 
 from megagrpo.monitor.record import read_metrics
 from megagrpo.monitor.step_lines import read_step_lines
@@ -86,10 +85,10 @@ def _prepare(folder: Path, seed: int, long_every: int) -> Path:
     experiment["prepare"]["dataset"]["num_eval"] = _EVALUATED
     experiment["sft"]["stop_at_loss"] = _WARM_LOSS[long_every]
     config.write_text(yaml.safe_dump(experiment))
-    _megagrpo("prepare", config, [])
+    call_megagrpo("prepare", config, [])
     for name in ("sft", "train", "eval"):
         _lengthen(folder / "data" / f"{name}.jsonl", random.Random(f"long tail {name} {seed}"), long_every)
-    _megagrpo("sft", config, [])
+    call_megagrpo("sft", config, [])
     return config
 
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from common import provenance, write_results
-from learning import ROOT, _megagrpo, _write_config
+from common import ROOT, call_megagrpo, provenance, write_results
+from learning import _write_config
 
 from megagrpo.monitor.record import read_metrics
 from megagrpo.monitor.rollouts import read_rollouts
@@ -38,13 +38,13 @@ def main() -> None:
     warm = args.folder / "warm.yaml"
     _write_config("quickstart", warm, {"runs/quickstart": str(args.folder / "warm")})
     for command in ("prepare", "sft"):
-        _megagrpo(command, warm, common)
+        call_megagrpo(command, warm, common)
 
     def run(number: int, words: list[str]) -> RunFolder:
         folder, config = args.folder / f"run{number}", args.folder / f"run{number}.yaml"
         output = {"output_dir: runs/quickstart": f"output_dir: {folder}", "runs/quickstart": str(args.folder / "warm")}
         _write_config("quickstart", config, output)
-        _megagrpo("run", config, [*common, *words])
+        call_megagrpo("run", config, [*common, *words])
         return RunFolder(folder)
 
     with ThreadPoolExecutor(args.jobs) as pool:

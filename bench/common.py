@@ -1,14 +1,16 @@
-"""What every bench writes beside its figures: commit, date, machine; and the JSON and the table in bench/results."""
+"""What benches share: commit, date and machine; the JSON and the table in bench/results; and how they run megagrpo."""
 
 import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 
 
 def provenance() -> dict:
@@ -33,3 +35,12 @@ def write_results(
     origin = f"commit {data['commit']}, {data['date']}, {data['machine']}"
     (folder / f"{name}.md").write_text("\n".join([*table, "", origin, ""]))
     print("\n".join(table))
+
+
+def call_megagrpo(command: str, config: Path, overrides: Sequence[str]) -> None:
+    """Runs `megagrpo COMMAND CONFIG --set OVERRIDE ...`; raises CalledProcessError when it fails."""
+    settings = [part for override in overrides for part in ("--set", override)]
+    print(f"== megagrpo {command} {config.name} {' '.join(overrides)}", flush=True)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings], check=True, cwd=ROOT
+    )

@@ -10,18 +10,14 @@ answers sampled as in training. Writes bench/results/learning_NAME.*
 
 import argparse
 import shutil
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from common import provenance, write_results
+from common import ROOT, call_megagrpo, provenance, write_results
 
 from megagrpo.monitor.record import read_metrics
 from megagrpo.run_folder import RunFolder
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
@@ -70,7 +66,7 @@ def _seed(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
     _write_config(name, config, {f"runs/{name}": str(folder)})
     started = time.time()
     for command in ("prepare", "sft", "run"):
-        _megagrpo(command, config, [f"seed={seed}", *overrides])
+        call_megagrpo(command, config, [f"seed={seed}", *overrides])
     return _measure(f"seed {seed}", folder, time.time() - started)
 
 
@@ -83,7 +79,7 @@ def _control(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
         {f"output_dir: runs/{name}": f"output_dir: {folder}", f"runs/{name}": str(root / f"{name}-{seed}")},
     )
     started = time.time()
-    _megagrpo("run", config, [f"seed={seed}", "reward.shuffle=true", *overrides])
+    call_megagrpo("run", config, [f"seed={seed}", "reward.shuffle=true", *overrides])
     return _measure(f"seed {seed}, rewards shuffled", folder, time.time() - started)
 
 
@@ -93,14 +89,6 @@ def _write_config(name: str, target: Path, replace: dict[str, str]) -> None:
         text = text.replace(old, new)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text)
-
-
-def _megagrpo(command: str, config: Path, overrides: list[str]) -> None:
-    settings = [part for override in overrides for part in ("--set", override)]
-    print(f"== megagrpo {command} {config.name} {' '.join(overrides)}", flush=True)
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings], check=True, cwd=ROOT
-    )
 
 
 def _measure(label: str, folder: Path, seconds: float) -> dict:

@@ -11,19 +11,16 @@ import argparse
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from common import RESULTS, provenance, write_results
+from common import RESULTS, ROOT, call_megagrpo, provenance, write_results
 
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.monitor.record import read_metrics
 from megagrpo.run_folder import RunFolder
 
-ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 HEADER = (
     "preset",
@@ -50,7 +47,7 @@ def main() -> None:
     start = args.folder.resolve() / "start"
     if not (start / "model" / "config.json").is_file():
         for command in ("prepare", "sft"):
-            _megagrpo(command, _experiment(start, start, "grpo"), [])
+            call_megagrpo(command, _experiment(start, start, "grpo"), [])
     written = RESULTS / "presets.json"
     rows = {row["preset"]: row for row in json.loads(written.read_text())["rows"]} if written.is_file() else {}
     for name in args.presets:
@@ -75,17 +72,9 @@ def _experiment(folder: Path, start: Path, preset: str) -> Path:
     return config
 
 
-def _megagrpo(command: str, config: Path, overrides: list[str]) -> None:
-    settings = [part for override in overrides for part in ("--set", override)]
-    print(f"== megagrpo {command} {config.name} {' '.join(overrides)}", flush=True)
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", command, str(config), *settings], check=True, cwd=ROOT
-    )
-
-
 def _measure(name: str, folder: Path, config: Path, overrides: list[str]) -> dict:
     started = time.time()
-    _megagrpo("run", config, overrides)
+    call_megagrpo("run", config, overrides)
     entries = read_metrics(RunFolder(folder))
     accuracy = [(e["step"], e["eval/accuracy"]) for e in entries if "eval/accuracy" in e]
     return {

@@ -102,7 +102,7 @@ def package_findings(gpu: bool) -> list[Finding]:
         set() if gpu else {canonicalize_name(r.name) for r in _requirements("megagrpo", [_CPU_ENGINE], only_extra=True)}
     )
     num_met, unmet = 0, []
-    for owner, requirement in _closure("megagrpo", extras, bare):
+    for owner, requirement in _closure(extras, bare):
         finding = _package_finding(requirement)
         if finding.status == "ok":
             num_met += 1
@@ -164,9 +164,9 @@ def _requirements(name: str, extras: list[str], only_extra: bool = False) -> Ite
             yield requirement
 
 
-def _closure(root: str, extras: list[str], bare: set[NormalizedName]) -> Iterator[tuple[str, Requirement]]:
-    """Yields (owner, requirement) for all that is reachable from `root`; those of `bare` packages are not followed."""
-    todo: list[tuple[str, tuple[str, ...]]] = [(root, tuple(sorted(extras)))]
+def _closure(extras: list[str], bare: set[NormalizedName]) -> Iterator[tuple[str, Requirement]]:
+    """Yields (owner, requirement) for all that megagrpo leads to; those of `bare` packages are not followed."""
+    todo: list[tuple[str, tuple[str, ...]]] = [("megagrpo", tuple(sorted(extras)))]
     seen: set[tuple[str, tuple[str, ...]]] = set()
     while todo:
         owner, owner_extras = todo.pop()

@@ -6,7 +6,8 @@ to the outside. Data-parallel groups join the ranks with the same place in their
 
 import pickle
 import traceback
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -193,3 +194,19 @@ def _own_group(partition: list[list[int]], rank: int, timeout: timedelta) -> dis
         group = dist.new_group(members, timeout=timeout)
         own = group if rank in members else own
     return own
+
+
+@contextmanager
+def only_fake_groups() -> Iterator[None]:
+    """Makes every new group inside a fake one: in a pretended world gloo's would wait for ranks that are not there."""
+    original = dist.new_group
+
+    # torch's order of parameters; a timeout means nothing where nobody waits, and the options are of other backends
+    def new_group(ranks=None, timeout=None, backend=None, pg_options=None, **options):
+        return original(ranks, backend="fake", **options)
+
+    dist.new_group = new_group  # type: ignore[assignment]  # without the parameters that are passed on by name
+    try:
+        yield
+    finally:
+        dist.new_group = original

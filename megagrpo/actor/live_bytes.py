@@ -55,10 +55,6 @@ class LiveBytes(TorchDispatchMode):
         finally:
             self._labels.pop()
 
-    def by_label(self) -> dict[str, int]:
-        """Returns the bytes that are live now, by label."""
-        return dict(self._by_label)
-
     def restart(self) -> None:
         """Forgets the peak so far."""
         self.peak, self.at_peak = self.now, dict(self._by_label)

@@ -129,7 +129,7 @@ class Adapters(Module):
 def add_adapters(chunk: GPTModel, arch: Architecture, lora: LoraConfig, place: RankPlace, dtype: torch.dtype) -> None:
     """Freezes a chunk and gives adapters, uninitialised, to those of its layers that hold a target."""
     chunk.requires_grad_(False)
-    for site in _sites(chunk, arch, place):
+    for site in _sites(chunk, arch):
         if site.rows.keys() & set(lora.targets):
             site.linear.add_module(_CHILD, Adapters(site, lora, place, dtype))
             site.linear.register_forward_hook(_add_to_output)
@@ -147,7 +147,7 @@ def _want_gradient(module: Module, inputs: tuple, output: Tensor) -> Tensor:
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def _sites(chunk: GPTModel, arch: Architecture, place: RankPlace) -> Iterator[_Site]:
+def _sites(chunk: GPTModel, arch: Architecture) -> Iterator[_Site]:
     queries, dim = arch.num_heads // arch.num_kv_heads, arch.head_dim
     for layer in chunk.decoder.layers:
         prefix = layer_prefix(layer.layer_number - 1)

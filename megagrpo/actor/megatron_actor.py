@@ -75,8 +75,8 @@ def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
     return make_mesh(mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), device, config.deadline_s)
 
 
-def make_parallel_groups(config: ActorConfig, with_gloo: bool = True) -> None:
-    """Collective. Cuts the world into Megatron's groups; `with_gloo` adds the ones that it wants on the CPU."""
+def make_parallel_groups(config: ActorConfig) -> None:
+    """Collective. Cuts the world into Megatron's groups, with the ones that it wants on the CPU."""
     p = config.parallel
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=p.tp,
@@ -86,7 +86,7 @@ def make_parallel_groups(config: ActorConfig, with_gloo: bool = True) -> None:
         expert_model_parallel_size=p.ep,
         expert_tensor_parallel_size=p.etp,
         distributed_timeout_minutes=config.deadline_s / 60,
-        create_gloo_process_groups=with_gloo,
+        create_gloo_process_groups=True,
     )
 
 

@@ -19,6 +19,7 @@ from megagrpo.actor.megatron_config import transformer_config
 from megagrpo.actor.model import HiddenStatesModel, build_chunks, chunk_parameters, load_hf
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
+from megagrpo.mesh import only_fake_groups
 from megagrpo.weights.record import Copy, Specs, record_copies
 
 _META = torch.device("meta")
@@ -50,27 +51,12 @@ def pretended_world(config: ActorConfig, rank: int) -> Iterator[None]:
     """Makes this process rank `rank` of a world in which nobody answers."""
     dist.init_process_group("fake", rank=rank, world_size=config.world_size, store=FakeStore())
     try:
-        with _only_fake_groups():
+        with only_fake_groups():
             make_parallel_groups(config)
         yield
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-@contextmanager
-def _only_fake_groups() -> Iterator[None]:
-    """Makes every new group a fake one: gloo's would wait for the other ranks."""
-    original = dist.new_group
-
-    def new_group(ranks=None, timeout=None, backend=None, pg_options=None, **options):
-        return original(ranks, backend="fake", **options)
-
-    dist.new_group = new_group  # type: ignore[assignment]  # without the parameters that are passed on by name
-    try:
-        yield
-    finally:
-        dist.new_group = original
 
 
 class _Noting(Mapping[str, Tensor]):

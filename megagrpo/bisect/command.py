@@ -45,7 +45,7 @@ def bisect(config: ExperimentConfig, options: BisectOptions) -> int:
     folder = RunFolder(Path(config.output_dir)).bisect
     folder.bisect_report.unlink(missing_ok=True)
     write_whole(folder.bisect_options, json.dumps(asdict(options)))
-    if ranks_beside_service(experiment_of(config, options, folder.path), "bisect"):
+    if ranks_beside_service(experiment_of(config, options, folder.path)):
         return 2
     found = json.loads(folder.bisect_report.read_text())
     print((folder.path / "report.md").read_text(), end="")

@@ -20,8 +20,6 @@ from megagrpo.tiny.model import random_tensors
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 VOCAB = 131  # no tensor-parallel size divides it: padded vocabularies are part of every certificate
-# sizes that say by null or 0 that a model has none of it; the tiny one then has none of it either
-_MAY_BE_ABSENT = ("q_lora_rank", "n_shared_experts", "first_k_dense_replace")
 NUM_GROUPS, MAX_PROMPT, MAX_RESPONSE = 5, 10, 24
 
 

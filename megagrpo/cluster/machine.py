@@ -85,8 +85,8 @@ def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_e
     return launch.status
 
 
-def ranks_beside_service(config: ExperimentConfig, command: str) -> int:
-    """Runs a collective subcommand as `actor.world_size` ranks beside engines of its own, all on this machine.
+def ranks_beside_service(config: ExperimentConfig) -> int:
+    """Runs `bisect` as `actor.world_size` ranks beside engines of its own, all on this machine.
 
     Returns its exit status; leaves no process behind. Raises ValueError, before anything starts, with every problem
     that can be known by then.
@@ -95,9 +95,11 @@ def ranks_beside_service(config: ExperimentConfig, command: str) -> int:
     folder, devices = RunFolder(Path(config.output_dir)), _devices(config, _visible_gpus())
     with (
         alone_in(folder),
-        Launch(folder, command, end=(signal.SIGTERM, signal.SIGINT), ranks=command, grace_s=_SERVICE_GRACE_S) as launch,
+        Launch(
+            folder, "bisect", end=(signal.SIGTERM, signal.SIGINT), ranks="bisect", grace_s=_SERVICE_GRACE_S
+        ) as launch,
     ):
-        return _watch_both(launch, config, command, 0, *devices)
+        return _watch_both(launch, config, "bisect", 0, *devices)
     return launch.status
 
 

@@ -64,14 +64,14 @@ class Metrics:
         for suffix, value in parts:
             into[name + suffix] = into.get(name + suffix, 0.0) + _detached(value)
 
-    def reduced(self, reduce: Callable[[Tensor, str], Tensor], device: torch.device | str = "cpu") -> dict[str, float]:
+    def reduced(self, reduce: Callable[[Tensor, str], Tensor]) -> dict[str, float]:
         """Collective. Returns the step's values over all ranks, in name order; all must have added the same names.
 
         `reduce(tensor, op)`, op "sum" or "max", all-reduces a float64 vector (Mesh.reduce). Three small collectives.
         """
-        self._check_same_names(reduce, device)
-        sums = _reduce_values(self._sums, reduce, "sum", device)
-        largest = _reduce_values(self._largest, reduce, "max", device)
+        self._check_same_names(reduce)
+        sums = _reduce_values(self._sums, reduce, "sum")
+        largest = _reduce_values(self._largest, reduce, "max")
         out = {}
         for name, kind in sorted(self._kinds.items()):
             match kind:
@@ -85,12 +85,12 @@ class Metrics:
                     out[name] = largest[name]
         return out
 
-    def _check_same_names(self, reduce: Callable[[Tensor, str], Tensor], device: torch.device | str) -> None:
+    def _check_same_names(self, reduce: Callable[[Tensor, str], Tensor]) -> None:
         """Compares the names by hash: vectors of unequal length would hang or corrupt the reduction."""
         text = json.dumps(sorted(self._kinds.items()))
         mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # 48 bits: exact in float64
         largest, negated_smallest = reduce(
-            torch.tensor([mine, -mine], dtype=torch.float64, device=device), "max"
+            torch.tensor([mine, -mine], dtype=torch.float64, device="cpu"), "max"
         ).tolist()
         assert largest == -negated_smallest, f"ranks measured different metrics; this rank: {text}"
 
@@ -100,15 +100,12 @@ def _detached(value: float | Tensor) -> float | Tensor:
 
 
 def _reduce_values(
-    values: Mapping[str, float | Tensor],
-    reduce: Callable[[Tensor, str], Tensor],
-    op: str,
-    device: torch.device | str,
+    values: Mapping[str, float | Tensor], reduce: Callable[[Tensor, str], Tensor], op: str
 ) -> dict[str, float]:
     names = sorted(values)
     if not names:
         return {}
-    vector = torch.stack([torch.as_tensor(values[n], dtype=torch.float64, device=device).reshape(()) for n in names])
+    vector = torch.stack([torch.as_tensor(values[n], dtype=torch.float64, device="cpu").reshape(()) for n in names])
     return dict(zip(names, reduce(vector, op).tolist(), strict=True))
 
 

@@ -209,8 +209,9 @@ def _draw_small(axes, entries: list[dict], name: str, title: str, colour: str) -
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=_MUTED)
 
 
-def _smooth(values: list[float], weight: float = 0.8) -> list[float]:
+def _smooth(values: list[float]) -> list[float]:
     """Averages exponentially, without bias at the start: early values are divided by the weight seen so far."""
+    weight = 0.8
     out, total, seen = [], 0.0, 0.0
     for value in values:
         total, seen = weight * total + (1 - weight) * value, weight * seen + (1 - weight)

@@ -10,7 +10,6 @@ from megagrpo.planning.lengths import Lengths
 from megagrpo.planning.work import ITEM, ModelWork
 
 _CACHE_WIDTHS = {"auto": None, "bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value
-_GRAPH_BYTES_PER_ROW = 4 * 2**20  # of captured decode graphs, for each row of the largest batch: SGLang's own guess
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def _data_parallel(rollout: RolloutConfig) -> int:
     return 1
 
 
-def weight_elements(work: ModelWork, tp: int, ep: int, attention_tp: int) -> float:
+def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
     """Counts the weights that one rank of an engine holds.
 
     Heads that are fewer than ranks are repeated; norms, router and the first halves of low-rank projections are whole.
@@ -118,7 +117,7 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
     context = efficiency("context bytes")
     free = hardware.memory_bytes - context
     width = ITEM if server.cache_width == 1 else server.cache_width
-    weights = weight_elements(work, server.tp, server.ep, server.attention_tp) * width
+    weights = weight_elements(work, server.tp, server.attention_tp) * width
     cell = work.cache_bytes(server.attention_tp, server.cache_width)
     replicas = server.tp // server.attention_tp  # each with a cache of its own
     budget = free * server.memory_fraction - weights

@@ -146,7 +146,7 @@ def _fitting_changes(config: ExperimentConfig, target: Target) -> Iterator[list[
 def _trainers_fit(config: ExperimentConfig, target: Target) -> bool:
     if layout_problems(target.arch, config.actor):
         return False
-    return not trainer_problems(config, target, trainers_of(config, target))
+    return not trainer_problems(target, trainers_of(config, target))
 
 
 def _trainer_changes(config: ExperimentConfig) -> Iterator[tuple[list[str], ExperimentConfig]]:

@@ -48,7 +48,7 @@ class EngineSpeed:
         self._cell = work.cache_bytes(server.attention_tp, server.cache_width)
         experts = sum(layer.expert for layer in work.layers) / server.tp * ITEM
         self._expert_bytes = experts
-        elements = weight_elements(work, server.tp, server.ep, server.attention_tp)
+        elements = weight_elements(work, server.tp, server.attention_tp)
         self._dense_bytes = elements * ITEM - experts - work.embedding / server.tp * ITEM  # few rows of it are read
         self._between = server.tp > gpus_per_node
         flops = sum(sum(work.forward_flops(layer)) for layer in work.layers) + 2.0 * work.head

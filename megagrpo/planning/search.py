@@ -30,6 +30,7 @@ _ROUNDS = (1, 2, 3, 4, 6)  # virtual stages
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _KEPT = 4  # of each side, for each split of the nodes
 _PLANNED = 12  # exactly
+_PROPOSED = 5
 _REQUESTS = (1, 2, 4)  # times rollout.max_running_requests
 
 
@@ -45,7 +46,7 @@ class _Sampled:
     config: ExperimentConfig
 
 
-def best_layouts(config: ExperimentConfig, target: Target, nodes: int, proposals: int = 5) -> list[Plan]:
+def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[Plan]:
     """Returns the plans with the shortest steps among those that fit on `nodes` nodes, the best first.
 
     Raises ValueError where nothing fits.
@@ -70,7 +71,7 @@ def best_layouts(config: ExperimentConfig, target: Target, nodes: int, proposals
             f"--search {nodes}: no layout of {nodes} nodes of {target.gpus_per_node} fits the model; give more nodes, "
             "or GPUs with more memory (--hardware)"
         )
-    return fitting[:proposals]
+    return fitting[:_PROPOSED]
 
 
 def _splits(nodes: int) -> list[int]:
@@ -138,7 +139,7 @@ class _TrainerSearch:
         target, config = self._target, self._config
         held = _held(target, actor)
         load = load_of(config.model_copy(update={"actor": actor}), target)
-        stages = stage_sides(target.arch, actor, load, held, reference=config.algorithm.uses_reference)
+        stages = stage_sides(target.arch, actor, load, held)
         if max(memory.total for memory, _ in stages) > self._room:
             return None
         speed = TrainSpeed(target.work, actor, target.hardware, target.gpus_per_node)

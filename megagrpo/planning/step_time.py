@@ -106,7 +106,7 @@ def plan_step(
         "publish": publish[0],
         "checkpoint": _checkpoint_seconds(config, target),
     }
-    problems = [*trainer_problems(config, target, trainers), *engine.problems]
+    problems = [*trainer_problems(target, trainers), *engine.problems]
     return Plan(config, target, trainers, engine, rollout, train, seconds, publish[1], problems)
 
 
@@ -128,7 +128,7 @@ def trainers_of(config: ExperimentConfig, target: Target) -> TrainerSide:
     )
 
 
-def trainer_problems(config: ExperimentConfig, target: Target, trainers: TrainerSide) -> list[str]:
+def trainer_problems(target: Target, trainers: TrainerSide) -> list[str]:
     """Returns where the fullest trainer rank has not the memory it needs."""
     phase, fullest = trainers.peak
     room = usable_bytes(target)

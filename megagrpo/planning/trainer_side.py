@@ -65,7 +65,6 @@ class StageCost:
     sent: Mapping[str, float]  # bytes in a forward: "tp", "cp", "ep", "pp"; a backward sends as many
     recomputed: float  # forwards that the backward adds: 0 or 1
     gradient_bytes: Mapping[str, float]  # float32 of an update that "dp" and "edp" ranks sum
-    parameter_bytes: float
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def trainer_side(
         for number, layers in enumerate(actor.parallel.stage_layers(arch.num_layers))
     ]
     ranks = {
-        phase: tuple(stage.memory(phase, reference, bucket_mb * 2**20) for stage in stages)
+        phase: tuple(stage.memory(phase, bucket_mb * 2**20) for stage in stages)
         for phase in PHASES
         if phase != "reference" or reference
     }
@@ -125,12 +124,12 @@ def trainer_side(
 
 
 def stage_sides(
-    arch: Architecture, actor: ActorConfig, load: Load, held: Sequence["Held"], *, reference: bool = False
+    arch: Architecture, actor: ActorConfig, load: Load, held: Sequence["Held"]
 ) -> list[tuple[RankMemory, StageCost]]:
     """Returns of every pipeline stage the memory of its update and its work, for weights that were counted before."""
     layers = actor.parallel.stage_layers(arch.num_layers)
     stages = [_Stage(arch, actor, load, number, layers[number], held[number]) for number in range(actor.parallel.pp)]
-    return [(stage.memory("update", reference, 0.0), stage.cost()) for stage in stages]
+    return [(stage.memory("update", 0.0), stage.cost()) for stage in stages]
 
 
 @dataclass(frozen=True)
@@ -231,7 +230,7 @@ class _Stage:
         assert len(self.layers) == layers
         self.weights = (held.dense + held.expert) * self.width
 
-    def memory(self, phase: str, reference: bool, bucket_bytes: float) -> RankMemory:
+    def memory(self, phase: str, bucket_bytes: float) -> RankMemory:
         """Returns the bytes of a rank of this stage in one of PHASES."""
         parts = {"parameters": self.weights, **self._training_state(), "NCCL": self._communicators()}
         if phase in ("logprobs", "reference"):
@@ -277,7 +276,7 @@ class _Stage:
         if self.actor.recompute == "full":
             kept = hidden * len(self.layers)
             again = max((layer.kept for layer in self.layers), default=0.0)
-        else:  # what attention keeps is its inputs and output, which its neighbours keep anyway
+        else:  # selective counts as none: what it computes again and so does not keep hangs on model and kernels
             kept, again = sum(layer.kept for layer in self.layers), 0.0
         kept = (kept + hidden) * in_flight(
             self.actor.parallel, self.number
@@ -324,5 +323,4 @@ class _Stage:
             sent=sent,
             recomputed=float(actor.recompute == "full"),
             gradient_bytes={"dp": self.held.trained_dense * _FP32, "edp": self.held.trained_expert * _FP32},
-            parameter_bytes=self.weights,
         )

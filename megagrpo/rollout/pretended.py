@@ -21,6 +21,7 @@ from sglang.srt.runtime_context import SpawnRanks, publish, reset_context
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megagrpo.mesh import only_fake_groups
 from megagrpo.weights.engine_loader import record_engine_model
 from megagrpo.weights.record import Copy, Specs, coverage_problems
 
@@ -58,7 +59,7 @@ def _pretended_rank(server: ServerArgs, rank: int) -> Iterator[ModelConfig]:
     config = ModelConfig.from_server_args(server)
     initialize_moe_config()
     try:
-        with _only_fake_groups():
+        with only_fake_groups():  # SGLang adds gloo groups to every one
             dist.init_process_group("fake", rank=rank, world_size=server.tp_size, store=FakeStore())
             parallel_state.init_distributed_environment(
                 backend="fake",
@@ -75,18 +76,3 @@ def _pretended_rank(server: ServerArgs, rank: int) -> Iterator[ModelConfig]:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
         reset_context()
-
-
-@contextmanager
-def _only_fake_groups() -> Iterator[None]:
-    """Makes every new group a fake one: SGLang adds gloo groups, which would wait for the other ranks."""
-    original = dist.new_group
-
-    def new_group(ranks=None, backend=None, pg_options=None, **options):
-        return original(ranks, backend="fake", **options)
-
-    dist.new_group = new_group  # type: ignore[assignment]  # without the parameters that are passed on by name
-    try:
-        yield
-    finally:
-        dist.new_group = original

@@ -1,7 +1,7 @@
 """What a weight transport is, and what it is given.
 
 To add one: a file transport_NAME.py with a class that has the methods of Transport, a row in `TRANSPORTS`
-(exchange.py), and NAME among the choices of `weights.transport` (config/schema.py; a test compares the two).
+(exchange.py), and NAME among the choices of `weights.transport` (config/rollout.py; a test compares the two).
 """
 
 from collections.abc import Callable, Mapping

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from megagrpo.weights.clock import Deadline, PhaseTimer
-from megagrpo.weights.engine_client import EngineConnection, EngineDown
+from megagrpo.weights.engine_client import EngineConnection
 from megagrpo.weights.engine_fleet import EngineFleet
 from megagrpo.weights.handover import Handover
 from megagrpo.weights.moving import Traffic, pack, read_message
@@ -35,7 +35,6 @@ class IpcTransport:
         self._weights = weights
         self._recordings = KnownRecordings(weights)
         self._plans: dict[tuple[int, int], TransferPlan] = {}  # by recording and engine number
-        self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link; rank 0 only
         self._told: set[str] = set()  # names of links whose engines have their plan; rank 0 only
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
@@ -54,20 +53,18 @@ class IpcTransport:
         def settle() -> None:
             if failure is not None:
                 raise failure
-            reasons = {name: reason for part in everywhere for name, reason in part.items()}
-            engines.each(lambda engine: self._raise_lost(engine, reasons))
+            self._recordings.set_aside(engines, everywhere)
 
         mesh.from_main(settle, "hand weights to engines")
         return traffic
 
     def drop(self, engine: EngineConnection) -> None:
         """Forgets the name of the engine's link: its memory was freed at the end of the transfer."""
-        self._told.discard(self._names.pop(engine.id, ""))
+        self._told.discard(self._recordings.names.pop(engine.id, ""))
 
     def leave(self, engine: EngineConnection) -> None:
         """Makes the engine forget its plan."""
-        if engine.id in self._names:
-            engine.ask("leave", [{}] * engine.tp)
+        self._recordings.leave(engine)
 
     def _beside(self, link: Link) -> list[int]:
         """Returns, by engine rank, the trainer rank on its GPU where engines are colocated: see cluster/machine.py."""
@@ -78,9 +75,8 @@ class IpcTransport:
         """Says who takes part and what is new. Rank 0 only."""
         links: list[Link] = []
         for engine in engines.alive:
-            name = self._names.setdefault(engine.id, f"memory-{uuid.uuid4().hex}")
             # the engine's own number, which says who stands beside its ranks
-            links.append(self._recordings.link(engine, name, _number(engine.id)))
+            links.append(self._recordings.link(engine, "memory", _number(engine.id)))
         return Round(links, self._recordings.unlearned(), uuid.uuid4().hex)
 
     def _learn(self, now: Round) -> None:
@@ -169,14 +165,13 @@ class IpcTransport:
 
     def _ask(self, engine: EngineConnection, now: Round) -> None:
         """Has the engine copy what is handed to it. Rank 0 only; raises EngineDown when the transfer was cut."""
-        link = next(link for link in now.links if link.name == self._names[engine.id])
+        link = self._recordings.link_of(engine, now)
         try:
             answers = engine.ask("receive", list(self._requests(engine, link, now)))
         except Exception as exc:
             Flag(link).raise_it(str(exc))  # no trainer may wait for an engine that does not come
             raise
-        if reasons := [answer["lost"] for answer in answers if answer["lost"]]:
-            raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
+        self._recordings.refuse_lost(engine, answers)
         self._told.add(link.name)
 
     def _requests(self, engine: EngineConnection, link: Link, now: Round) -> Iterable[dict]:
@@ -194,11 +189,6 @@ class IpcTransport:
                 "patience_s": link.patience_s,
                 "left_s": link.left_s,
             }
-
-    def _raise_lost(self, engine: EngineConnection, reasons: dict[str, str]) -> None:
-        name = self._names[engine.id]
-        if name in reasons:
-            raise EngineDown(f"a trainer lost {engine} in the transfer: {reasons[name]}")
 
 
 def _key(link: Link, now: Round, target: int) -> str:

@@ -63,21 +63,22 @@ class Round:
 
 
 class KnownRecordings:
-    """Numbers what engines copy, alike on all ranks, and finds once where trainers hold it."""
+    """Numbers what engines copy, alike on all ranks, finds once where trainers hold it, and knows engines by links."""
 
     def __init__(self, weights: TrainerWeights):
         self.covers: list[Cover] = []  # by number
+        self.names: dict[str, str] = {}  # engine id -> name of this incarnation's link; rank 0 only
         self._weights, self._atoms = weights, trainer_atoms(weights.copies, weights.specs)
         self._known: list[list[list[Copy]]] = []  # rank 0 only
 
-    def link(self, engine: EngineConnection, name: str, slot: int) -> Link:
-        """Describes an engine with the number of what it copies. Rank 0 only."""
+    def link(self, engine: EngineConnection, kind: str, slot: int) -> Link:
+        """Describes an engine with the number of what it copies; names of new links begin with `kind`. Rank 0 only."""
         if engine.slices not in self._known:
             self._known.append(engine.slices)
         recording = self._known.index(engine.slices)
         engine.slices = self._known[recording]  # one list for all: there may be a million
         return Link(
-            name=name,
+            name=self.names.setdefault(engine.id, f"{kind}-{uuid.uuid4().hex}"),
             url=engine.url,
             num_ranks=engine.tp,
             slot=slot,
@@ -96,6 +97,31 @@ class KnownRecordings:
         limit = piece_limit(self._weights.bucket_bytes)
         self.covers += [make_cover(self._atoms, one, self._weights.specs, limit) for one in recordings]
 
+    def link_of(self, engine: EngineConnection, now: Round) -> Link:
+        """Returns the engine's link in this round. Rank 0 only."""
+        return next(link for link in now.links if link.name == self.names[engine.id])
+
+    def refuse_lost(self, engine: EngineConnection, answers: list[dict]) -> None:
+        """Raises EngineDown where a rank of the engine says that it lost the trainers."""
+        if reasons := [answer["lost"] for answer in answers if answer["lost"]]:
+            raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
+
+    def set_aside(self, engines: EngineFleet, lost: list[dict[str, str]]) -> None:
+        """Sets aside the engines whose link is in what trainer ranks lost (name -> why). Rank 0 only."""
+        reasons = {name: reason for part in lost for name, reason in part.items()}
+
+        def refuse(engine: EngineConnection) -> None:
+            name = self.names[engine.id]
+            if name in reasons:
+                raise EngineDown(f"a trainer lost {engine} in the transfer: {reasons[name]}")
+
+        engines.each(refuse)
+
+    def leave(self, engine: EngineConnection) -> None:
+        """Makes an engine that has a link forget it. Rank 0 only."""
+        if engine.id in self.names:
+            engine.ask("leave", [{}] * engine.tp)
+
 
 class ReshardTransport:
     """Sends slices straight from the trainers that hold them to the engine ranks that need them."""
@@ -107,7 +133,6 @@ class ReshardTransport:
         self._recordings = KnownRecordings(weights)
         self._plans: dict[tuple[int, int], TransferPlan] = {}  # by recording and slot
         self._ends: dict[str, _TrainerEnd] = {}  # this rank's, by the group's name
-        self._names: dict[str, str] = {}  # engine id -> name of its group; rank 0 only
         self._slots: dict[str, int] = {}  # engine id -> slot, also of an engine that is away; rank 0 only
         self._joined: set[str] = set()  # names of groups whose engines have their plan; rank 0 only
 
@@ -139,14 +164,13 @@ class ReshardTransport:
 
     def drop(self, engine: EngineConnection) -> None:
         """Aborts rank 0's end of the group; the other ranks drop theirs in the next transfer."""
-        name = self._names.pop(engine.id, None)
+        name = self._recordings.names.pop(engine.id, None)
         if name is not None and name in self._ends:
             self._ends.pop(name).abort()
 
     def leave(self, engine: EngineConnection) -> None:
         """Makes the engine forget the group."""
-        if engine.id in self._names:
-            engine.ask("leave", [{}] * engine.tp)
+        self._recordings.leave(engine)
 
     @property
     def _on_cuda(self) -> bool:
@@ -157,8 +181,7 @@ class ReshardTransport:
         links: list[Link] = []
         for engine in engines.alive:
             self._slots.setdefault(engine.id, len(self._slots))
-            name = self._names.setdefault(engine.id, f"weights-{uuid.uuid4().hex}")
-            links.append(self._recordings.link(engine, name, self._slots[engine.id] % self._weights.num_engines))
+            links.append(self._recordings.link(engine, "weights", self._slots[engine.id] % self._weights.num_engines))
         return Round(links, self._recordings.unlearned())
 
     def _learn(self, now: Round) -> None:
@@ -179,7 +202,7 @@ class ReshardTransport:
 
     def _receive(self, engine: EngineConnection, now: Round, traffic: Traffic) -> None:
         """Has the engine receive what all ranks send it. Rank 0 only; raises EngineDown when the transfer was cut."""
-        link = next(link for link in now.links if link.name == self._names[engine.id])
+        link = self._recordings.link_of(engine, now)
         flag = Flag(link)
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(engine.ask, "receive", self._requests(engine, link))
@@ -192,8 +215,7 @@ class ReshardTransport:
             except Exception as exc:
                 flag.raise_it(str(exc))  # no trainer may wait for an engine that does not come
                 raise
-        if reasons := [answer["lost"] for answer in answers if answer["lost"]]:
-            raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
+        self._recordings.refuse_lost(engine, answers)
         self._joined.add(link.name)
         traffic.staging_bytes = max(traffic.staging_bytes, *(answer["staging_bytes"] for answer in answers))
 
@@ -225,18 +247,12 @@ class ReshardTransport:
         def settle() -> list[str]:
             if failure is not None:
                 raise failure
-            reasons = {name: reason for part in everywhere for name, reason in part.items()}
-            engines.each(lambda engine: self._raise_lost(engine, reasons))
-            return list(self._names.values())
+            self._recordings.set_aside(engines, everywhere)
+            return list(self._recordings.names.values())
 
         names = self._weights.mesh.from_main(settle, "reshard weights to engines")
         for name in [name for name in self._ends if name not in names]:
             self._ends.pop(name).abort()
-
-    def _raise_lost(self, engine: EngineConnection, reasons: dict[str, str]) -> None:
-        name = self._names[engine.id]
-        if name in reasons:
-            raise EngineDown(f"a trainer lost {engine} in the transfer: {reasons[name]}")
 
 
 class _TrainerEnd:

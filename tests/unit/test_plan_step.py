@@ -110,10 +110,10 @@ def test_a_cache_repeats_heads_and_latents():
 
 def test_what_an_engine_rank_holds():
     work = model_work(read_architecture(QWEN))
-    assert weight_elements(work, 1, 1, 1) == pytest.approx(work.total, rel=1e-6)
+    assert weight_elements(work, 1, 1) == pytest.approx(work.total, rel=1e-6)
     # what SGLang's own loader asks for is 58.9 GB on each of 8 ranks: see bench/results/plan_weights_235b.md
-    assert 2 * weight_elements(work, 8, 8, 8) == pytest.approx(58.9e9, rel=0.005)
-    repeated = weight_elements(work, 8, 1, 8) - weight_elements(replace(work, num_kv_heads=8), 8, 1, 8)
+    assert 2 * weight_elements(work, 8, 8) == pytest.approx(58.9e9, rel=0.005)
+    repeated = weight_elements(work, 8, 8) - weight_elements(replace(work, num_kv_heads=8), 8, 8)
     assert repeated == pytest.approx(94 * 2 * 4096 * 128 * 4 / 8)  # 4 heads of key and of value on 8 ranks
 
 
