@@ -4,10 +4,11 @@
 
 The task is the quickstart's with a long tail: every 32nd problem (or every tenth) asks for a digit 20 to 60 times over,
 up to twenty times the tokens of a sum. Seconds are those of steps without their evaluations. Each variant starts from
-the same warm-up of its seed; engines have one core and trainers another. Trainers idle while they wait for samples; engines while they have no request. Bound, order and losses are
-counted from the rollouts files. The level of a seed is the best accuracy that each of its variants reaches; the time
-to it is read between the evaluations beside it, and compared with that of N = 0. Rows "mean" are of the seeds' mean
-accuracies and seconds. Writes bench/results/async.*, or async_10.*
+the same warm-up of its seed; engines have one core and trainers another. Trainers idle while they wait for samples;
+engines while they have no request. Bound, order and losses are counted from the rollouts files. The level of a seed is
+the best accuracy that each of its variants reaches; the time to it is read between the evaluations beside it, and
+compared with that of N = 0. Rows "mean" are of the seeds' mean accuracies and seconds. Writes bench/results/async.*, or
+async_10.*
 """
 
 import argparse
