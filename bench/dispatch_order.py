@@ -1,6 +1,6 @@
 """Does it matter which requests of a batch leave first? Seconds of a rollout by each rollout.order, with a real engine.
 
-    python bench/dispatch_order.py runs/async/seed-0/experiment.yaml [--prompts 64] [--running 16] [--repeats 5]
+    python bench/dispatch_order.py runs/async/every-32/seed-0/experiment.yaml [--prompts 64] [--running 16] [--repeats 5]
 
 Takes the experiment, the warmed model and the long-tailed problems that bench/async.py has prepared. One engine runs
 fewer samples at once than a batch has. Every order samples the same batches, by the same seeds, in a deterministic
@@ -9,7 +9,6 @@ Writes bench/results/dispatch_order.*
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
 import time
@@ -89,14 +88,18 @@ def _measure(configs: dict[str, ExperimentConfig], service: RunningService, args
     return [
         {
             "order": order,
-            "median": statistics.median(seconds[order]),
-            "half": statistics.median(half[order]),
+            "median": _median(seconds[order]),
+            "half": _median(half[order]),
             "fastest": min(seconds[order]),
             "slowest": max(seconds[order]),
             "seconds": seconds[order],
         }
         for order in ORDERS
     ]
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 class _Clock:

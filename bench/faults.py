@@ -374,7 +374,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[*FAULTS, NODE, DISK], default=[*FAULTS, NODE, DISK])
     parser.add_argument("--max-staleness", type=int, default=0, help="versions")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "faults")
+    parser.add_argument("--folder", type=lambda path: Path(path).resolve(), default=ROOT / "runs" / "faults")
     args = parser.parse_args()
     if args.max_staleness:
         SETTINGS.update(merged(SETTINGS, sampling_ahead(args.max_staleness, "drain")))

@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--engines", action="store_true", help="kill engines only, and compare with an undisturbed run")
     parser.add_argument("--max-staleness", type=int, default=0, help="versions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "soak")
+    parser.add_argument("--folder", type=lambda path: Path(path).resolve(), default=ROOT / "runs" / "soak")
     args = parser.parse_args()
     if args.max_staleness:
         SETTINGS.update(merged(SETTINGS, sampling_ahead(args.max_staleness, "retract")))
