@@ -1,6 +1,6 @@
 """Does it matter which requests of a batch leave first? Seconds of a rollout by each rollout.order, with a real engine.
 
-    python bench/dispatch_order.py runs/async/every-32/seed-0/experiment.yaml [--prompts 64] [--running 16] [--repeats 5]
+    python bench/dispatch_order.py runs/async/every-32/seed-0/experiment.yaml [--prompts 64] [--running 16]
 
 Takes the experiment, the warmed model and the long-tailed problems that bench/async.py has prepared. One engine runs
 fewer samples at once than a batch has. Every order samples the same batches, by the same seeds, in a deterministic
