@@ -53,7 +53,7 @@ def main() -> None:
             service.stop()
     header = ("order", "seconds of a rollout", "half of the samples after", "fastest", "slowest")
     lines = [[row["order"], *(f"{row[k]:.2f}" for k in ("median", "half", "fastest", "slowest"))] for row in rows]
-    options = {k: str(v) for k, v in vars(args).items()}
+    options = {k: str(v) for k, v in vars(args).items()} | {"experiment": args.experiment.name}
     write_results("dispatch_order", {**provenance(), "options": options, "rows": rows}, header, lines)
 
 
