@@ -137,7 +137,7 @@ def _measure(folder: RunFolder) -> dict:
         total += of_step
         seconds[step] = total
     return {
-        "step_s": sum(timed) / len(timed),
+        "step_s": _mean(timed),
         "accuracy": [
             [e["step"], seconds.get(e["step"], 0.0), e["eval/accuracy"]] for e in entries if "eval/accuracy" in e
         ],
@@ -187,16 +187,16 @@ def _means(rows: list[dict]) -> list[dict]:
         of = [row for row in rows if row["variant"] == name]
         if len(of) < 2:
             continue
-        mean = {key: mean_of(row[key] for row in of) for key in ("step_s", "trainers_idle", "engines_idle")}
+        mean = {key: _mean(row[key] for row in of) for key in ("step_s", "trainers_idle", "engines_idle")}
         curves = zip(*(row["accuracy"] for row in of), strict=True)  # by evaluation, then by seed
-        mean["accuracy"] = [[mean_of(column) for column in zip(*points, strict=True)] for points in curves]
+        mean["accuracy"] = [[_mean(column) for column in zip(*points, strict=True)] for points in curves]
         sums = {key: sum(row[key] for row in of) for key in ("groups", "twice", "discarded_tokens")}
         largest = {"largest_lag": max(row["largest_lag"] for row in of)}
         found.append({"variant": name, "seed": "mean", **mean, **sums, **largest})
     return found
 
 
-def mean_of(values: Iterable[float]) -> float:
+def _mean(values: Iterable[float]) -> float:
     several = list(values)
     return sum(several) / len(several)
 

@@ -32,7 +32,7 @@ def write_dump(
     weight_version: int,
     values: dict[str, float],
     mesh: Mesh,
-    layers: Sequence[int] = (),
+    layers: Sequence[int],
 ) -> None:
     """Collective. Keeps a batch of the step at hand; LeaderError on every rank when it cannot be written.
 
@@ -42,10 +42,8 @@ def write_dump(
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         parts = {field.name: getattr(batch, field.name) for field in fields(Batch) if field.name not in _LEFT_OUT}
-        for earlier in folder.glob(
-            f"dp_{mesh.dp_rank}_experts_*"
-        ):  # of a start that ended at this step, in other stages
-            earlier.unlink()
+        for earlier in folder.glob(f"dp_{mesh.dp_rank}_experts_*"):
+            earlier.unlink()  # of a start that ended at this step, in other stages perhaps
         torch.save(parts, folder / f"dp_{mesh.dp_rank}.pt")
 
     mesh.from_leader(write, f"dump into {folder}")
@@ -85,7 +83,7 @@ class Dump:
     algorithm: AlgorithmConfig
     values: dict[str, float | None]  # what was measured then
 
-    def batch(self, mesh: Mesh, layers: Sequence[int] = ()) -> Batch:
+    def batch(self, mesh: Mesh, layers: Sequence[int]) -> Batch:
         """Returns this rank's part, with routed experts of these layers of its own, where there are any.
 
         ValueError when the data-parallel size is another one, or an earlier version has written the experts.

@@ -24,7 +24,7 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     initial_weights(config, dump.algorithm, source, actor)
     if source is not None:
         version = load_checkpoint(config, source, actor).step
-    batch = dump.batch(actor.mesh, actor.routing.layers if actor.routing is not None else ())
+    batch = dump.batch(actor.mesh, actor.routed_layers)
     if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":  # the reference's states are not dumped
         batch = with_logprobs(actor, batch, config.sampling.temperature, False, "full")
     sampling = config.sampling

@@ -114,7 +114,7 @@ class Run:
         """Collective. Returns this rank's share of the step's samples, with how old they are where they may be."""
         trained_version = self.state.step if self.config.rollout.max_lag else None
         actor = self.actor
-        layers = actor.routing.layers if self.config.actor.routing_replay == "rollout" and actor.routing else None
+        layers = actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
         return build_batch(groups, updates, self.mesh, actor.arch.attention_length, trained_version, layers)
 
     def evaluation_groups(self, temperature: float, num_samples: int) -> list[RolloutGroup]:
@@ -147,8 +147,7 @@ class Run:
         if not bad and step not in self.config.log.dump_steps:
             return
         folder = self.folder.dump(step)
-        layers = self.actor.routing.layers if self.actor.routing is not None else ()
-        write_dump(folder, batch, algorithm, self.state.step, values, self.mesh, layers)
+        write_dump(folder, batch, algorithm, self.state.step, values, self.mesh, self.actor.routed_layers)
         if not bad:
             return
         which = f"step {step}: loss or gradient of {bad:.0f} update(s) is not finite"

@@ -162,6 +162,11 @@ class MegatronActor:
         replays = config.routing_replay is not None
         self.routing = RoutingReplay(self.chunks, self.arch, device) if replays else None
 
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """Returns the layers of this rank whose experts are replayed, as RoutingReplay.layers; () without replay."""
+        return () if self.routing is None else self.routing.layers
+
     def _reduce_gradients(self, model: list, num_tokens: Tensor | None = None, **groups) -> None:
         """Collective. Sums gradients over ranks as Megatron does, without its token count.
 

@@ -166,7 +166,7 @@ class RolloutSource:
 
         mine = self._from_leader(take, "taking groups")
         for batch in begun:
-            batch.taken.update(place for place in chosen if place in batch.places)
+            batch.taken.update(set(chosen).intersection(batch.places))
         return chosen, mine
 
     def _ready(self) -> dict[int, RolloutGroup]:

@@ -63,8 +63,7 @@ def job_of(job: dict, folder: Path, number: int) -> dict:
 
         reload(actor, initial)
         dump = read_dump(Path(job["run"]) / "dumps" / f"step_{WEIGHT_VERSION + 1:06d}")
-        layers = actor.routing.layers if actor.routing is not None else ()
-        again = step.update(actor, dump.batch(actor.mesh, layers), dump.algorithm, 1.0, 32)
+        again = step.update(actor, dump.batch(actor.mesh, actor.routed_layers), dump.algorithm, 1.0, 32)
         replayed = weights(actor)
 
         reload(actor, initial)
