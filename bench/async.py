@@ -28,7 +28,7 @@ from dispatched import dispatched, not_once
 
 from megagrpo.monitor.record import read_metrics
 from megagrpo.monitor.step_lines import read_step_lines
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 _CORRECTED = ["algorithm.mismatch={weight: {name: tis}}"]

@@ -20,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.common import RESULTS, provenance, write_results
-from megagrpo.checkpoint_cost import checkpoint_cost
 from megagrpo.config.schema import ActorConfig, TinyModelConfig
 from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.planning.checkpoint_cost import checkpoint_cost
 from megagrpo.tiny.description import hf_config
 
 CASES: dict[str, tuple[str, int, dict[str, int]]] = {  # family, ranks, layout
@@ -151,9 +151,9 @@ def as_rank(name: str, phase: str, layers: int, folder: Path) -> None:
     from megagrpo.actor.host import prepare_host
 
     device = prepare_host()
-    from megagrpo import checkpoint
     from megagrpo.actor.megatron_actor import MegatronActor
     from megagrpo.actor.saving import load_actor, save_actor
+    from megagrpo.checkpoint import save as checkpoint
     from megagrpo.types import TrainState
     from megagrpo.weights.actor_weights import load_initial_weights
 

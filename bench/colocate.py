@@ -17,7 +17,7 @@ from learning import _write_config
 
 from megagrpo.monitor.record import read_metrics
 from megagrpo.monitor.rollouts import read_rollouts
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 
 SIDES = {
     "beside, reshard": ["weights.transport=reshard"],

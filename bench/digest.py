@@ -22,11 +22,11 @@ import torch
 from common import provenance, write_results
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from megagrpo.weights.digest import batched_digest, slice_digest
+from megagrpo.weights.copies.record import Copy
+from megagrpo.weights.copies.views import Box
+from megagrpo.weights.digests.digest import batched_digest, slice_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
-from megagrpo.weights.mailbox import decode, encode
-from megagrpo.weights.record import Copy
-from megagrpo.weights.views import Box
+from megagrpo.weights.wire.mailbox import decode, encode
 
 SHAPES = {
     "matrix of a dense layer": (4096, 2048),

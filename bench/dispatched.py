@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megagrpo.monitor.rollouts import read_rollouts
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 
 
 def sampling_ahead(num_versions: int, in_flight: str) -> dict:

@@ -44,7 +44,7 @@ from engine_process import START_S, free_ports  # noqa: E402
 
 from megagrpo.config.preparation import TinyModelConfig  # noqa: E402
 from megagrpo.families.table import architecture_of  # noqa: E402
-from megagrpo.processes import spawn, stop_tree  # noqa: E402
+from megagrpo.system.processes import spawn, stop_tree  # noqa: E402
 from megagrpo.tiny.description import hf_config  # noqa: E402
 from megagrpo.tiny.model import random_tensors, write_model  # noqa: E402
 

@@ -18,8 +18,8 @@ MOMENTS = {  # a function that runs in it -> the moment
     ("megagrpo.actor.step", "objective"): "forward",
     ("megagrpo.actor.megatron_actor", "MegatronActor._reduce_gradients"): "backward",
     ("megagrpo.actor.megatron_actor", "MegatronActor.optimizer_step"): "optimiser",
-    ("megagrpo.checkpoint", "PendingSave.finish"): "checkpoint",
-    ("megagrpo.weights.transport_reshard", "send_batches"): "transfer",
+    ("megagrpo.checkpoint.save", "PendingSave.finish"): "checkpoint",
+    ("megagrpo.weights.transports.reshard", "send_batches"): "transfer",
 }
 TRANSFER_S = 0.02  # that of the tiny model takes longer
 

@@ -48,8 +48,8 @@ from run_megagrpo import (  # noqa: E402
     write_experiment,
 )
 
-from megagrpo.processes import is_live  # noqa: E402
 from megagrpo.rollout.control import find_service  # noqa: E402
+from megagrpo.system.processes import is_live  # noqa: E402
 
 SAMPLES = 32  # of a step
 STEPS_A_FAULT = 2

@@ -26,7 +26,7 @@ from bench.common import RESULTS, provenance  # noqa: E402
 from bench.gpu_kit.children import Outcome, Section, run_section  # noqa: E402
 from bench.gpu_kit.figures import Setting  # noqa: E402
 from bench.gpu_kit.report import above_bounds, is_failure, value_of, write_report  # noqa: E402
-from megagrpo.environment import of_all_nccl_ranks  # noqa: E402
+from megagrpo.system.environment import of_all_nccl_ranks  # noqa: E402
 
 _KIT = "bench.gpu_kit"
 # In order of worth: what the time limit leaves out is at the end.
@@ -108,7 +108,7 @@ def _preload() -> None:
     from megagrpo.actor.host import prepare_host
 
     prepare_host()
-    from megagrpo.torchvision_ops import define_torchvision_operators
+    from megagrpo.data.torchvision_ops import define_torchvision_operators
 
     define_torchvision_operators()
     for module in ("megagrpo.actor.step", "megagrpo.tiny.model", "transformers.models.qwen3.modeling_qwen3"):

@@ -225,7 +225,7 @@ def _batch(groups: list, samples: int, mesh) -> object:
 def _record(groups: list, mesh, folder: Path) -> None:
     try:
         from megagrpo.monitor.rollouts import RolloutLog
-        from megagrpo.run_folder import RunFolder
+        from megagrpo.system.run_folder import RunFolder
 
         if mesh.is_leader:
             RolloutLog(RunFolder(folder), mesh.dp_rank, mesh.dp_size).write(1, groups)

@@ -17,7 +17,7 @@ from pathlib import Path
 from common import ROOT, call_megagrpo, provenance, write_results
 
 from megagrpo.monitor.record import read_metrics
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 
 
 def main() -> None:

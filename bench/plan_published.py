@@ -20,7 +20,7 @@ from megagrpo.config.load import load_config
 from megagrpo.planning.lengths import Lengths
 from megagrpo.planning.plan import Options, exact_plan, target_of
 from megagrpo.planning.step_time import Plan, plan_step, training_of, usable_bytes
-from megagrpo.planning.trainer_side import Load, trainer_side
+from megagrpo.planning.trainer_memory import Load, trainer_side
 
 ROOT = Path(__file__).resolve().parent.parent
 NEMO = "NeMo-RL docs/about/performance-summary.md, v0.4, DGX-H100, bf16"

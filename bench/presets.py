@@ -19,7 +19,7 @@ from common import RESULTS, ROOT, call_megagrpo, provenance, write_results
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.monitor.record import read_metrics
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 
 PRESETS = sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
 HEADER = (

@@ -39,12 +39,12 @@ from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, TinyModelConfig
 from megagrpo.families.table import read_architecture
-from megagrpo.hf_files import HfFolder, write_hf_folder
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.routed_experts import RoutedExperts
 from megagrpo.tiny.model import make_tiny_model
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
+from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 
 NUM_PROMPTS, PROMPT_TOKENS = 48, 6
 NAME = "routing_replay"

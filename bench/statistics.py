@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megagrpo.algo.estimators import EstimatorInputs, grpo
 from megagrpo.algo.statistics import group_statistics
-from megagrpo.config.estimators import GrpoAdvantage
+from megagrpo.config.objective.estimators import GrpoAdvantage
 from megagrpo.mesh import make_mesh
 
 GROUP_SIZE, REPEATS = 8, 40

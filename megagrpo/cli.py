@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megagrpo import __version__
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import under_torchrun
+from megagrpo.system.environment import under_torchrun
 
 if TYPE_CHECKING:
     from megagrpo.cluster.nodes import Node
@@ -252,7 +252,7 @@ def _serve(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> int:
     config = _config(args)
     if under_torchrun():
-        from megagrpo.entrypoints import train_main
+        from megagrpo.tasks.ranks import train_main
 
         return train_main(config, args.service)
     from megagrpo.cluster.nodes import train_node
@@ -275,7 +275,7 @@ def _sft(args: argparse.Namespace) -> int:
     if config.sft is None:
         raise ValueError(f"{args.config} has no sft section: there is no warm-up to run")
     if under_torchrun():
-        from megagrpo.entrypoints import sft_main
+        from megagrpo.tasks.ranks import sft_main
 
         return sft_main(config)
     from megagrpo.cluster.machine import train_ranks
@@ -291,7 +291,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from megagrpo.explain import check_command
+    from megagrpo.planning.explain import check_command
 
     return check_command(_config(args), args.hardware)
 
@@ -324,7 +324,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _plan_weights(args: argparse.Namespace) -> int:
     from megagrpo.planning.hardware import rates_of
-    from megagrpo.planning.weights_report import plan_weights
+    from megagrpo.planning.publish_bytes import plan_weights
 
     config = _config(args)
     engines = args.engines or [config.rollout.num_engines]
@@ -337,7 +337,7 @@ def _plan_weights(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     config = _config(args)
     if under_torchrun():
-        from megagrpo.entrypoints import export_main
+        from megagrpo.tasks.ranks import export_main
 
         return export_main(config, args.checkpoint, args.output, args.lora)
     from megagrpo.cluster.machine import train_ranks
@@ -349,7 +349,7 @@ def _export(args: argparse.Namespace) -> int:
 def _replay(args: argparse.Namespace) -> int:
     config = _config(args)
     if under_torchrun():
-        from megagrpo.entrypoints import replay_main
+        from megagrpo.tasks.ranks import replay_main
 
         return replay_main(config, args.dump)
     from megagrpo.cluster.machine import train_ranks
@@ -387,7 +387,7 @@ def _engines(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from megagrpo.doctor import run_doctor
+    from megagrpo.check.doctor import run_doctor
 
     return run_doctor()
 

@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from megagrpo import environment
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import save_actor
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
-from megagrpo.beginning import find_checkpoint, initial_weights, make_actor, resume, run_identity
-from megagrpo.checkpoint import Checkpointer
+from megagrpo.checkpoint.resume import find_checkpoint, initial_weights, make_actor, resume, run_identity
+from megagrpo.checkpoint.save import Checkpointer
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
-from megagrpo.dump import write_dump
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
 from megagrpo.monitor.console import StepConsole
+from megagrpo.monitor.dump import write_dump
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import RolloutLog
@@ -32,11 +31,12 @@ from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.control import ServiceControl, find_service
+from megagrpo.rollout.selection import gather_surplus, grader_metrics, next_groups, rollout_metrics
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
-from megagrpo.run_folder import RunFolder
-from megagrpo.selection import gather_surplus, grader_metrics, next_groups, rollout_metrics
-from megagrpo.stop_request import STOP_FILE, StopRequest
+from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.system.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState, Updates
 from megagrpo.weights.exchange import Exchange
 

@@ -71,7 +71,7 @@ run_job() {
     end_job "$status"
 }
 
-# end_job STATUS      85: saved before the last step (megagrpo/stop_request.py)
+# end_job STATUS      85: saved before the last step (megagrpo/system/stop_request.py)
 end_job() {
     if [ "$1" = 85 ]; then
         say "back into the queue, to go on from the checkpoint"

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megagrpo.environment import WEIGHT_LOADER
-from megagrpo.hf_files import HfFolder, write_hf_folder
+from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
-from megagrpo.weights import engine_loader
+from megagrpo.weights.engines import loader as engine_loader
+from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 
 STARTED = EngineInfo(
     id="engine-0", url="", state="stale", weight_version=None, incarnation=1, restarts=0, pid=1, reason=""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from megagrpo.environment import ENGINE_HEADER
+from megagrpo.system.environment import ENGINE_HEADER
 
 NO_WORKERS = {
     "error": {"type": "Service Unavailable", "code": "no_available_workers", "message": "No available workers"}

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megagrpo.hf_files import HfFolder
+from megagrpo.weights.hf_folder import HfFolder
 
 WHOLE = ("embed_tokens", "lm_head", "norm", "mlp.gate.")  # what published checkpoints do not quantise
 

@@ -12,7 +12,7 @@ from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.monitor.timeline import Timeline
 from megagrpo.monitor.trained import TrainedLog
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from tests.padding import batch_of_rows
 

@@ -8,10 +8,10 @@ import torch
 
 from bench.gpu_kit.figures import Figures, Setting
 from bench.gpu_kit.models import DEVICE, PLAIN, QWEN3_TINY, description, random_actor, random_batch
-from megagrpo import checkpoint
 from megagrpo.actor import step
 from megagrpo.actor.saving import load_actor, save_actor
-from megagrpo.checkpoint import Retention, RunIdentity
+from megagrpo.checkpoint import save as checkpoint
+from megagrpo.checkpoint.save import Retention, RunIdentity
 from megagrpo.types import TrainState
 
 SIZES = {"hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8}

@@ -17,8 +17,8 @@ from importlib import import_module
 from pathlib import Path
 
 from bench.gpu_kit.figures import Figure, Figures, Setting, Unavailable, read_figures
-from megagrpo.environment import temporarily
-from megagrpo.processes import process_tree, stop_tree
+from megagrpo.system.environment import temporarily
+from megagrpo.system.processes import process_tree, stop_tree
 
 LAST_LINES = 30  # of a failed section's output that the report keeps
 _UNAVAILABLE = 3  # a child's exit status

@@ -14,8 +14,8 @@ from typing import Any
 from bench.gpu_kit.figures import Figures, Setting, Unavailable
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
-from megagrpo.environment import child_environment
 from megagrpo.rollout.service.engine_command import CPU_SHIMS, ServerPlace, engine_command, engine_environment
+from megagrpo.system.environment import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 _BACKENDS = ("triton", "torch_native")  # of attention: neither needs SGLang's CUDA kernels

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from bench.gpu_kit.figures import Figures, Setting
-from megagrpo.environment import temporarily
-from megagrpo.weights.clock import Deadline
-from megagrpo.weights.group import EngineGroup, PeerLost, join_group
+from megagrpo.system.environment import temporarily
+from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
 
 LIMIT_S, SMALL_LIMIT_S = 8.0, 0.5  # for a peer that never comes
 _GRACE = 3.0  # times the limit, until which waiting must end

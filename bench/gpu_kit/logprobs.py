@@ -14,8 +14,8 @@ from bench.gpu_kit.models import (
     random_batch,
 )
 from megagrpo.actor import step
+from megagrpo.data.torchvision_ops import define_torchvision_operators
 from megagrpo.families.table import architecture_of
-from megagrpo.torchvision_ops import define_torchvision_operators
 from megagrpo.types import Batch
 
 SPREAD = 4.0  # of the logits

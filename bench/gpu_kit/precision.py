@@ -12,7 +12,7 @@ from bench.gpu_kit.models import DEVICE, RICH, RandomTensors, description, rando
 from megagrpo.actor import step
 from megagrpo.certify.measure import whole
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.record import record_copies
+from megagrpo.weights.copies.record import record_copies
 
 VOCAB = 160
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_key_value_heads": 2, "intermediate_size": 128}

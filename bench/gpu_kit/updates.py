@@ -16,7 +16,7 @@ from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.certify.measure import whole
-from megagrpo.torchvision_ops import define_torchvision_operators
+from megagrpo.data.torchvision_ops import define_torchvision_operators
 from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample
 
 VOCAB, PROMPT, RESPONSE = 64, 4, 12

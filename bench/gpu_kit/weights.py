@@ -8,13 +8,13 @@ from torch import Tensor
 
 from bench.gpu_kit.figures import Figures, Setting
 from bench.gpu_kit.timing import seconds_of
-from megagrpo.weights import digest
-from megagrpo.weights.clock import Deadline
-from megagrpo.weights.digest import batched_digest
-from megagrpo.weights.group import EngineGroup, Receive, Send
-from megagrpo.weights.moving import receive_batches, send_batches
-from megagrpo.weights.reshard_plan import Message
-from megagrpo.weights.views import Box, Place
+from megagrpo.weights.copies.views import Box, Place
+from megagrpo.weights.digests import digest
+from megagrpo.weights.digests.digest import batched_digest
+from megagrpo.weights.transports.reshard_plan import Message
+from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.group import EngineGroup, Receive, Send
+from megagrpo.weights.wire.moving import receive_batches, send_batches
 
 # slices alike in one parameter: [slices, rows, columns]
 DIGESTED = {

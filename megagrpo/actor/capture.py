@@ -12,11 +12,11 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
 from megagrpo.actor.head import token_values
+from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.model import routers
 from megagrpo.actor.step import micro_batches, token_logprobs
 from megagrpo.types import Batch, MicroBatch
-from megagrpo.weights.capture import LayerTap, Recorder, SeenTokens, Tap, experts_key
+from megagrpo.weights.engines.hooks import LayerTap, Recorder, SeenTokens, Tap, experts_key
 
 
 class CapturedForward(NamedTuple):

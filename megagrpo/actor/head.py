@@ -9,8 +9,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.model import HiddenStatesModel
 from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 

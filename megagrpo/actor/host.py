@@ -1,4 +1,4 @@
-"""Chooses the device and patches what Megatron-Core misses there; entrypoints.py calls `prepare_host` before Megatron.
+"""Chooses the device and patches what Megatron-Core misses there; tasks/ranks.py calls `prepare_host` before Megatron.
 
 Megatron calls torch.cuda for devices, streams and RNG states without asking whether CUDA exists. On a CPU those calls
 have a natural meaning (the device is the CPU, streams are already in order, the RNG state is the CPU's), which is
@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megagrpo import environment
 from megagrpo.config.actor import ActorConfig
+from megagrpo.system import environment
 
 CPU = torch.device("cpu")
 _TRANSFORMER_ENGINE_BELOW = (2, 12)  # megatron-core 0.16.1's own bound
@@ -108,7 +108,7 @@ def _admit_whole_linear() -> None:
     """
     from megatron.core.transformer import multi_latent_attention
 
-    from megagrpo.actor.whole_linear import WholeLinear
+    from megagrpo.actor.layers.whole_linear import WholeLinear
 
     multi_latent_attention.Linear = WholeLinear
     if not isinstance(multi_latent_attention.TELinear, type):
@@ -118,7 +118,7 @@ def _admit_whole_linear() -> None:
 def _share_angles() -> None:
     from megatron.core.models.common.embeddings import rope_utils
 
-    from megagrpo.actor import rotary
+    from megagrpo.actor.layers import rotary
 
     rotary.install(rope_utils)
 

@@ -14,10 +14,9 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from megagrpo import environment
-from megagrpo.actor import lora
-from megagrpo.actor.megatron_config import check_layout, check_packages, check_transformer_engine, transformer_config
-from megagrpo.actor.model import (
+from megagrpo.actor.layers import lora
+from megagrpo.actor.megatron.config import check_layout, check_packages, check_transformer_engine, transformer_config
+from megagrpo.actor.megatron.model import (
     HiddenStatesModel,
     adapter_parameters,
     build_chunks,
@@ -27,17 +26,18 @@ from megagrpo.actor.model import (
 )
 from megagrpo.actor.optimizer import build_optimizer, take_step, wrap_chunks
 from megagrpo.actor.reference import AdaptersOff, HostReference
-from megagrpo.actor.router_bias import RouterBias
-from megagrpo.actor.router_losses import RouterLosses
-from megagrpo.actor.routing_replay import RoutingReplay
+from megagrpo.actor.routing.bias import RouterBias
+from megagrpo.actor.routing.losses import RouterLosses
+from megagrpo.actor.routing.replay import RoutingReplay
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
+from megagrpo.system import environment
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.record import Specs, record_copies
+from megagrpo.weights.copies.record import Specs, record_copies
 
 
 class NonFiniteUpdate(RunStopped):

@@ -9,8 +9,8 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megagrpo.actor.megatron_config import ddp_config, optimizer_config
-from megagrpo.actor.model import HiddenStatesModel
+from megagrpo.actor.megatron.config import ddp_config, optimizer_config
+from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.config.actor import ActorConfig
 
 

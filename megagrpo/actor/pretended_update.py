@@ -19,10 +19,10 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from megagrpo.actor import megatron_actor, step
+from megagrpo.actor.dry_run import pretended_world
 from megagrpo.actor.live_bytes import LiveBytes, storage_bytes
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.optimizer import take_step
-from megagrpo.actor.pretended import pretended_world
 from megagrpo.actor.shapes_only import META, ShapesOnly, as_on_device
 from megagrpo.algo import logprob
 from megagrpo.config.actor import ActorConfig

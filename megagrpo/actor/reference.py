@@ -7,7 +7,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megagrpo.actor.lora import adapters_off
+from megagrpo.actor.layers.lora import adapters_off
 
 
 class HostReference:

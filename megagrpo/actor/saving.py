@@ -39,9 +39,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
-from megagrpo.actor.lora import sharded_adapters
+from megagrpo.actor.layers.lora import sharded_adapters
+from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.model import HiddenStatesModel
 
 _FORM = "distrib_optim_sharding_type"
 _OWN_PARTS, _RESHARDABLE = "dp_reshardable", "fully_reshardable"

@@ -15,10 +15,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megagrpo.actor.attention import PackedSequences
 from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tokens
+from megagrpo.actor.layers.attention import PackedSequences
+from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
-from megagrpo.actor.model import HiddenStatesModel
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.algo.statistics import row_sums
 from megagrpo.batching.microbatch import MicroBatches, plan_micro_batches

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty, probability_ratio
 from megagrpo.algo.statistics import Reduce, exact_row_sums, moments, row_max, row_sums
-from megagrpo.config.correction import Band, Rejection, TruncatedImportance
+from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
 
 
 def policy_weights(

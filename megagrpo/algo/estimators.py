@@ -1,7 +1,7 @@
 """Advantage estimators, one pure function each: rewards and statistics in, a float64 number per response or token out.
 
 Constant groups get exactly 0 from every function that compares the responses of a group. To add an estimator: its
-variant in config/estimators.py, its function here and its row in ESTIMATORS.
+variant in config/objective/estimators.py, its function here and its row in ESTIMATORS.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megagrpo.algo.statistics import GroupStatistics, Moments, Reduce, exact_group_sums, group_range, row_sums
 from megagrpo.algo.table import check_complete
-from megagrpo.config.estimators import (
+from megagrpo.config.objective.estimators import (
     ESTIMATOR_CONFIGS,
     DrGrpoAdvantage,
     Estimator,
@@ -146,7 +146,7 @@ ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
     GpgAdvantage: gpg,
 }
 check_complete(
-    ESTIMATORS, ESTIMATOR_CONFIGS, "ESTIMATORS (algo/estimators.py)", "AdvantageConfig (config/estimators.py)"
+    ESTIMATORS, ESTIMATOR_CONFIGS, "ESTIMATORS (algo/estimators.py)", "AdvantageConfig (config/objective/estimators.py)"
 )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.kl import KL_ERROR_LIMIT, KL_FORMS, AdaptiveKl, KlConfig, KlEstimator, KlValue
+from megagrpo.config.objective.kl import KL_ERROR_LIMIT, KL_FORMS, AdaptiveKl, KlConfig, KlEstimator, KlValue
 from megagrpo.types import AlgoState
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond it the value says nothing and the gradient is 0

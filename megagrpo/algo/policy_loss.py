@@ -1,6 +1,6 @@
 """Policy losses, one pure function each: log-probabilities and advantages in, the loss of every token out.
 
-To add one: its variant in config/policy_loss.py, its function here and its row in POLICY_LOSSES.
+To add one: its variant in config/objective/policy_loss.py, its function here and its row in POLICY_LOSSES.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, probability_ratio
 from megagrpo.algo.table import check_complete
-from megagrpo.config.policy_loss import (
+from megagrpo.config.objective.policy_loss import (
     POLICY_LOSS_CONFIGS,
     CispoLoss,
     GpgLoss,
@@ -109,7 +109,7 @@ check_complete(
     POLICY_LOSSES,
     POLICY_LOSS_CONFIGS,
     "POLICY_LOSSES (algo/policy_loss.py)",
-    "PolicyLossConfig (config/policy_loss.py)",
+    "PolicyLossConfig (config/objective/policy_loss.py)",
 )
 
 

@@ -1,6 +1,6 @@
 """Reward steps, one function each: from the grader's rewards to those that the advantage sees.
 
-To add a step: its Section in config/reward_shaping.py, its function here and its row in REWARD_STEPS.
+To add a step: its Section in config/objective/reward_shaping.py, its function here and its row in REWARD_STEPS.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megagrpo.algo.statistics import DEGENERATE_RANGE, Reduce, group_statistics, moments
 from megagrpo.algo.table import check_complete
-from megagrpo.config.reward_shaping import (
+from megagrpo.config.objective.reward_shaping import (
     REWARD_STEP_CONFIGS,
     OverlongShaping,
     RewardClip,
@@ -192,5 +192,5 @@ check_complete(
     REWARD_STEPS,
     REWARD_STEP_CONFIGS,
     "REWARD_STEPS (algo/reward_shaping.py)",
-    "RewardShapingConfig (config/reward_shaping.py)",
+    "RewardShapingConfig (config/objective/reward_shaping.py)",
 )

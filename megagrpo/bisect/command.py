@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from megagrpo.cluster.machine import ranks_beside_service
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.entrypoints import guarded
-from megagrpo.run_folder import RunFolder, write_whole
+from megagrpo.system.run_folder import RunFolder, write_whole
+from megagrpo.tasks.ranks import guarded
 
 if TYPE_CHECKING:  # the command line imports this file
     import torch

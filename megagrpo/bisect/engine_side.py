@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megagrpo.rollout.control import bearer
 from megagrpo.types import EngineInfo
-from megagrpo.weights.capture import Tap
-from megagrpo.weights.clock import Deadline
-from megagrpo.weights.engine_client import EngineConnection
-from megagrpo.weights.mailbox import Mailbox, address_towards
+from megagrpo.weights.engines.client import EngineConnection
+from megagrpo.weights.engines.hooks import Tap
+from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.mailbox import Mailbox, address_towards
 
 _PASSES = Tap("passes", "model.embed_tokens", "out")  # has a row for each token, whatever else is tapped
 

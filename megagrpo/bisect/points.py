@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megagrpo.families.architecture import Architecture
-from megagrpo.weights.capture import LayerTap, Tap, experts_key
+from megagrpo.weights.engines.hooks import LayerTap, Tap, experts_key
 
 EMBEDDING, FINAL_NORM = "embedding", "final_norm"
 Layout = Literal["whole", "heads", "qkv", "map", "shares"]

@@ -22,7 +22,7 @@ from megagrpo.bisect.points import FINAL_NORM, Point, final_norm, layer_points, 
 from megagrpo.bisect.sides import from_engine, from_trainer
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch
-from megagrpo.weights.capture import SeenTokens
+from megagrpo.weights.engines.hooks import SeenTokens
 
 
 @dataclass(frozen=True)

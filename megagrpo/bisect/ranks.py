@@ -7,19 +7,19 @@ from pathlib import Path
 import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.beginning import load_checkpoint, make_actor
 from megagrpo.bisect.command import BisectOptions
 from megagrpo.bisect.compare import BOUNDS, Bounds
 from megagrpo.bisect.engine_side import AskedEngine
 from megagrpo.bisect.findings import Findings
 from megagrpo.bisect.procedure import bisect_pair
 from megagrpo.bisect.report import write_findings
+from megagrpo.checkpoint.resume import load_checkpoint, make_actor
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 from megagrpo.mesh import LeaderError
 from megagrpo.rollout.control import ServiceControl, find_service
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from megagrpo.weights.engine_fleet import EngineRegistry
+from megagrpo.weights.engines.fleet import EngineRegistry
 from megagrpo.weights.exchange import WEIGHTS_DIFFER, Exchange
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megagrpo.bisect.compare import Difference
 from megagrpo.bisect.findings import OUTPUT, Findings, verdict
-from megagrpo.run_folder import write_whole
+from megagrpo.system.run_folder import write_whole
 
 _INK, _LINE, _BOUND = "#0b0b0b", "#2a78d6", "#e34948"
 

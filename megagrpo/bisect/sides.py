@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megagrpo.bisect.points import Point
 from megagrpo.families.architecture import Architecture
-from megagrpo.weights.capture import SeenTokens, experts_key
+from megagrpo.weights.engines.hooks import SeenTokens, experts_key
 
 
 class Side(NamedTuple):

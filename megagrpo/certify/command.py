@@ -15,8 +15,8 @@ from megagrpo.certify.report import write_certificate
 from megagrpo.certify.subject import make_models
 from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
-from megagrpo.entrypoints import guarded
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.tasks.ranks import guarded
 
 if TYPE_CHECKING:  # the command line imports this file
     import torch

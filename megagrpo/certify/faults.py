@@ -11,15 +11,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megagrpo.actor import layer_specs, model, routing_replay, step
+from megagrpo.actor import step
+from megagrpo.actor.layers import specs as layer_specs
+from megagrpo.actor.megatron import model
+from megagrpo.actor.megatron.model import build_chunk
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.model import build_chunk
-from megagrpo.actor.routing_replay import own_places
+from megagrpo.actor.routing import replay as routing_replay
+from megagrpo.actor.routing.replay import own_places
 from megagrpo.algo.loss import objective
 from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
-from megagrpo.families import deepseek_v3
 from megagrpo.families.loading import Shard
+from megagrpo.families.models import deepseek_v3
 
 Plant = Callable[[MegatronActor], None]
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo import environment
-from megagrpo.actor.lora import InitialAdapters
+from megagrpo.actor.layers.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
 from megagrpo.actor.step import backward, denominators_of, token_logprobs, update, with_logprobs
 from megagrpo.algo.advantage import with_advantages
@@ -22,12 +21,13 @@ from megagrpo.certify.faults import planted
 from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, NUM_GROUPS, longest, make_groups, near
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.families.table import read_architecture
-from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import Mesh
-from megagrpo.run_folder import write_whole
+from megagrpo.system import environment
+from megagrpo.system.run_folder import write_whole
 from megagrpo.types import AlgoState, Batch, RolloutGroup
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
-from megagrpo.weights.plan import gather_buckets, make_gather_plan, published_specs
+from megagrpo.weights.hf_folder import HfFolder
+from megagrpo.weights.transports.gather_plan import gather_buckets, make_gather_plan, published_specs
 
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megagrpo.check.problems import model_description
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig, TinyModelConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import FAMILIES, architecture_of
-from megagrpo.hf_files import write_hf_folder
-from megagrpo.preflight import model_description
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import random_tensors
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.weights.hf_folder import write_hf_folder
 
 VOCAB = 131  # no tensor-parallel size divides it: padded vocabularies are part of every certificate
 NUM_GROUPS, MAX_PROMPT, MAX_RESPONSE = 5, 10, 24

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from megagrpo import environment
 from megagrpo.cluster import variables
 from megagrpo.cluster.supervise import Launch, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.engine_command import on_gpus
-from megagrpo.run_folder import RunFolder
+from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder
 
 _POLL_S = 0.2
 _DEAD_LOCK_S = 150.0  # how long a file server keeps the lock of a node that died, whose job is started again elsewhere
@@ -35,7 +35,9 @@ def run(config: ExperimentConfig) -> int:
 
 
 def _refuse_what_cannot_run(config: ExperimentConfig) -> None:
-    from megagrpo.preflight import preflight  # imports transformers: seconds in which a node could not be told to stop
+    from megagrpo.check.problems import (
+        preflight,  # imports transformers: seconds in which a node could not be told to stop
+    )
 
     problems = preflight(config)
     if problems:

@@ -13,14 +13,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from megagrpo import environment
 from megagrpo.cluster.machine import alone_in
 from megagrpo.cluster.supervise import Child, Launch, last_lines, torchrun
 from megagrpo.cluster.variables import interface_of_engines, of_trainers
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
-from megagrpo.run_folder import RunFolder
+from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder
 
 _ONE_MACHINE = "rollout.colocate: engines share GPUs with the trainers of one machine so far: `megagrpo run`"
 _POLL_S = 0.2

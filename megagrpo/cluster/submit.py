@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megagrpo
-from megagrpo import environment
+from megagrpo.check.problems import preflight
 from megagrpo.config.schema import ExperimentConfig, RolloutConfig
-from megagrpo.preflight import preflight
 from megagrpo.rollout.service.addresses import LOOPBACK
-from megagrpo.run_folder import RunFolder
+from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder
 
 SCRIPTS = {"one-job": "one_job.sbatch", "het": "het_job.sbatch", "one-node": "one_node.sbatch"}
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from megagrpo import environment
-from megagrpo.processes import spawn, stop_tree
-from megagrpo.run_folder import RunFolder
-from megagrpo.stop_request import STOP_FILE, STOPPED, StopRequest
+from megagrpo.system import environment
+from megagrpo.system.processes import spawn, stop_tree
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.system.stop_request import STOP_FILE, STOPPED, StopRequest
 
 _POLL_S = 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # that a launch may handle

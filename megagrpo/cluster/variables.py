@@ -3,9 +3,9 @@
 docs/gpu.md lists the environment of every process of a run.
 """
 
-from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
+from megagrpo.system import environment
 
 
 def of_trainers(config: ExperimentConfig, interface: str | None = None) -> dict[str, str]:

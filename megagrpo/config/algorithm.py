@@ -4,11 +4,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from megagrpo.config.correction import MismatchConfig
-from megagrpo.config.estimators import AdvantageConfig, GrpoAdvantage
-from megagrpo.config.kl import KL_ERROR_LIMIT, KlConfig
-from megagrpo.config.policy_loss import PolicyLossConfig, PpoClipLoss
-from megagrpo.config.reward_shaping import RewardShapingConfig
+from megagrpo.config.objective.correction import MismatchConfig
+from megagrpo.config.objective.estimators import AdvantageConfig, GrpoAdvantage
+from megagrpo.config.objective.kl import KL_ERROR_LIMIT, KlConfig
+from megagrpo.config.objective.policy_loss import PolicyLossConfig, PpoClipLoss
+from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.config.section import Section
 from megagrpo.config.variant import Aggregation, Positive
 

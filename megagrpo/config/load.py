@@ -17,10 +17,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, keys_of, sections, variant_names
-from megagrpo.config.megatron_settings import megatron_setting_problems
+from megagrpo.config.libraries.megatron import megatron_setting_problems
+from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.config.server_settings import engine_setting_problems
-from megagrpo.run_folder import write_whole
+from megagrpo.system.run_folder import write_whole
 
 PRESETS = Path(__file__).with_name("presets")
 

@@ -17,7 +17,7 @@ import pyarrow
 import pyarrow.parquet
 
 from megagrpo.config.schema import DataConfig, ModelConfig
-from megagrpo.torchvision_ops import define_torchvision_operators, torchvision_problem
+from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch

@@ -1,4 +1,4 @@
-"""Loads HF tensors into Megatron's modules by slices and copies alone, which weights/record.py can trace."""
+"""Loads HF tensors into Megatron's modules by slices and copies alone, which weights/copies/record.py can trace."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megagrpo.families import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megagrpo.families.architecture import Architecture
+from megagrpo.families.models import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
 from megagrpo.families.quantization import dequantised_config, quantization_problems
 from megagrpo.families.tensors import TensorSpec
 from megagrpo.families.tiny import TinySizes

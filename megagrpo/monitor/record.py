@@ -8,7 +8,7 @@ import json
 import math
 
 from megagrpo.config.schema import LogConfig
-from megagrpo.run_folder import RunFolder, write_json_lines
+from megagrpo.system.run_folder import RunFolder, write_json_lines
 
 
 class StepLog:

@@ -4,7 +4,7 @@ import statistics
 from pathlib import Path
 
 from megagrpo.monitor.record import read_metrics
-from megagrpo.run_folder import RunFolder, write_whole
+from megagrpo.system.run_folder import RunFolder, write_whole
 
 _INK, _MUTED, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _REWARD, _EVAL, _MISMATCH, _LENGTH = "#2f6fb3", "#d9622b", "#6b4fa1", "#2a8c6e"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import orjson
 
-from megagrpo.run_folder import RunFolder, write_json_lines
+from megagrpo.system.run_folder import RunFolder, write_json_lines
 from megagrpo.types import Outcome, RolloutGroup
 
 

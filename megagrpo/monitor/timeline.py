@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from megagrpo.monitor.step_lines import StepLines, drop_absent
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 
 _MAX_REQUESTS, _MAX_CALLS = 512, 1024  # of a step and rank: about 50 kB
 _BETWEEN = "what follows the record"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megagrpo.algo.statistics import row_sums
 from megagrpo.monitor.step_lines import StepLines, drop_absent
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.run_folder import RunFolder, write_whole
+from megagrpo.system.run_folder import RunFolder, write_whole
 
 _PATIENCE_S = 60.0  # for the service to answer at the start, and to take what is left at the end
 

@@ -25,7 +25,7 @@ import psutil
 import megagrpo
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
-from megagrpo.run_folder import RunFolder, write_whole
+from megagrpo.system.run_folder import RunFolder, write_whole
 
 _POLL_S = 0.5
 _BEAT_S = 5.0  # a rank's file is written at least this often

@@ -10,7 +10,7 @@ import torch
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.rollouts import read_rollouts
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 
 _POINTS = 4096  # of a distribution that is given by numbers
 _Z99 = 2.3263  # standard normal, 0.99

@@ -12,9 +12,9 @@ from math import prod
 import numpy as np
 
 from megagrpo.planning.hardware import Rates
-from megagrpo.weights.plan import Bucket, GatherPlan
-from megagrpo.weights.reshard_plan import Cover, plan_transfer
-from megagrpo.weights.transport_broadcast import sent_unpacked
+from megagrpo.weights.transports.broadcast import sent_unpacked
+from megagrpo.weights.transports.gather_plan import Bucket, GatherPlan
+from megagrpo.weights.transports.reshard_plan import Cover, plan_transfer
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,16 @@ from json import dumps
 from pathlib import Path
 
 import megagrpo
+from megagrpo.check.problems import longest_samples, model_description
+from megagrpo.config.layout import layout_problems
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.layout import layout_problems
-from megagrpo.planning.engine_side import Server, server_of
+from megagrpo.planning.engine_memory import Server, server_of
 from megagrpo.planning.hardware import hardware_of
 from megagrpo.planning.lengths import Lengths, assumed_lengths, given_lengths, lengths_of_run
 from megagrpo.planning.links import place_ranks
 from megagrpo.planning.plan_report import as_json, proposal_words, proposals, report
+from megagrpo.planning.publish_bytes import forecast_publish
 from megagrpo.planning.recordings import describe_model, record_all, representative_ranks, resolve_all
 from megagrpo.planning.search import best_layouts
 from megagrpo.planning.step_time import (
@@ -29,9 +31,7 @@ from megagrpo.planning.step_time import (
     trainers_of,
 )
 from megagrpo.planning.trainer_measured import measured
-from megagrpo.planning.weights_report import forecast_publish
-from megagrpo.preflight import longest_samples, model_description
-from megagrpo.run_folder import write_whole
+from megagrpo.system.run_folder import write_whole
 
 _MAX_RECORDED = 64  # different trainer ranks: about a second each
 _SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from megagrpo.planning.hardware import EFFICIENCY
+from megagrpo.planning.publish_bytes import table_lines
 from megagrpo.planning.search import changes
 from megagrpo.planning.step_time import Plan, usable_bytes
-from megagrpo.planning.weights_report import table_lines
 
 _SMALL = 0.02  # share of a phase below which a part is not named
 

@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
+from megagrpo.check.problems import check_against_model, model_description
+from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, ParallelConfig
-from megagrpo.environment import child_environment
 from megagrpo.families.table import exported_config
-from megagrpo.layout import rank_coordinates
-from megagrpo.planning.child import hf_specs
 from megagrpo.planning.hardware import Hardware
-from megagrpo.preflight import check_against_model, model_description
-from megagrpo.processes import spawn, stop_tree
+from megagrpo.planning.record_process import hf_specs
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
     engine_command,
     engine_environment,
     engine_python_path,
 )
-from megagrpo.weights.record import Copy, Specs
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import spawn, stop_tree
+from megagrpo.weights.copies.record import Copy, Specs
 
 _LIMIT_S = 1800.0
 _POLL_S = 0.1
@@ -175,7 +175,7 @@ def _run_children(folder: Path, jobs: Sequence[Path], config: ExperimentConfig, 
     deadline = time.monotonic() + _LIMIT_S
     try:
         for side in sides:
-            command = [sys.executable, "-m", "megagrpo.planning.child", side, *map(str, jobs)]
+            command = [sys.executable, "-m", "megagrpo.planning.record_process", side, *map(str, jobs)]
             children[side] = spawn(command, environments[side], log=folder / f"{side}.log")
         while any(child.poll() is None for child in children.values()):
             _raise_failed(folder, children)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megagrpo.planning.engine_side import EngineSide, weight_elements
+from megagrpo.planning.engine_memory import EngineSide, weight_elements
 from megagrpo.planning.hardware import Hardware, efficiency
 from megagrpo.planning.lengths import Lengths
 from megagrpo.planning.work import ITEM, ModelWork

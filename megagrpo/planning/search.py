@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from megagrpo.check.problems import longest_samples
 from megagrpo.config.actor import ActorConfig, ParallelConfig
+from megagrpo.config.layout import layout_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.layout import layout_problems
 from megagrpo.planning.optimizer_bytes import optimizer_bytes
 from megagrpo.planning.rollout_time import RolloutTime
 from megagrpo.planning.step_time import (
@@ -22,8 +23,7 @@ from megagrpo.planning.step_time import (
     usable_bytes,
 )
 from megagrpo.planning.train_time import Schedule, TrainSpeed, schedule_of, train_time
-from megagrpo.planning.trainer_side import Held, stage_sides
-from megagrpo.preflight import longest_samples
+from megagrpo.planning.trainer_memory import Held, stage_sides
 
 _DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # pipeline stages
 _ROUNDS = (1, 2, 3, 4, 6)  # virtual stages

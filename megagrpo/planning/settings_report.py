@@ -4,13 +4,13 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from megagrpo.actor.megatron.fields import Kernels, ddp_fields, expected_kernels, optimizer_fields, transformer_fields
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.megatron_settings import DDP, LATENT_TRANSFORMER, OPTIMIZER, TRANSFORMER
+from megagrpo.config.libraries.megatron import DDP, LATENT_TRANSFORMER, OPTIMIZER, TRANSFORMER
+from megagrpo.config.libraries.sglang_fields import server_fields
+from megagrpo.config.libraries.source import Library, LibraryMissing, library_fields
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.config.server_fields import server_fields
 from megagrpo.families.architecture import Architecture
-from megagrpo.library_settings import Library, LibraryMissing, library_fields
-from megagrpo.megatron_fields import Kernels, ddp_fields, expected_kernels, optimizer_fields, transformer_fields
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 
 _WIDTH = 116

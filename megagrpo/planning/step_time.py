@@ -4,17 +4,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megagrpo.checkpoint_cost import checkpoint_cost
+from megagrpo.check.problems import longest_samples
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
-from megagrpo.planning.engine_side import EngineSide, Server, engine_side, server_of
+from megagrpo.planning.checkpoint_cost import checkpoint_cost
+from megagrpo.planning.engine_memory import EngineSide, Server, engine_side, server_of
 from megagrpo.planning.hardware import Hardware, efficiency
 from megagrpo.planning.lengths import Lengths
 from megagrpo.planning.rollout_time import EngineSpeed, RolloutTime, rollout_time
 from megagrpo.planning.train_time import Schedule, TrainSpeed, TrainTime, schedule_of, train_time
-from megagrpo.planning.trainer_side import Load, TrainerSide, trainer_side
+from megagrpo.planning.trainer_memory import Load, TrainerSide, trainer_side
 from megagrpo.planning.work import ITEM, ModelWork, model_work
-from megagrpo.preflight import longest_samples
 
 _ESTIMATED = ", by the fullest link; `megagrpo plan-weights` plans every piece"
 

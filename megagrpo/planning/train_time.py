@@ -9,7 +9,7 @@ from megagrpo.batching.balance import balanced_parts, fewest_micro_batches, samp
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.planning.hardware import Hardware, efficiency
-from megagrpo.planning.trainer_side import StageCost
+from megagrpo.planning.trainer_memory import StageCost
 from megagrpo.planning.work import ModelWork
 
 _OPTIMISER_BYTES = 40.0  # moved for each float32 weight of a shard: gradient, two moments and the weight, read, written

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config.actor import ActorConfig
-from megagrpo.environment import child_environment
-from megagrpo.planning.trainer_side import Load, RankMemory, TrainerSide, in_flight
-from megagrpo.processes import spawn, stop_tree
+from megagrpo.planning.trainer_memory import Load, RankMemory, TrainerSide, in_flight
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import spawn, stop_tree
 
 _LIMIT_S = 1800.0
 _LOG_LINES = 30

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from megagrpo.config.reward import GraderConfig, RewardConfig
-from megagrpo.rewards.graders import SERVICES, check_grader, load_group_grader
-from megagrpo.rewards.http import HttpGrader
-from megagrpo.rewards.judge import JudgeGrader
+from megagrpo.rewards.graders.http import HttpGrader
+from megagrpo.rewards.graders.judge import JudgeGrader
+from megagrpo.rewards.graders.table import SERVICES, check_grader, load_group_grader
 from megagrpo.rewards.services import ServiceGrader, ServiceLoop
 from megagrpo.rewards.workers import Call, Graded, WorkerPool
 from megagrpo.types import Outcome, Prompt

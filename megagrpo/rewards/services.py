@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import httpx
 
-from megagrpo import environment
 from megagrpo.config.reward import ServiceOptions
 from megagrpo.rewards.workers import Graded
+from megagrpo.system import environment
 from megagrpo.types import Prompt
 
 _BASE_S, _CAP_S = 0.25, 15.0  # first and longest wait before another attempt

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
-from megagrpo.rewards.graders import load_grader, load_group_grader
+from megagrpo.rewards.graders.table import load_grader, load_group_grader
 
 LOADERS: dict[str, Callable[[str, dict[str, Any]], Callable[..., Any]]] = {
     "grade": load_grader,  # inputs: text, answer; returns a score, or (score, what to say of it)

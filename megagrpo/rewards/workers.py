@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megagrpo.environment import child_environment
+from megagrpo.system.environment import child_environment
 
 Call = tuple[str, str, dict[str, Any]]  # kind ("grade" or "group", see worker.py), function, its arguments
 

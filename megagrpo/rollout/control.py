@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from megagrpo import environment
-from megagrpo.run_folder import RunFolder
+from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120.0  # marking an engine ready waits until the router lists it

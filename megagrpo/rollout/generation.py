@@ -18,11 +18,11 @@ import numpy as np
 import orjson
 
 from megagrpo.config.schema import ExperimentConfig, SamplingConfig
-from megagrpo.environment import ENGINE_HEADER
 from megagrpo.rollout.background import Turnstile
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts
 from megagrpo.rollout.streaming import StreamedAnswer, events
+from megagrpo.system.environment import ENGINE_HEADER
 from megagrpo.types import WithArrays
 
 _JSON = {"Content-Type": "application/json"}

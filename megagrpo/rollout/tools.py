@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from megagrpo.config.schema import ToolConfig
-from megagrpo.user_function import load_function
+from megagrpo.system.user_function import load_function
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from collections.abc import Set
 from pathlib import Path
 
 from megagrpo.config.schema import DatasetConfig
-from megagrpo.run_folder import write_json_lines
+from megagrpo.system.run_folder import write_json_lines
 from megagrpo.tiny.arithmetic import exact_value
 from megagrpo.tiny.word_problems import word_problems
 

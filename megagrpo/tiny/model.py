@@ -16,10 +16,10 @@ from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import architecture_of, model_tensors
 from megagrpo.families.tensors import TensorSpec
-from megagrpo.hf_files import write_hf_folder
 from megagrpo.tiny.datasets import make_dataset
 from megagrpo.tiny.description import MAX_POSITIONS, SPECIAL_TOKENS, hf_config
 from megagrpo.tiny.pretrained import make_pretrained_model
+from megagrpo.weights.hf_folder import write_hf_folder
 
 
 def prepare(config: ExperimentConfig) -> None:

@@ -5,9 +5,9 @@ import tempfile
 import torch
 
 from megagrpo.config.schema import PretrainedConfig
-from megagrpo.hf_files import write_hf_folder
+from megagrpo.data.torchvision_ops import define_torchvision_operators
 from megagrpo.tiny.package_file import find_gguf, install_hint
-from megagrpo.torchvision_ops import define_torchvision_operators
+from megagrpo.weights.hf_folder import write_hf_folder
 
 
 def make_pretrained_model(config: PretrainedConfig) -> int:

@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from megagrpo.run_folder import RunFolder, write_whole
+from megagrpo.system.run_folder import RunFolder, write_whole
 from megagrpo.view.page import build_page
 from megagrpo.view.run_data import ViewLimits, read_run
 from megagrpo.view.serve import page_server, stamp_of

@@ -4,7 +4,7 @@ import statistics
 from dataclasses import dataclass
 
 from megagrpo.monitor.record import read_metrics
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.view.samples import read_samples
 from megagrpo.view.steps import timeline_steps
 

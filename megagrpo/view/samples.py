@@ -2,7 +2,7 @@
 
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.monitor.step_lines import read_step_lines
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.view.steps import spread
 
 _MAX_STEPS = 200

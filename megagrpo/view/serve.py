@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from urllib.parse import parse_qs, urlsplit
 
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.view.page import build_page, data_text
 
 

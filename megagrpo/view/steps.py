@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from megagrpo.monitor.step_lines import read_step_lines
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 
 T = TypeVar("T")
 _MAX_RANKS = 64  # shown of a step

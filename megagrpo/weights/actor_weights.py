@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.families.table import architecture_of, is_left_out, model_tensors, read_description
-from megagrpo.hf_files import HfFolder, ReadingProgress, write_hf_folder
 from megagrpo.mesh import Mesh
-from megagrpo.weights.plan import gather_to_main, make_gather_plan, published_specs
-from megagrpo.weights.record import Copy, Recording, Specs, record_whole
+from megagrpo.weights.copies.record import Copy, Recording, Specs, record_whole
+from megagrpo.weights.hf_folder import HfFolder, ReadingProgress, write_hf_folder
+from megagrpo.weights.transports.gather_plan import gather_to_main, make_gather_plan, published_specs
 
 _SHARD_BYTES = 2 << 30
 

@@ -19,20 +19,20 @@ import torch
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.clock import Deadline, PhaseTimer
-from megagrpo.weights.engine_client import EngineConnection, OnCall
-from megagrpo.weights.engine_fleet import EngineFleet, EngineRegistry
+from megagrpo.weights.copies.record import Copy
+from megagrpo.weights.engines.client import EngineConnection, OnCall
+from megagrpo.weights.engines.fleet import EngineFleet, EngineRegistry
 from megagrpo.weights.expected_digests import ExpectedDigests, SliceKey
-from megagrpo.weights.moving import Traffic
-from megagrpo.weights.plan import published_specs
-from megagrpo.weights.record import Copy
-from megagrpo.weights.transport import TrainerWeights, Transport
-from megagrpo.weights.transport_broadcast import BroadcastTransport
-from megagrpo.weights.transport_disk import DiskTransport
-from megagrpo.weights.transport_ipc import IpcTransport
-from megagrpo.weights.transport_reshard import ReshardTransport
+from megagrpo.weights.transports.broadcast import BroadcastTransport
+from megagrpo.weights.transports.disk import DiskTransport
+from megagrpo.weights.transports.gather_plan import published_specs
+from megagrpo.weights.transports.ipc import IpcTransport
+from megagrpo.weights.transports.protocol import TrainerWeights, Transport
+from megagrpo.weights.transports.reshard import ReshardTransport
+from megagrpo.weights.wire.clock import Deadline, PhaseTimer
+from megagrpo.weights.wire.moving import Traffic
 
 TRANSPORTS: dict[str, Callable[[TrainerWeights], Transport]] = {
     "disk": DiskTransport,

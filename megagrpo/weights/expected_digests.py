@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.weights.digest import batched_digest
-from megagrpo.weights.digest_batches import CopyBatches
-from megagrpo.weights.plan import share_out
-from megagrpo.weights.record import Copy
-from megagrpo.weights.transport import TrainerWeights
-from megagrpo.weights.views import Box
+from megagrpo.weights.copies.record import Copy
+from megagrpo.weights.copies.views import Box
+from megagrpo.weights.digests.batches import CopyBatches
+from megagrpo.weights.digests.digest import batched_digest
+from megagrpo.weights.transports.gather_plan import share_out
+from megagrpo.weights.transports.protocol import TrainerWeights
 
 # An HF tensor's name, start and size of a box of it: a slice as a plain tuple, because there are up to millions.
 SliceKey = tuple[str, tuple[int, ...], tuple[int, ...]]

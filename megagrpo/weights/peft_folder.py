@@ -14,7 +14,7 @@ from torch import Tensor
 from megagrpo.config.actor import LoraConfig
 from megagrpo.mesh import Mesh
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.plan import gather_to_main, make_gather_plan, published_specs
+from megagrpo.weights.transports.gather_plan import gather_to_main, make_gather_plan, published_specs
 
 _BUCKET_BYTES = 1 << 30
 _PREFIX = "base_model.model."  # of the model inside PEFT's two wrappers

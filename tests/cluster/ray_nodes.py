@@ -11,8 +11,8 @@ from subprocess import Popen
 
 import psutil
 
-from megagrpo.environment import child_environment
-from megagrpo.processes import spawn, stop_tree
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import spawn, stop_tree
 
 _START_S = 300.0
 # The head asks its nodes every second; three silences are a death, and a silence lasts two seconds when packets vanish.

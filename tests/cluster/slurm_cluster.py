@@ -13,8 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from megagrpo.environment import child_environment
-from megagrpo.processes import spawn, stop_tree
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import spawn, stop_tree
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 ENDED = {

@@ -14,8 +14,8 @@ from netns_hosts import NEEDED, Hosts, available
 from ray_nodes import RayNodes
 from run_megagrpo import GRADERS, assert_same_run, megagrpo, metrics, write_experiment
 
-from megagrpo.environment import child_environment
-from megagrpo.processes import spawn, stop_tree
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import spawn, stop_tree
 
 pytestmark = [pytest.mark.skipif(not available(), reason=NEEDED), pytest.mark.timeout(1800)]
 TRAINERS, ENGINES = (1, 2), (3, 4)

@@ -13,7 +13,7 @@ from running_service import RunningService, start_service, wait_for_service
 from test_engines import Trainer, experiment, states, wait_until
 from tiny_model import make_tiny_model
 
-from megagrpo.processes import stop_tree
+from megagrpo.system.processes import stop_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -12,8 +12,8 @@ import pytest
 from run_megagrpo import GRADERS, assert_same_run, megagrpo, metrics, write_experiment
 from slurm_cluster import SlurmCluster, why_not
 
-from megagrpo.environment import child_environment
-from megagrpo.stop_request import STOPPED
+from megagrpo.system.environment import child_environment
+from megagrpo.system.stop_request import STOPPED
 
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.timeout(1500)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megagrpo.hf_files import HfFolder
+from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.cases import (
     BATCHES,
     FAMILIES,

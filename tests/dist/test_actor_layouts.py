@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megagrpo.hf_files import HfFolder
+from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.cases import BATCHES, CHOICES, CI, LAYOUTS, MODELS, MOE, REST, LayoutCase, has, of_ci
 from tests.dist.figures import LayoutFigures
 from tests.dist.workers.launch import run_ranks

@@ -8,7 +8,7 @@ import pytest
 
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.table import read_architecture
-from megagrpo.planning.trainer_side import Load, trainer_side
+from megagrpo.planning.trainer_memory import Load, trainer_side
 from tests.dist.cases import LAYOUTS
 from tests.dist.workers.launch import run_peft_reference, run_ranks
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config.schema import TinyModelConfig
-from megagrpo.hf_files import HfFolder
 from megagrpo.tiny.model import make_tiny_model
+from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.launch import run_ranks
 from tests.fp8_checkpoint import quantise_folder
 

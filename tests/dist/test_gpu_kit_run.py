@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from bench.gpu import SECTIONS
-from megagrpo.environment import child_environment
+from megagrpo.system.environment import child_environment
 from tests.dist.workers.launch import POOL
 from tests.dist.workers.varlen_signatures import run_rank
 

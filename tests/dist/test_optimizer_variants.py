@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.environment import child_environment
+from megagrpo.system.environment import child_environment
 
 ROOT = Path(__file__).parents[2]
 

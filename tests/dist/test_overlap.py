@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megagrpo.actor.megatron.fields import Kernels, ddp_fields, transformer_defaults
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import read_architecture
-from megagrpo.megatron_fields import Kernels, ddp_fields, transformer_defaults
 from tests.dist.workers.launch import run_ranks
 
 CUDA = Kernels(cuda=True, transformer_engine=False, fused_weight_gradient=False)

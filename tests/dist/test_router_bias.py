@@ -13,9 +13,9 @@ import torch
 
 from megagrpo.config.schema import TinyModelConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.hf_files import write_hf_folder
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import random_tensors
+from megagrpo.weights.hf_folder import write_hf_folder
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import LENGTHS, VOCAB
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megagrpo import checkpoint
-from megagrpo.checkpoint import Retention, RunIdentity
-from megagrpo.checkpoint_folder import latest
+from megagrpo.checkpoint import save as checkpoint
+from megagrpo.checkpoint.folder import latest
+from megagrpo.checkpoint.save import Retention, RunIdentity
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.selection import deal_surplus, gather_surplus, next_groups
+from megagrpo.rollout.selection import deal_surplus, gather_surplus, next_groups
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 from tests.dist.workers.launch import POOL
 

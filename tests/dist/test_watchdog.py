@@ -15,7 +15,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.monitor import watchdog
 from megagrpo.monitor.watchdog import Watchdog
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 
 WORLD, STUCK, DEADLINE_S = 3, 1, 12.0
 

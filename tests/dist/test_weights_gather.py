@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megagrpo.hf_files import HfFolder, write_hf_folder
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.weights.digest import slice_digest
+from megagrpo.weights.copies.record import Copy, record_copies
+from megagrpo.weights.copies.views import Box
+from megagrpo.weights.digests.digest import slice_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
-from megagrpo.weights.moving import Traffic
-from megagrpo.weights.plan import (
+from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
+from megagrpo.weights.transports.gather_plan import (
     gather_buckets,
     gather_to_main,
     gather_traffic,
@@ -19,9 +20,8 @@ from megagrpo.weights.plan import (
     published_specs,
     share_out,
 )
-from megagrpo.weights.record import Copy, record_copies
-from megagrpo.weights.transport import TrainerWeights
-from megagrpo.weights.views import Box
+from megagrpo.weights.transports.protocol import TrainerWeights
+from megagrpo.weights.wire.moving import Traffic
 from tests.dist.workers.launch import POOL
 
 VOCAB, HIDDEN, FFN, LAYERS = 29, 8, 12, 3

@@ -14,10 +14,10 @@ from fake_engine import FakeEngine, FakeFleet, running, write_checkpoint
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
-from megagrpo.weights import engine_loader
 from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.engines import loader as engine_loader
 from megagrpo.weights.exchange import Exchange
-from megagrpo.weights.record import record_copies
 from tests.dist.test_weights_gather import FFN, HIDDEN, LAYERS, SPECS, VOCAB, ToyActor, hf_tensors
 from tests.dist.workers.launch import POOL
 

@@ -12,8 +12,8 @@ from engine_process import ListedEngines
 from torch import Tensor
 
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
-from megagrpo.hf_files import HfFolder, write_hf_folder
 from megagrpo.types import EngineInfo
+from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 
 PROMPTS = [[1, 40, 41, 42, 43], [1, *range(60, 95)]]
 NEW_TOKENS = 12

@@ -8,7 +8,7 @@ from running_service import START_S, RunningService, start_service, wait_for_ser
 from tiny_model import make_tiny_model
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.processes import stop_tree
+from megagrpo.system.processes import stop_tree
 
 
 @pytest.fixture(scope="session")

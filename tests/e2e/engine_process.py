@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import API_KEY, child_environment
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
+from megagrpo.system.environment import API_KEY, child_environment
 from megagrpo.types import EngineInfo
 
 START_S = 240

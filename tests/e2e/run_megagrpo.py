@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import yaml
 
-from megagrpo.environment import child_environment
 from megagrpo.monitor.rollouts import read_rollouts
-from megagrpo.processes import is_live, process_tree, stop_tree
 from megagrpo.rollout.control import ServiceUnreachable, find_service
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import is_live, process_tree, stop_tree
+from megagrpo.system.run_folder import RunFolder
 
 REPEATED = (
     "loss/total",

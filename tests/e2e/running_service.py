@@ -10,9 +10,9 @@ import httpx
 import psutil
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import child_environment
-from megagrpo.processes import is_live, spawn, stop_tree
 from megagrpo.rollout.control import ServiceControl, bearer, find_service
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import is_live, spawn, stop_tree
 from megagrpo.types import EngineInfo
 
 START_S = 480.0

@@ -14,7 +14,7 @@ import pytest
 from run_megagrpo import GRADERS, LONG_RUN, Finished, experiment, megagrpo, write_experiment
 
 from megagrpo.cli import main
-from megagrpo.environment import API_KEY, child_environment
+from megagrpo.system.environment import API_KEY, child_environment
 
 
 def refused(config: Path, *overrides: str, run: Callable[..., Finished] = megagrpo) -> str:

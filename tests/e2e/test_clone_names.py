@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from run_megagrpo import GRADERS, metrics, write_experiment
 
-from megagrpo.environment import child_environment
-from megagrpo.processes import spawn, stop_tree
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import spawn, stop_tree
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 500.0

@@ -11,7 +11,7 @@ from engine_process import OneEngine
 from test_exchange import KEY, PROMPTS, PlainSource, exchange_for, experiment
 from tiny_model import make_tied_model, make_tiny_model
 
-from megagrpo.weights import transport_broadcast
+from megagrpo.weights.transports import broadcast as transport_broadcast
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

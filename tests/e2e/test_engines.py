@@ -21,9 +21,9 @@ from transformers import AutoTokenizer
 from megagrpo.cli import main
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
-from megagrpo.processes import process_tree, stop_tree
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.source import RolloutSource
+from megagrpo.system.processes import process_tree, stop_tree
 from megagrpo.types import Outcome, Prompt
 from megagrpo.weights.exchange import Exchange
 

@@ -27,13 +27,13 @@ from engine_process import OneEngine
 from tiny_model import make_tied_model, make_tiny_model
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import WEIGHT_LOADER
-from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.rollout.control import bearer
+from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
+from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import Exchange
-from megagrpo.weights.record import record_copies
+from megagrpo.weights.hf_folder import HfFolder
 
 KEY = bearer(OneEngine.api_key)
 PROMPTS = [[1, 5, 6, 7, 8, 9], [1, *range(40, 90)]]

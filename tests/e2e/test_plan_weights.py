@@ -6,9 +6,9 @@ from pathlib import Path
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.planning.hardware import hardware_of
 from megagrpo.planning.recordings import record_all
-from megagrpo.weights.clock import Deadline
-from megagrpo.weights.engine_client import EngineConnection
-from megagrpo.weights.mailbox import Mailbox, address_towards
+from megagrpo.weights.engines.client import EngineConnection
+from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.mailbox import Mailbox, address_towards
 
 
 def test_an_engine_copies_what_was_planned_from_its_config_alone(service, tmp_path):

@@ -8,7 +8,7 @@ import yaml
 from run_megagrpo import megagrpo
 
 from megagrpo.monitor.record import read_metrics
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.tiny.package_file import find_gguf
 
 CONFIG = Path(__file__).parents[2] / "configs" / "smollm2.yaml"

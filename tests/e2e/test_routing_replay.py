@@ -3,9 +3,9 @@
 import pytest
 from run_megagrpo import assert_same_run, megagrpo, metrics, rollouts, write_experiment
 
-from megagrpo.checkpoint_folder import latest
-from megagrpo.group_file import read_groups
-from megagrpo.run_folder import RunFolder
+from megagrpo.checkpoint.folder import latest
+from megagrpo.checkpoint.groups import read_groups
+from megagrpo.system.run_folder import RunFolder
 
 STEPS = 2
 

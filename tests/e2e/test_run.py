@@ -20,12 +20,12 @@ from run_megagrpo import (
 )
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from megagrpo.checkpoint_folder import latest
-from megagrpo.hf_files import HfFolder
+from megagrpo.checkpoint.folder import latest
 from megagrpo.monitor.step_lines import read_step_lines
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.view.command import view_data
 from megagrpo.view.run_data import ViewLimits
+from megagrpo.weights.hf_folder import HfFolder
 
 NUM_STEPS, NUM_PROMPTS, GROUP_SIZE = 10, 8, 4
 MEASURED = {  # of every step

@@ -13,8 +13,8 @@ import torch
 from run_megagrpo import Job, engine, megagrpo, metrics, rollouts, write_experiment
 from test_run import assert_same_run
 
-from megagrpo.checkpoint import RunIdentity, check
-from megagrpo.checkpoint_folder import latest
+from megagrpo.checkpoint.folder import latest
+from megagrpo.checkpoint.save import RunIdentity, check
 from megagrpo.mesh import make_mesh
 
 NUM_STEPS = 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 from run_megagrpo import megagrpo, metrics, transformers_accepts, write_experiment
 
-from megagrpo.hf_files import HfFolder
+from megagrpo.weights.hf_folder import HfFolder
 
 BIAS = "e_score_correction_bias"
 NUM_STEPS = 2

@@ -8,7 +8,7 @@ import psutil
 from running_service import START_S, start_service
 from test_service import PROMPTS, SAMPLED, LengthGrader, generate, make_source
 
-from megagrpo.processes import is_live, stop_tree
+from megagrpo.system.processes import is_live, stop_tree
 from megagrpo.types import Prompt
 
 

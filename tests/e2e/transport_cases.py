@@ -19,12 +19,12 @@ from engine_process import ListedEngines, OneEngine
 from megagrpo.config.preparation import TinyModelConfig
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.hf_files import HfFolder
 from megagrpo.rollout.control import bearer
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import random_tensors, write_model
 from megagrpo.types import EngineInfo
 from megagrpo.weights.exchange import Exchange
+from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.pool import RankPool
 
 DENSE = ("qwen3", "qwen2", "llama")

@@ -8,12 +8,12 @@ import torch
 
 from megagrpo.algo.statistics import alone, group_statistics
 from megagrpo.mesh import make_mesh
-from megagrpo.weights import digest
-from megagrpo.weights.digest import batched_digest
+from megagrpo.weights.copies.record import Copy
+from megagrpo.weights.copies.views import Box
+from megagrpo.weights.digests import digest
+from megagrpo.weights.digests.digest import batched_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
-from megagrpo.weights.record import Copy
-from megagrpo.weights.transport import TrainerWeights
-from megagrpo.weights.views import Box
+from megagrpo.weights.transports.protocol import TrainerWeights
 
 CUDA = torch.device("cuda")
 
@@ -25,7 +25,7 @@ def test_packed_attention_in_bfloat16(dim, width, heads, groups):
     from megagrpo.actor.host import prepare_host
 
     prepare_host()
-    from megagrpo.actor.attention import CausalAttention
+    from megagrpo.actor.layers.attention import CausalAttention
 
     attention = CausalAttention(SimpleNamespace(kv_channels=dim, context_parallel_size=1), 1, None, "self")
     lengths = [1, 7, 130, 64, 33]

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo import environment
 from megagrpo.actor.host import prepare_host, refuse_training_without_gpu, uses_transformer_engine, why_no_gpu
+from megagrpo.config.layout import context_problem, layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.table import architecture_of
-from megagrpo.layout import context_problem, layout_problems
+from megagrpo.system import environment
 from megagrpo.tiny.description import hf_config
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

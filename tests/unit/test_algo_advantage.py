@@ -15,7 +15,7 @@ from megagrpo.algo.kl import with_current_kl_coef
 from megagrpo.algo.reward_shaping import ShapedRewards, normalise
 from megagrpo.algo.statistics import alone, exact_row_sums
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.reward_shaping import RewardShapingConfig
+from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.types import AlgoState, Batch, RewardMoments
 from tests.padding import as_rows, batch_of_rows
 from tests.unit.algo_inputs import reward_inputs

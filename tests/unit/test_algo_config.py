@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.estimators import ESTIMATOR_CONFIGS
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
-from megagrpo.config.policy_loss import POLICY_LOSS_CONFIGS
+from megagrpo.config.objective.estimators import ESTIMATOR_CONFIGS
+from megagrpo.config.objective.policy_loss import POLICY_LOSS_CONFIGS
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.config.section import Section
 

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "megagrpo"
 # kind -> file -> (text that stands there, what is inserted before it)
 VARIANTS = {
     "estimator": {
-        "config/estimators.py": [
+        "config/objective/estimators.py": [
             (
                 "AdvantageConfig = Annotated[",
                 """
@@ -33,7 +33,7 @@ class ToyAdvantage(Estimator):
         ]
     },
     "loss": {
-        "config/policy_loss.py": [
+        "config/objective/policy_loss.py": [
             (
                 "PolicyLossConfig = Annotated[",
                 """
@@ -49,7 +49,7 @@ class ToyLoss(Variant):
         ]
     },
     "reward step": {
-        "config/reward_shaping.py": [
+        "config/objective/reward_shaping.py": [
             (
                 "class RewardShapingConfig(",
                 """
@@ -70,7 +70,7 @@ FUNCTIONS = {
             (
                 "ESTIMATORS: dict",
                 """
-from megagrpo.config.estimators import ToyAdvantage
+from megagrpo.config.objective.estimators import ToyAdvantage
 
 
 def toy(inputs: EstimatorInputs, options: ToyAdvantage) -> Tensor:
@@ -87,7 +87,7 @@ def toy(inputs: EstimatorInputs, options: ToyAdvantage) -> Tensor:
             (
                 "POLICY_LOSSES: dict",
                 """
-from megagrpo.config.policy_loss import ToyLoss
+from megagrpo.config.objective.policy_loss import ToyLoss
 
 
 def toy(inputs: PolicyInputs, options: ToyLoss) -> TokenLoss:
@@ -104,7 +104,7 @@ def toy(inputs: PolicyInputs, options: ToyLoss) -> TokenLoss:
             (
                 "# In the order of operations.",
                 """
-from megagrpo.config.reward_shaping import RewardBonus
+from megagrpo.config.objective.reward_shaping import RewardBonus
 
 
 def add_bonus(rewards: ShapedRewards, inputs: RewardInputs, options: RewardBonus) -> ShapedRewards:
@@ -211,7 +211,7 @@ print(json.dumps(out))
 """
     messages = json.loads(python(clone, program))
     assert messages[0] == (
-        "AdvantageConfig (config/estimators.py) offers ToyAdvantage, "
+        "AdvantageConfig (config/objective/estimators.py) offers ToyAdvantage, "
         "which ESTIMATORS (algo/estimators.py) has no function for"
     )
     assert "ToyLoss" in messages[1] and "POLICY_LOSSES" in messages[1] and messages[1] == messages[4]

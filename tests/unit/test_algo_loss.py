@@ -13,7 +13,7 @@ from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denomi
 from megagrpo.algo.policy_loss import PolicyInputs, token_loss
 from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.policy_loss import CispoLoss, GpgLoss, GspoLoss, PpoClipLoss, SapoLoss
+from megagrpo.config.objective.policy_loss import CispoLoss, GpgLoss, GspoLoss, PpoClipLoss, SapoLoss
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OLD = -1.0

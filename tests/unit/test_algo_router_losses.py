@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megagrpo.algo.router_losses import balance_part, chosen_experts, z_part
+from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, TinyModelConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.layout import layout_problems
 from megagrpo.tiny.description import hf_config
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

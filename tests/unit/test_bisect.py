@@ -17,11 +17,11 @@ from megagrpo.bisect.points import Point, layer_points, residual_points
 from megagrpo.bisect.report import table, write_findings
 from megagrpo.bisect.sides import Side, from_engine, from_trainer
 from megagrpo.cli import main
+from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.config.server_settings import engine_setting_problems
 from megagrpo.families.architecture import Architecture
-from megagrpo.weights.capture import SeenTokens
+from megagrpo.weights.engines.hooks import SeenTokens
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LENGTHS = [9, 14]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megagrpo.weights.capture import Recorder, Tap, tapped_modules
+from megagrpo.weights.engines.hooks import Recorder, Tap, tapped_modules
 
 
 class _Norm(nn.Module):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo import checkpoint
-from megagrpo.checkpoint import Checkpointer, Retention, RunIdentity, begin, load
-from megagrpo.checkpoint_folder import is_reshardable, latest
+from megagrpo.checkpoint import save as checkpoint
+from megagrpo.checkpoint.folder import is_reshardable, latest
+from megagrpo.checkpoint.save import Checkpointer, Retention, RunIdentity, begin, load
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.types import TrainState

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.checkpoint_cost import checkpoint_cost
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, TinyModelConfig
-from megagrpo.explain import explain
 from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.planning.checkpoint_cost import checkpoint_cost
+from megagrpo.planning.explain import explain
 from megagrpo.tiny.description import hf_config
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -24,17 +24,17 @@ from megagrpo.cluster.nodes import Node, serve_node, train_node
 from megagrpo.cluster.submit import Request, misfits
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import TinyModelConfig
-from megagrpo.explain import explain
+from megagrpo.planning.explain import explain
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
 from megagrpo.rollout.service.sleep import CACHE, WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.tiny.model import make_tiny_model
-from megagrpo.weights.clock import Deadline
-from megagrpo.weights.group import PeerLost
-from megagrpo.weights.handover import Handover, take_batches
-from megagrpo.weights.mailbox import listening_store
-from megagrpo.weights.reshard_plan import Message
-from megagrpo.weights.shared_buffer import SharedBuffer, open_shared
-from megagrpo.weights.views import Place
+from megagrpo.weights.copies.views import Place
+from megagrpo.weights.transports.reshard_plan import Message
+from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.group import PeerLost
+from megagrpo.weights.wire.handover import Handover, take_batches
+from megagrpo.weights.wire.mailbox import listening_store
+from megagrpo.weights.wire.shared_buffer import SharedBuffer, open_shared
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 SETTINGS = ["rollout.colocate=true", "weights.transport=ipc"]
@@ -120,7 +120,7 @@ def test_an_engine_releases_once_and_takes_back_only_what_it_has_released():
 
 READER = """
 import json, os, sys, torch
-from megagrpo.weights.shared_buffer import open_shared
+from megagrpo.weights.wire.shared_buffer import open_shared
 with open_shared(json.loads(sys.argv[1]), torch.device("cpu")) as values:
     values.add_(1)
     os.kill(os.getpid(), 9)

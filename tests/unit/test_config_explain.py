@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.check.problems import check_against_model, preflight
+from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ParallelConfig, TinyModelConfig
-from megagrpo.explain import explain
 from megagrpo.families.table import architecture_of, parameter_counts
-from megagrpo.layout import rank_coordinates
-from megagrpo.preflight import check_against_model, preflight
+from megagrpo.planning.explain import explain
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import make_tiny_model
 
@@ -202,7 +202,7 @@ def test_check_starts_nothing_and_loads_no_torch(tmp_path):
     code = f"""
 import json, sys
 from megagrpo.config.load import load_config, PRESETS as PRESET_FOLDER
-from megagrpo.explain import explain
+from megagrpo.planning.explain import explain
 explain(load_config({str(QUICKSTART)!r}))
 print(json.dumps(sorted({{"torch", "transformers", "megatron", "ray", "sglang"}} & set(sys.modules))))
 """

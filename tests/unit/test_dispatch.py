@@ -9,17 +9,17 @@ import pytest
 import torch
 from fake_service import FakeService, running
 
+from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.load import load_config
 from megagrpo.config.rollout import WeightsConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
-from megagrpo.group_file import read_groups, write_groups
 from megagrpo.mesh import LeaderError, RunStopped, make_mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.planning.at_once import at_once_report
+from megagrpo.planning.concurrency import at_once_report
 from megagrpo.rollout.control import ServiceControl
+from megagrpo.rollout.selection import StepGroups, next_groups
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.selection import StepGroups, next_groups
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo import doctor
+from megagrpo.check import doctor
 
 ROOT = Path(__file__).parents[2]
 
@@ -163,7 +163,7 @@ def test_short_of_memory_and_disk():
 def test_exit_status_and_imports():
     """The command agrees with its table, and a broken heavy library cannot stop it: none is imported."""
     code = (
-        "import sys; from megagrpo.doctor import run_doctor; status = run_doctor()\n"
+        "import sys; from megagrpo.check.doctor import run_doctor; status = run_doctor()\n"
         "heavy = [m for m in ('torch', 'megatron', 'sglang', 'ray', 'transformers') if m in sys.modules]\n"
         "assert not heavy, heavy\n"
         "sys.exit(status)"

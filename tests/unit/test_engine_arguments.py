@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
+from megagrpo.check.problems import model_description
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.planning.hardware import HARDWARE
 from megagrpo.planning.recordings import resolve_all
-from megagrpo.preflight import model_description
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"

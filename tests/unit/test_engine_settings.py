@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config import server_settings
+from megagrpo.config.libraries import sglang as server_settings
+from megagrpo.config.libraries.sglang import ALLOWED, OURS, REFUSED_GROUPS, engine_setting_problems
+from megagrpo.config.libraries.sglang_fields import server_fields
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.config.server_fields import server_fields
-from megagrpo.config.server_settings import ALLOWED, OURS, REFUSED_GROUPS, engine_setting_problems
-from megagrpo.environment import WEIGHT_LOADER, child_environment
 from megagrpo.planning.settings_report import engine_report
 from megagrpo.rollout.service.engine_command import (
     ServerPlace,
@@ -23,6 +22,7 @@ from megagrpo.rollout.service.engine_command import (
     engine_settings,
     on_gpus,
 )
+from megagrpo.system.environment import WEIGHT_LOADER, child_environment
 
 ROOT = Path(__file__).parents[2]
 PLACE = {cuda: ServerPlace(0, "127.0.0.1", 20001, "10.0.0.1:20002", cuda=cuda, num_cores=8) for cuda in (False, True)}

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo import environment
 from megagrpo.cluster import machine, nodes, supervise
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rewards import workers
 from megagrpo.rollout.service import node as engine_node
 from megagrpo.rollout.service import router as router_module
 from megagrpo.rollout.service.node import EngineNode
-from megagrpo.run_folder import RunFolder
+from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder
 
 DOCS = Path(__file__).parents[2] / "docs" / "gpu.md"
 HEADING = "## Environment of every process"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.check.problems import check_against_model, longest_samples, model_description
 from megagrpo.cluster.submit import Request, misfits
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import child_environment
-from megagrpo.explain import explain
 from megagrpo.families.table import architecture_of
-from megagrpo.preflight import check_against_model, longest_samples, model_description
+from megagrpo.planning.explain import explain
+from megagrpo.system.environment import child_environment
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -33,8 +33,8 @@ from megagrpo.actor.host import prepare_host
 prepare_host()
 from megagrpo.config.load import load_config
 from megagrpo.families.table import read_architecture
-from megagrpo.planning.child import hf_specs
-from megagrpo.actor.pretended import record_trainer_rank
+from megagrpo.planning.record_process import hf_specs
+from megagrpo.actor.dry_run import record_trainer_rank
 from pathlib import Path
 import torch
 for path, model in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):

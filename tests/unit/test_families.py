@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo import environment
+from megagrpo.check.problems import check_against_model
+from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import TinyModelConfig
 from megagrpo.families.loading import Shard, _load_qkv
 from megagrpo.families.table import FAMILIES, architecture_of, model_problems, model_tensors, read_architecture
-from megagrpo.layout import layout_problems
-from megagrpo.preflight import check_against_model
+from megagrpo.system import environment
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import random_tensors
 
@@ -47,7 +47,7 @@ TOY = '''
 
 from dataclasses import replace
 
-from megagrpo.families import qwen3
+from megagrpo.families.models import qwen3
 from megagrpo.families.loading import load_attention, load_mlp, load_norms
 from megagrpo.families.tensors import attention_tensors, layer_prefix, mlp_tensors
 
@@ -76,7 +76,7 @@ TRIES_THE_TOY = """
 import json, sys
 from pathlib import Path
 from megagrpo.config.load import load_config
-from megagrpo.explain import explain
+from megagrpo.planning.explain import explain
 
 folder = Path(sys.argv[2])
 changes = [f"prepare.model.path={folder / 'tiny'}", f"model.path={folder / 'tiny'}", "prepare.model.family=toy"]
@@ -90,7 +90,7 @@ import torch
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.subject import make_models
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
-from megagrpo.hf_files import HfFolder
+from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.tiny.model import make_tiny_model
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 
@@ -183,14 +183,12 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     """In a copy of the package: `check`, the tiny model, the certificate's models, and the actor know it at once."""
     package = tmp_path / "megagrpo"
     shutil.copytree(ROOT / "megagrpo", package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "families" / "toy.py").write_text(TOY)
+    (package / "families" / "models" / "toy.py").write_text(TOY)
     table = package / "families" / "table.py"
     text = table.read_text()
     rows = "FAMILIES: dict[str, Family] = {\n"
-    assert text.count(rows) == 1 and text.count("families import ") == 1
-    table.write_text(
-        text.replace(rows, f'{rows}    "toy": toy,\n').replace("families import ", "families import toy, ")
-    )
+    assert text.count(rows) == 1 and text.count("models import ") == 1
+    table.write_text(text.replace(rows, f'{rows}    "toy": toy,\n').replace("models import ", "models import toy, "))
     (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", TRIES_THE_TOY, str(QUICKSTART), str(tmp_path)],
@@ -219,7 +217,7 @@ def test_check_and_the_actor_say_the_same_of_a_layout():
         "actor.parallel.pp x vpp = 3",
     ]
     assert set(problems) <= set(check_against_model(config, hf))
-    from megagrpo.actor.megatron_config import check_layout
+    from megagrpo.actor.megatron.config import check_layout
 
     with pytest.raises(ValueError, match="the model does not fit the layout") as refused:
         check_layout(arch, config.actor)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import TinyModelConfig
-from megagrpo.environment import child_environment
-from megagrpo.explain import explain
 from megagrpo.families.table import (
     architecture_of,
     exported_config,
@@ -20,7 +19,8 @@ from megagrpo.families.table import (
     model_tensors,
     parameter_counts,
 )
-from megagrpo.layout import layout_problems
+from megagrpo.planning.explain import explain
+from megagrpo.system.environment import child_environment
 from megagrpo.tiny.description import hf_config
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -136,9 +136,9 @@ from megagrpo.actor.host import prepare_host
 prepare_host()
 import torch
 from megatron.core import tensor_parallel
-from megagrpo.actor.megatron_config import transformer_config
-from megagrpo.actor.model import build_chunks, chunk_parameters
-from megagrpo.actor.pretended import pretended_world
+from megagrpo.actor.megatron.config import transformer_config
+from megagrpo.actor.megatron.model import build_chunks, chunk_parameters
+from megagrpo.actor.dry_run import pretended_world
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import architecture_of
 meta = torch.device("meta")

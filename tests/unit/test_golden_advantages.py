@@ -7,7 +7,7 @@ from megagrpo.algo import advantage, estimators
 from megagrpo.algo.reward_shaping import ShapedRewards, normalise
 from megagrpo.algo.statistics import alone, moments
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.reward_shaping import RewardShapingConfig
+from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.types import AlgoState, Batch
 from tests.padding import as_rows, batch_of_rows
 from tests.unit.algo_inputs import reward_inputs

@@ -10,8 +10,8 @@ from megagrpo.algo.loss import Denominators, LossInputs, aggregate, count_denomi
 from megagrpo.algo.policy_loss import PolicyInputs, token_loss
 from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.kl import KlConfig
-from megagrpo.config.policy_loss import CispoLoss, GpgLoss
+from megagrpo.config.objective.kl import KlConfig
+from megagrpo.config.objective.policy_loss import CispoLoss, GpgLoss
 from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
 
 LOSSES, AGGREGATION, KL = "policy_losses.json", "agg_loss.json", "kl.json"

@@ -13,9 +13,9 @@ from megagrpo.algo.loss import aggregate, count_denominators
 from megagrpo.algo.policy_loss import PolicyInputs, token_loss
 from megagrpo.algo.reward_shaping import overlong_penalty
 from megagrpo.algo.statistics import alone, moments
-from megagrpo.config.correction import Band, Rejection, TruncatedImportance
-from megagrpo.config.policy_loss import GpgLoss, PpoClipLoss
-from megagrpo.config.reward_shaping import OverlongShaping
+from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
+from megagrpo.config.objective.policy_loss import GpgLoss, PpoClipLoss
+from megagrpo.config.objective.reward_shaping import OverlongShaping
 from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
 
 CORRECTION, DAPO, STATS, LOSSES = "rollout_correction.json", "dapo.json", "stats_logits.json", "policy_losses.json"

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megagrpo.group_file import read_groups, write_groups
+from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 

@@ -8,8 +8,8 @@ from itertools import chain
 import pytest
 import torch
 
-from megagrpo import hf_files
-from megagrpo.hf_files import INDEX, SINGLE, HfFolder, ReadingProgress, write_hf_folder
+from megagrpo.weights import hf_folder as hf_files
+from megagrpo.weights.hf_folder import INDEX, SINGLE, HfFolder, ReadingProgress, write_hf_folder
 
 TENSORS = {"x": torch.randn(4, 3), "y": torch.randn(5), "z": torch.tensor(1.5)}
 

@@ -9,8 +9,8 @@ import pytest
 from megagrpo.cluster.machine import _devices, alone_in
 from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.run_folder import RunFolder
-from megagrpo.stop_request import STOPPED, StopRequest
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.system.stop_request import STOPPED, StopRequest
 
 
 def experiment(transport: str) -> ExperimentConfig:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config.fields import annotations_at
+from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS, SettingsTable, refusal_rows
+from megagrpo.config.libraries.source import Library, LibraryMissing, accepted_values, accepts, library_fields
 from megagrpo.config.load import ConfigError, load_config
-from megagrpo.config.megatron_settings import MEGATRON_SETTINGS, SettingsTable, refusal_rows
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.library_settings import Library, LibraryMissing, accepted_values, accepts, library_fields
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.checkpoint_cost import checkpoint_cost
+from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, TinyModelConfig
-from megagrpo.explain import explain
 from megagrpo.families.table import architecture_of, model_tensors
 from megagrpo.families.tensors import adapter_tensors
-from megagrpo.hf_files import HfFolder, write_hf_folder
-from megagrpo.layout import layout_problems
-from megagrpo.planning.trainer_side import Load, trained_elements, trainer_side
+from megagrpo.planning.checkpoint_cost import checkpoint_cost
+from megagrpo.planning.explain import explain
+from megagrpo.planning.trainer_memory import Load, trained_elements, trainer_side
 from megagrpo.tiny.description import hf_config
+from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 DENSE, MOE = (architecture_of(hf_config(TinyModelConfig(path="x", family=family))) for family in ("qwen3", "qwen3_moe"))

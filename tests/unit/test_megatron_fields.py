@@ -6,10 +6,7 @@ import sys
 
 import pytest
 
-from megagrpo.config.actor import ActorConfig
-from megagrpo.environment import child_environment
-from megagrpo.families.table import architecture_of, read_architecture
-from megagrpo.megatron_fields import (
+from megagrpo.actor.megatron.fields import (
     Kernels,
     ddp_fields,
     expected_kernels,
@@ -17,9 +14,12 @@ from megagrpo.megatron_fields import (
     transformer_defaults,
     transformer_fields,
 )
+from megagrpo.check.problems import model_description
+from megagrpo.config.actor import ActorConfig
+from megagrpo.families.table import architecture_of, read_architecture
 from megagrpo.planning.optimizer_bytes import optimizer_bytes
 from megagrpo.planning.settings_report import settings_report
-from megagrpo.preflight import model_description
+from megagrpo.system.environment import child_environment
 from tests.unit.test_examples import CONFIGS, MODELS, ROOT, described
 
 CPU = Kernels(cuda=False, transformer_engine=False, fused_weight_gradient=False)
@@ -32,10 +32,10 @@ BUILD = """
 import json, sys
 from megagrpo.actor.host import prepare_host
 prepare_host("cpu", True)
-from megagrpo.actor.megatron_config import ddp_config, optimizer_config, transformer_config
+from megagrpo.actor.megatron.config import ddp_config, optimizer_config, transformer_config
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.megatron_fields import expected_kernels
+from megagrpo.actor.megatron.fields import expected_kernels
 for name, description, actor in json.load(sys.stdin):
     actor = ActorConfig.model_validate(actor)
     kernels = expected_kernels(actor)
@@ -214,7 +214,7 @@ def test_what_megatron_refuses_is_said_with_our_keys():
     code = """
 from megagrpo.actor.host import prepare_host
 prepare_host("cpu", False)
-from megagrpo.actor.megatron_config import transformer_config
+from megagrpo.actor.megatron.config import transformer_config
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import read_architecture
 import sys

@@ -10,7 +10,7 @@ from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.metrics import Metrics, StepTimer
 from megagrpo.monitor.record import StepLog, read_metrics
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 FILES_ONLY = LogConfig(tensorboard=False)

@@ -11,7 +11,7 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import parameter_counts, read_architecture
-from megagrpo.planning.engine_side import EngineSide, engine_side, server_of, weight_elements
+from megagrpo.planning.engine_memory import EngineSide, engine_side, server_of, weight_elements
 from megagrpo.planning.hardware import EFFICIENCY, HARDWARE, efficiency, hardware_of
 from megagrpo.planning.lengths import Lengths, assumed_lengths, given_lengths, lengths_of_run
 from megagrpo.planning.plan import Options, plan_command, target_of, with_model
@@ -19,7 +19,7 @@ from megagrpo.planning.rollout_time import EngineSpeed, rollout_time
 from megagrpo.planning.search import best_layouts, changes
 from megagrpo.planning.step_time import plan_step, publish_seconds
 from megagrpo.planning.train_time import Schedule, TrainSpeed, schedule_of, train_time
-from megagrpo.planning.trainer_side import Load, trainer_side
+from megagrpo.planning.trainer_memory import Load, trainer_side
 from megagrpo.planning.work import model_work
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,11 @@ import pytest
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, TinyModelConfig
 from megagrpo.planning.hardware import HARDWARE, Rates, rates_of
 from megagrpo.planning.links import broadcast_forecast, place_ranks, reshard_forecast
+from megagrpo.planning.publish_bytes import plan_weights
 from megagrpo.planning.recordings import Recordings, record_both_sides, representative_ranks
-from megagrpo.planning.weights_report import plan_weights
 from megagrpo.tiny.description import hf_config
-from megagrpo.weights.plan import make_gather_plan
-from megagrpo.weights.reshard_plan import Batches, Cover, make_cover, plan_transfer, trainer_atoms
+from megagrpo.weights.transports.gather_plan import make_gather_plan
+from megagrpo.weights.transports.reshard_plan import Batches, Cover, make_cover, plan_transfer, trainer_atoms
 from tests.unit.test_weights_reshard_plan import SPECS, engine, trainers
 
 PLAIN = Rates(between_gb_s=1, inside_gb_s=10, efficiency=0.5, message_us=0, call_ms=0)
@@ -40,7 +40,7 @@ def staged(batches: Batches, cast: bool) -> int:
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize(("engines", "sizes"), [(1, (1, 1, 1, 1, 1)), (2, (2, 2, 2, 2, 2)), (3, (1, 2, 2, 4, 2))])
 def test_reshard_is_what_the_ranks_would_send(monkeypatch, engines, sizes, cast, alone):
-    monkeypatch.setattr("megagrpo.weights.reshard_plan._ALONE_BYTES", alone)
+    monkeypatch.setattr("megagrpo.weights.transports.reshard_plan._ALONE_BYTES", alone)
     cover, tp, bucket = cover_of(*sizes), sizes[3], 400
     world = sizes[0] * sizes[1] * sizes[2]
     forecast = reshard_forecast(cover, place_ranks(world, engines, tp, 1, 8), bucket, PLAIN, same_dtype=not cast)
@@ -133,7 +133,7 @@ def experiment(**rollout) -> ExperimentConfig:
 
 def test_the_plan_as_text_and_as_json(monkeypatch, tmp_path):
     recorded = Recordings(trainers(2, 2, 1), distinct=4, engine=engine(2, 2), specs=SPECS)
-    monkeypatch.setattr("megagrpo.planning.weights_report.record_both_sides", lambda config: recorded)
+    monkeypatch.setattr("megagrpo.planning.publish_bytes.record_both_sides", lambda config: recorded)
     text = plan_weights(experiment(), [1, 2], PLAIN, gpus_per_node=4, output=tmp_path / "plan.json")
     found = json.loads((tmp_path / "plan.json").read_text())["forecasts"]
     assert [(f["engines"], f["transport"]) for f in found] == [

@@ -8,7 +8,7 @@ import pytest
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.planning.trainer_measured import measured
-from megagrpo.planning.trainer_side import Load, in_flight, trainer_side
+from megagrpo.planning.trainer_memory import Load, in_flight, trainer_side
 
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 ALLOWED = 0.1  # of activations; largest found on models of 7 to 671 billion parameters: 0.09

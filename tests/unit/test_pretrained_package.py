@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.check.problems import preflight
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import PretrainedConfig
-from megagrpo.preflight import preflight
 from megagrpo.tiny.package_file import find_gguf
 from megagrpo.tiny.pretrained import make_pretrained_model
 

@@ -6,8 +6,8 @@ import time
 
 import psutil
 
-from megagrpo.environment import child_environment
-from megagrpo.processes import is_live, process_tree, spawn, stop_tree
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import is_live, process_tree, spawn, stop_tree
 
 # Ignores TERM, has a child, and a grandchild whose parent is gone: all must end.
 _STUBBORN = """
@@ -54,8 +54,8 @@ def test_child_dies_with_its_parent(tmp_path):
     code = f"""
 import sys, time
 from pathlib import Path
-from megagrpo.environment import child_environment
-from megagrpo.processes import spawn
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import spawn
 command = [sys.executable, "-c", "import time; time.sleep(600)"]
 print(spawn(command, child_environment(), Path({str(tmp_path / "inner")!r})).pid, flush=True)
 print("up", flush=True)

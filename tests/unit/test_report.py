@@ -7,7 +7,7 @@ import pytest
 
 from megagrpo.monitor.console import StepConsole, minutes
 from megagrpo.monitor.report import series, summary, write_report
-from megagrpo.run_folder import write_json_lines
+from megagrpo.system.run_folder import write_json_lines
 
 
 def run(num_steps: int) -> list[dict]:

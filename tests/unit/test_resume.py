@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo import beginning
+from megagrpo.checkpoint import resume as beginning
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import AlgoState, Prompt, RolloutGroup, Sample, TrainState
 
 SAVED = TrainState(step=5, data_cursor=40, algo_state=AlgoState(kl_coef=0.3))

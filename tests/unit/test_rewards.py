@@ -2,9 +2,9 @@
 
 import pytest
 
-from megagrpo.rewards import format as form
-from megagrpo.rewards import gsm8k
-from megagrpo.rewards import math as mathematics
+from megagrpo.rewards.graders import format as form
+from megagrpo.rewards.graders import gsm8k
+from megagrpo.rewards.graders import math as mathematics
 
 
 @pytest.mark.parametrize(

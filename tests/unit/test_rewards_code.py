@@ -10,9 +10,9 @@ import pytest
 from hostile_programs import CALLS, OPTIONS, PROGRAMS, SCRIPTS, options
 
 from megagrpo.config.schema import RewardConfig
-from megagrpo.rewards import sandbox
-from megagrpo.rewards.code import grade, program_of, read_tests
+from megagrpo.rewards.graders.code import grade, program_of, read_tests
 from megagrpo.rewards.pool import RewardPool
+from megagrpo.rewards.sandbox import sandbox
 from megagrpo.types import Prompt
 
 isolated = pytest.mark.skipif(bool(sandbox.isolation()), reason=f"no namespaces here: {sandbox.isolation()}")
@@ -38,7 +38,7 @@ def survivors(folder: str) -> list[psutil.Process]:
     """Processes that run a program of a sandbox in `folder`."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        if any(folder in word for word in process.info["cmdline"] or ()) and "sandbox_child" in str(process.info):
+        if any(folder in word for word in process.info["cmdline"] or ()) and "sandbox/child.py" in str(process.info):
             found.append(process)
     return found
 
@@ -63,9 +63,9 @@ def test_limits_hold_without_namespaces(name):
     if not detail:
         assert ended.stdout == b"2\n"
     deadline = time.monotonic() + 5
-    while (left := [p for p in psutil.Process().children(recursive=True) if "sandbox_child" in str(p.cmdline())]) and (
-        time.monotonic() < deadline
-    ):
+    while (
+        left := [p for p in psutil.Process().children(recursive=True) if "sandbox/child.py" in str(p.cmdline())]
+    ) and (time.monotonic() < deadline):
         time.sleep(0.02)
     assert not left
 

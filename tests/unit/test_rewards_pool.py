@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config.schema import RewardConfig
-from megagrpo.rewards.graders import load_grader
+from megagrpo.rewards.graders.table import load_grader
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
 

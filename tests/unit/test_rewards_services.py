@@ -9,7 +9,7 @@ from hostile_services import SERVICES, serving
 
 from megagrpo.config.load import ConfigError, dump_config, load_config
 from megagrpo.config.schema import ExperimentConfig, RewardConfig
-from megagrpo.rewards.judge import render
+from megagrpo.rewards.graders.judge import render
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
 

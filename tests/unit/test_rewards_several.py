@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megagrpo.check.problems import preflight
 from megagrpo.config.schema import ExperimentConfig, RewardConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.rollouts import RolloutLog
-from megagrpo.preflight import preflight
 from megagrpo.rewards.group import distinct, rank
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.run_folder import RunFolder
-from megagrpo.selection import grader_metrics
+from megagrpo.rollout.selection import grader_metrics
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 GRADERS = """

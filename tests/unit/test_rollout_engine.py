@@ -7,7 +7,6 @@ import sys
 import torch
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import ENGINE, ENGINE_HEADER, child_environment
 from megagrpo.rollout.service.engine_command import (
     CPU_SHIMS,
     WEIGHT_LOADER,
@@ -16,6 +15,7 @@ from megagrpo.rollout.service.engine_command import (
     engine_environment,
     engine_python_path,
 )
+from megagrpo.system.environment import ENGINE, ENGINE_HEADER, child_environment
 
 
 def config(**rollout) -> ExperimentConfig:
@@ -45,7 +45,7 @@ def test_cpu_engine():
         and found["--sampling-backend"] == "pytorch"
     )
     assert found["--max-total-tokens"] == "20000" and found["--dtype"] == "float32" and found["--tokenizer-path"] == "m"
-    assert found["--custom-weight-loader"] == WEIGHT_LOADER == "megagrpo.weights.engine_loader.run"
+    assert found["--custom-weight-loader"] == WEIGHT_LOADER == "megagrpo.weights.engines.loader.run"
     for switch in ("--sleep-on-idle", "--skip-server-warmup", "--enable-deterministic-inference"):
         assert switch in found and found[switch] is None
     assert "--nnodes" not in found

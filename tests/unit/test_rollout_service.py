@@ -4,10 +4,10 @@ import stat
 
 import pytest
 
-from megagrpo import environment
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.node import free_port
 from megagrpo.rollout.service.server import make_key
+from megagrpo.system import environment
 
 
 def test_host_is_an_address_or_an_interface():

@@ -13,17 +13,17 @@ from fake_service import FakeService, running
 from test_rollout_client import PARAMS, PROMPTS, QUICK, Grader
 from test_rollout_tools import CALCULATOR, EOS, MESH, PROMPT, TOKENIZER, ids, says
 
+from megagrpo.actor.megatron.fields import Kernels, transformer_defaults
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
+from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.config.layout import layout_problems
+from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
-from megagrpo.config.server_settings import engine_setting_problems
-from megagrpo.explain import explain
 from megagrpo.families.table import architecture_of
-from megagrpo.group_file import read_groups, write_groups
-from megagrpo.layout import layout_problems
-from megagrpo.megatron_fields import Kernels, transformer_defaults
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
+from megagrpo.planning.explain import explain
 from megagrpo.rollout.background import Turnstile
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.generation import GenerationClient, GenerationFailed, Response
@@ -31,7 +31,7 @@ from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts, for_oth
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.tiny.description import hf_config
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 

@@ -18,8 +18,8 @@ from megagrpo.mesh import make_mesh
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.generation import sample_seed
+from megagrpo.rollout.selection import next_groups
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.selection import next_groups
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 
 WANTED, GROUP_SIZE, STEPS = 2, 2, 6

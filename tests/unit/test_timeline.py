@@ -13,7 +13,7 @@ from megagrpo.monitor import timeline as module
 from megagrpo.monitor.step_lines import StepLines, read_step_lines
 from megagrpo.monitor.timeline import Timeline, is_between
 from megagrpo.monitor.trained import TrainedLog
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 
 
 def lines(folder: RunFolder, rank: int = 0) -> list[dict]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo import environment
+from megagrpo.system import environment
 from tests.stand_ins.signatures import FILES, STAND_IN, TABLE, released, stand_ins
 
 TABLE_OF_RELEASED = json.loads(TABLE.read_text())
@@ -90,17 +90,17 @@ import torch
 from megagrpo.actor.host import prepare_host
 prepare_host(transformer_engine=True)
 from megatron.core import tensor_parallel
-from megagrpo.actor.megatron_config import transformer_config
-from megagrpo.actor.model import build_chunks, chunk_parameters, load_hf
-from megagrpo.actor.pretended import pretended_world
+from megagrpo.actor.megatron.config import transformer_config
+from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf
+from megagrpo.actor.dry_run import pretended_world
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.schema import TinyModelConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.tiny.description import hf_config
 from megagrpo.tiny.model import random_tensors
 from megagrpo.weights.expected_digests import ExpectedDigests
-from megagrpo.weights.record import record_copies
-from megagrpo.weights.reshard_plan import trainer_atoms
+from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.transports.reshard_plan import trainer_atoms
 
 
 def rank_of(arch, config, hf, rank):

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megagrpo.check.loading import try_loading
+from megagrpo.check.problems import is_made, preflight
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
-from megagrpo.environment import child_environment
-from megagrpo.explain import explain
-from megagrpo.preflight import is_made, preflight
+from megagrpo.planning.explain import explain
+from megagrpo.system.environment import child_environment
 from megagrpo.tiny.model import make_tiny_model
-from megagrpo.trial_loading import try_loading
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from megagrpo import user_function
 from megagrpo.config.schema import RewardConfig, ToolConfig
-from megagrpo.rewards import graders
+from megagrpo.rewards.graders import table as graders
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout import tools
 from megagrpo.rollout.generation import Response
+from megagrpo.system import user_function
+from megagrpo.system.user_function import load_function
 from megagrpo.tiny.model import character_tokenizer
 from megagrpo.types import Prompt
-from megagrpo.user_function import load_function
 
 BUILT_IN = {"join": "os.path:join", "split": "os.path:split"}
 OWN = '''
@@ -72,7 +72,8 @@ def test_every_built_in_can_be_loaded(table):
 
 
 def test_naming_functions_imports_nothing_heavy():
-    code = "import sys, megagrpo.user_function, megagrpo.rewards.graders; print({'torch', 'sympy'} & set(sys.modules))"
+    modules = "megagrpo.system.user_function, megagrpo.rewards.graders.table"
+    code = f"import sys, {modules}; print({{'torch', 'sympy'}} & set(sys.modules))"
     folder = user_function.__file__.rpartition("/megagrpo/")[0]
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -16,7 +16,7 @@ from megagrpo import cli
 from megagrpo.config.schema import LogConfig
 from megagrpo.monitor.record import StepLog
 from megagrpo.monitor.rollouts import RolloutLog
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 from megagrpo.view.command import view_data, write_view
 from megagrpo.view.run_data import ViewLimits, curves, read_run
 from megagrpo.view.samples import read_samples

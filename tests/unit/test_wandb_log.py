@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megagrpo.check.problems import preflight
 from megagrpo.config.load import load_config
-from megagrpo.environment import child_environment
 from megagrpo.monitor.wandb_log import WandbLog
-from megagrpo.preflight import preflight
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.environment import child_environment
+from megagrpo.system.run_folder import RunFolder
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 OFFLINE = "log.wandb={project: tests, group: seeds, mode: offline, tags: [a, b]}"
@@ -24,7 +24,7 @@ import os, sys
 from pathlib import Path
 from megagrpo.config.load import load_config
 from megagrpo.monitor.wandb_log import WandbLog
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
 
 print(os.getpid())
 config, folder = load_config(sys.argv[1], [sys.argv[2]]), RunFolder(Path(sys.argv[3]))
@@ -138,7 +138,7 @@ def test_a_failure_while_sending_is_said_once_and_nothing_more_is_sent(tmp_path)
 
 def test_check_wants_the_package_where_it_is_used(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megagrpo.preflight.find_spec", lambda name: None)
+    monkeypatch.setattr("megagrpo.check.problems.find_spec", lambda name: None)
     assert preflight(load_config(QUICKSTART)) == []
     assert preflight(load_config(QUICKSTART, [OFFLINE.replace("offline", "disabled")])) == []
     (problem,) = preflight(load_config(QUICKSTART, [OFFLINE]))

@@ -15,7 +15,7 @@ from fake_engine import FakeEngine, running
 from test_weights_transport import Trainer
 
 from megagrpo.mesh import LeaderError
-from megagrpo.weights import transport_broadcast
+from megagrpo.weights.transports import broadcast as transport_broadcast
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megagrpo.weights import clock
-from megagrpo.weights.clock import Deadline, PhaseTimer
+from megagrpo.weights.wire import clock
+from megagrpo.weights.wire.clock import Deadline, PhaseTimer
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from test_weights_broadcast import ReceivingEnd
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import TRANSPORTS, Exchange
-from megagrpo.weights.record import record_copies
 
 EXPERTS, FFN, HIDDEN, VOCAB = 3, 6, 4, 10
 SHAPES = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)}

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagrpo.weights import digest
-from megagrpo.weights.digest import batched_digest, slice_digest
-from megagrpo.weights.views import Box
+from megagrpo.weights.copies.views import Box
+from megagrpo.weights.digests import digest
+from megagrpo.weights.digests.digest import batched_digest, slice_digest
 
 SHAPE = (10, 12)
 MASK = (1 << 64) - 1

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megagrpo.weights import digest_batches, engine_loader
-from megagrpo.weights.digest import batched_digest, slice_digest
-from megagrpo.weights.digest_batches import CopyBatches, constant_steps
-from megagrpo.weights.mailbox import encode
-from megagrpo.weights.record import Copy, Specs, record_copies
-from megagrpo.weights.views import Box
+from megagrpo.weights.copies.record import Copy, Specs, record_copies
+from megagrpo.weights.copies.views import Box
+from megagrpo.weights.digests import batches as digest_batches
+from megagrpo.weights.digests.batches import CopyBatches, constant_steps
+from megagrpo.weights.digests.digest import batched_digest, slice_digest
+from megagrpo.weights.engines import loader as engine_loader
+from megagrpo.weights.wire.mailbox import encode
 
 EXPERTS, INNER, HIDDEN = 6, 4, 5
 REQUEST = {"specs": "", "allow_computed": False, "dummy_start": False}

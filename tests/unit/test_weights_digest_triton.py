@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.environment import child_environment
+from megagrpo.system.environment import child_environment
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="no Triton: it comes with torch for CUDA (pip install triton)"
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.skipif(
 
 INTERPRET = """
 import itertools, torch
-from megagrpo.weights.digest import _odd, batched_digest, index_seed
-from megagrpo.weights.digest_triton import fused_digest
-from megagrpo.weights.views import Box
+from megagrpo.weights.digests.digest import _odd, batched_digest, index_seed
+from megagrpo.weights.digests.triton_kernel import fused_digest
+from megagrpo.weights.copies.views import Box
 
 draw = torch.Generator().manual_seed(0)
 dtypes = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -46,7 +46,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from megagrpo.weights.digest_triton import _block_sums
+from megagrpo.weights.digests.triton_kernel import _block_sums
 
 types = {"bits": "*i16", "sums": "*i64", "row_seed": "i64", "column_seed": "i64", "column_stride": "constexpr"}
 types |= {"WEIGH_ROWS": "constexpr", "ROWS": "constexpr", "COLUMNS": "constexpr"}

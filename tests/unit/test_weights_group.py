@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megagrpo.environment import get, of_all_nccl_ranks
-from megagrpo.weights.clock import Deadline
-from megagrpo.weights.group import EngineGroup, PeerLost, Receive, Send, join_group
+from megagrpo.system.environment import get, of_all_nccl_ranks
+from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.group import EngineGroup, PeerLost, Receive, Send, join_group
 
 CUDA = torch.device("cuda")
 

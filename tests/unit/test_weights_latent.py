@@ -19,14 +19,14 @@ from fake_engine import FakeEngine, running, write_checkpoint
 from test_weights_broadcast import ReceivingEnd
 
 from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
-from megagrpo.hf_files import HfFolder
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.tiny.model import make_tiny_model
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
+from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import TRANSPORTS, Exchange
-from megagrpo.weights.plan import make_gather_plan, published_specs
-from megagrpo.weights.record import record_copies
-from megagrpo.weights.transport_broadcast import BroadcastTransport
+from megagrpo.weights.hf_folder import HfFolder
+from megagrpo.weights.transports.broadcast import BroadcastTransport
+from megagrpo.weights.transports.gather_plan import make_gather_plan, published_specs
 
 HEADS, NOPE, V, RANK, ROPE, Q_RANK, HIDDEN, EXPERTS = 2, 3, 4, 5, 2, 6, 8, 7
 Q_A, KV_A, KV_B, BIAS = "q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "gate.e_score_correction_bias"

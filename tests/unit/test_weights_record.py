@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megagrpo.weights.record import coverage_problems, record, record_copies
-from megagrpo.weights.views import Box, Untraceable, factor
+from megagrpo.weights.copies.record import coverage_problems, record, record_copies
+from megagrpo.weights.copies.views import Box, Untraceable, factor
 
 HF = {"a": (8, 6), "b": (8, 6), "c": (12,), "e": (3, 4, 5)}
 SPECS = {name: (shape, torch.float32) for name, shape in HF.items()}

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megagrpo.weights.plan import published_specs
-from megagrpo.weights.record import Copy
-from megagrpo.weights.reshard_plan import make_cover, piece_limit, plan_transfer, trainer_atoms
+from megagrpo.weights.copies.record import Copy
+from megagrpo.weights.transports.gather_plan import published_specs
+from megagrpo.weights.transports.reshard_plan import make_cover, piece_limit, plan_transfer, trainer_atoms
 
 SPECS = {
     "embed": ((24, 8), torch.float32),

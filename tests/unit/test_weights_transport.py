@@ -18,15 +18,15 @@ from fake_engine import FakeEngine, FusedModel, running, write_checkpoint
 
 from megagrpo.config.schema import ExperimentConfig, WeightsConfig
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.weights import engine_loader
 from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.clock import Deadline
-from megagrpo.weights.engine_client import EngineConnection, EngineDown
+from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.engines import loader as engine_loader
+from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.exchange import TRANSPORTS, Exchange
-from megagrpo.weights.mailbox import Mailbox
-from megagrpo.weights.moving import Traffic
-from megagrpo.weights.record import record_copies
-from megagrpo.weights.transport import TrainerWeights
+from megagrpo.weights.transports.protocol import TrainerWeights
+from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.mailbox import Mailbox
+from megagrpo.weights.wire.moving import Traffic
 
 
 class ToyTransport:

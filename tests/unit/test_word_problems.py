@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config.schema import DatasetConfig
-from megagrpo.rewards.gsm8k import grade
+from megagrpo.rewards.graders.gsm8k import grade
 from megagrpo.tiny.datasets import make_dataset
 
 FILES = ("sft", "train", "eval")

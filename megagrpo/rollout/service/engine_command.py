@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megagrpo.config.libraries.sglang import engine_setting_problems, engine_setting_words
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.config.server_settings import engine_setting_problems, engine_setting_words
-from megagrpo.environment import ENGINE, WEIGHT_LOADER, get, without_expandable_segments
+from megagrpo.system.environment import ENGINE, WEIGHT_LOADER, get, without_expandable_segments
 
 CPU_SHIMS = Path(__file__).parents[1] / "cpu"
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"

@@ -8,8 +8,8 @@ from pathlib import Path
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
 from megagrpo.families.quantization import fp8_block, load_format_problems
 from megagrpo.families.table import read_description
-from megagrpo.hf_files import write_description
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.weights.hf_folder import write_description
 
 
 def as_engines_see_it(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:

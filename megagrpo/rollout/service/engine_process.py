@@ -12,7 +12,7 @@ import signal
 import sys
 from typing import Any
 
-from megagrpo import environment
+from megagrpo.system import environment
 
 _PR_SET_PDEATHSIG = 1
 _KEY = environment.get(environment.API_KEY) or ""

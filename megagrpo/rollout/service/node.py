@@ -10,10 +10,10 @@ from typing import Any
 import ray
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.environment import API_KEY, child_environment, get, of_all_nccl_ranks
-from megagrpo.processes import spawn, stop_tree
 from megagrpo.rollout.service.addresses import EVERYWHERE, interface_of, own_address
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command, engine_environment, engine_python_path
+from megagrpo.system.environment import API_KEY, child_environment, get, of_all_nccl_ranks
+from megagrpo.system.processes import spawn, stop_tree
 
 _PORTS = range(20_000, 30_000)  # below the kernel's ephemeral ports, above Ray's workers
 _CUDA_GRACE_S = 15.0  # to give memory back in order

@@ -12,7 +12,7 @@ import psutil
 import ray
 
 from megagrpo.config.schema import RolloutConfig
-from megagrpo.processes import stop_tree
+from megagrpo.system.processes import stop_tree
 
 _SPARE_NODES = 2  # for engines added while it runs; a CPU here is a place, GPUs are counted
 _OBJECT_STORE_BYTES = 80 * 2**20  # no batch passes through Ray: its least

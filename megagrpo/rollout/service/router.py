@@ -9,9 +9,9 @@ from typing import Any
 
 import aiohttp
 
-from megagrpo.environment import API_KEY, child_environment
-from megagrpo.processes import spawn, stop_tree
 from megagrpo.rollout.control import bearer
+from megagrpo.system.environment import API_KEY, child_environment
+from megagrpo.system.processes import spawn, stop_tree
 
 _START_S = 60.0  # how long it may take to start
 _ADD_S = 60.0  # how long it may take to list an engine

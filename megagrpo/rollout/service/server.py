@@ -28,7 +28,6 @@ import aiohttp
 import ray
 from aiohttp import web
 
-from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import own_address
 from megagrpo.rollout.service.engine_command import on_gpus
@@ -38,7 +37,8 @@ from megagrpo.rollout.service.ray_cluster import RayNotStarted, in_ray_cluster
 from megagrpo.rollout.service.router import Router, RouterFailed
 from megagrpo.rollout.service.sleep import CACHE
 from megagrpo.rollout.service.supervisor import StaleReport, SupervisedEngine
-from megagrpo.run_folder import RunFolder, write_whole
+from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder, write_whole
 
 _FAILED_LINGER_S = 60.0  # a failed service stays that long, so that waiting trainers can read why
 _STARTING_POLL_S = 0.1

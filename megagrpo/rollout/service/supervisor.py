@@ -27,12 +27,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megagrpo import environment
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.service.node import EngineNodeActor, loopback
 from megagrpo.rollout.service.router import Router, RouterFailed
 from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
+from megagrpo.system import environment
 from megagrpo.types import EngineInfo
 
 _WATCH_S = 1.0  # between two looks at the processes

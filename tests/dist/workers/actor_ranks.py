@@ -18,21 +18,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megagrpo import checkpoint
 from megagrpo.actor import step
-from megagrpo.actor.lora import InitialAdapters
+from megagrpo.actor.layers.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.batching.updates import one_pass
 from megagrpo.certify.measure import joined, ratios, whole
 from megagrpo.certify.subject import near
-from megagrpo.checkpoint import Retention, RunIdentity
+from megagrpo.checkpoint import save as checkpoint
+from megagrpo.checkpoint.save import Retention, RunIdentity
 from megagrpo.config.actor import LoraConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
-from megagrpo.hf_files import HfFolder
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
+from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.weights.peft_folder import PeftFolder, export_peft
 from tests.dist.workers.held import gradient_buffers, offload, optimiser_state
 from tests.dist.workers.recorded import recorded_logits

@@ -11,7 +11,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 warnings.simplefilter("ignore")
-from megagrpo.torchvision_ops import define_torchvision_operators  # noqa: E402
+from megagrpo.data.torchvision_ops import define_torchvision_operators  # noqa: E402
 
 define_torchvision_operators()
 import_module("transformers.models.qwen3.modeling_qwen3")  # has requirements of its own

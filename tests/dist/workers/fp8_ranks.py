@@ -21,9 +21,9 @@ import torch.distributed as dist
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.measure import OPTIMIZER, joined
 from megagrpo.config.schema import ActorConfig, ParallelConfig
-from megagrpo.hf_files import HfFolder
 from megagrpo.weights.actor_weights import load_initial_weights, read_recorded
-from megagrpo.weights.record import record_whole
+from megagrpo.weights.copies.record import record_whole
+from megagrpo.weights.hf_folder import HfFolder
 
 
 class AnonymousMemory:

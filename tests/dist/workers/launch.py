@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from megagrpo import environment
-from megagrpo.processes import spawn, stop_tree
+from megagrpo.system import environment
+from megagrpo.system.processes import spawn, stop_tree
 from tests.dist.workers.pool import RankPool, run_main
 
 WORKERS = Path(__file__).parent

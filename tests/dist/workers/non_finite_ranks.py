@@ -18,10 +18,10 @@ from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.batching.updates import one_pass
 from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ExperimentConfig, OptimizerConfig
-from megagrpo.dump import read_dump
-from megagrpo.replay import compare
+from megagrpo.monitor.dump import read_dump
 from megagrpo.run import Run
-from megagrpo.run_folder import RunFolder
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.tasks.replay import compare
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, RICH, batch_of, config_of

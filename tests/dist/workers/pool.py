@@ -20,8 +20,8 @@ from collections.abc import Callable
 from multiprocessing import connection
 from pathlib import Path
 
-from megagrpo import environment
-from megagrpo.processes import spawn, stop_tree
+from megagrpo.system import environment
+from megagrpo.system.processes import spawn, stop_tree
 
 REPOSITORY = Path(__file__).parents[3]
 STAND_INS = REPOSITORY / "tests" / "stand_ins"

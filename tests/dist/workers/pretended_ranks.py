@@ -13,7 +13,7 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 import torch
 import torch.distributed as dist
 
-from megagrpo.actor.pretended import record_trainer_rank
+from megagrpo.actor.dry_run import record_trainer_rank
 from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.planning.recordings import representative_ranks

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.actor import step
+from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.model import routers
 from megagrpo.certify.measure import joined, ratios, whole
 from megagrpo.config.actor import RouterLossConfig
 from megagrpo.config.schema import OptimizerConfig

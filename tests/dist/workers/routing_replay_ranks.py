@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.actor import step
+from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.model import routers
 from megagrpo.certify.measure import joined, ratios, whole
 from megagrpo.config.actor import RouterLossConfig
 from megagrpo.config.schema import OptimizerConfig

@@ -16,12 +16,12 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 import torch
 import torch.distributed as dist
 
-from megagrpo import checkpoint
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.certify.measure import joined, ratios, whole
-from megagrpo.checkpoint import Retention, RunIdentity
+from megagrpo.checkpoint import save as checkpoint
+from megagrpo.checkpoint.save import Retention, RunIdentity
 from megagrpo.config.schema import OptimizerConfig
 from megagrpo.types import TrainState
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights

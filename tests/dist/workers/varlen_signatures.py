@@ -36,7 +36,7 @@ def _attend(query, key, value, cu, scale):
 
 def run_rank(rank: int) -> dict[str, float]:
     """The largest difference of forward and gradients between the kernel's path and plain attention, by release."""
-    from megagrpo.actor.attention import CausalAttention
+    from megagrpo.actor.layers.attention import CausalAttention
 
     attention = CausalAttention(SimpleNamespace(kv_channels=DIM, context_parallel_size=1), 1, None, "self")
     sizes = ((HEADS, DIM), (GROUPS, DIM), (GROUPS, WIDTH))

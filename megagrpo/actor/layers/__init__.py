@@ -1,0 +1,1 @@
+"""Layers that differ from Megatron-Core's own."""

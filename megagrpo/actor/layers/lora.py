@@ -1,0 +1,296 @@
+"""Adds low-rank adapters to Megatron's linear layers: y = W x + alpha / rank * B (A x), of which only A and B learn.
+
+Every Hugging Face projection has an A and a B of its own, as in PEFT, also where Megatron fuses projections into one
+layer. Dense layers: the half that the layer cuts over tensor-parallel ranks is cut alike (B's rows of a column-parallel
+layer, A's columns of a row-parallel one), the other is replicated and its gradient summed over them; what is exchanged
+is A x, of rank columns. Experts: as their weights, partial sums go on to Megatron's token dispatcher.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+from torch.nn import Module, Parameter, ParameterDict
+
+from megagrpo.config.actor import LoraConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.loading import RankPlace
+from megagrpo.families.table import model_tensors
+from megagrpo.families.tensors import adapter_tensors, layer_prefix
+from megagrpo.weights.copies.record import Specs
+
+_CHILD = "adapters"  # what a linear layer calls its Adapters
+
+
+@dataclass(frozen=True)
+class _Site:
+    """One of Megatron's linear layers and which rows [n] of this rank's weight belong to which HF projection."""
+
+    linear: ColumnParallelLinear | RowParallelLinear
+    prefix: str  # of the projections' HF names
+    rows: dict[str, Tensor]  # int64, by projection
+    row_parallel: bool
+    is_expert: bool
+
+
+class Adapters(Module):
+    """Holds A [rank, inputs] and B [outputs, rank] of the targets in one linear layer, as this rank has them."""
+
+    rows: Tensor | None  # [n] int64: which outputs the Bs' rows are, one after the other; None: all, in order
+
+    def __init__(self, site: _Site, lora: LoraConfig, place: RankPlace, dtype: torch.dtype):
+        super().__init__()
+        names = [name for name in site.rows if name in lora.targets]
+        self.prefix, self.row_parallel, self.is_expert = site.prefix, site.row_parallel, site.is_expert
+        self.shard = place.expert if site.is_expert else place.tensor
+        self.scale, self.enabled = lora.scale, True
+        inputs = site.linear.weight.shape[1]
+        self.a, self.b = ParameterDict(), ParameterDict()
+        for name in names:  # one by one: given a dictionary it would sort them
+            self.a[name] = Parameter(torch.empty(lora.rank, inputs, dtype=dtype))
+            self.b[name] = Parameter(torch.empty(len(site.rows[name]), lora.rank, dtype=dtype))
+        rows = torch.cat([site.rows[name] for name in names])
+        in_order = torch.equal(rows, torch.arange(len(site.linear.weight), device="cpu"))
+        self.register_buffer("rows", None if in_order else rows, persistent=False)
+        cut, whole, dim = (self.a, self.b, 1) if self.row_parallel else (self.b, self.a, 0)
+        self._mark(cut, whole, dim, place)
+
+    def _mark(self, cut: ParameterDict, whole: ParameterDict, dim: int, place: RankPlace) -> None:
+        """Tells Megatron which parameters are shards, for the gradient norm, and over which ranks gradients add up."""
+        for parameter in cut.values():
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+        for parameter in whole.values():
+            if self.is_expert:
+                # an expert's copy counts once in its expert-parallel group, whatever tensor-parallel rank has it
+                parameter.tensor_model_parallel = place.expert.rank == 0
+            else:
+                parameter.sequence_parallel = place.tensor.size > 1
+        if self.is_expert:
+            for parameter in (*cut.values(), *whole.values()):
+                parameter.allreduce = False
+
+    @property
+    def replicated(self) -> list[Parameter]:
+        """Returns the half that every tensor-parallel rank holds whole."""
+        return list((self.b if self.row_parallel else self.a).values())
+
+    def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """Returns the linear layer's output [..., outputs] of inputs [..., inputs] with what the adapters add."""
+        low = torch.nn.functional.linear(inputs, torch.cat([*self.a.values()]))
+        if not self.is_expert and self.shard.size > 1:
+            # inputs of a column-parallel layer are this rank's part of the sequence, outputs of a row-parallel one too
+            low = (
+                reduce_scatter_to_sequence_parallel_region(low)
+                if self.row_parallel
+                else gather_from_sequence_parallel_region(low)
+            )
+        parts = low.split(low.shape[-1] // len(self.b), -1)
+        added = [torch.nn.functional.linear(part, b) for part, b in zip(parts, self.b.values(), strict=True)]
+        product = torch.cat(added, -1) * self.scale
+        return output + product if self.rows is None else output.index_add(-1, self.rows, product)
+
+    def merge_into(self, weight: Tensor) -> None:
+        """Adds alpha / rank * B A to this rank's weight [outputs, inputs], in float32, rounded once."""
+        halves = zip(self.a.values(), self.b.values(), strict=True)
+        added = torch.cat([b.float() @ a.float() for a, b in halves]) * self.scale
+        rows = slice(None) if self.rows is None else self.rows
+        merged = weight.float()
+        merged[rows] += added
+        weight.copy_(merged)
+
+    def hf_names(self) -> Iterator[tuple[str, str, Parameter, int | None]]:
+        """Yields HF name, own name, parameter, and the dimension cut over tensor-parallel ranks, None where whole."""
+        halves = (
+            ("A", self.a, 1 if self.row_parallel else None),
+            ("B", self.b, None if self.row_parallel else 0),
+        )
+        for letter, own, cut in halves:
+            for name, parameter in own.items():
+                hf = f"{self.prefix}{name}.lora_{letter}.weight"
+                yield hf, f"{letter.lower()}.{name}", parameter, cut
+
+
+def add_adapters(chunk: GPTModel, arch: Architecture, lora: LoraConfig, place: RankPlace, dtype: torch.dtype) -> None:
+    """Freezes a chunk and gives adapters, uninitialised, to those of its layers that hold a target."""
+    chunk.requires_grad_(False)
+    for site in _sites(chunk, arch):
+        if site.rows.keys() & set(lora.targets):
+            site.linear.add_module(_CHILD, Adapters(site, lora, place, dtype))
+            site.linear.register_forward_hook(_add_to_output)
+    if chunk.pre_process:
+        # Recomputation gives gradients only where an input wants one, and frozen embeddings do not.
+        chunk.embedding.register_forward_hook(_want_gradient)
+
+
+def _add_to_output(linear: Module, inputs: tuple, output: tuple[Tensor, Tensor | None]):
+    adapters = getattr(linear, _CHILD)
+    return (adapters(inputs[0], output[0]), output[1]) if adapters.enabled else None
+
+
+def _want_gradient(module: Module, inputs: tuple, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def _sites(chunk: GPTModel, arch: Architecture) -> Iterator[_Site]:
+    queries, dim = arch.num_heads // arch.num_kv_heads, arch.head_dim
+    for layer in chunk.decoder.layers:
+        prefix = layer_prefix(layer.layer_number - 1)
+        attention: SelfAttention = layer.self_attention
+        heads = _rows(attention.linear_qkv).view(-1, queries + 2, dim)  # as families/loading.py fills it
+        qkv = {"q_proj": heads[:, :queries], "k_proj": heads[:, queries], "v_proj": heads[:, queries + 1]}
+        qkv = {name: rows.flatten() for name, rows in qkv.items()}
+        yield _Site(attention.linear_qkv, prefix + "self_attn.", qkv, False, False)
+        yield _Site(attention.linear_proj, prefix + "self_attn.", {"o_proj": _rows(attention.linear_proj)}, True, False)
+        if not arch.is_moe:
+            yield from _mlp_sites(layer.mlp, prefix + "mlp.", False)
+            continue
+        for index, expert in zip(layer.mlp.local_expert_indices, layer.mlp.experts.local_experts, strict=True):
+            yield from _mlp_sites(expert, f"{prefix}mlp.experts.{index}.", True)
+
+
+def _mlp_sites(mlp: MLP, prefix: str, is_expert: bool) -> Iterator[_Site]:
+    gate, up = _rows(mlp.linear_fc1).chunk(2)
+    yield _Site(mlp.linear_fc1, prefix, {"gate_proj": gate, "up_proj": up}, False, is_expert)
+    yield _Site(mlp.linear_fc2, prefix, {"down_proj": _rows(mlp.linear_fc2)}, True, is_expert)
+
+
+def _rows(linear: ColumnParallelLinear | RowParallelLinear) -> Tensor:
+    return torch.arange(len(linear.weight), device="cpu")
+
+
+def all_adapters(chunks: list[GPTModel]) -> list[Adapters]:
+    """Returns the adapters of this rank's layers."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapters)]
+
+
+def is_adapter(parameter_name: str) -> bool:
+    """Tells by a parameter's name in its chunk whether it is one of an adapter."""
+    return f".{_CHILD}." in parameter_name
+
+
+def adapter_specs(arch: Architecture, lora: LoraConfig, dtype: torch.dtype) -> Specs:
+    """Returns names and shapes of the whole model's adapters, as a checkpoint of HF names would hold them."""
+    found = adapter_tensors(model_tensors(arch), lora.targets, lora.rank)
+    return {spec.name: (spec.shape, dtype) for spec in found}
+
+
+def load_adapters(chunks: list[GPTModel], hf: Mapping[str, Tensor]) -> None:
+    """Copies this rank's slices of whole A and B (adapter_specs' names) into the adapters: slices and copies alone."""
+    with torch.no_grad():
+        for adapters in all_adapters(chunks):
+            for name, _, parameter, cut in adapters.hf_names():
+                source = hf[name]
+                parameter.copy_(source if cut is None else source.chunk(adapters.shard.size, cut)[adapters.shard.rank])
+
+
+class InitialAdapters(Mapping[str, Tensor]):
+    """Draws adapters as PEFT does: A uniform in +-1 / sqrt(inputs), B 0. The same whole tensors for every layout."""
+
+    def __init__(self, specs: Specs, seed: int):
+        self._specs, self._seed = specs, seed
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape, _ = self._specs[name]
+        if name.endswith("lora_B.weight"):
+            return torch.zeros(shape, device="cpu")
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8]) >> 1)
+        return (2 * torch.rand(shape, generator=generator, device="cpu") - 1) / sqrt(shape[1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+@contextmanager
+def merged(chunks: list[GPTModel]) -> Iterator[None]:
+    """Lets the weights be W + alpha / rank * B A inside, the adapters off; W comes back bit for bit whatever happens.
+
+    In place: who publishes or exports reads live parameters. Costs a copy of the targeted weights meanwhile.
+    """
+    linears = [m for chunk in chunks for m in chunk.modules() if hasattr(m, _CHILD)]
+    kept = [linear.weight.detach().clone() for linear in linears]
+    try:
+        with torch.no_grad():
+            for linear in linears:
+                getattr(linear, _CHILD).merge_into(linear.weight)
+        with adapters_off(chunks):
+            yield
+    finally:
+        with torch.no_grad():
+            for linear, weight in zip(linears, kept, strict=True):
+                linear.weight.copy_(weight)
+
+
+@contextmanager
+def adapters_off(chunks: list[GPTModel]) -> Iterator[None]:
+    """Lets the model compute without its adapters inside."""
+    every = all_adapters(chunks)
+    try:
+        for adapters in every:
+            adapters.enabled = False
+        yield
+    finally:
+        for adapters in every:
+            adapters.enabled = True
+
+
+def sum_expert_replicas(chunks: list[GPTModel]) -> None:
+    """Collective over expert-tensor-parallel ranks. Sums the gradients of what each of them holds whole.
+
+    Megatron's own sum over tensor-parallel ranks is of dense layers. To come before gradients are summed over
+    data-parallel ranks, which leaves a distributed optimizer with its shard alone.
+    """
+    if mpu.get_expert_tensor_parallel_world_size() == 1:
+        return
+    replicas = [p for adapters in all_adapters(chunks) if adapters.is_expert for p in adapters.replicated]
+    if not replicas:
+        return
+    gradients = [replica.main_grad for replica in replicas]  # type: ignore[attr-defined]  # by Megatron
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=mpu.get_expert_tensor_parallel_group())
+    for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
+
+
+def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
+    """Returns what of a chunk a checkpoint holds, by the parameter's name in it; the frozen weights are the HF model's.
+
+    Keys are HF names, so that any layout finds its slices.
+    """
+    sharded = {}
+    for path, adapters in chunk.named_modules():
+        if not isinstance(adapters, Adapters):
+            continue
+        copies = mpu.get_expert_data_parallel_rank() if adapters.is_expert else _dense_replica()
+        for hf, own, parameter, cut in adapters.hf_names():
+            shard = adapters.shard
+            sharded[f"{path}.{own}"] = ShardedTensor.from_rank_offsets(
+                hf,
+                parameter,
+                *([] if cut is None else [(cut, shard.rank, shard.size)]),
+                replica_id=(0, shard.rank if cut is None else 0, copies),
+            )
+    return sharded
+
+
+def _dense_replica() -> int:
+    return mpu.get_data_parallel_rank(with_context_parallel=True)

@@ -1,0 +1,74 @@
+"""Applies rotary embeddings where Transformer Engine's kernel does not: with float32 angles, without asking the device.
+
+Megatron's own rounds cosines and sines to bfloat16, which no engine does, and splits packed rows by lengths that it
+reads back from the GPU, for queries and keys of every layer.
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megagrpo.actor.layers.attention import zigzag_position
+
+# cu_seqlens -> angles, and the cosines and sines that follow from them for its tokens; all layers share one cu_seqlens
+_of_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def install(rope_utils: ModuleType) -> None:
+    """Puts these functions in the place of Megatron's in megatron.core.models.common.embeddings.rope_utils."""
+    names = vars(rope_utils)
+    names |= {"_apply_rotary_pos_emb_bshd": rotate, "_apply_rotary_pos_emb_thd": rotate_packed}
+
+
+def rotate(
+    t: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+) -> Tensor:
+    """Rotates t [s, b, heads, d] by angles freqs [s, 1, 1, d'], d' <= d, as RoFormer does (Su et al. 2021).
+
+    Latent attention's checkpoints have the two parts of a pair beside each other; its result has them apart.
+    """
+    assert not rotary_interleaved, "no family has it"
+    return _rotated(t, torch.cos(freqs) * mscale, torch.sin(freqs) * mscale, multi_latent_attention)
+
+
+def rotate_packed(
+    t: Tensor,
+    cu_seqlens: Tensor,
+    freqs: Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: torch.distributed.ProcessGroup | None = None,
+) -> Tensor:
+    """Rotates t [T / cp, heads, d], in which cu_seqlens [k + 1] bounds whole sequences, by freqs [s, 1, 1, d']."""
+    assert not rotary_interleaved and cp_group is not None
+    known = _of_packed.get(cu_seqlens)
+    if known is None or known[0] is not freqs or known[1] != mscale:
+        angles = freqs[packed_positions(cu_seqlens, len(t), cp_group.rank(), cp_group.size())]
+        known = (freqs, mscale, torch.cos(angles) * mscale, torch.sin(angles) * mscale)
+        _of_packed[cu_seqlens] = known
+    _, _, cos, sin = known
+    return _rotated(t.unsqueeze(1), cos, sin, multi_latent_attention).squeeze(1)
+
+
+def packed_positions(cu_seqlens: Tensor, count: int, cp_rank: int, cp_size: int) -> Tensor:
+    """Returns the position [count] in its sequence of every token that a context rank holds; reads no value back."""
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // cp_size
+    sequence = torch.repeat_interleave(lengths, output_size=count)
+    place = torch.arange(count, device=cu_seqlens.device) - (lengths.cumsum(0) - lengths)[sequence]
+    return zigzag_position(place, lengths[sequence], cp_rank, cp_size)
+
+
+def _rotated(t: Tensor, cos: Tensor, sin: Tensor, pairs_beside: bool) -> Tensor:
+    width = cos.shape[-1]
+    turned, rest = t[..., :width], t[..., width:]
+    first, second = (turned[..., 0::2], turned[..., 1::2]) if pairs_beside else turned.chunk(2, -1)
+    turned = torch.cat((first, second), -1) if pairs_beside else turned
+    turned = turned * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((turned.to(t.dtype), rest), -1)

@@ -1,0 +1,113 @@
+"""Says of which modules Megatron builds the layers: torch's or Transformer Engine's, and which layers have experts."""
+
+from dataclasses import replace
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from megagrpo.actor.layers.attention import CausalAttention
+from megagrpo.actor.layers.whole_linear import WholeLinear
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """Marks torch's RMSNorm so that Megatron sums its gradient over sequence-parallel ranks; its own refuses them."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by Megatron
+
+
+def block_spec(config: TransformerConfig, vp_stage: int | None, transformer_engine: bool) -> TransformerBlockSubmodules:
+    """Returns this stage's layers of torch or of Transformer Engine.
+
+    Both have parameters of the same names, but for experts: norms stay modules of their own.
+    """
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+        backend = TESpecProvider()
+        norm, attention, whole_linear = backend.layer_norm(rms_norm=True), backend.core_attention(), backend.linear()
+    else:
+        backend, norm, attention, whole_linear = LocalSpecProvider(), RmsNorm, CausalAttention, WholeLinear
+    if config.multi_latent_attention:
+        attention_spec = _latent_attention(backend, norm, attention, whole_linear)
+    else:
+        attention_spec = _grouped_attention(backend, norm if config.qk_layernorm else IdentityOp, attention)
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention_spec,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=_feed_forward(backend, config),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [layer] * count
+    if isinstance(config.moe_layer_freq, list):  # by layer of the whole model: 0 without experts
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        dense = replace(layer, submodules=replace(layer.submodules, mlp=_one_mlp(backend)))
+        layers = [layer if experts else dense for experts in config.moe_layer_freq[first : first + count]]
+    return TransformerBlockSubmodules(layers, layer_norm=norm)
+
+
+def _feed_forward(backend: BackendSpecProvider, config: TransformerConfig) -> ModuleSpec:
+    if config.num_moe_experts is None:
+        return _one_mlp(backend)
+    return get_moe_module_spec_for_backend(backend, config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm)
+
+
+def _one_mlp(backend: BackendSpecProvider) -> ModuleSpec:
+    """Returns a gated MLP; Megatron's own, of Transformer Engine, has the norm before it inside its first layer."""
+    layers = MLPSubmodules(linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear())
+    return ModuleSpec(module=MLP, submodules=layers)
+
+
+def _grouped_attention(backend: BackendSpecProvider, head_norm: type, attention: type) -> ModuleSpec:
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_linear(),
+            core_attention=attention,
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
+def _latent_attention(backend: BackendSpecProvider, norm: type, attention: type, whole_linear: type) -> ModuleSpec:
+    column = backend.column_parallel_linear()
+    return ModuleSpec(
+        module=MLASelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=column,
+            linear_q_down_proj=whole_linear,
+            linear_q_up_proj=column,
+            linear_kv_down_proj=whole_linear,
+            linear_kv_up_proj=column,
+            core_attention=attention,
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
+    )

@@ -1,0 +1,1 @@
+"""The settings and the model that Megatron-Core is given."""

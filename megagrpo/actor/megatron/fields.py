@@ -1,0 +1,234 @@
+"""Says what an experiment hands over to Megatron's three configuration classes, as plain values. Loads no torch.
+
+A dtype is written by its name, an activation by torch's, an enumeration by its member; actor/megatron/config.py turns
+them into objects. Later ones win: what the model and the layout ask for, what is right on CUDA, what the user set.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megagrpo.config.actor import ActorConfig, OptimizerConfig
+from megagrpo.families.architecture import Architecture, LatentAttention
+
+_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Says what trainers compute with."""
+
+    cuda: bool
+    transformer_engine: bool  # layers are its
+    fused_weight_gradient: bool  # Apex's fused_weight_gradient_mlp_cuda is installed
+
+
+def expected_kernels(actor: ActorConfig) -> Kernels:
+    """Returns what trainers will compute with on machines made for the experiment: bfloat16 is for CUDA.
+
+    What is installed where the ranks will run is not known here; Transformer Engine is taken to be.
+    """
+    cuda = actor.device == "cuda" or (actor.device == "auto" and actor.dtype == "bfloat16")
+    engine = actor.transformer_engine is True or (cuda and actor.expects_transformer_engine)
+    return Kernels(cuda=cuda, transformer_engine=engine, fused_weight_gradient=False)
+
+
+def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+    """Returns the fields of TransformerConfig that are on because of what the kernels are; nothing on a plain CPU.
+
+    | field | where |
+    |---|---|
+    | apply_rope_fusion | Transformer Engine, but for latent attention, where Megatron calls it experimental |
+    | moe_permute_fusion | Transformer Engine and experts; the map that is counted stays the same |
+    | moe_router_fusion | likewise; not with routing_replay, whose experts the kernel would not ask for |
+    | gradient_accumulation_fusion | CUDA with Transformer Engine, or with Apex's kernel; not with adapters |
+    | bias_activation_fusion | CUDA, unless use_te_activation_func is set; the two exclude each other |
+    | bias_dropout_fusion | CUDA |
+    | overlap_p2p_comm | CUDA with virtual stages, the only schedule that has it |
+    | deallocate_pipeline_outputs | CUDA with pipeline stages where messages do not overlap |
+
+    The last two exclude each other: Megatron-Core 0.16.1 frees an output that it is still sending.
+    """
+    engine, p, given = kernels.transformer_engine, actor.parallel, actor.megatron
+    others = given.get("deallocate_pipeline_outputs") or given.get("batch_p2p_comm")
+    messages = kernels.cuda and p.vpp > 1 and not others
+    wanted = {
+        "apply_rope_fusion": engine and arch.mla is None,
+        "moe_permute_fusion": engine and arch.is_moe,
+        "moe_router_fusion": engine and arch.is_moe and actor.routing_replay is None,
+        "gradient_accumulation_fusion": (
+            kernels.cuda and (engine or kernels.fused_weight_gradient) and actor.lora is None
+        ),
+        "bias_activation_fusion": kernels.cuda and not given.get("use_te_activation_func"),
+        "bias_dropout_fusion": kernels.cuda,
+        "overlap_p2p_comm": messages,
+        "deallocate_pipeline_outputs": kernels.cuda and p.pp > 1 and not given.get("overlap_p2p_comm", messages),
+    }
+    return {name: True for name, on in wanted.items() if on}
+
+
+def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+    """Returns the fields of TransformerConfig, with latent attention of MLATransformerConfig.
+
+    Sums instead of means, no noise, weights from files; no schedule functions, which the actor adds.
+    """
+    p = actor.parallel
+    base = {
+        "num_layers": arch.num_layers,
+        "hidden_size": arch.hidden_size,
+        "num_attention_heads": arch.num_heads,
+        "num_query_groups": arch.num_kv_heads,
+        "kv_channels": arch.head_dim,
+        "ffn_hidden_size": arch.ffn_size,
+        "layernorm_epsilon": arch.rms_eps,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "add_bias_linear": False,
+        "add_qkv_bias": arch.qkv_bias,
+        "qk_layernorm": arch.qk_norm,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": p.tp,
+        "sequence_parallel": p.tp > 1,
+        "pipeline_model_parallel_size": p.pp,
+        "virtual_pipeline_model_parallel_size": p.vpp if p.vpp > 1 else None,
+        "num_layers_in_first_pipeline_stage": p.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": p.last_stage_layers,
+        "context_parallel_size": p.cp,
+        "expert_model_parallel_size": p.ep,
+        "expert_tensor_parallel_size": p.etp,
+        "moe_token_dispatcher_type": "alltoall",
+        "params_dtype": actor.dtype,
+        "pipeline_dtype": actor.dtype,
+        "bf16": actor.dtype == "bfloat16",
+        "use_cpu_initialization": not kernels.cuda,
+        "perform_initialization": False,  # weights always come from an HF folder or a checkpoint
+        "calculate_per_token_loss": True,  # with a loss already divided by its global denominator: Megatron only sums
+        "batch_p2p_comm": False,
+        "transformer_impl": "transformer_engine" if kernels.transformer_engine else "local",
+        "bias_activation_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+    }
+    return {
+        **base,
+        **(_expert_fields(arch, actor, kernels) if arch.is_moe else {}),
+        **_latent_fields(arch, arch.mla),
+        **_recompute_fields(arch, actor, kernels),
+        **transformer_defaults(arch, actor, kernels),
+        **actor.megatron,
+    }
+
+
+def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+    """Returns the fields of DistributedDataParallelConfig; on CUDA communication overlaps with computation.
+
+    Not with adapters, whose replicas of experts are summed between the backward and the reduction. With virtual stages
+    the schedule starts the gathers of the next chunk: each but the first is one bucket, which its forward waits for.
+    """
+    sharded, p = actor.optimizer.distributed, actor.parallel
+    overlap = kernels.cuda and actor.lora is None and actor.world_size > p.tp * p.pp
+    gathered = {"overlap_param_gather": True, **({"align_param_gather": True} if p.vpp > 1 else {})}
+    return {
+        "use_distributed_optimizer": sharded,
+        "grad_reduce_in_fp32": actor.optimizer.megatron.get("main_grads_dtype", "float32") == "float32",
+        **({"overlap_grad_reduce": True, **(gathered if sharded else {})} if overlap else {}),
+        **actor.ddp,
+    }
+
+
+def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+    """Returns the fields of OptimizerConfig."""
+    optimizer: OptimizerConfig = actor.optimizer
+    on_host = {}
+    if optimizer.megatron.get("optimizer_cpu_offload"):
+        # all of it, unless a fraction is set; Megatron's own arguments ask for both, its classes for neither
+        on_host = {"optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+    return {
+        "optimizer": "adam",
+        "lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.adam_beta1,
+        "adam_beta2": optimizer.adam_beta2,
+        "adam_eps": optimizer.adam_eps,
+        "clip_grad": optimizer.clip_grad,
+        "use_distributed_optimizer": optimizer.distributed,
+        "bf16": actor.dtype == "bfloat16",
+        "params_dtype": actor.dtype,
+        "overlap_param_gather": bool(ddp_fields(actor, kernels).get("overlap_param_gather")),
+        **on_host,
+        **optimizer.megatron,
+    }
+
+
+def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+    if actor.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if actor.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": _recomputed_modules(arch, actor, kernels)}
+    return {}
+
+
+def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> list[str]:
+    """Returns what is cheap to compute again for the memory that it holds; flash attention holds next to nothing."""
+    dense = [] if arch.is_moe and not arch.dense_layers else ["mlp"]
+    if not kernels.transformer_engine:  # experts one by one have no activation of their own to recompute
+        return [*dense, *(["moe"] if arch.is_moe else [])]
+    modules = dense + (["shared_experts"] if arch.shared_ffn_size else [])
+    if actor.megatron.get("fp8") and actor.megatron.get("fp8_recipe", "delayed") == "delayed":
+        return modules  # the scales would be those of another forward, says Megatron of the others
+    return [
+        "layernorm",
+        *(["mla_up_proj"] if arch.mla is not None else []),
+        *(["moe_act"] if arch.is_moe else []),
+        *modules,
+    ]
+
+
+def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str, Any]:
+    if mla is None:
+        return {}
+    scaling = arch.rope_scaling
+    yarn = {key: scaling[key] for key in _YARN} if scaling else {}
+    return {
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.nope_dim,
+        "qk_pos_emb_head_dim": mla.rope_dim,
+        "v_head_dim": mla.v_dim,
+        "rotary_base": arch.rope_theta,
+        "rope_type": "yarn" if scaling else "rope",
+        # Megatron's default would scale the softmax without YaRN, too
+        "rotary_scaling_factor": scaling["factor"] if scaling else 1.0,
+        **yarn,
+    }
+
+
+def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+    with_experts = arch.num_layers - arch.dense_layers
+    return {
+        "num_moe_experts": arch.num_experts,
+        "moe_router_topk": arch.experts_per_token,
+        "moe_ffn_hidden_size": arch.expert_ffn_size,
+        "moe_grouped_gemm": kernels.transformer_engine,
+        "moe_router_load_balancing_type": "none",  # under plain sums Megatron's would count every token of the batch
+        "moe_router_pre_softmax": not arch.norm_topk_prob,
+        "moe_router_dtype": "fp32" if actor.dtype != "float32" else None,
+        "moe_shared_expert_intermediate_size": arch.shared_ffn_size or None,
+        **({"moe_layer_freq": [0] * arch.dense_layers + [1] * with_experts} if arch.dense_layers else {}),
+        **(_sigmoid_fields(arch) if arch.sigmoid_router else {}),
+    }
+
+
+def _sigmoid_fields(arch: Architecture) -> dict[str, Any]:
+    groups = {"moe_router_num_groups": arch.router_groups, "moe_router_group_topk": arch.router_top_groups}
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_topk_scaling_factor": arch.routed_scale,
+        "moe_router_enable_expert_bias": arch.router_bias,
+        "moe_router_bias_update_rate": 0.0,  # Megatron would move it after every step, though no optimiser holds it
+        **(groups if arch.router_groups > 1 else {}),
+    }

@@ -1,0 +1,170 @@
+"""Builds the Megatron-Core model of an HF architecture and puts HF weights into it.
+
+`load_hf` only slices and copies. Recorded by weights/copies/record.py, its list of copies gives HF export, the exchange
+plan and the digests; there is no second description of where weights lie.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megagrpo.actor.host import uses_transformer_engine
+from megagrpo.actor.layers.lora import add_adapters, is_adapter
+from megagrpo.actor.layers.specs import block_spec
+from megagrpo.config.actor import ActorConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.loading import RankPlace, Shard, load_vocabulary
+from megagrpo.families.table import FAMILIES
+
+_SHARDED_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
+
+
+class HiddenStatesModel(GPTModel):
+    """Ends a GPTModel at the hidden states: logits of all tokens are never held, see algo/logprob.py."""
+
+    def _postprocess(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        return hidden_states
+
+    def output_weight(self) -> Tensor:
+        """Returns this rank's rows [padded vocab / tp, hidden]; on the last pipeline stage."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def build_chunk(
+    arch: Architecture, config: TransformerConfig, vp_stage: int | None, transformer_engine: bool
+) -> HiddenStatesModel:
+    """Builds this rank's model of one pipeline stage (`vp_stage` with virtual ones), its weights uninitialised."""
+    scaling = arch.rope_scaling if arch.mla is None else None  # latent attention's is in the configuration
+    tp = config.tensor_model_parallel_size
+    chunk = HiddenStatesModel(
+        config,
+        block_spec(config, vp_stage, transformer_engine),
+        vocab_size=-(-arch.vocab_size // tp) * tp,
+        max_sequence_length=arch.max_positions,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=arch.tied,
+        position_embedding_type="rope",
+        rotary_percent=arch.rotary_fraction,
+        rotary_base=arch.rope_theta,
+        rope_scaling=scaling is not None,
+        rope_scaling_factor=scaling["factor"] if scaling else 8.0,
+        vp_stage=vp_stage,
+    )
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            # Megatron says "reduce over data-parallel ranks only" unless EP > 1, which leaves expert gradients of
+            # TP + sequence parallel at EP 1 unreduced over TP: silently wrong. Expert groups are right for every
+            # layout.
+            parameter.allreduce = False
+    for module in chunk.modules():
+        if type(module) in _SHARDED_DIM and module.weight is not None:
+            # Megatron sets this mark only where it initialises a weight itself. Without it the gradient norm counts
+            # every weight as a replica and misses the shards of all tensor-parallel ranks but the first: clipped too
+            # little.
+            module.weight.tensor_model_parallel, module.weight.partition_dim = True, _SHARDED_DIM[type(module)]
+            module.weight.partition_stride = 1
+    if transformer_engine:
+        _mark_whole_weights(chunk)
+    return chunk
+
+
+def _mark_whole_weights(chunk: HiddenStatesModel) -> None:
+    """Marks latent attention's down projections as held whole by every tensor-parallel rank.
+
+    Transformer Engine marks each linear layer's weight as a shard. The gradient norm would count these once a rank, and
+    clip too much.
+    """
+    from megatron.core.extensions.transformer_engine import TELinear
+
+    for module in chunk.modules():
+        if type(module) is TELinear:  # not its subclasses, the layers that are cut
+            module.weight.tensor_model_parallel = False
+
+
+def build_chunks(
+    arch: Architecture, config: ActorConfig, transformer: TransformerConfig, device: torch.device
+) -> list[HiddenStatesModel]:
+    """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype, uninitialised."""
+    stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
+    chunks = [build_chunk(arch, transformer, stage, uses_transformer_engine(config)).to(device) for stage in stages]
+    if config.lora is not None:
+        for chunk in chunks:
+            add_adapters(chunk, arch, config.lora, _place(), transformer.params_dtype)
+            chunk.to(device)
+    return [_in_bfloat16(chunk) for chunk in chunks] if transformer.bf16 else chunks
+
+
+def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
+    """Casts a chunk but the biases of its routers: rounded, they would send tokens to other experts."""
+    chunk.bfloat16()
+    for router in routers(chunk).values():
+        router._maintain_float32_expert_bias()
+    return chunk
+
+
+def routers(chunk: HiddenStatesModel) -> dict[int, TopKRouter]:
+    """Returns the routers of a chunk's layers by the layers' numbers in the whole model, from 0; some have none."""
+    found = {layer.layer_number - 1: getattr(layer.mlp, "router", None) for layer in chunk.decoder.layers}
+    return {index: router for index, router in found.items() if router is not None}
+
+
+def chunk_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:
+    """Returns a rank's live tensors of the HF model, adapters left out, by a name that is unique on it.
+
+    A router's bias is one of them and no parameter: it has no gradient, and keeps float32.
+    """
+    return {name: p for name, p in _named_parameters(chunks) if not is_adapter(name)}
+
+
+def adapter_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:
+    """Returns a rank's live parameters of adapters, named as chunk_parameters names the others."""
+    return {name: p for name, p in _named_parameters(chunks) if is_adapter(name)}
+
+
+def _named_parameters(chunks: list[HiddenStatesModel]) -> Iterator[tuple[str, Tensor]]:
+    for i, chunk in enumerate(chunks):
+        for name, tensor in chunk.named_parameters():
+            yield f"{i}.{name}", tensor
+        for name, tensor in chunk.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                yield f"{i}.{name}", tensor
+
+
+def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str, Tensor]) -> None:
+    """Copies this rank's slices of the HF tensors (checkpoint names and shapes) into the chunks' parameters."""
+    place = _place()
+    family = FAMILIES[arch.family]
+    with torch.no_grad():
+        for chunk in chunks:
+            if chunk.pre_process:
+                load_vocabulary(chunk.embedding.word_embeddings.weight, hf["model.embed_tokens.weight"], place.tensor)
+            for layer in chunk.decoder.layers:
+                family.load_layer(layer, arch, hf, place)
+            if chunk.post_process:
+                chunk.decoder.final_layernorm.weight.copy_(hf["model.norm.weight"])
+                if not arch.tied:
+                    load_vocabulary(chunk.output_layer.weight, hf["lm_head.weight"], place.tensor)
+                elif not chunk.pre_process:  # tied over two pipeline stages: each holds a copy
+                    load_vocabulary(chunk.output_layer.weight, hf["model.embed_tokens.weight"], place.tensor)
+
+
+def _place() -> RankPlace:
+    return RankPlace(
+        tensor=Shard(
+            rank=mpu.get_tensor_model_parallel_rank(),
+            size=mpu.get_tensor_model_parallel_world_size(),
+        ),
+        expert=Shard(
+            rank=mpu.get_expert_tensor_parallel_rank(),
+            size=mpu.get_expert_tensor_parallel_world_size(),
+        ),
+    )

@@ -1,0 +1,1 @@
+"""What routers of experts do besides routing: replay, auxiliary losses, bias."""

@@ -1,0 +1,111 @@
+"""What a run starts from: its actor, the model's weights, a checkpoint of its own or of another run."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.saving import load_actor
+from megagrpo.checkpoint import save as checkpoint
+from megagrpo.checkpoint.folder import latest
+from megagrpo.checkpoint.save import RunIdentity
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.mesh import Mesh
+from megagrpo.rollout.selection import deal_surplus
+from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.types import TrainState
+from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
+from megagrpo.weights.hf_folder import HfFolder
+
+
+def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
+    """Collective. Returns what a checkpoint must share with the run that loads it."""
+    model: dict = {
+        "model": asdict(actor.arch),
+        "dtype": config.actor.dtype,
+        "distributed_optimizer": config.actor.optimizer.distributed,
+    }
+    if config.actor.lora is not None:  # the checkpoint holds adapters alone
+        model["lora"] = config.actor.lora.model_dump()
+        model["base"] = actor.mesh.from_main(HfFolder(config.model.path).fingerprint, "read the model's weights")
+    return RunIdentity(model, config.actor.layout)
+
+
+def make_actor(config: ExperimentConfig, num_steps: int, device: torch.device) -> MegatronActor:
+    """Collective. Makes the experiment's actor, without weights. num_steps: after which its schedule ends."""
+    return MegatronActor(
+        model_path=config.model.path,
+        config=config.actor,
+        optimizer=config.actor.optimizer,
+        num_updates=num_steps * config.train.updates_of_step,
+        seed=config.seed,
+        device=device,
+    )
+
+
+def load_checkpoint(config: ExperimentConfig, source: Path, actor: MegatronActor) -> TrainState:
+    """Collective. Loads a checkpoint of this experiment's model into the actor. LeaderError where it is another's."""
+    return checkpoint.load(source, run_identity(config, actor), lambda part: load_actor(actor, part), actor.mesh)
+
+
+def initial_weights(
+    config: ExperimentConfig, algorithm: AlgorithmConfig, source: Path | None, actor: MegatronActor
+) -> ActorWeights:
+    """Loads the model of the configuration, as reference too where the algorithm uses one.
+
+    Where the checkpoint `source` comes next with all weights and no reference is kept, only names and shapes are read.
+    """
+    reference = algorithm.uses_reference
+    overwritten = source is not None and not reference and config.actor.lora is None
+    weights = load_initial_weights(actor, config.model.path, overwritten)
+    if reference:
+        actor.keep_reference()  # the initial weights, also when the run resumes
+    return weights
+
+
+def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> Path | None:
+    """Collective. Returns the run's own latest checkpoint, else `checkpoint.load`, else None: the initial weights.
+
+    Raises ValueError when `checkpoint.resume` is never where the run folder holds checkpoints of an earlier start: one
+    history a folder.
+    """
+    options = config.checkpoint
+    # the main rank's view: that of other nodes may be seconds older on a shared file system
+    own = mesh.gather_world(latest(folder.checkpoints))[0]
+    again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int("SLURM_RESTART_COUNT", 0)
+    if own is not None and options.resume == "never" and not again:
+        raise ValueError(
+            f"checkpoint.resume is never, but {own} is there; choose another output_dir, or move that folder away"
+        )
+    return own or (Path(options.load) if options.load else None)
+
+
+def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, actor: MegatronActor) -> TrainState:
+    """Collective. Continues from find_checkpoint's choice.
+
+    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's. Raises
+    ValueError on every rank where more groups wait in the checkpoint than a step takes now.
+    """
+    if source is None:
+        return TrainState()
+    state = load_checkpoint(config, source, actor)
+    if source.parent != folder.checkpoints:
+        actor.updates_done = 0  # the learning-rate schedule is this run's
+        return TrainState()
+    oldest = state.step - max(config.rollout.max_lag, 1)  # without max_staleness too, a surplus is one version old
+    young = [g for g in state.surplus if all(sample.weight_version >= oldest for sample in g.samples)]
+    # A step takes a batch at least, and all groups that were left behind, however often: else they would get too old.
+    waiting = max(len(young) + 1 if config.algorithm.dynamic_sampling is not None else 0, len(state.deferred))
+    if waiting > (wanted := config.train.num_prompts_per_step):
+        raise ValueError(
+            f"checkpoint {source} has {len(young) + len(state.deferred)} groups for the next step, "
+            f"train.num_prompts_per_step is {wanted}: take {waiting} or more"
+        )
+    if len(young) < len(state.surplus) and actor.mesh.is_main:
+        left_out = f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left out"
+        print(f"{left_out}: their weights are older than rollout.max_staleness allows now", flush=True)
+    state.surplus = deal_surplus([replace(g, group_id=number) for number, g in enumerate(young)], actor.mesh)
+    return state

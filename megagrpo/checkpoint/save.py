@@ -1,0 +1,347 @@
+"""Saves and loads checkpoints: atomic folders, checked before use, bounded in number, written while training goes on.
+
+    run/checkpoints/step_000010/   written as step_000010.partial, renamed when every rank has finished
+        actor/         Megatron dist_checkpointing
+        surplus.npz    groups that the next step takes first, where there are any
+        ahead.npz      groups of later steps that were sampled already, where there are any
+        state.json     all else of TrainState, model identity, layout, whether another layout can load it, version
+        manifest.json  size and CRC-32 of every file, written last
+
+A folder without a manifest, or whose files differ from it, is refused with the file's name; one that only its own
+layout can load is refused by any other with what to do.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import Protocol, TypeVar
+
+from pydantic import TypeAdapter
+
+from megagrpo import __version__
+from megagrpo.checkpoint.folder import (
+    PARTIAL,
+    Layout,
+    checkpoint_folder,
+    finished_checkpoints,
+    is_reshardable,
+    layout_problem,
+    manifest_bytes,
+)
+from megagrpo.checkpoint.groups import read_groups, write_groups
+from megagrpo.config.schema import CheckpointConfig
+from megagrpo.mesh import LeaderError, Mesh
+from megagrpo.types import AlgoState, TrainState
+
+_WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch names the files of a rank so
+_GROUPS = ("surplus", "ahead")  # of TrainState, in files of their own
+T = TypeVar("T")
+SizeAndCrc = tuple[int, int]  # bytes, CRC-32
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Says what a checkpoint belongs to."""
+
+    model: dict  # must agree with the run that loads it
+    layout: Layout  # must agree too where the checkpoint is not reshardable
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Says how many finished checkpoints stay: the newest `count`, fewer where they exceed `max_bytes`; never none."""
+
+    count: int
+    max_bytes: float | None = None
+
+
+class SavePlan(Protocol):
+    """How this rank writes its part of a checkpoint. OSError from either method when it cannot."""
+
+    @property
+    def reshardable(self) -> bool:
+        """Whether another layout will be able to load it; the same on every rank."""
+
+    def write(self) -> dict[Path, SizeAndCrc]:
+        """Writes this rank's files, perhaps in a thread and without any other rank; returns what is in them."""
+
+    def finish(self) -> None:
+        """Collective. Comes when `write` has returned on every rank."""
+
+
+PlanSave = Callable[[Path], SavePlan]  # collective; given an existing empty folder
+
+
+class Checkpointer:
+    """Saves one run when its schedule asks for it, one save at a time, perhaps in the background.
+
+    Every method is collective over the world and raises LeaderError on every rank when any could not write.
+    plan_save: collective; given an existing empty folder and whether another layout must be able to load it.
+    gather_state: collective; returns, on the main rank at least, the state with what other ranks hold of it.
+    num_steps: the step after which the run ends. saved_step: that of the checkpoint it starts from.
+    background: whether training goes on while a save is written, which takes plan_save's copy.
+    """
+
+    def __init__(
+        self,
+        options: CheckpointConfig,
+        root: Path,
+        identity: RunIdentity,
+        plan_save: Callable[[Path, bool], SavePlan],
+        gather_state: Callable[[TrainState], TrainState],
+        mesh: Mesh,
+        *,
+        num_steps: int,
+        saved_step: int,
+        background: bool,
+    ):
+        self._options, self._root, self._identity = options, root, identity
+        self._retention = Retention(options.keep, options.keep_gb * 1e9 if options.keep_gb is not None else None)
+        self._plan_save, self._gather_state, self._mesh = plan_save, gather_state, mesh
+        self._num_steps, self._saved_step, self._background = num_steps, saved_step, background
+        self._pending: PendingSave | None = None  # being written while training goes on
+
+    def on_schedule(self, state: TrainState) -> None:
+        """Collective. Saves after every options.every steps and after the last; finishes a save that is written."""
+        if self._pending is not None and self._pending.ready():
+            self._finish()
+        last = state.step == self._num_steps
+        if (self._options.every and state.step % self._options.every == 0) or last:
+            self._begin(state, last)
+        if last or not self._background:
+            self._finish()
+
+    def save_now(self, state: TrainState) -> None:
+        """Collective. Saves `state`, the last of this start, unless that is done already; waits until it is written."""
+        self._begin(state, last=True)
+        self._finish()
+
+    def _begin(self, state: TrainState, last: bool) -> None:
+        choice = self._options.reshardable
+        reshardable = choice == "always" or (choice == "last" and last)
+        if self._saved_step == state.step and not (reshardable and self._saved_for_one_layout(state.step)):
+            return
+        self._finish()  # one at a time: it holds a copy of the whole state
+        whole = self._gather_state(state)
+        self._pending = begin(
+            self._root,
+            whole,
+            self._identity,
+            self._retention,
+            lambda part: self._plan_save(part, reshardable),
+            self._mesh,
+        )
+        self._saved_step = state.step
+
+    def _saved_for_one_layout(self, step: int) -> bool:
+        """Collective. Whether the finished checkpoint of a step cannot be loaded by other layouts."""
+        self._finish()
+        folder = checkpoint_folder(self._root, step)
+        return self._mesh.from_main(lambda: folder.is_dir() and not is_reshardable(folder), f"checkpoint {folder}")
+
+    def _finish(self) -> None:
+        if self._pending is not None:
+            self._pending.finish()
+            self._pending = None
+
+
+def begin(
+    root: Path, state: TrainState, identity: RunIdentity, retention: Retention, plan_save: PlanSave, mesh: Mesh
+) -> "PendingSave":
+    """Collective. Begins to write a checkpoint of `state`; a thread of every rank does so until `PendingSave.finish`.
+
+    Training may go on meanwhile if plan_save took a copy. A failure on any rank (disk full, say), here or in `finish`,
+    raises LeaderError on every rank and leaves older checkpoints as they were.
+    """
+    pending = PendingSave(root, state, identity, retention, mesh)
+    pending.begin(plan_save)
+    return pending
+
+
+class PendingSave:
+    """A save in progress, held by every rank. It becomes a checkpoint in `finish`, or leaves nothing behind."""
+
+    def __init__(self, root: Path, state: TrainState, identity: RunIdentity, retention: Retention, mesh: Mesh):
+        self.target = checkpoint_folder(root, state.step)
+        self.partial = self.target.with_name(self.target.name + PARTIAL)
+        self._groups = {name: getattr(state, name) for name in _GROUPS}
+        without = asdict(replace(state, surplus=[], ahead=[]))
+        self._description = {
+            "train": {name: value for name, value in without.items() if name not in _GROUPS},
+            "identity": identity.model,
+            "layout": dict(identity.layout),
+            "version": __version__,
+        }
+        self._retention, self._mesh = retention, mesh
+        self._written: Future[dict[str, SizeAndCrc]] = Future()  # this rank's files, for the manifest
+
+    def begin(self, plan_save: PlanSave) -> None:
+        """Collective. Makes the folder and starts the thread that writes this rank's files into it."""
+        with self._all_or_nothing():
+            self._mesh.from_main(self._make_folder, f"checkpoint {self.target}")
+            self._plan = self._everywhere(lambda: plan_save(self.partial / "actor"))
+        # a daemon: a run that fails does not wait for it
+        Thread(target=self._write, name="checkpoint", daemon=True).start()
+
+    def ready(self) -> bool:
+        """Collective. Whether all ranks have written their files, so that `finish` will not wait."""
+        return self._mesh.all_true(self._written.done())
+
+    def finish(self) -> Path:
+        """Collective. Waits for the files, then names the folder a checkpoint and drops the oldest ones."""
+        with self._all_or_nothing():
+            written = self._everywhere(self._written.result)
+            self._everywhere(self._plan.finish)
+            of_all = {name: entry for part in self._mesh.gather_world(written) for name, entry in part.items()}
+            self._mesh.from_main(lambda: self._publish(of_all), f"checkpoint {self.target}")
+        return self.target
+
+    def _make_folder(self) -> None:
+        shutil.rmtree(self.partial, ignore_errors=True)
+        (self.partial / "actor").mkdir(parents=True)
+
+    def _write(self) -> None:
+        try:
+            self._written.set_result({self._name(path): entry for path, entry in self._plan.write().items()})
+        except Exception as exc:  # raised in `finish`, on every rank
+            self._written.set_exception(exc)
+
+    def _publish(self, written: dict[str, SizeAndCrc]) -> None:
+        for name, groups in self._groups.items():
+            if groups:
+                write_groups(self.partial / f"{name}.npz", groups)
+        _write_json(self.partial / "state.json", self._description | {"reshardable": self._plan.reshardable})
+        rest = sorted(p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written)
+        entries = written | {self._name(path): _size_and_crc(path) for path in rest}
+        _write_json(self.partial / "manifest.json", entries)
+        if self.target.exists():  # renamed, not removed: nothing would be there meanwhile
+            os.replace(self.target, self.target.with_name(f"{self.target.name}.replaced{PARTIAL}"))
+        os.replace(self.partial, self.target)
+        interrupted = self.target.parent.glob(f"step_*{PARTIAL}")
+        for folder in [*_superfluous(self.target, self._retention), *interrupted]:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _everywhere(self, action: Callable[[], T]) -> T:
+        """Collective. Does it on every rank; a failure on one raises LeaderError on all, so that none waits for it."""
+        try:
+            result, error = action(), ""
+        except Exception as exc:
+            # torch's writer does not say that the disk is full
+            free_mib = shutil.disk_usage(self.target.parent).free >> 20
+            place = f"checkpoint {self.target}: rank {self._mesh.rank} could not write, {free_mib} MiB are free there"
+            error = f"{place}: {type(exc).__name__}: {exc}"
+        self._mesh.raise_any(error)
+        return result
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Removes the folder when a rank failed, which all ranks know."""
+        try:
+            yield
+        except LeaderError:
+            if self._mesh.is_main:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            raise
+
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self.partial))
+
+
+def _superfluous(newest: Path, retention: Retention) -> list[Path]:
+    """Returns the checkpoints that make room for `newest`: older ones alone, whatever else lies there."""
+    finished = finished_checkpoints(newest.parent)
+    older = [p for p in finished if p < newest]
+    num_dropped = max(len(finished) - retention.count, 0)
+    if retention.max_bytes is not None:
+        total = sum(manifest_bytes(p) for p in finished if p not in older[:num_dropped])
+        while num_dropped < len(older) and total > retention.max_bytes:
+            total -= manifest_bytes(older[num_dropped])
+            num_dropped += 1
+    return older[:num_dropped]
+
+
+def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None], mesh: Mesh) -> TrainState:
+    """Collective. Checks the folder against its manifest and this run's model and layout, then loads it.
+
+    Raises LeaderError (a message naming the file) for a missing, half-written, corrupt or foreign checkpoint, and for
+    one that another layout alone can load.
+    """
+    error = ""
+    try:
+        check(folder, identity, mesh)
+    except ValueError as exc:
+        error = str(exc)
+    mesh.raise_any(error)
+    load_actor(folder / "actor")
+    state = json.loads((folder / "state.json").read_text())["train"]
+    algo_state = TypeAdapter(AlgoState).validate_python(state.pop("algo_state"))
+    for name in _GROUPS:
+        file = folder / f"{name}.npz"
+        wanted = name != "ahead" or mesh.is_leader  # gigabytes, and leaders alone sample
+        state[name] = read_groups(file) if wanted and file.exists() else []
+    return TrainState(**state, algo_state=algo_state)
+
+
+def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
+    """Raises ValueError naming what is wrong with a checkpoint: another model or layout, files, sizes, checksums.
+
+    The files are shared out over the ranks: one alone would read the terabytes of a large model for an hour. Each rank
+    takes those that its number wrote, so that in the same layout it will load them from its node's memory.
+    """
+    manifest_file = folder / "manifest.json"
+    if not manifest_file.is_file():
+        raise ValueError(
+            f"checkpoint {folder} has no manifest.json: it is not a checkpoint, or its save was interrupted"
+        )
+    try:
+        manifest = json.loads(manifest_file.read_text())
+        model = json.loads((folder / "state.json").read_text())["identity"]
+    except (OSError, ValueError, KeyError) as exc:
+        raise ValueError(f"checkpoint {folder}: manifest.json or state.json is not readable: {exc}") from exc
+    different = [
+        f"{key}: checkpoint {model.get(key)!r}, this run {value!r}"
+        for key, value in identity.model.items()
+        if model.get(key) != value
+    ]
+    if different:
+        raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(different))
+    if problem := layout_problem(folder, identity.layout):
+        raise ValueError(problem)
+    for index, (name, (size, crc)) in enumerate(sorted(manifest.items())):
+        writer = _WRITER.search(name)
+        if (int(writer[1]) if writer else index) % mesh.world_size != mesh.rank:
+            continue
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"checkpoint file {file} is missing")
+        if file.stat().st_size != size:
+            raise ValueError(f"checkpoint file {file} has {file.stat().st_size} bytes, its manifest says {size}")
+        if _crc(file) != crc:
+            raise ValueError(f"checkpoint file {file} is corrupt: its CRC-32 differs from the manifest")
+
+
+def _size_and_crc(path: Path) -> SizeAndCrc:
+    return path.stat().st_size, _crc(path)
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _write_json(path: Path, value: dict) -> None:
+    with path.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())

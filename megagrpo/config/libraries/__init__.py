@@ -1,0 +1,1 @@
+"""Which settings of Megatron-Core and SGLang an experiment may set."""

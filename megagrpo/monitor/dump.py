@@ -1,0 +1,113 @@
+"""Keeps a step's batch on disk, when an update was not finite or when asked, for `megagrpo replay`.
+
+run/dumps/step_000012/   named like the step's entry in metrics.jsonl: an update of weights 11
+    dp_0.pt ...          the tensors of one data-parallel rank's Batch, advantages included
+    dp_0_experts_0.pt    with actor.routing_replay: those of one pipeline stage, named after its first layer
+    step.json            weight version, algorithm with its present KL coefficient, metrics; written last
+"""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+
+from megagrpo.config.algorithm import AlgorithmConfig
+from megagrpo.mesh import Mesh
+from megagrpo.system.run_folder import write_whole
+from megagrpo.types import Batch
+
+_DESCRIPTION = "step.json"
+# Hidden states of a whole model, of one layout: a replay computes them again. Experts are in files of their own.
+_LEFT_OUT = ("reference", "routed_experts")
+
+
+def write_dump(
+    folder: Path,
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    weight_version: int,
+    values: dict[str, float],
+    mesh: Mesh,
+    layers: Sequence[int],
+) -> None:
+    """Collective. Keeps a batch of the step at hand; LeaderError on every rank when it cannot be written.
+
+    layers: this rank's with experts, of which the batch has the routed ones.
+    """
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = {field.name: getattr(batch, field.name) for field in fields(Batch) if field.name not in _LEFT_OUT}
+        for earlier in folder.glob(f"dp_{mesh.dp_rank}_experts_*"):
+            earlier.unlink()  # of a start that ended at this step, in other stages perhaps
+        torch.save(parts, folder / f"dp_{mesh.dp_rank}.pt")
+
+    mesh.from_leader(write, f"dump into {folder}")
+    _write_experts(folder, batch, mesh, layers)
+
+    def describe() -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        description = {"weight_version": weight_version, "dp": mesh.dp_size, "values": finite}
+        description["algorithm"] = algorithm.model_dump(mode="json")
+        write_whole(folder / _DESCRIPTION, json.dumps(description, indent=1))
+
+    mesh.from_main(describe, f"dump into {folder}")
+
+
+def _write_experts(folder: Path, batch: Batch, mesh: Mesh, layers: Sequence[int]) -> None:
+    """Collective. Each rank writes its stage's; ranks of one stage write the same file."""
+    error = ""
+    if batch.routed_experts is not None and layers:
+        whole = folder / f"dp_{mesh.dp_rank}_experts_{layers[0]}.pt"
+        part = whole.with_suffix(f".{mesh.rank}.partial")
+        try:
+            torch.save({"layers": list(layers), "experts": batch.routed_experts}, part)
+            os.replace(part, whole)
+        except (OSError, RuntimeError) as exc:  # the latter by torch's writer, of a full disk
+            part.unlink(missing_ok=True)
+            error = f"rank {mesh.rank} could not write {whole}: {exc}"
+    mesh.raise_any(error)
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A step that was kept: `folder` holds its batches."""
+
+    folder: Path
+    weight_version: int  # that the step sampled from and updated
+    dp: int
+    algorithm: AlgorithmConfig
+    values: dict[str, float | None]  # what was measured then
+
+    def batch(self, mesh: Mesh, layers: Sequence[int]) -> Batch:
+        """Returns this rank's part, with routed experts of these layers of its own, where there are any.
+
+        ValueError when the data-parallel size is another one, or an earlier version has written the experts.
+        """
+        if mesh.dp_size != self.dp:
+            raise ValueError(f"{self.folder} is of {self.dp} data-parallel ranks, this layout has {mesh.dp_size}")
+        parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", weights_only=True)
+        if parts.pop("routed_experts", None) is not None:
+            raise ValueError(f"{self.folder} is of an earlier version, which kept one pipeline stage's experts alone")
+        files = sorted(self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt"))
+        if not files or not layers:
+            return Batch(**parts | {"routed_lengths": None})
+        of_layer: dict[int, torch.Tensor] = {}
+        for file in files:
+            stage = torch.load(file, weights_only=True)
+            of_layer |= zip(stage["layers"], stage["experts"].unbind(1), strict=True)
+        return Batch(**parts, routed_experts=torch.stack([of_layer[layer] for layer in layers], dim=1))
+
+
+def read_dump(folder: Path) -> Dump:
+    """Reads what `write_dump` wrote. ValueError when the folder is no finished dump."""
+    try:
+        description = json.loads((folder / _DESCRIPTION).read_text())
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"{folder} is not a finished dump of a step: {exc}") from exc
+    algorithm = AlgorithmConfig.model_validate(description.pop("algorithm"))
+    return Dump(folder, algorithm=algorithm, **description)

@@ -1,0 +1,374 @@
+"""Describes what a configuration amounts to, for `megagrpo check`. Starts nothing and loads no torch."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megagrpo.check.loading import Trial
+from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
+from megagrpo.config.layout import layout_problems, rank_coordinates
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, RewardConfig
+from megagrpo.data.prompts import read_rows
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
+from megagrpo.planning.checkpoint_cost import checkpoint_cost
+from megagrpo.planning.colocated_memory import residency
+from megagrpo.planning.settings_report import engine_report, settings_report
+from megagrpo.planning.trainer_memory import Load, TrainerSide, trained_elements, trainer_side
+from megagrpo.rewards.graders.table import SERVICES
+from megagrpo.rewards.sandbox.sandbox import isolation
+
+_MAX_RANK_ROWS = 32
+_RANKS_PER_NODE = 8
+
+
+def check_command(config: ExperimentConfig, hardware: str | None) -> int:
+    """Prints what `megagrpo check` says; tries what trainers load, and imports torch. Returns the exit code.
+
+    hardware: see planning/concurrency.py.
+    """
+    from megagrpo.check.loading import try_loading
+    from megagrpo.planning.concurrency import at_once_report
+
+    trial, problems = try_loading(config), preflight(config)
+    print(explain(config, trial, [] if problems else at_once_report(config, hardware)))
+    return 1 if problems or trial.problems else 0
+
+
+def explain(config: ExperimentConfig, trial: Trial | None = None, at_once: Sequence[str] = ()) -> str:
+    """Returns what the experiment amounts to as text, ending with every problem that `preflight` or `trial` found.
+
+    at_once: what planning/concurrency.py says of the engines.
+    """
+    hf = model_description(config)
+    arch = None if hf is None or model_problems(hf) else architecture_of(hf)
+    counts = None if arch is None else parameter_counts(arch)
+    steps = _num_steps(config)
+    title = f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, seed {config.seed}"
+    parts = [
+        _model(config, hf, counts),
+        [*_layout(config), *_routing(config, arch)],
+        _step(config, steps),
+        _rollout(config),
+        *([at_once] if at_once else []),
+        engine_report(config),
+        settings_report(arch, config.actor),
+        _memory(config, arch, counts),
+        _events(config),
+        _checkpoints(config, arch),
+    ]
+    problems = preflight(config)
+    if trial is not None:
+        parts.append(_trial(trial))
+        problems += [problem for problem in trial.problems if problem not in problems]
+    verdict = [f"PROBLEMS ({len(problems)})", *(f"  {p}" for p in problems)] if problems else ["no problems found"]
+    return "\n\n".join("\n".join(lines) for lines in ([title], *parts, verdict))
+
+
+def _makers(config: ExperimentConfig) -> str:
+    return " and ".join(name for name, section in (("prepare", config.prepare), ("sft", config.sft)) if section)
+
+
+def _trial(trial: Trial) -> list[str]:
+    return [
+        "loaded     as the trainers will; graders and tools are imported too",
+        *(f"  {what}" for what in trial.loaded),
+        f"  not tried: {', '.join(trial.not_tried)}",
+    ]
+
+
+def _model(config: ExperimentConfig, hf: dict[str, Any] | None, counts: ParameterCounts | None) -> list[str]:
+    family = None if hf is None else hf.get("model_type")
+    if hf is None or counts is None:
+        made = not Path(config.model.path).exists() and is_made(config, config.model.path)
+        missing = f"not there yet: made by megagrpo {_makers(config)}" if made else "no config.json there"
+        return [f"model      {config.model.path} ({family or missing})"]
+    there = "" if Path(config.model.path).exists() else f", not there yet: made by megagrpo {_makers(config)}"
+    active = f", {_count(counts.active)} active" if counts.expert else ""
+    algorithm = config.algorithm
+    off_policy = algorithm.loss.name == "gpg" and config.train.updates_of_step > 1
+    reference = "a reference model is kept" if algorithm.uses_reference else "no reference model"
+    if algorithm.uses_reference and config.actor.lora is not None:
+        reference = "the reference is the model without adapters, no copy"
+    return [
+        f"model      {config.model.path}: {family}, {_count(counts.total)} parameters{active}{there}",
+        *(f"  left out {text}" for text in left_out(hf)),
+        f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, "
+        f"{algorithm.aggregation}; {reference}",
+        f"  loss     {algorithm.formula}",
+        *(f"  ADVICE   {text}" for text in algorithm.advice),
+        *(
+            ["  ADVICE   loss gpg has no importance ratio: it takes every update of a step for the first"]
+            if off_policy
+            else []
+        ),
+    ]
+
+
+def _layout(config: ExperimentConfig) -> list[str]:
+    actor, p = config.actor, config.actor.parallel
+    edp = actor.world_size // (p.etp * p.ep * p.pp)
+    lines = [
+        f"layout     {actor.world_size} trainer ranks = tp {p.tp} x cp {p.cp} x dp {actor.dp} x pp {p.pp}"
+        f"; experts: etp {p.etp} x ep {p.ep} x dp {edp} x pp {p.pp}"
+        + ("; sequence parallel" if p.tp > 1 else "")
+        + (f"; {p.vpp} virtual stages a rank" if p.vpp > 1 else "")
+        + (f"; {p.first_stage_layers} layers on the first stage" if p.first_stage_layers else "")
+        + (f"; {p.last_stage_layers} layers on the last stage" if p.last_stage_layers else "")
+    ]
+    names = ["dp", "pp", *(["cp"] if p.cp > 1 else []), "tp", *(["ep", "edp"] if p.ep > 1 else [])]
+    lines.append("  " + "".join(f"{name:>6}" for name in ["rank", *names]))
+    for rank in range(min(actor.world_size, _MAX_RANK_ROWS)):
+        place = rank_coordinates(rank, actor.world_size, p)
+        lines.append("  " + "".join(f"{value:>6}" for value in [rank, *(place[name] for name in names)]))
+    if actor.world_size > _MAX_RANK_ROWS:
+        lines.append(f"  ... {actor.world_size - _MAX_RANK_ROWS} more in the same order")
+    return lines
+
+
+def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
+    source = config.actor.routing_replay
+    if source is None or arch is None or not arch.is_moe:
+        return []
+    k = arch.experts_per_token
+    sent, kept = 4 * arch.num_layers * k, (1 if arch.expert_id_type == "uint8" else 2)
+    kept *= (arch.num_layers - arch.dense_layers) * k
+    if source == "old":
+        return [
+            f"routing    updates take the experts of the old log-probabilities: {kept:,} bytes a token of a replica"
+        ]
+    return [
+        f"routing    the actor takes the engine's experts: {kept:,} bytes a token of a replica, "
+        f"{-(-4 * sent // 3):,} in an answer, {sent:,} of an engine rank's host memory for each token of its cache"
+    ]
+
+
+def _num_steps(config: ExperimentConfig) -> int | None:
+    """Returns the steps of the run; None where that depends on prompts that are not there yet.
+
+    With train.num_epochs more than it will be where prompts are dropped as too long: nothing is tokenised here.
+    """
+    if config.train.num_epochs is None:
+        return config.train.steps(0)
+    try:
+        return config.train.steps(len(read_rows(config.data)))
+    except ValueError:  # missing or broken: among the problems
+        return None
+
+
+def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
+    train, actor = config.train, config.actor
+    samples, updates, dp = train.num_prompts_per_step * train.group_size, train.num_updates_per_step, actor.dp
+    longest = longest_samples(config)["data"]
+    max_response = config.sampling.max_response_tokens
+    per_rank = math.ceil(samples / updates / dp)
+    at_most = (
+        per_rank if longest > actor.micro_batch_tokens else math.ceil(per_rank / (actor.micro_batch_tokens // longest))
+    )
+    shares = sorted({train.num_prompts_per_step // dp, math.ceil(train.num_prompts_per_step / dp)})
+    lines = [
+        f"a step     {train.num_prompts_per_step} prompts x {train.group_size} samples = {samples} samples",
+        f"  asked for by {dp} data-parallel leaders, {' or '.join(map(str, shares))} prompts each",
+        f"  sample     at most {config.data.max_prompt_tokens} prompt + {max_response} response = {longest} tokens",
+        f"  tokens     at most {samples * longest:,}, of which {samples * max_response:,} are trained on",
+        f"  updates    {updates} of {train.num_prompts_per_step // updates} prompts = {samples // updates} samples",
+        f"  micro-batches  {actor.micro_batch_tokens} tokens {'packed' if actor.packing else 'padded'}; "
+        f"a rank has about {per_rank} samples an update, in at most about {at_most}",
+    ]
+    if longest > actor.micro_batch_tokens:
+        lines.append(
+            f"  note: a sample longer than micro_batch_tokens ({actor.micro_batch_tokens}) "
+            "gets a micro-batch of its own"
+        )
+    if train.num_epochs_per_step > 1:
+        lines.append(f"  passes     {train.num_epochs_per_step} over these samples, so {train.updates_of_step} updates")
+    if train.num_epochs is not None:
+        lines.append(f"  epochs     {train.num_epochs} passes over the prompts; fewer steps where prompts are too long")
+    if num_steps is None:
+        lines.append("the run    its length is known when the prompts are there")
+    else:
+        total = num_steps * train.updates_of_step
+        lines.append(f"the run    {total} optimiser updates, {num_steps * samples:,} samples")
+    return lines
+
+
+def _reward(reward: RewardConfig) -> list[str]:
+    entries = reward.entries
+    names = entries[0].grader if not reward.graders else " + ".join(f"{e.weight:g} {e.short_name}" for e in entries)
+    lines = [
+        f"  reward     {names} in {reward.workers} processes a leader, {reward.timeout_s:g} s a response"
+        + (f", then {reward.group_grader} over the group" if reward.group_grader is not None else "")
+        + (", SHUFFLED over the samples (control experiment)" if reward.shuffle else "")
+    ]
+    for entry in entries:
+        if entry.grader in SERVICES:
+            lines.append(f"  note: grader {entry.short_name} asks {entry.args['url']}, which was not tried")
+        if entry.grader == "code" and (problem := isolation()):
+            lines.append(f"  ADVICE   grader code: on this machine programs run within limits alone: {problem}")
+    return lines
+
+
+def _rollout(config: ExperimentConfig) -> list[str]:
+    r, train, tool = config.rollout, config.train, config.sampling.tool
+    at_once = r.num_engines * r.max_running_requests
+    samples = train.num_prompts_per_step * train.group_size
+    nodes = f" on {r.nodes_per_engine} nodes" if r.nodes_per_engine > 1 else ""
+    lines = [
+        f"rollout    SGLang engines: {r.num_engines} of tp {r.tp}, ep {r.ep}{nodes} "
+        f"= {r.num_engines * r.tp} ranks in all, {r.dtype}" + (", deterministic" if r.deterministic else ""),
+        f"  {at_once} samples at once, so a step's {samples} come in {math.ceil(samples / at_once)} waves at best",
+        *_reward(config.reward),
+        *(
+            [f"  tool       {tool.function}, asked at {tool.call_end!r}, at most {tool.max_turns} turns a response"]
+            if tool
+            else []
+        ),
+        f"  weights    {config.weights.transport} to every engine after each step, verified by digest",
+    ]
+    if config.weights.timeout_s <= r.start_timeout_s:
+        lines.append(
+            f"  ADVICE   weights.timeout_s {config.weights.timeout_s:g} is no more than "
+            f"rollout.start_timeout_s {r.start_timeout_s:g}: a publish that finds fewer than {r.min_healthy_engines} "
+            "engines may not outwait the start of new ones, and ends the run"
+        )
+    for i in range(min(r.num_engines, _MAX_RANK_ROWS) if r.num_engines > 1 or r.tp > 1 else 0):
+        lines.append(f"  engine {i}: ranks {i * r.tp}..{(i + 1) * r.tp - 1}")
+    return lines
+
+
+def _memory(config: ExperimentConfig, arch: Architecture | None, counts: ParameterCounts | None) -> list[str]:
+    """Says what the fullest ranks hold, by the closed forms of docs/planning_memory.md."""
+    if arch is None or counts is None:
+        return ["memory     unknown without the model's config.json"]
+    if layout_problems(arch, config.actor):
+        return ["memory     unknown: the layout does not cut the model"]
+    side = _trainer_side(config, arch, config.actor)
+    r, held, (phase, fullest) = config.rollout, side.phases["rollout"].parts, side.peak
+    engine = counts.total / r.tp * (2 if r.dtype == "bfloat16" else 4)
+    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in fullest.parts.items())
+    weights_and_gradients = _bytes(held["parameters"] + held["gradients"])
+    return [
+        f"memory     a trainer rank holds about {weights_and_gradients} of weights and gradients"
+        f" + {_bytes(held.get('optimiser', 0))} of optimiser state"
+        + (f", its node {_bytes(on_host)} more on the host" if (on_host := side.host_bytes["optimiser"]) else ""),
+        f"  at most  {_bytes(fullest.total)} on a GPU, in {phase}, rank {fullest.rank} ({fullest.kind}): {parts}",
+        *_lora(config, arch, side),
+        f"  an engine rank holds about {_bytes(engine)} of weights, before its cache",
+        *(_colocated(config, side, engine) if r.colocate else ()),
+    ]
+
+
+def _colocated(config: ExperimentConfig, side: TrainerSide, engine: float) -> list[str]:
+    """Says what is on a GPU that trainer and engine share, by phase; engine: bytes of weights of one of its ranks."""
+    r, ranks = config.rollout, config.actor.world_size
+    lines = ["  colocated  on the fullest GPU, by phase"]
+    for phase, parts, awake in residency(side, engine, r.mem_fraction, config.algorithm.uses_reference):
+        held = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
+        lines.append(f"    {phase:<10} trainer {_bytes(sum(parts.values()))} ({held}); engine {awake}")
+    optimiser = side.phases["rollout"].parts.get("optimiser", 0.0)
+    lines.append(f"    on the host, pinned, while engines are awake: {_bytes(optimiser)} of optimiser state a rank")
+    if r.num_engines * r.tp != ranks:
+        lines.append(
+            f"  ADVICE   {r.num_engines} engines of tp {r.tp} are {r.num_engines * r.tp} ranks beside {ranks} trainer "
+            "ranks: GPUs without an engine idle while samples are drawn"
+        )
+    return lines
+
+
+def _trainer_side(config: ExperimentConfig, arch: Architecture, actor: ActorConfig) -> TrainerSide:
+    return trainer_side(
+        arch,
+        actor,
+        Load(actor.micro_batch_tokens, longest_samples(config)["data"]),
+        reference=config.algorithm.uses_reference,
+        bucket_mb=config.weights.bucket_mb,
+    )
+
+
+def _lora(config: ExperimentConfig, arch: Architecture, side: TrainerSide) -> list[str]:
+    """Says what adapters save of gradients and optimiser state."""
+    lora = config.actor.lora
+    if lora is None:
+        return []
+    all_weights = config.actor.model_copy(update={"lora": None})
+    held = side.phases["rollout"].parts
+    whole = _trainer_side(config, arch, all_weights).phases["rollout"].parts
+    saved = sum(whole.get(name, 0) - held.get(name, 0) for name in ("gradients", "optimiser"))
+    return [
+        f"  lora       rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(lora.targets)}: "
+        f"{_count(trained_elements(arch, config.actor))} of {_count(trained_elements(arch, all_weights))} "
+        "parameters are trained",
+        f"  saved      of a trainer rank: gradients {_bytes(held['gradients'])} + optimiser "
+        f"{_bytes(held.get('optimiser', 0))} "
+        f"instead of {_bytes(whole['gradients'])} + {_bytes(whole.get('optimiser', 0))}: {_bytes(saved)} less",
+        "  publish    merges the adapters into the weights and keeps a copy of the targeted ones meanwhile",
+    ]
+
+
+def _events(config: ExperimentConfig) -> list[str]:
+    e = config.eval
+    if e is None:
+        lines = ["evaluation none"]
+    else:
+        how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
+        again = f"; {e.num_as_trained} at temperature {config.sampling.temperature:g}" if e.num_as_trained else ""
+        lines = [
+            f"evaluation {e.data.name}, {e.num_samples} samples a prompt, {how}{again}: "
+            f"first, every {e.every} steps, last"
+        ]
+    return lines
+
+
+def _checkpoints(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
+    """Says when the run is saved and what saving and resuming cost."""
+    c, ranks = config.checkpoint, config.actor.world_size
+    when = f"every {c.every} steps and" if c.every else "only"
+    background = {True: ", in the background", False: "", "auto": ", in the background from two trainer nodes on"}
+    lines = [
+        f"checkpoint {when} at the end, {c.keep} kept"
+        + (f" or fewer in {c.keep_gb:g} GB" if c.keep_gb is not None else "")
+        + f", resume {c.resume}{background[c.asynchronous]}"
+    ]
+    if arch is not None and not layout_problems(arch, config.actor):
+        per_node = min(ranks, _RANKS_PER_NODE)
+        cost = checkpoint_cost(arch, config.actor, per_node)
+        forms = {True: "for any layout", False: "for this layout alone"}
+        shown = {"last": (False, True) if c.every else (True,), "always": (True,), "never": (False,)}[c.reshardable]
+        speed = f"at {c.disk_gb_s:g} GB/s"
+        for reshardable in shown:
+            seconds = cost.file_bytes / c.disk_gb_s / 1e9
+            lines.append(
+                f"  a save {forms[reshardable]}: {_bytes(cost.file_bytes)}, {_seconds(seconds)} {speed}; "
+                f"{_bytes(cost.save_host_bytes[reshardable])} of host memory on the fullest node ({per_node} ranks)"
+            )
+        lines.append(
+            f"  a resume: reads {_bytes(cost.read_bytes)} (checksums, then the state), "
+            f"{_seconds(cost.read_bytes / c.disk_gb_s / 1e9)} {speed}"
+            + (
+                f"; {_bytes(cost.resume_host_bytes[True])} of host memory a node from one for any layout"
+                if True in shown
+                else ""
+            )
+        )
+    if not c.every:
+        lines.append("  ADVICE   checkpoint.every 0: when a rank is lost, the run begins again at its first step")
+    return lines
+
+
+def _count(number: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:g}"
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e3:.3g} kB"
+
+
+def _seconds(number: float) -> str:
+    return f"{number:.0f} s" if number >= 10 else f"{number:.2g} s"

@@ -1,0 +1,75 @@
+"""Records one side of exchanges in a process of its own: `python -m megagrpo.planning.record_process SIDE FOLDER ...`.
+
+Megatron's host patches and SGLang's are not for one process. A folder holds config.yaml and model/config.json; for the
+trainers ranks.json, a list of ranks; for the engine arguments.json, its command line on a CPU, and server.json, that on
+a GPU with what the driver says of it. Leaves SIDE.pickle there; the process `engine` leaves server.pickle, too. A file
+that is not there is not asked for.
+"""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megagrpo.config.load import load_config
+from megagrpo.families.table import model_tensors, read_architecture
+from megagrpo.weights.copies.record import Specs
+
+
+def hf_specs(model: Path, dtype: torch.dtype) -> Specs:
+    """Returns what the HF checkpoint of a folder with a config.json holds, all but what keeps another in one dtype."""
+    return {
+        spec.name: (spec.shape, getattr(torch, spec.dtype) if spec.dtype else dtype)
+        for spec in model_tensors(read_architecture(model))
+    }
+
+
+def _trainers(folder: Path) -> list:
+    from megagrpo.actor.host import prepare_host
+
+    prepare_host()
+    from megagrpo.actor.dry_run import record_trainer_rank
+
+    # Transformer Engine and settings for it need CUDA; its layers take the same slices. Adapters are merged before they
+    # travel.
+    changes: dict[str, Any] = {"transformer_engine": False, "lora": None, "megatron": {}}
+    actor = load_config(folder / "config.yaml").actor.model_copy(update=changes)
+    arch = read_architecture(folder / "model")
+    specs = hf_specs(folder / "model", getattr(torch, actor.dtype))
+    ranks = json.loads((folder / "ranks.json").read_text())
+    return [record_trainer_rank(arch, actor, specs, rank) for rank in ranks]
+
+
+def _engine(folder: Path) -> list:
+    from megagrpo.rollout.service.engine_dry_run import record_engine
+
+    dtype = getattr(torch, load_config(folder / "config.yaml").rollout.dtype)
+    arguments = json.loads((folder / "arguments.json").read_text())
+    return list(record_engine(arguments, hf_specs(folder / "model", dtype)))
+
+
+def _servers(folders: list[Path]) -> None:
+    """Resolves the engines' arguments on their GPUs, after everything that needs the CPU: it replaces the device."""
+    from megagrpo.rollout.service.arguments_dry_run import Device, resolve_servers
+
+    jobs = [json.loads((folder / "server.json").read_text()) for folder in folders]
+    device = Device(**jobs[0]["device"])
+    for folder, found in zip(folders, resolve_servers([job["arguments"] for job in jobs], device), strict=True):
+        (folder / "server.pickle").write_bytes(pickle.dumps(found))
+
+
+def _main(side: str, folders: list[Path]) -> None:
+    record, wanted = {"trainers": (_trainers, "ranks.json"), "engine": (_engine, "arguments.json")}[side]
+    for folder in folders:
+        if (folder / wanted).exists():
+            (folder / f"{side}.pickle").write_bytes(pickle.dumps(record(folder)))
+    on_gpus = [folder for folder in folders if (folder / "server.json").exists()]
+    if side == "engine" and on_gpus:
+        _servers(on_gpus)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], list(map(Path, sys.argv[2:])))

@@ -1,0 +1,233 @@
+"""Programs: the response's Python code, run in sandboxes against the test cases in the answer. See docs/graders.md."""
+
+import ast
+import builtins
+import json
+import os
+import re
+import select
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from megagrpo.config.reward import CodeOptions, Scalar
+from megagrpo.rewards.sandbox.sandbox import Limits, Sandbox, SandboxError, check_limits_hold, isolation, run_program
+
+_FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_PYTHON = ("python", "python3", "py")
+
+
+@dataclass(frozen=True)
+class TestCases:
+    """Holds the tests of one problem: of a program that reads and writes, or of the functions that it defines."""
+
+    scripts: tuple[tuple[str, str], ...] = ()  # (standard input, expected standard output)
+    statements: tuple[str, ...] = ()  # each calls the program's functions and raises unless the result is right
+
+    def __len__(self) -> int:
+        return len(self.scripts) or len(self.statements)
+
+
+def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tuple[float, str]:
+    """Returns the score of the program in `text` and, where a test failed, how the first one did.
+
+    Raises ValueError for an answer that holds no tests, SandboxError when a program cannot be run as it should.
+    """
+    settings = CodeOptions.model_validate(options)
+    tests = read_tests(answer, settings.tolerance)
+    run = _run_scripts if tests.scripts else _run_calls
+    num_passed, failure = 0, ""
+    for number, problem in enumerate(run(program_of(text), tests, settings, _isolates(settings.isolation)), start=1):
+        num_passed += not problem
+        if problem and not failure:
+            failure = f"test {number} of {len(tests)}: {problem}"
+        if problem and settings.score == "all":
+            break
+    if settings.score == "all":
+        return float(num_passed == len(tests)), failure
+    return num_passed / len(tests), failure
+
+
+def program_of(text: str) -> str:
+    """Returns the last block marked as Python, else the last block, else the whole text."""
+    blocks = _FENCE.findall(text)
+    marked = [body for language, body in blocks if language.lower() in _PYTHON]
+    return marked[-1] if marked else blocks[-1][1] if blocks else text
+
+
+# ---- the answer ----------------------------------------------------------------------------------------------------
+
+
+def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
+    """Reads the answer: JSON {"inputs": [...], "outputs": [...]}, with "fn_name" for calls, or {"asserts": [...]}.
+
+    Raises ValueError that says what is wrong with it.
+    """
+    try:
+        data = json.loads(answer)
+    except json.JSONDecodeError as exc:
+        raise ValueError(f"the answer {answer[:60]!r} is not JSON with test cases: {exc}") from exc
+    if isinstance(data, list):
+        data = {"asserts": data}
+    if not isinstance(data, dict) or not ({"inputs", "outputs"} <= data.keys() or "asserts" in data):
+        raise ValueError(f'the answer {answer[:60]!r} has neither "inputs" and "outputs" nor "asserts"')
+    if "asserts" in data:
+        return TestCases(statements=tuple(_checked(text) for text in _list(data, "asserts")))
+    inputs, outputs = _list(data, "inputs"), _list(data, "outputs")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"the answer has {len(inputs)} inputs and {len(outputs)} outputs")
+    if name := data.get("fn_name"):
+        pairs = zip(inputs, outputs, strict=True)
+        return TestCases(statements=tuple(_checked(_call(name, *pair, tolerance)) for pair in pairs))
+    return TestCases(scripts=tuple((_lines(i), _lines(o)) for i, o in zip(inputs, outputs, strict=True)))
+
+
+def _list(data: dict[str, Any], key: str) -> list[Any]:
+    if not isinstance(data[key], list) or not data[key]:
+        raise ValueError(f'"{key}" of the answer should be a list with at least one entry, is {data[key]!r:.60}')
+    return data[key]
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    if not isinstance(value, str):
+        raise ValueError(f"standard input and output are texts or lists of lines, not {value!r:.60}")
+    return value
+
+
+def _call(name: str, arguments: Any, expected: Any, tolerance: float) -> str:
+    """Returns the statement for one call; a text holds JSON, one argument a line, as in LiveCodeBench."""
+    if isinstance(arguments, str):
+        arguments, expected = [json.loads(line) for line in arguments.splitlines()], json.loads(expected)
+    if not isinstance(arguments, list):
+        raise ValueError(f'with "fn_name", each of the inputs is a list of arguments, not {arguments!r:.60}')
+    return f"assert same({name}(*{arguments!r}), {expected!r}, {tolerance!r})"
+
+
+def _checked(statement: Any) -> str:
+    try:
+        ast.parse(statement)
+    except (TypeError, SyntaxError, ValueError) as exc:
+        raise ValueError(f"the answer's test {statement!r:.80} is not Python: {exc}") from exc
+    return str(statement)
+
+
+# ---- programs that read and write ----------------------------------------------------------------------------------
+
+
+def _run_scripts(source: str, tests: TestCases, settings: CodeOptions, isolate: bool) -> Iterator[str]:
+    """Yields "" for each test that passes, else why not."""
+    deadline = time.monotonic() + settings.total_s
+    for stdin, expected in tests.scripts:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            yield f"time limit of all tests ({settings.total_s:g} s)"
+            continue
+        ended = run_program(source, stdin.encode(errors="replace"), _limits(settings, left_s), isolate)
+        right = _same_text(ended.stdout.decode(errors="replace"), expected, settings.tolerance)
+        yield ended.problem or ("" if right else "wrong output")
+
+
+def _limits(settings: CodeOptions, left_s: float) -> Limits:
+    return Limits(
+        wall_s=min(settings.test_s, left_s),
+        memory_mb=settings.memory_mb,
+        output_kb=settings.output_kb,
+        disk_mb=settings.disk_mb,
+        open_files=settings.open_files,
+        processes=settings.processes,
+    )
+
+
+def _same_text(got: str, expected: str, tolerance: float) -> bool:
+    """Tells whether two outputs are the same, white space at the ends of lines and empty lines at the end aside."""
+    lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (got, expected))
+    if lines == wanted or not tolerance:
+        return lines == wanted
+    words, wanted_words = got.split(), expected.split()
+    pairs = zip(words, wanted_words, strict=False)
+    return len(words) == len(wanted_words) and all(_same_word(a, b, tolerance) for a, b in pairs)
+
+
+def _same_word(got: str, expected: str, tolerance: float) -> bool:
+    try:
+        return abs(float(got) - float(expected)) <= tolerance * max(1.0, abs(float(expected)))
+    except ValueError:
+        return got == expected
+
+
+# ---- programs that define functions --------------------------------------------------------------------------------
+
+
+def _run_calls(source: str, tests: TestCases, settings: CodeOptions, isolate: bool) -> Iterator[str]:
+    """Yields "" for each test that passes, else why not. Program and tests are in two sandboxes."""
+    limits = _limits(settings, settings.total_s)
+    asked, answered, judged = os.pipe(), os.pipe(), os.pipe()
+    with (
+        open(judged[0], "rb") as verdicts,
+        Sandbox("serve", source, limits, isolate, pipes={"input": asked[0], "output": answered[1]}) as program,
+        Sandbox(
+            "test",
+            json.dumps(_instructions(tests)),
+            limits,
+            isolate,
+            pipes={"input": answered[0], "output": asked[1], "verdicts": judged[1]},
+        ),
+    ):
+        deadline, heard, over = time.monotonic() + settings.total_s, b"", ""
+        for _ in tests.statements:
+            until = min(deadline, time.monotonic() + settings.test_s)
+            while b"\n" not in heard and not over:
+                ready, _, _ = select.select([verdicts], [], [], max(0.0, until - time.monotonic()))
+                data = os.read(verdicts.fileno(), 2**16) if ready else b""
+                heard += data
+                if not data:  # nobody will judge the tests that are left
+                    over = "the tests ended" if ready else "time limit"
+            line, newline, heard = heard.partition(b"\n")
+            verdict = json.loads(line) if newline else over
+            yield _how_it_ended(program) if verdict == "the program ended" else verdict or ""
+
+
+def _how_it_ended(program: Sandbox) -> str:
+    ended = program.stop()
+    return ended["reason"] or f"the program ended with exit code {ended['code']}"
+
+
+def _instructions(tests: TestCases) -> dict[str, Any]:
+    """Returns what calls.run_tests is told: statements, names to ask the program for, modules to import."""
+    loaded: set[str] = set()
+    bound: set[str] = set()
+    for statement in tests.statements:
+        for node in ast.walk(ast.parse(statement)):
+            match node:
+                case ast.Name(id=name, ctx=ast.Load()):
+                    loaded.add(name)
+                case ast.Name(id=name) | ast.arg(arg=name):
+                    bound.add(name)
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    bound.add(name)
+                case ast.alias(name=name, asname=other):
+                    bound.add(other or name.partition(".")[0])
+    free = loaded - bound - set(vars(builtins)) - {"same"}  # a program's own `len` must not judge it
+    modules = free & sys.stdlib_module_names
+    return {"names": sorted(free - modules), "modules": sorted(modules), "tests": list(tests.statements)}
+
+
+# ---- isolation -----------------------------------------------------------------------------------------------------
+
+
+@cache
+def _isolates(wish: str) -> bool:
+    """Whether programs run in namespaces of their own; says once in this process's log where they cannot."""
+    problem = isolation()
+    if not problem:
+        return True
+    if wish == "required":
+        raise SandboxError(f"grader code cannot isolate programs here ({problem}), and its isolation is required")
+    check_limits_hold()
+    print(f"grader code: programs run within limits alone, with network and files in reach: {problem}", file=sys.stderr)
+    return False

@@ -1,0 +1,70 @@
+"""Graders by name.
+
+A grader is a function `grade(text, answer, **args)` that returns a score, or (score, what to say of it). A group grader
+is a function `f(texts, answer, scores, **args)` that returns a list of scores.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megagrpo.config.reward import OPTIONS, GraderArgs, check_options
+from megagrpo.system.user_function import did_you_mean, load_function
+
+GraderFunction = Callable[..., float | tuple[float, str]]  # (response text, answer of the data file, **reward.args)
+GroupFunction = Callable[..., list[float]]  # (texts, answer, scores, **reward.group_args)
+
+BUILT_IN = {  # named by place and not imported here: only `math` should pay for sympy
+    "code": "megagrpo.rewards.graders.code:grade",
+    "exact": "megagrpo.rewards.graders.format:exact",
+    "format": "megagrpo.rewards.graders.format:grade",
+    "gsm8k": "megagrpo.rewards.graders.gsm8k:grade",
+    "math": "megagrpo.rewards.graders.math:grade",
+}
+SERVICES = ("http", "judge")  # asked over the network by the leader itself, see services.py
+GROUP_BUILT_IN = {"distinct": "megagrpo.rewards.group:distinct", "rank": "megagrpo.rewards.group:rank"}
+
+
+def load_grader(name: str, args: dict[str, Any]) -> GraderFunction:
+    """Imports the grader `name`, a built-in or the user's own `package.module:function`, and checks that it takes
+    `args`.
+
+    Raises ValueError for an unknown name, a module that cannot be imported, or arguments that the function does not
+    take.
+    """
+    function = load_function(name, BUILT_IN, "reward.grader")
+    if name in OPTIONS:
+        check_options(name, args)
+    else:
+        _check_args(name, function, args, "text, answer", "reward.args")
+    return function
+
+
+def load_group_grader(name: str, args: dict[str, Any]) -> GroupFunction:
+    """Imports the group grader `name`, as load_grader does."""
+    function = load_function(name, GROUP_BUILT_IN, "reward.group_grader")
+    _check_args(name, function, args, "texts, answer, scores", "reward.group_args")
+    return function
+
+
+def check_grader(name: str, args: GraderArgs) -> None:
+    """Raises ValueError where a grader cannot work as configured. Asks no service: that may run on another machine."""
+    if name in SERVICES:
+        check_options(name, args)
+        if name == "judge":
+            from megagrpo.rewards.graders.judge import read_template  # httpx is not needed to check other graders
+
+            read_template(str(args["prompt_file"]))
+    else:
+        load_grader(name, args)
+
+
+def _check_args(name: str, function: Callable[..., Any], args: Mapping[str, Any], inputs: str, key: str) -> None:
+    signature, positional = inspect.signature(function), inputs.split(", ")
+    try:
+        signature.bind(*positional, **args)
+    except TypeError as exc:
+        options = [p for p in signature.parameters if p not in positional]
+        hints = [did_you_mean(arg, options) for arg in args if arg not in options]
+        hint = next(filter(None, hints), f"; it is called as {name}({inputs}, {', '.join(options)})")
+        raise ValueError(f"{key} do not fit grader {name!r}: {exc}{hint}") from exc

@@ -1,0 +1,176 @@
+"""Calls between a tested program and its tests, in two sandboxes that are joined by two pipes; see child.py.
+
+The program's process defines functions and answers calls; the tests' process makes the calls and judges what comes
+back. What crosses is JSON, a line a message: plain data, and numbers that stand for everything else. The program sees
+arguments, never an assertion, so whatever it does to its own interpreter, it can only answer rightly or wrongly.
+"""
+
+import importlib
+import json
+import types
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+_LONGEST_LINE = 2**24  # characters
+
+
+def serve(source: str, module: types.ModuleType, options: dict[str, Any]) -> None:
+    """Runs the program, then answers requests [operation, target, name, args, kwargs] with ["ok" | "error", value]."""
+    objects: list[Any] = []
+    with open(options["input"], encoding="utf-8") as requests, open(options["output"], "w", encoding="utf-8") as out:
+
+        def reply(kind: str, value: Any) -> None:
+            out.write(json.dumps([kind, value]) + "\n")
+            out.flush()
+
+        try:
+            exec(compile(source, "program.py", "exec"), vars(module))
+        except SystemExit:
+            pass  # what it defined until then is there
+        except BaseException as exc:
+            reply("error", f"{type(exc).__name__}: {exc}"[:300])
+            return
+        reply("ok", None)
+        for line in requests:
+            try:
+                reply("ok", _encode(_operate(json.loads(line), module, objects), objects))
+            except BaseException as exc:  # SystemExit too: it is this call's result
+                reply("error", f"{type(exc).__name__}: {exc}"[:300])
+
+
+def _operate(request: list[Any], module: types.ModuleType, objects: list[Any]) -> Any:
+    operation, target, name, args, kwargs = request
+    args, kwargs = _decode(args, objects.__getitem__), _decode(kwargs, objects.__getitem__)
+    match operation:
+        case "global":
+            space = vars(module)
+            if name not in space and hasattr(space.get("Solution"), name):
+                return getattr(space["Solution"](), name)
+            if name not in space:
+                raise NameError(f"the program defines no {name}")
+            return space[name]
+        case "attribute":
+            return getattr(objects[target], name)
+        case "call":
+            return objects[target](*args, **kwargs)
+        case "list":
+            return list(objects[target])
+    raise ValueError(f"unknown operation {operation}")
+
+
+def _encode(value: Any, objects: list[Any] | None) -> Any:
+    """Returns plain data as JSON can hold it; other values become their number in `objects`."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case complex():
+            return {"complex": [value.real, value.imag]}
+        case bytes() | bytearray():
+            return {"bytes": bytes(value).hex()}
+        case list() | tuple() | set() | frozenset():
+            kind = next(k.__name__ for k in (list, tuple, set, frozenset) if isinstance(value, k))
+            return {kind: [_encode(item, objects) for item in value]}
+        case dict():
+            return {"dict": [[_encode(k, objects), _encode(v, objects)] for k, v in value.items()]}
+        case _Remote():
+            return {"object": value._number}
+    if objects is None:
+        raise TypeError(f"a {type(value).__name__} cannot be handed to the program; plain data can")
+    objects.append(value)
+    return {"object": len(objects) - 1}
+
+
+def _decode(value: Any, found: Callable[[int], Any]) -> Any:
+    """Undoes _encode; found: number -> what stands for that object here."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    match kind:
+        case "object":
+            return found(content)
+        case "complex":
+            return complex(*content)
+        case "bytes":
+            return bytes.fromhex(content)
+        case "dict":
+            return {_decode(k, found): _decode(v, found) for k, v in content}
+    items = (_decode(item, found) for item in content)
+    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+
+
+class _Remote:
+    """Stands for an object of the program. It is equal to nothing: comparing it would ask the program for a verdict."""
+
+    def __init__(self, ask: Callable[..., Any], number: int):
+        self._ask, self._number = ask, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._ask("call", self._number, None, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ask("attribute", self._number, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._ask("list", self._number, None))
+
+
+def run_tests(tests: dict[str, Any], options: dict[str, Any]) -> None:
+    """Runs each test and writes a line for it: null where it passed, else why not.
+
+    tests: {"names": those the program is asked for, "modules": to import, "tests": statements}.
+    """
+    with (
+        open(options["input"], encoding="utf-8") as replies,
+        open(options["output"], "w", encoding="utf-8") as requests,
+        open(options["verdicts"], "w", encoding="utf-8") as verdicts,
+    ):
+
+        def hear() -> Any:
+            line = replies.readline(_LONGEST_LINE)
+            if not line.endswith("\n"):
+                raise EOFError("the program ended" if len(line) < _LONGEST_LINE else "output limit")
+            kind, value = json.loads(line)
+            if kind != "ok":
+                raise RuntimeError(str(value))
+            return value
+
+        def ask(operation: str, target: int | None, name: str | None, args: Any = (), kwargs: Any = None) -> Any:
+            message = [operation, target, name, _encode(list(args), None), _encode(dict(kwargs or {}), None)]
+            requests.write(json.dumps(message) + "\n")
+            requests.flush()
+            return _decode(hear(), lambda number: _Remote(ask, number))
+
+        space: dict[str, Any] = {"__name__": "tests", "same": _same}
+        space |= {name: importlib.import_module(name) for name in tests["modules"]}
+        problem = _problem(hear)
+        for name in tests["names"] if problem is None else ():
+            with suppress(RuntimeError):  # not defined: the tests that need it say so
+                space[name] = ask("global", None, name)
+        for test in tests["tests"]:
+            failed = problem or _problem(partial(exec, compile(test, "test", "exec"), space))
+            verdicts.write(json.dumps(failed) + "\n")
+            verdicts.flush()
+
+
+def _same(value: Any, expected: Any, tolerance: float) -> bool:
+    """Compares a result with JSON's, which has no tuples; numbers within the tolerance are the same."""
+    match expected:
+        case list():
+            if not isinstance(value, list | tuple) or len(value) != len(expected):
+                return False
+            return all(_same(v, e, tolerance) for v, e in zip(value, expected, strict=True))
+        case float() | int() if tolerance and not isinstance(expected, bool):
+            return isinstance(value, float | int) and abs(value - expected) <= tolerance * max(1.0, abs(expected))
+    return bool(value == expected)
+
+
+def _problem(attempt: Callable[[], object]) -> str | None:
+    try:
+        attempt()
+        return None
+    except AssertionError as exc:
+        return f"a wrong result{f': {exc}' if str(exc) else ''}"[:300]
+    except BaseException as exc:  # whatever a test or the program's answers make it raise, it did not pass
+        return (str(exc) if isinstance(exc, RuntimeError | EOFError) else f"{type(exc).__name__}: {exc}")[:300]

@@ -1,0 +1,100 @@
+"""Resolves the arguments of SGLang servers as on a GPU that is not there: SGLang's own code, another device query.
+
+What SGLang imports must find no CUDA, for its kernels are not installed where there is none; so a server of the CPU is
+resolved first, which imports all that resolving needs. The device is replaced for good: for a process of its own.
+Written against sglang 0.5.21.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import sglang.srt.model_loader.loader  # noqa: F401  # imported by the resolution
+import torch
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
+from sglang.srt.utils import common
+
+from megagrpo.system.environment import temporarily
+
+_CUDA_VERSION = "13.0"
+_ON_CPU = ("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch")
+_KEPT = (
+    "tp_size", "ep_size", "dp_size", "enable_dp_attention", "mem_fraction_static", "chunked_prefill_size",
+    "enable_fp32_lm_head", "enable_memory_saver", "enable_deterministic_inference",
+    "attention_backend", "moe_runner_backend", "moe_a2a_backend", "kv_cache_dtype", "page_size",
+    "max_running_requests", "max_total_tokens", "quantization", "dtype", "disable_radix_cache",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a driver answers about its GPU."""
+
+    name: str
+    memory_mib: int
+    capability: tuple[int, int]
+    processors: int
+    gpus: int  # of a node
+
+
+def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[dict[str, Any]]:
+    """Yields what SGLang makes of each command line on such a GPU: its settings of memory, cache and parallelism.
+
+    Raises ValueError where SGLang refuses the arguments.
+    """
+    load_plugins()
+    for words in servers[:1]:
+        model = words[words.index("--model-path") + 1]
+        prepare_server_args(["--model-path", model, "--load-format", "dummy", *_ON_CPU]).resolve_once()
+    _replace_device(device)
+    with temporarily("SGLANG_USE_CPU_ENGINE", "0"):
+        for words in servers:
+            server = prepare_server_args(words)
+            server.resolve_once()
+            found = server.resolved_dict()
+            yield {key: found[key] for key in _KEPT} | {"decode_graph_max_batch": _largest_graph(found)}
+
+
+def _largest_graph(found: dict[str, Any]) -> int | None:
+    decode = (found.get("cuda_graph_config") or {}).get("decode") or {}
+    return decode.get("max_bs")
+
+
+def _replace_device(device: Device) -> None:
+    """Makes torch and SGLang see GPUs of this kind."""
+    properties = SimpleNamespace(
+        name=device.name,
+        major=device.capability[0],
+        minor=device.capability[1],
+        total_memory=device.memory_mib * 2**20,
+        multi_processor_count=device.processors,
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device_count": device.gpus,
+        "get_device_capability": device.capability,
+        "get_device_name": device.name,
+        "get_device_properties": properties,
+        "mem_get_info": (device.memory_mib * 2**20,) * 2,
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, functools.partial(_answer, answer))
+    torch.version.cuda = _CUDA_VERSION
+    for module in [module for name, module in sys.modules.items() if name.startswith("sglang")]:
+        _forget(module)
+    common.get_nvgpu_memory_capacity = functools.partial(_answer, device.memory_mib)
+
+
+def _answer(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+def _forget(module: ModuleType) -> None:
+    """Empties the caches of a module's functions: they hold what was asked on the CPU."""
+    for function in list(vars(module).values()):
+        if isinstance(function, functools._lru_cache_wrapper):
+            function.cache_clear()

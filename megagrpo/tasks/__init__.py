@@ -1,0 +1,1 @@
+"""Programs that torchrun starts besides training: warm-up, export, replay."""

@@ -1,0 +1,37 @@
+"""Writes a checkpoint as a Hugging Face model folder, or its adapters as one of PEFT's: `megagrpo export`."""
+
+from pathlib import Path
+
+import torch
+
+from megagrpo.checkpoint.folder import latest
+from megagrpo.checkpoint.resume import load_checkpoint, make_actor
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.weights.actor_weights import export_hf, load_initial_weights
+from megagrpo.weights.peft_folder import PeftFolder, export_peft
+
+
+def export(
+    config: ExperimentConfig, source: Path | None, output: str, device: torch.device, adapters_alone: bool = False
+) -> None:
+    """Collective. Writes the checkpoint `source`, by default the latest of the run, into the folder `output`.
+
+    A whole model, adapters merged; with `adapters_alone` a folder of PEFT's. ValueError when there is no checkpoint, or
+    no adapter.
+    """
+    lora = config.actor.lora
+    if adapters_alone and lora is None:
+        raise ValueError("export --lora writes adapters, but the experiment has no actor.lora: all weights are trained")
+    checkpoints = RunFolder(Path(config.output_dir)).checkpoints
+    found = source or latest(checkpoints)
+    if found is None:
+        raise ValueError(f"{checkpoints} holds no finished checkpoint; name one with --checkpoint")
+    actor = make_actor(config, 1, device)
+    weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
+    load_checkpoint(config, found, actor)
+    if adapters_alone and lora is not None:
+        folder = PeftFolder(Path(output), lora, config.model.path)
+        export_peft(folder, actor.trained_weights(weights), actor.mesh, dtype=config.actor.dtype)
+        return
+    export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)

@@ -1,0 +1,123 @@
+"""Runs what torchrun starts: the ranks of train, sft, export and replay. A failure becomes one message.
+
+A process of ours that computes begins in `guarded`, which prepares the host before anything imports Megatron-Core.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.system import environment
+from megagrpo.system.run_folder import RunFolder, write_whole
+
+if TYPE_CHECKING:  # the command line imports this file, and most commands need no torch
+    import torch
+
+
+def train_main(config: ExperimentConfig, service_url: str | None) -> int:
+    """Runs one trainer rank of a run: `megagrpo train`."""
+
+    def body(device: torch.device) -> None:
+        from megagrpo.actor.host import refuse_training_without_gpu
+        from megagrpo.monitor.report import write_report
+        from megagrpo.run import start_run
+        from megagrpo.train import train
+
+        refuse_training_without_gpu(config.actor, device)
+
+        with start_run(config, service_url, device) as run:
+            gc.collect()
+            gc.freeze()  # Megatron and all that a run keeps: each collection would look at all of it, amid a step
+            train(run)
+            is_main = run.mesh.is_main
+        if is_main:
+            print(write_report(config.output_dir), flush=True)
+
+    return guarded(config, "trainer", body)
+
+
+def sft_main(config: ExperimentConfig) -> int:
+    """Runs one rank of the supervised warm-up: `megagrpo sft`."""
+
+    def body(device: torch.device) -> None:
+        from megagrpo.actor.host import refuse_training_without_gpu
+        from megagrpo.tasks.sft import sft
+
+        refuse_training_without_gpu(config.actor, device)
+        sft(config, device)
+
+    return guarded(config, "sft", body)
+
+
+def export_main(config: ExperimentConfig, source: str | None, output: str, adapters_alone: bool) -> int:
+    """Runs one rank of `megagrpo export`."""
+
+    def body(device: torch.device) -> None:
+        from megagrpo.tasks.export import export
+
+        export(config, Path(source) if source else None, output, device, adapters_alone)
+
+    return guarded(config, "export", body)
+
+
+def replay_main(config: ExperimentConfig, dump_folder: str) -> int:
+    """Runs one rank of `megagrpo replay`."""
+
+    def body(device: torch.device) -> None:
+        from megagrpo.tasks.replay import replay
+
+        replay(config, Path(dump_folder), device)
+
+    return guarded(config, "replay", body)
+
+
+def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], None]) -> int:
+    """Runs `body` on the device to compute on and returns 0, or 1 when it failed.
+
+    The reason is then in logs/error_<name>_rank<N>.txt, the traceback on standard error.
+
+    The report is a final one when another try would end in the same way: torchrun starts the ranks again whatever
+    their status, so that the launcher, which sees the file, has to end it.
+    """
+    from megagrpo.actor.host import prepare_host, uses_transformer_engine
+    from megagrpo.mesh import RunStopped
+
+    folder, rank = RunFolder(Path(config.output_dir)), environment.get_int("RANK", 0)
+    for final in (False, True):
+        folder.error_report(name, rank, final).unlink(missing_ok=True)
+    try:
+        body(prepare_host(config.actor.device, uses_transformer_engine(config.actor)))
+    except Exception as exc:
+        traceback.print_exc()
+        final = isinstance(exc, ValueError | AssertionError | RunStopped)
+        write_whole(folder.error_report(name, rank, final), _reason(exc))  # its name ends this process, too
+        return _ended(1)
+    return _ended(0)
+
+
+def _ended(status: int) -> int:
+    """Returns the exit status; a rank of torchrun ends here with it.
+
+    Its work is done and on disk. Python's own way out would take down process groups whose threads still run: now and
+    then that aborts ("terminate called without an active exception"), and torchrun would call a finished run failed.
+    """
+    if environment.under_torchrun():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _reason(exc: Exception) -> str:
+    """Returns what a user reads: our own errors explain themselves, others are named with their place."""
+    if isinstance(exc, (ValueError, RuntimeError)) and str(exc):
+        return str(exc)
+    place = traceback.extract_tb(exc.__traceback__)[-1]
+    return f"{type(exc).__name__}: {exc} ({place.filename}:{place.lineno} in {place.name})"

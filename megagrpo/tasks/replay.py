@@ -1,0 +1,49 @@
+"""Makes the update of a dumped step once more and compares it with what was measured then: `megagrpo replay`."""
+
+from pathlib import Path
+
+import torch
+
+from megagrpo.actor.step import update, with_logprobs
+from megagrpo.checkpoint.folder import latest
+from megagrpo.checkpoint.resume import initial_weights, load_checkpoint, make_actor
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.prompts import load_prompts, load_tokenizer
+from megagrpo.monitor.dump import Dump, read_dump
+from megagrpo.system.run_folder import RunFolder
+
+
+def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) -> None:
+    """Collective. Updates the newest weights at or before the dumped step's; the main rank prints the comparison.
+
+    ValueError when the folder is no finished dump, or of another data-parallel size.
+    """
+    dump = read_dump(dump_folder)
+    actor = make_actor(config, config.train.steps(_num_prompts(config)), device)
+    version, source = 0, latest(RunFolder(Path(config.output_dir)).checkpoints, dump.weight_version)
+    initial_weights(config, dump.algorithm, source, actor)
+    if source is not None:
+        version = load_checkpoint(config, source, actor).step
+    batch = dump.batch(actor.mesh, actor.routed_layers)
+    if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":  # the reference's states are not dumped
+        batch = with_logprobs(actor, batch, config.sampling.temperature, False, "full")
+    sampling = config.sampling
+    values = update(actor, batch, dump.algorithm, sampling.temperature, sampling.max_response_tokens)
+    if actor.mesh.is_main:
+        print(compare(dump, values, version, source or config.model.path), flush=True)
+
+
+def _num_prompts(config: ExperimentConfig) -> int:
+    """Returns how many prompts the run has, where its length depends on that; else 0."""
+    return len(load_prompts(config.data, load_tokenizer(config.model))) if config.train.num_epochs is not None else 0
+
+
+def compare(dump: Dump, values: dict[str, float], version: int, source: str | Path) -> str:
+    """Shows then and now side by side, with the weights that were used."""
+    made_from = f"; the step itself was made from version {dump.weight_version}: figures differ"
+    other = made_from if version != dump.weight_version else ""
+    lines = [f"weights of version {version} ({source}){other}", f"{'':32}{'then':>24}{'now':>24}"]
+    for name, value in sorted(values.items()):
+        then = dump.values.get(name)
+        lines.append(f"{name:32}{'-' if then is None else repr(then):>24}{value!r:>24}")
+    return "\n".join(lines)

@@ -1,0 +1,81 @@
+"""Warms the actor up: it learns `answer` + end of sequence after `prompt`, and is written as an HF folder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.step import likelihood_step
+from megagrpo.batching.batch import build_batch
+from megagrpo.batching.updates import one_pass
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
+from megagrpo.monitor.console import StepConsole
+from megagrpo.monitor.record import StepLog
+from megagrpo.system.run_folder import RunFolder
+from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
+from megagrpo.weights.actor_weights import export_hf, load_initial_weights
+
+_DECAY = 0.95  # of the running mean of the loss: about the last 20 steps
+
+
+def sft(config: ExperimentConfig, device: torch.device) -> None:
+    """Collective. Trains from `sft.model` for `sft.num_steps` steps and writes the result to `model.path`."""
+    options = config.sft
+    assert options is not None, "the command refuses a configuration without an sft section"
+    actor = MegatronActor(
+        model_path=options.model,
+        config=config.actor.model_copy(update={"lora": None}),  # it makes the model that adapters are for
+        optimizer=options.optimizer,
+        num_updates=options.num_steps,
+        seed=config.seed,
+        device=device,
+    )
+    mesh = actor.mesh
+    weights = load_initial_weights(actor, options.model)
+    tokenizer = load_tokenizer(config.model.model_copy(update={"path": options.model}))
+    prompts = load_prompts(options.data, tokenizer)
+    _check_answers(prompts.prompts, tokenizer)
+    log = StepLog(RunFolder(Path(config.output_dir)).sft, config.log) if mesh.is_main else None
+    running: float | None = None
+    with StepConsole(f"{config.name} sft", options.num_steps, enabled=config.log.console and mesh.is_main) as console:
+        if dropped := describe_dropped(options.data, prompts):
+            console.note(dropped)
+        for step in range(options.num_steps):
+            chosen = prompts.batch(step * options.batch_size, options.batch_size, config.seed)
+            values = likelihood_step(actor, _supervised_batch(chosen, tokenizer, mesh))
+            loss = values["loss/total"]  # all-reduced: every rank stops at the same step
+            running = loss if running is None else _DECAY * running + (1 - _DECAY) * loss
+            low_enough = options.stop_at_loss is not None and running < options.stop_at_loss
+            done = step + 1 == options.num_steps or low_enough
+            if log is not None:
+                log.write(step + 1, values | {"loss/running": running})
+                if (step + 1) % 10 == 0 or done:
+                    console.update(step + 1, {"loss/total": running})
+            if done:
+                break
+    if log is not None:
+        log.close()
+    export_hf(config.model.path, weights, mesh, like=options.model, dtype=config.actor.dtype)
+
+
+def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:
+    """Raises ValueError where what is to be learned cannot be said in tokens."""
+    if tokenizer.eos_token_id is None:
+        raise ValueError("sft: the tokenizer has no end-of-sequence token, with which every answer should end")
+    token_ids = tokenizer([prompt.answer for prompt in prompts], add_special_tokens=False)["input_ids"]
+    for prompt, ids in zip(prompts, token_ids, strict=True):
+        if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+            raise ValueError(f"{prompt.place}: the tokenizer does not know every character of {prompt.answer!r:.80}")
+
+
+def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:
+    """Returns this rank's share of the prompts with their answers as responses that were never sampled."""
+    groups = []
+    for index in range(mesh.dp_rank, len(prompts), mesh.dp_size):
+        answer = np.array([*tokenizer.encode(prompts[index].answer, add_special_tokens=False), tokenizer.eos_token_id])
+        sample = Sample(0, answer, np.zeros(len(answer)), "stop", 0, prompts[index].answer)
+        groups.append(RolloutGroup(index, prompts[index], (sample,), (Outcome("score"),)))
+    return build_batch(groups, one_pass(len(prompts)), mesh)

@@ -1,0 +1,1 @@
+"""Which slice of which tensor a model's own loader copies where."""

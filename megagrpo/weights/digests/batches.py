@@ -1,0 +1,123 @@
+"""Recorded copies in batches for one digest call each: launches per tensor of experts, not per matrix in it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megagrpo.weights.copies.record import Copy, Specs
+from megagrpo.weights.copies.views import Box
+
+_CAST_ELEMENTS = 1 << 26  # of a temporary in the published dtype
+
+
+class LiveBatch(NamedTuple):
+    """The live elements of k copies with one box and one published dtype."""
+
+    box: Box
+    values: Tensor  # [k, *box.size], a view
+    places: np.ndarray  # [k] int64: which copies these are, in the order in which CopyBatches was given them
+    dtype: torch.dtype  # published, perhaps not that of the values
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Finds copies at a constant distance in one storage."""
+
+    first: Copy
+    step: int  # elements from one to the next
+    places: np.ndarray
+
+
+class CopyBatches:
+    """Batches copies that share box, strides and storage and lie at constant distances, in whatever parameters.
+
+    specs: of the HF tensors, with published dtypes. Parameters may move to other storages between two calls; the
+    batches follow.
+    """
+
+    def __init__(self, copies: Sequence[Copy], specs: Specs):
+        self._copies, self._specs = copies, specs
+        self._parameters = list(dict.fromkeys(copy.parameter for copy in copies))
+        self._layout: list[tuple[int, int, torch.dtype]] = []
+        self._runs: list[_Run] = []
+
+    def views(self, parameters: Mapping[str, Tensor]) -> Iterator[LiveBatch]:
+        """Yields every copy once, in the parameters' own dtype.
+
+        Batches whose dtype is not the published one come in parts, because a cast makes a copy.
+        """
+        layout = [_place_in_memory(parameters[name]) for name in self._parameters]
+        if layout != self._layout:
+            self._layout, self._runs = layout, self._plan(dict(zip(self._parameters, layout, strict=True)))
+        for run in self._runs:
+            parameter, copy, count = parameters[run.first.parameter].detach(), run.first, len(run.places)
+            dtype = self._specs[copy.hf][1]
+            values = parameter.as_strided(
+                (count, *copy.size), (run.step, *copy.strides), parameter.storage_offset() + copy.offset
+            )
+            at_once = count if values.dtype == dtype else max(1, _CAST_ELEMENTS // max(copy.box.numel, 1))
+            for first in range(0, count, at_once):
+                part = slice(first, first + at_once)
+                yield LiveBatch(copy.box, values[part], run.places[part], dtype)
+
+    def _plan(self, layout: Mapping[str, tuple[int, int, torch.dtype]]) -> list[_Run]:
+        alike: dict[tuple, list[tuple[int, int]]] = {}
+        for place, copy in enumerate(self._copies):
+            storage, offset, dtype = layout[copy.parameter]
+            published = self._specs[copy.hf][1]
+            group = alike.setdefault((storage, dtype, published, copy.start, copy.size, copy.strides), [])
+            group.append((offset + copy.offset, place))
+        runs = []
+        for group in alike.values():
+            offsets, places = zip(*sorted(group), strict=True)
+            for run in constant_steps(offsets):
+                step = offsets[run[1]] - offsets[run[0]] if len(run) > 1 else 0
+                runs.append(_Run(self._copies[places[run[0]]], step, np.array([places[k] for k in run])))
+        return runs
+
+
+def constant_steps(ascending: Sequence[int]) -> list[range]:
+    """Cuts ascending numbers into runs of constant steps and returns the indices of each.
+
+    Greedy; then many equal short runs at a constant distance become few long ones: 0 1, 10 11, 20 21 (gate and up of
+    experts that lie apart) are 0 10 20 and 1 11 21.
+    """
+    short, first = [], 0
+    while first < len(ascending):
+        stop = _end_of_run(ascending, first)
+        short.append(range(first, stop))
+        first = stop
+    runs, first = [], 0
+    while first < len(short):
+        size, stop = len(short[first]), first + 1
+        step = _steps(ascending, short[first])
+        while stop < len(short) and _steps(ascending, short[stop]) == step:
+            stop += 1
+        starts = [ascending[run[0]] for run in short[first:stop]]
+        stop = first + _end_of_run(starts, 0)
+        begin, end = short[first][0], short[stop - 1][-1] + 1
+        runs += [range(begin + k, end, size) for k in range(size)] if stop - first > size else short[first:stop]
+        first = stop
+    return runs
+
+
+def _end_of_run(ascending: Sequence[int], first: int) -> int:
+    """Returns where the constant steps that begin at index `first` end."""
+    stop = first + 1
+    while stop < len(ascending) and ascending[stop] - ascending[stop - 1] == ascending[first + 1] - ascending[first]:
+        stop += 1
+    return stop
+
+
+def _steps(ascending: Sequence[int], run: range) -> tuple[int, int]:
+    """Returns how many numbers a run has, and their distance."""
+    return len(run), ascending[run[1]] - ascending[run[0]] if len(run) > 1 else 0
+
+
+def _place_in_memory(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+    """Returns what tells its storage apart, where in it the tensor begins (in elements), and its dtype."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.dtype

@@ -1,0 +1,1 @@
+"""The engines as the exchange sees them, and the code that runs inside them."""

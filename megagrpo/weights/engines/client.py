@@ -1,0 +1,245 @@
+"""One SGLang engine as trainer rank 0 sees it: its HTTP calls, its mailbox, and what each of its ranks copies."""
+
+import base64
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import httpx
+import numpy as np
+import torch
+
+from megagrpo.system.environment import WEIGHT_LOADER
+from megagrpo.types import EngineInfo
+from megagrpo.weights.copies.record import Copy, Specs
+from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.mailbox import Mailbox, encode
+
+_CONNECT_S = 10.0
+_ANSWER_S = 30.0  # an answer is in the mailbox before the HTTP call returns
+# engine id, name of the call, start and end in seconds since the epoch; in any thread
+OnCall = Callable[[str, str, float, float], None]
+
+
+class EngineDown(RuntimeError):
+    """The engine does not answer: suspect, to be restarted."""
+
+
+class EngineRefused(RuntimeError):
+    """The engine answers that it will not. A restart would not help: this stops the run."""
+
+
+class EngineConnection:
+    """A connection to one incarnation of an engine with `tp` ranks. `deadline` is set anew by every publish.
+
+    `patience_s`: seconds that a healthy engine may take for what is no work, or no more than one forward pass.
+    `on_call` is told of every call when it ends.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        tp: int,
+        mailbox: Mailbox,
+        api_key: str,
+        patience_s: float,
+        on_call: OnCall = lambda engine, name, start, end: None,
+    ):
+        self.id, self.url, self.incarnation = info.id, info.url, info.incarnation
+        self.tp = tp
+        self.deadline = Deadline(0)
+        self.slices: list[list[Copy]] = []  # by rank, filled by `record`: what its parameters hold of which HF tensor
+        self.together: set[tuple[str, ...]] = set()  # likewise: names of HF tensors that one load_weights must bring
+        self._asked: list[str] = []  # the calls that it has not answered yet; several threads call
+        self.address = mailbox.address  # of this host, as the engine reaches it
+        self.mailbox, self._patience_s = mailbox, patience_s
+        self._sockets: list[socket.socket] = []  # of the HTTP connections, one for each call at a time
+        self._closed, self._lock, self._on_call = False, threading.Lock(), on_call
+        self._http = httpx.Client(
+            base_url=info.url,
+            trust_env=False,
+            headers={"Authorization": f"Bearer {api_key}"},
+            limits=httpx.Limits(max_keepalive_connections=0),  # or a call may close a connection that another was given
+        )
+
+    def __str__(self) -> str:
+        return f"engine {self.id} ({self.url}, incarnation {self.incarnation})"
+
+    @property
+    def asked(self) -> str:
+        """Returns the call that it has not answered for longest, "" for none."""
+        return next(iter(self._asked), "")
+
+    @property
+    def patience(self) -> float:
+        """Returns `patience_s`, or what is left of the deadline if that is less, in seconds."""
+        return min(self._patience_s, self.deadline.left)
+
+    @property
+    def all_slices(self) -> Iterator[Copy]:
+        """Yields the slices of one rank after the other."""
+        return (part for slices in self.slices for part in slices)
+
+    def post(self, path: str, body: dict | None = None, timeout_s: float | None = None, name: str = "") -> None:
+        """Posts and requires success. Raises EngineDown when no answer comes in time, EngineRefused for a bad one.
+
+        `timeout_s` is by default all that is left of the deadline. `name`: what it does, for the record; by default
+        the path. What the engine says is not used: some paths answer in prose, and none carries what a custom weight
+        loader returns.
+        """
+        timeout_s = timeout_s or self.deadline.left
+        timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
+        if self._closed:
+            raise EngineDown(f"{self} was given up before {path}")
+        self._asked.append(path)
+        start = time.time()
+        try:
+            response = self._http.post(path, json=body or {}, timeout=timeout, extensions={"trace": self._trace})
+        except httpx.HTTPError as exc:
+            raise EngineDown(f"{self} does not answer {path} ({type(exc).__name__}: {exc})") from exc
+        finally:
+            self._asked.remove(path)
+            self._on_call(self.id, name or path.strip("/"), start, time.time())
+        if response.status_code != 200:
+            raise EngineRefused(f"{self} refuses {path}: {response.status_code} {response.text[:1000]}")
+
+    def pause(self) -> None:
+        """Stops sampling; what is in flight is retracted and sampled again after `resume`."""
+        self.post("/pause_generation", {"mode": "retract"}, self.patience)
+
+    def resume(self, version: int) -> None:
+        """Names the weights and goes on sampling."""
+        self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False}, self.patience)
+        self.post("/continue_generation", timeout_s=self.patience)
+
+    def begin(self) -> None:
+        """Opens a weight-update session, which distributed and tensor updates need."""
+        self.post("/begin_weight_update", timeout_s=self.patience)
+
+    def end(self) -> None:
+        """Closes the session; the engine may process what was loaded."""
+        self.post("/end_weight_update")
+
+    def end_abandoned_update(self) -> None:
+        """Ends the update in whose middle earlier trainers died; the engine would refuse another.
+
+        What they loaded is overwritten by this one.
+        """
+        with suppress(EngineRefused):  # there is none
+            self.end()
+
+    def record(self, specs: Specs, past_loader: bool, dummy_start: bool, forgets: bool = False) -> None:
+        """Learns what every rank copies. specs: with published dtypes. past_loader: see Transport.
+
+        dummy_start: the engine started with random values, in buffers of its checkpoint too. forgets: in its sleep it
+        loses all but its buffers. Raises RuntimeError naming
+        parameters that these HF tensors do not fill, or what cannot be brought up to date.
+        """
+        message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
+        key = self.mailbox.new_key("specs")
+        self.mailbox.put(key, message)
+        request = {"specs": key, "allow_computed": past_loader, "dummy_start": dummy_start}
+        answers = self.ask("record", [request] * self.tp)
+        self.mailbox.forget(key)
+        problems = [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
+        if problems:
+            raise RuntimeError(f"{self} has parameters that the published tensors do not fill:\n" + "\n".join(problems))
+        self.slices = [
+            [
+                Copy(hf, tuple(start), tuple(size), parameter, offset, tuple(strides))
+                for hf, start, size, parameter, offset, strides in answer["copies"]
+            ]
+            for answer in answers
+        ]
+        self.together = {tuple(names) for answer in answers for names in answer["together"]}
+        if computed := {name: how for answer in answers for name, how in answer["computed"].items()}:
+            lines = (f"{name} from {how}" for name, how in sorted(computed.items()))
+            print(f"{self}: not copied but computed by its loader, which gets whole tensors: {', '.join(lines)}")
+        if derived := sorted({name for answer in answers for name in answer["derived"]}):
+            names = ", ".join(derived)
+            if past_loader and not answers[0]["post_load"]:
+                raise RuntimeError(
+                    f"{self} holds, beside parameters and buffers, {names}, which may be computed from weights when "
+                    "they are loaded, and its model has no post_load_weights: use weights.transport: broadcast"
+                )
+        if unknown := sorted(
+            {name for answer in answers for name in answer["derived"] if name not in answer["proven"]}
+        ):
+            names = ", ".join(unknown)
+            if forgets:
+                raise RuntimeError(
+                    f"{self} would lose {names} in its sleep, and no publish brings them back: set rollout.sglang: "
+                    "{enable_weights_cpu_backup: true}, which keeps a copy of the weights in host memory"
+                )
+            print(f"{self}: no digest covers what it holds beside parameters and buffers: {names}", flush=True)
+
+    def digests(self, flush: bool) -> tuple[list[np.ndarray], list[str]]:
+        """Returns digests of the live parameters, by rank int64 in the order of `slices`, and problems on the way.
+
+        flush: with that, the engine forgets the keys and values that other weights have computed.
+        """
+        answers = self.ask("digest", [{}] * self.tp, flush)
+        problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
+        return [np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers], problems
+
+    def close(self) -> None:
+        """Cuts the HTTP connections, whatever state the engine is in; what waits for an answer raises EngineDown."""
+        self._closed = True
+        if self.asked and self._sockets:
+            # Only closed, one would not wake the thread that reads from it, which might then read from the next socket
+            # that gets its number. That thread closes it.
+            for connection in self._sockets:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        else:
+            self._http.close()
+
+    def _trace(self, event: str, info: dict) -> None:
+        """Notes the socket of a new connection; httpx tells nobody else which it is."""
+        if event == "connection.connect_tcp.complete":
+            with self._lock:
+                still_open = [connection for connection in self._sockets if connection.fileno() >= 0]
+                self._sockets = [*still_open, info["return_value"].get_extra_info("socket")]
+
+    def ask(self, operation: str, requests: list[dict], flush: bool = False) -> list[dict]:
+        """Runs an operation of engine_loader on every rank, inside a weight-update session of its own.
+
+        requests: one for each rank. flush: empties the KV cache too. Returns answers by rank. Raises EngineDown when
+        one does not come, RuntimeError with the traceback of a rank in which the operation failed.
+        """
+        keys = [self.mailbox.new_key(f"{operation}/{self.id}") for _ in range(self.tp)]
+        base = {"operation": operation, "mailbox": [self.address, self.mailbox.port]}
+        payloads = [_pickled(base | request | {"reply": key}) for request, key in zip(requests, keys, strict=True)]
+        self.begin()
+        self.post(
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": payloads,
+                "load_format": WEIGHT_LOADER,
+                "flush_cache": flush,
+                "torch_empty_cache": False,  # what SGLang does for it on a CPU takes longer than the proof
+            },
+            name=operation,
+        )
+        answers = []
+        for rank, key in enumerate(keys):
+            try:
+                answers.append(self.mailbox.take(key, min(_ANSWER_S, self.deadline.left)))
+            except torch.distributed.DistStoreError as exc:
+                raise EngineDown(
+                    f"rank 0 waits for the {operation} of {self} rank {rank}: none after {_ANSWER_S:.0f} s"
+                ) from exc
+        self.end()
+        for rank, answer in enumerate(answers):
+            if "error" in answer:
+                raise RuntimeError(f"{operation} failed in {self} rank {rank}:\n{answer['error']}")
+        return [answer["answer"] for answer in answers]
+
+
+def _pickled(request: dict) -> str:
+    # Plain pickle carries the bytes; torch's own ForkingPickler would pass a shared-memory handle of this host.
+    tensor = torch.frombuffer(bytearray(encode(request)), dtype=torch.uint8)
+    return base64.b64encode(pickle.dumps([("request", tensor)])).decode()

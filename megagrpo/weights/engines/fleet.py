@@ -1,0 +1,205 @@
+"""The engines of the rollout service as trainer rank 0 reaches them: who takes part in a publish, who died in it."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Protocol
+
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.types import EngineInfo
+from megagrpo.weights.copies.record import Specs
+from megagrpo.weights.engines.client import EngineConnection, EngineDown, EngineRefused, OnCall
+from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.mailbox import Mailbox, address_towards
+
+_POLL_S = 0.5
+_LEAVE_S = 10.0
+
+
+class EngineRegistry(Protocol):
+    """The rollout service's record of its engines. Used on rank 0 only, from several threads."""
+
+    api_key: str
+
+    def engines(self) -> list[EngineInfo]:
+        """Returns all engines, whatever state they are in."""
+
+    def begin_update(self, engine_id: str, incarnation: int) -> bool:
+        """Says that weights are about to change. Returns False when this incarnation has died meanwhile."""
+
+    def wake(self, engine_id: str, incarnation: int) -> bool:
+        """Gives a colocated engine its cache back. Returns False when this incarnation has died meanwhile."""
+
+    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
+        """Says which weights were verified. Returns False when this incarnation has died meanwhile."""
+
+    def report_lost(self, engine_id: str, incarnation: int) -> None:
+        """Says that an update failed half-way: the engine must be started again."""
+
+
+class EngineFleet:
+    """Holds the connections to all engines and gives work to those of the present *round*.
+
+    A round is the engines that are opened, updated and verified together. Everything but `each`, `alive`, `waiting` and
+    `close` is for rank 0 alone; on other ranks there are no connections and the round is empty. `drop` is told of every
+    connection that ends, in any thread. past_loader: see Transport. on_call, patience_s: see
+    EngineConnection.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        registry: EngineRegistry,
+        specs: Specs,
+        drop: Callable[[EngineConnection], None],
+        past_loader: bool,
+        on_call: OnCall,
+        patience_s: float,
+    ):
+        self._config, self._registry, self._specs = config, registry, specs
+        self._drop, self._past_loader, self._on_call = drop, past_loader, on_call
+        self._patience_s = patience_s
+        self._connections: dict[str, EngineConnection] = {}  # by engine id, kept from publish to publish
+        self._round: list[str] = []
+        self._lost: dict[str, EngineDown] = {}  # died in this publish and are not back
+        self._mailbox: Mailbox | None = None  # opened towards the first engine
+
+    @property
+    def alive(self) -> list[EngineConnection]:
+        """Returns the engines of the round that have not died."""
+        return [self._connections[id] for id in self._round if id not in self._lost]
+
+    def choose(self, only: list[str] | None, deadline: Deadline) -> list[str]:
+        """Begins a publish: waits until the service has as many usable engines as it must, and returns their ids.
+
+        Of `only`, engines that died or were drained meanwhile are left out: they get their weights when they come back.
+        Raises TimeoutError with the state of every engine.
+        """
+        self._lost.clear()
+        wanted = self._config.rollout.min_healthy_engines
+        while True:
+            infos = self._registry.engines()
+            usable = [info.id for info in infos if info.alive]
+            if len(usable) >= wanted:
+                return [id for id in usable if only is None or id in only]
+            if deadline.over:
+                states = {info.id: info.state for info in infos}
+                raise TimeoutError(
+                    f"rank 0 waited {deadline.seconds:.0f} s for {wanted} usable engines; states: {states}"
+                )
+            time.sleep(_POLL_S)
+
+    def open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
+        """Begins a round with those of `ids` that the service still lists: connects, pauses, learns what new ones copy.
+
+        `writing`: their weights are about to change, which the service must know.
+        """
+        infos = {info.id: info for info in self._registry.engines()}
+        for id, connection in list(self._connections.items()):
+            if id not in infos or connection.incarnation != infos[id].incarnation:  # drained, or started again
+                self._end(self._connections.pop(id))
+        self._round = [id for id in ids if id in infos]
+        for id in self._round:
+            if id not in self._connections:
+                self._connections[id] = self._connect(infos[id])
+            # Half of what is left: an engine that hangs must leave time to restart it.
+            self._connections[id].deadline = Deadline(deadline.left / 2)
+
+        def open_one(engine: EngineConnection) -> None:
+            if writing and not self._registry.begin_update(engine.id, engine.incarnation):
+                raise EngineDown(f"{engine} died before it could be updated")
+            engine.pause()
+            if not engine.slices:
+                engine.end_abandoned_update()
+                rollout = self._config.rollout
+                forgets = rollout.colocate and not rollout.sglang.get("enable_weights_cpu_backup")
+                engine.record(self._specs, self._past_loader, rollout.load_format == "dummy", forgets)
+
+        self.each(open_one)
+
+    def each(self, work: Callable[[EngineConnection], object]) -> None:
+        """Runs `work` for every living engine of the round, one thread each, and waits for all.
+
+        Engines for which it raises EngineDown are set aside and reported to the service. Raises any other failure.
+        """
+        if not self.alive:
+            return
+        errors = []
+        with ThreadPoolExecutor(len(self.alive)) as pool:
+            for engine, done in [(engine, pool.submit(work, engine)) for engine in self.alive]:
+                error = done.exception()
+                if isinstance(error, EngineDown):
+                    self._lost[engine.id] = error
+                    self._registry.report_lost(engine.id, engine.incarnation)
+                    self._end(engine)
+                elif error is not None:
+                    errors.append(error)
+        if errors:
+            raise errors[0] if len(errors) == 1 else RuntimeError("\n".join(map(repr, errors)))
+
+    def wake(self, engine: EngineConnection) -> None:
+        """Gives an engine that has slept its cache back, now that its weights are there. Raises EngineDown."""
+        if self._config.rollout.colocate and not self._registry.wake(engine.id, engine.incarnation):
+            raise EngineDown(f"{engine} did not get its cache back")
+
+    def mark_ready(self, engine: EngineConnection, version: int) -> None:
+        """Admits requests to an engine that holds `version`, as was verified. Raises EngineDown when it has died."""
+        if not self._registry.mark_ready(engine.id, engine.incarnation, version):
+            raise EngineDown(f"{engine} died after it was verified")
+
+    def wait_for_lost(self, version: int, deadline: Deadline) -> list[str]:
+        """Returns the ids that a further round must update: none, unless too few engines hold `version`.
+
+        Engines that died in this publish come back with their old weights. With enough others nobody waits for them:
+        the rollout refreshes them. Raises TimeoutError with the state of every engine and why they died.
+        """
+        wanted = self._config.rollout.min_healthy_engines
+        while self._lost:
+            infos = self._registry.engines()
+            if sum(info.state == "ready" for info in infos) >= wanted:
+                break
+            if deadline.over:
+                states = {info.id: f"{info.state}, incarnation {info.incarnation}" for info in infos}
+                raise TimeoutError(
+                    f"rank 0 waited {deadline.seconds:.0f} s (weights.timeout_s) for {wanted} engines to restart and "
+                    f"take version {version}: {states}; they died because: {'; '.join(map(str, self._lost.values()))}"
+                )
+            back = [info.id for info in infos if info.state == "stale"]
+            if back:
+                self._lost.clear()
+                return back
+            time.sleep(_POLL_S)
+        self._lost.clear()
+        return []
+
+    def waiting(self) -> str:
+        """Returns which engines have not answered which call, "" for none. Runs in any thread."""
+        engines = list(self._connections.values())
+        return ", ".join(f"{engine} to answer {engine.asked}" for engine in engines if engine.asked)
+
+    def close(self, leave: Callable[[EngineConnection], None]) -> None:
+        """Ends all connections, after `leave`. The engines stay as they are; one that is gone is no error."""
+        for engine in self._connections.values():
+            engine.deadline = Deadline(_LEAVE_S)
+            with suppress(EngineDown, EngineRefused):
+                leave(engine)
+            self._end(engine)
+        self._connections.clear()
+
+    def _connect(self, info: EngineInfo) -> EngineConnection:
+        if self._mailbox is None:
+            self._mailbox = Mailbox(address_towards(info.url), self._config.weights.timeout_s)
+        rollout = self._config.rollout
+        return EngineConnection(
+            info,
+            tp=rollout.tp,
+            mailbox=self._mailbox,
+            api_key=self._registry.api_key,
+            patience_s=self._patience_s,
+            on_call=self._on_call,
+        )
+
+    def _end(self, engine: EngineConnection) -> None:
+        engine.close()
+        self._drop(engine)

@@ -1,0 +1,48 @@
+"""Through the file system: a checkpoint that every engine reads. The reference transport; it needs no process group."""
+
+import shutil
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from megagrpo.weights.engines.client import EngineConnection
+from megagrpo.weights.engines.fleet import EngineFleet
+from megagrpo.weights.hf_folder import write_hf_folder
+from megagrpo.weights.transports.gather_plan import gather_to_main, gather_traffic, make_gather_plan
+from megagrpo.weights.transports.protocol import TrainerWeights
+from megagrpo.weights.wire.clock import PhaseTimer
+from megagrpo.weights.wire.moving import Traffic
+
+
+class DiskTransport:
+    """Writes the gathered weights to `weights.folder`, which rank 0 and every engine must see under the same path."""
+
+    past_loader = False
+
+    def __init__(self, weights: TrainerWeights):
+        self._weights = weights
+        self._plan = make_gather_plan(weights.copies, weights.specs, weights.bucket_bytes)
+
+    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
+        """Collective. See Transport. Earlier versions are removed from the folder."""
+        weights = self._weights
+        target = (weights.folder / f"v{version}").resolve()
+
+        def write_and_load(buckets: Iterator[dict[str, Tensor]]) -> None:
+            write_hf_folder(target, timer.waiting(buckets, "gather"), weights.checkpoint, weights.dtype)
+            # One load_weights call for all files, so it does not matter which of them a tensor is in.
+            # The format, because the default is the one that the engine started with, which may be "dummy".
+            body = {"model_path": str(target), "load_format": "auto", "flush_cache": False}
+            engines.each(lambda engine: engine.post("/update_weights_from_disk", body))
+            for old in weights.folder.glob("v*"):
+                if old.name != target.name:
+                    shutil.rmtree(old)
+
+        gather_to_main(self._plan, weights.parameters(), weights.mesh, write_and_load, "disk weights to engines")
+        return gather_traffic(self._plan, weights.parameters(), weights.mesh)
+
+    def drop(self, engine: EngineConnection) -> None:
+        """Does nothing: no connection is kept."""
+
+    def leave(self, engine: EngineConnection) -> None:
+        """Does nothing: no connection is kept."""

@@ -1,0 +1,80 @@
+"""What a weight transport is, and what it is given.
+
+To add one: a file NAME.py here with a class that has the methods of Transport, a row in `TRANSPORTS`
+(exchange.py), and NAME among the choices of `weights.transport` (config/rollout.py; a test compares the two).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from megagrpo.mesh import Mesh
+from megagrpo.weights.copies.record import Copy, Specs
+from megagrpo.weights.wire.clock import PhaseTimer
+from megagrpo.weights.wire.moving import Traffic
+
+if TYPE_CHECKING:  # digests are computed where there is no HTTP client, too
+    from megagrpo.weights.engines.client import EngineConnection
+    from megagrpo.weights.engines.fleet import EngineFleet
+
+
+@dataclass(frozen=True)
+class TrainerWeights:
+    """The trainers' side of every transfer. `copies`, `specs` and the settings are the same on every rank."""
+
+    mesh: Mesh
+    specs: Specs  # of the HF tensors: name -> shape and published dtype; values are cast to it before they travel
+    copies: list[list[Copy]]  # by trainer rank: which slice of which HF tensor lies where in its parameters
+    parameters: Callable[[], Mapping[str, Tensor]]  # this rank's live ones, under the names in `copies`
+    dtype: torch.dtype  # published, of all tensors but those that the model keeps in another: what config.json says
+    bucket_bytes: int  # staged by a rank at most, as far as the transport can choose
+    num_engines: int  # that the experiment starts
+    folder: Path  # of this run, for what is published through files
+    checkpoint: Path  # HF folder whose config.json and tokenizer describe the model
+
+
+class Transport(Protocol):
+    """Puts the trainers' live weights into the engines' live parameters. Every trainer rank has one, for the whole run.
+
+    It stands before any gathering: it knows which slices every trainer rank holds (`TrainerWeights.copies`) and, on
+    rank 0, which slices every engine rank needs (`EngineConnection.slices`), and decides itself what travels between
+    whom. The exchange never asks which transport it has. What belongs to a connection (a process group, a plan) is
+    kept in the transport's own object, by engine id. In the order of a run's life:
+
+    1. `__init__(weights)`: on every rank, once. Collective, if the transport wants it to be.
+    2. A publish connects to the engines of its round and pauses them; new ones report their slices.
+    3. `transfer`: on every rank, once per round. Connects to engines it has not met, then moves the weights.
+    4. The exchange compares digests of the live parameters. The transport has no part in the proof of its work.
+    5. `drop`: on rank 0, whenever an engine is gone. If it comes back, it is a new one: 2 and 3 run for it again.
+    6. `leave`: on rank 0, for every engine that is still there when the run ends.
+    """
+
+    past_loader: bool  # whether it writes live parameters itself, without the model's own load_weights
+
+    def transfer(self, version: int, engines: "EngineFleet", timer: PhaseTimer) -> Traffic:
+        """Collective. Moves this moment's weights, called `version`, into all engines of the round.
+
+        `engines.each` runs the HTTP part, one thread per engine; on ranks other than 0 it reaches no engine and does
+        nothing. An engine that dies raises EngineDown inside `each` and is set aside (`drop`) while the others go on;
+        no rank may wait for it longer than `EngineConnection.patience`. Any other failure is raised on every rank
+        (Mesh.from_main). Weight-update sessions are opened and closed here (`EngineConnection.begin`, `end`), where
+        the engine's call needs one. `timer` takes the phases that a transport wants to report, such as "gather"; the
+        rest counts as "transfer". Returns what this rank put on the wire.
+        """
+
+    def drop(self, engine: "EngineConnection") -> None:
+        """Forgets an engine that died, was drained or started again, and ends what still waits for it.
+
+        Runs on rank 0, in any thread, perhaps twice for the same engine, and raises nothing. Where other ranks hold
+        connections too, the next `transfer` must tell them.
+        """
+
+    def leave(self, engine: "EngineConnection") -> None:
+        """Makes a living engine forget the connection: it outlives these trainers. Runs on rank 0; `drop` follows.
+
+        Raises EngineDown or EngineRefused, which end nothing.
+        """

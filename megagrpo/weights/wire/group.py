@@ -1,0 +1,148 @@
+"""A process group of an engine's ranks and the trainer ranks that serve it, as both sides make it.
+
+Groups are made and dropped in one thread per engine, so they stay out of torch.distributed's global registry, which is
+not thread-safe.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # re-exported from torch._C
+
+from megagrpo.system import environment
+from megagrpo.weights.wire.clock import Deadline
+
+_POLL_S = 0.0005
+
+
+class PeerLost(RuntimeError):
+    """A rank of the group is gone, or silent for too long. The group is of no use any more."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message to `peer`, a rank of the group. values: contiguous [n]."""
+
+    values: Tensor
+    peer: int
+    tag: int
+
+
+@dataclass(frozen=True)
+class Receive:
+    """A message of `peer`, a rank of the group, written into values: contiguous [n]."""
+
+    values: Tensor
+    peer: int
+    tag: int
+
+
+class EngineGroup:
+    """One rank's end of a group."""
+
+    def __init__(self, name: str, backend: Any, device: torch.device):
+        # The backend is a ProcessGroupGloo or ProcessGroupNCCL; torch's type stubs lack what is used of them.
+        self.name, self._backend, self._device = name, backend, device
+
+    def set_timeout(self, seconds: float) -> None:
+        """Bounds every later operation; the group was made under the shorter limit of its store."""
+        self._backend._set_default_timeout(timedelta(seconds=seconds))
+
+    def broadcast(self, values: Tensor) -> dist.Work:
+        """Starts to send `values`, contiguous, from rank 0 of the group to all others. Raises PeerLost."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        backend = self._alive
+        with self._cut("did not start"):
+            return backend.broadcast([values], options)
+
+    def start(self, messages: Sequence[Send | Receive]) -> list[dist.Work]:
+        """Starts all messages at once. Every rank starts those of one batch together and batches in the same order.
+
+        Raises PeerLost when a group over NCCL, whose ranks meet here, does not come together.
+        """
+        if not messages:
+            return []
+        backend = self._alive
+        with self._cut("did not start"):
+            if self._device.type == "cuda":  # one launch over the group's own communicator, not one for every pair
+                backend._start_coalescing()
+            works = [
+                backend.send([message.values], message.peer, message.tag)
+                if isinstance(message, Send)
+                else backend.recv([message.values], message.peer, message.tag)
+                for message in messages
+            ]
+            return [backend._end_coalescing()] if self._device.type == "cuda" else works
+
+    def wait(self, works: Sequence[dist.Work], deadline: Deadline) -> None:
+        """Waits until the works are done. Raises PeerLost when a peer is gone, or is not done by the deadline."""
+        for work in works:
+            # NCCL's own wait blocks a stream and not this thread, which must see the deadline pass.
+            while self._device.type == "cuda" and not work.is_completed():
+                if deadline.over:
+                    raise PeerLost(f"a transfer in group {self.name} took more than {deadline.seconds:.0f} s")
+                time.sleep(_POLL_S)
+            with self._cut("was cut"):
+                work.wait(timedelta(seconds=deadline.left))
+
+    def abort(self) -> None:
+        """Ends the group, whatever state the others are in.
+
+        What waits in it raises: at once over NCCL, and over gloo when a peer is gone or the operation's timeout comes.
+        """
+        backend, self._backend = self._backend, None
+        if backend is not None and self._device.type == "cuda":
+            backend.abort()
+        # Over gloo without its abort, which closes file descriptors that its destructor then closes once more, when
+        # they may be those of somebody else's connection.
+
+    @property
+    def _alive(self) -> Any:
+        backend = self._backend
+        if backend is None:
+            raise PeerLost(f"group {self.name} was ended")
+        return backend
+
+    @contextmanager
+    def _cut(self, how: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as exc:
+            raise PeerLost(f"a transfer in group {self.name} {how}: {exc}") from exc
+
+
+def join_group(
+    store: Store, name: str, rank: int, size: int, device: torch.device, address: str, timeout_s: float
+) -> EngineGroup:
+    """Collective over the ranks of the group. Makes this rank's end, as SGLang's init_custom_process_group does.
+
+    address: of this host, as the other ranks reach it. Over gloo all ranks meet here, over NCCL in the first batch.
+    Raises PeerLost when they do not.
+    """
+    # The prefixes that torch.distributed puts before a group's keys, in the same torch release on both sides.
+    keys = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        # The communicator is made in the first batch. Non-blocking, that raises when ranks do not come within
+        # TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.of_all_nccl_ranks; else it would wait for ever.
+        options.config.blocking = 0
+        options._timeout = timedelta(seconds=timeout_s)
+        # Read here: else the watchdog of a rank, also of an engine's, ends its process when a peer dies in a transfer.
+        # Without it `wait` raises. Trainers join in threads, which share the environment: they set it around all.
+        with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+            return EngineGroup(name, dist.ProcessGroupNCCL(keys, rank, size, options), device)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's type stubs
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    try:
+        return EngineGroup(name, dist.ProcessGroupGloo(keys, rank, size, options), device)
+    except RuntimeError as exc:
+        raise PeerLost(f"the {size} ranks of group {name} did not meet: {exc}") from exc

@@ -1,0 +1,169 @@
+"""How a trainer rank hands batches of a plan to the engine rank beside it: through memory that both see.
+
+Two halves in turn: one is filled while the engine copies from the other. Who may touch which half is said through the
+store of trainer rank 0:
+
+    trainer:  handle -> offered/0 -> offered/1 -> (taken/0) offered/2 -> ... -> (closed) frees the memory
+    engine:   (handle) -> (offered/0) taken/0 -> (offered/1) taken/1 -> ...  -> closed
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]  # re-exported from torch._C
+
+from megagrpo.weights.transports.reshard_plan import Batches, Message
+from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.group import PeerLost
+from megagrpo.weights.wire.mailbox import decode, encode
+from megagrpo.weights.wire.moving import unpack
+from megagrpo.weights.wire.shared_buffer import SharedBuffer, open_shared
+
+_HALVES = 2
+_ALIGNED = 16  # bytes: any dtype may begin there
+_LOOK_S = 0.5  # between two looks at whether the other side is given up
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """What one side waits with. cut: why the other is given up, "" while it is not."""
+
+    store: Store
+    deadline: Deadline
+    patience_s: float
+    cut: Callable[[], str] = lambda: ""
+
+    def for_key(self, key: str) -> None:
+        """Returns when the store has it. Raises PeerLost."""
+        limit = self.deadline.part(self.patience_s)
+        while True:
+            try:
+                self.store.wait([key], timedelta(seconds=min(_LOOK_S, limit.left)))
+                return
+            except DistStoreError:
+                pass
+            except RuntimeError as exc:
+                raise PeerLost(f"the store of trainer rank 0 is gone: {exc}") from exc
+            if reason := self.cut():
+                raise PeerLost(reason)
+            if limit.over:
+                raise PeerLost(f"waited {limit.seconds:.0f} s for {key}")
+
+
+class Handover:
+    """The trainer's end of one transfer to one engine rank.
+
+    batches: what the engine rank receives, by number of the batch. cut: see _Wait. `lost`: why the engine rank does not
+    take any more, "" while it does; it is no error here, the transfer to the others goes on.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        key: str,
+        batches: Mapping[int, list[Message]],
+        device: torch.device,
+        deadline: Deadline,
+        patience_s: float,
+        cut: Callable[[], str],
+    ):
+        self._store, self._key, self._batches, self._device = store, key, batches, device
+        self._wait = _Wait(store, deadline, patience_s, cut)
+        self._index = {number: index for index, number in enumerate(batches)}
+        self._half = _half_bytes(list(batches.values()))
+        self.lost = ""
+        self._buffer = SharedBuffer(_HALVES * self._half, device)
+        store.set(f"{key}/handle", encode(self._buffer.handle))  # type: ignore[arg-type]  # takes bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the size of the shared memory."""
+        return _HALVES * self._half
+
+    def begin(self, number: int) -> list[tuple[Message, Tensor]]:
+        """Returns the messages of a batch and where their values [n] belong, once the engine has left that memory."""
+        if number not in self._index:
+            return []
+        index = self._index[number]
+        if index >= _HALVES:
+            self._expect(f"taken/{index - _HALVES}")
+        return list(_parts(self._batches[number], self._buffer.values, index % _HALVES * self._half))
+
+    def offer(self, number: int) -> None:
+        """Lets the engine rank copy a batch whose values are all there."""
+        if number in self._index:
+            _finish(self._device)
+            self._say(f"offered/{self._index[number]}")
+
+    def close(self) -> None:
+        """Waits until the engine rank has closed its end, and frees the memory."""
+        self._expect("closed")
+        self._buffer.close(closed_there=not self.lost)
+        words = [f"{word}/{index}" for index in range(len(self._index)) for word in ("offered", "taken")]
+        try:
+            for word in ("handle", "closed", *words):
+                self._store.delete_key(f"{self._key}/{word}")
+        except RuntimeError as exc:
+            self.lost = self.lost or f"the store of trainer rank 0 is gone: {exc}"
+
+    def _expect(self, word: str) -> None:
+        if not self.lost:
+            try:
+                self._wait.for_key(f"{self._key}/{word}")
+            except PeerLost as exc:
+                self.lost = str(exc)
+
+    def _say(self, word: str) -> None:
+        if not self.lost:
+            self._store.set(f"{self._key}/{word}", "")
+
+
+def take_batches(
+    store: Store,
+    key: str,
+    batches: Batches,
+    parameters: Mapping[str, Tensor],
+    device: torch.device,
+    deadline: Deadline,
+    patience_s: float,
+) -> None:
+    """The engine's end: writes everything into the parameters. Raises PeerLost when the trainer does not go on.
+
+    Raises ValueError where the two processes share no memory.
+    """
+    wait = _Wait(store, deadline, patience_s)
+    wait.for_key(f"{key}/handle")
+    half = _half_bytes(batches)
+    with open_shared(decode(store.get(f"{key}/handle")), device) as memory:
+        for index, batch in enumerate(batches):
+            wait.for_key(f"{key}/offered/{index}")
+            for message, values in _parts(batch, memory, index % _HALVES * half):
+                unpack(message, values, parameters)
+            _finish(device)
+            store.set(f"{key}/taken/{index}", "")
+            del values
+        del memory
+    store.set(f"{key}/closed", "")
+
+
+def _half_bytes(batches: Sequence[list[Message]]) -> int:
+    return max((sum(_aligned(message.num_bytes) for message in batch) for batch in batches), default=_ALIGNED)
+
+
+def _parts(batch: list[Message], memory: Tensor, offset: int) -> Iterator[tuple[Message, Tensor]]:
+    for message in batch:
+        yield message, memory[offset : offset + message.num_bytes].view(message.dtype)
+        offset += _aligned(message.num_bytes)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
+
+
+def _finish(device: torch.device) -> None:
+    """Waits until what was copied is there for the other process too."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
