@@ -66,9 +66,7 @@ class HttpGrader:
         if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
             raise ServiceError(f'{self._client.place} answered {answer!r:.100}, not {{"scores": [...]}}')
         if len(answer["scores"]) != num:
-            raise ServiceError(
-                f"{self._client.place} gave {len(answer['scores'])} scores for {num} responses"
-            )
+            raise ServiceError(f"{self._client.place} gave {len(answer['scores'])} scores for {num} responses")
         return answer["scores"]
 
 

@@ -258,9 +258,7 @@ def _build_root(options: Options) -> None:
     os.mkdir(f"{root}/tmp")
     os.chmod(f"{root}/tmp", 0o777)
     os.mkdir(f"{root}/proc")
-    _libc.mount(
-        b"proc", f"{root}/proc".encode(), b"proc", _MS_NOSUID, None
-    )  # some containers forbid it
+    _libc.mount(b"proc", f"{root}/proc".encode(), b"proc", _MS_NOSUID, None)  # some containers forbid it
     os.chdir(root)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _MNT_DETACH)
