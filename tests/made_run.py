@@ -88,7 +88,8 @@ def make_run(path: Path, num_steps: int = 5, level: float = 0.0, start_step: int
         log.write(step, values | {"time/rollout_s": 2.0, "time/update_s": 1.0, "time/step_s": 3.5})
         groups = made_groups(step)
         rollouts.write(step, groups)
-        trained.write(step, made_batch(groups))
+        batch = made_batch(groups)
+        trained.write(step, batch, batch.old_logprobs)
         for timeline in timelines:
             timeline.end_step(step)
     for writer in (log, rollouts, trained, *timelines):
