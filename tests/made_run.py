@@ -83,7 +83,8 @@ def make_run(path: Path, num_steps: int = 5, start_step: int = 0) -> RunFolder:
         log.write(step, {"reward/mean": step / 10})
         groups = made_groups(step)
         rollouts.write(step, groups)
-        trained.write(step, made_batch(groups))
+        batch = made_batch(groups)
+        trained.write(step, batch, batch.old_logprobs)
         for timeline in timelines:
             timeline.end_step(step)
     for writer in (log, rollouts, trained, *timelines):

@@ -3,6 +3,7 @@
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -138,10 +139,10 @@ def test_broken_lines_and_failures_to_write_are_raised(tmp_path):
 # ---- samples as the update saw them ----------------------------------------------------------------------------------
 
 
-def trained(tmp_path, batches, num_groups: int = 1) -> list[dict]:
+def trained(tmp_path, batches, num_groups: int = 1, logprobs: torch.Tensor | None = None) -> list[dict]:
     log = TrainedLog(RunFolder(tmp_path), 0, 1, num_groups, lambda ids: [f"<{i}>" for i in ids])
     for step, batch in enumerate(batches, start=1):
-        log.write(step, batch)
+        log.write(step, batch, batch.old_logprobs if logprobs is None else logprobs)
     log.close()
     return list(read_step_lines(RunFolder(tmp_path).trained_file(0)))
 
@@ -162,14 +163,12 @@ def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):
 
 def test_untrained_tokens_have_no_difference_and_the_updates_own_forward_serves_too(tmp_path):
     batch = made_batch(made_groups(1))
-    masked = made_batch(made_groups(1))
-    masked.loss_mask[masked.starts[0] + 3] = False  # a tool's token
-    masked.loss_mask[masked.starts[2] : masked.starts[3]] = False
     seen = batch.old_logprobs.clone()
     seen[batch.starts[1] : batch.starts[2]] = torch.nan  # no update took that sample
-    without = [type(batch)(**{**vars(batch), "old_logprobs": None, "seen_logprobs": s}) for s in (seen, None)]
-    first, second, third = trained(tmp_path, [*without, masked])
-    assert [sample["difference"] for sample in first["tokens"][:2]] == [[0.002, 0.002], [None, None, None]]
-    assert second["tokens"][0]["difference"] == [None, None] and second["advantages"] == first["advantages"]
-    assert third["tokens"][0]["difference"] == [None, 0.002] and third["tokens"][2]["difference"] == [None, None]
-    assert third["advantages"][2] is None
+    (line,) = trained(tmp_path, [replace(batch, old_logprobs=None)], logprobs=seen)
+    assert [sample["difference"] for sample in line["tokens"][:2]] == [[0.002, 0.002], [None, None, None]]
+    batch.loss_mask[batch.starts[0] + 3] = False  # a tool's token
+    batch.loss_mask[batch.starts[2] : batch.starts[3]] = False
+    masked = trained(tmp_path, [batch])[-1]
+    assert masked["tokens"][0]["difference"] == [None, 0.002] and masked["tokens"][2]["difference"] == [None, None]
+    assert masked["advantages"][2] is None
