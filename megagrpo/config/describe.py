@@ -3,6 +3,7 @@
 python -m megagrpo.config.describe > docs/configuration.md
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
@@ -11,6 +12,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megagrpo.config.fields import choices, elements, members, sections
+from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS
+from megagrpo.config.libraries.sglang import SERVER_REFUSED
+from megagrpo.config.libraries.source import Refusal
 from megagrpo.config.reward import OPTIONS
 from megagrpo.config.schema import ExperimentConfig
 
@@ -27,6 +31,11 @@ explains what an experiment amounts to and starts nothing. Numbers follow YAML 1
 
 A *required* key has no default; *none* is written `null`.
 """
+_REFUSED_HEAD = """\
+All other fields of Megatron's and SGLang's classes may be set by their own names; `*` stands for any characters. Whole
+classes of ServerArgs are refused too: speculative decoding, SGLang's LoRA, disaggregation, multi-modal inputs,
+diffusion, recurrent layers and offloading.
+"""
 _SCALARS = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 
@@ -36,7 +45,24 @@ def reference() -> str:
     _add_section(lines, "", ExperimentConfig, seen=set())
     for grader, options in OPTIONS.items():
         lines += [f"## `reward.args` of grader `{grader}`", "", *_doc(options), *_table("reward.args", options)]
-    return "\n".join(lines)
+    lines += [
+        "## Settings of libraries that are refused",
+        "",
+        _REFUSED_HEAD,
+        "| map | reason | fields |",
+        "|---|---|---|",
+    ]
+    for table in MEGATRON_SETTINGS:
+        lines += _refused_rows(".".join(table.path), table.refused)
+    return "\n".join([*lines, *_refused_rows("rollout.sglang", SERVER_REFUSED), ""])
+
+
+def _refused_rows(path: str, refused: Mapping[str, Refusal]) -> list[str]:
+    """Returns one row for each reason, with the names and patterns that it is given for."""
+    fields: dict[str, list[str]] = {}
+    for name, refusal in refused.items():
+        fields.setdefault(f"set by {refusal.instead}" if refusal.instead else refusal.reason, []).append(f"`{name}`")
+    return [f"| `{path}` | {reason} | {', '.join(names)} |" for reason, names in fields.items()]
 
 
 def _add_section(lines: list[str], path: str, section: type[BaseModel], seen: set[type[BaseModel]]) -> None:

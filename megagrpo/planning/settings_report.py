@@ -6,9 +6,8 @@ from typing import Any
 
 from megagrpo.actor.megatron.fields import Kernels, ddp_fields, expected_kernels, optimizer_fields, transformer_fields
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.libraries.megatron import DDP, LATENT_TRANSFORMER, OPTIMIZER, TRANSFORMER
-from megagrpo.config.libraries.sglang_fields import server_fields
-from megagrpo.config.libraries.source import Library, LibraryMissing, library_fields
+from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS, SettingsTable
+from megagrpo.config.libraries.sglang import server_fields
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
@@ -22,14 +21,10 @@ def settings_report(arch: Architecture | None, actor: ActorConfig) -> list[str]:
     if arch is None:
         return ["megatron   unknown without the model's config.json"]
     kernels = expected_kernels(actor)
-    model = TRANSFORMER if arch.mla is None else LATENT_TRANSFORMER
     lines = [f"megatron   settings {_where(kernels)}; (its own default); * set in this file"]
-    for library, fields, given in (
-        (model, transformer_fields(arch, actor, kernels), actor.megatron),
-        (DDP, ddp_fields(actor, kernels), actor.ddp),
-        (OPTIMIZER, optimizer_fields(actor, kernels), actor.optimizer.megatron),
-    ):
-        lines += _of_class(library, fields, given)
+    handed = (transformer_fields(arch, actor, kernels), ddp_fields(actor, kernels), optimizer_fields(actor, kernels))
+    for table, fields in zip(MEGATRON_SETTINGS, handed, strict=True):
+        lines += _of_class(table, fields, table.given(actor))
     return lines
 
 
@@ -39,12 +34,10 @@ def _where(kernels: Kernels) -> str:
     return "as on CUDA with Transformer Engine" if kernels.transformer_engine else "as on CUDA with torch's layers"
 
 
-def _of_class(library: Library, fields: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    try:
-        defaults = {name: field.default_value for name, field in library_fields(library).items()}
-    except LibraryMissing as exc:
-        return [f"  {library.name}: {exc}"]
-    return _compared(library.name, fields, defaults, given)
+def _of_class(table: SettingsTable, fields: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    if not table.fields:
+        return [f"  {table.name}: the package megatron-core is not installed here"]
+    return _compared(table.name, fields, {name: table.fields[name].default for name in fields}, given)
 
 
 def engine_report(config: ExperimentConfig) -> list[str]:
@@ -59,7 +52,7 @@ def engine_report(config: ExperimentConfig) -> list[str]:
     lines = [f"sglang     settings {'as on CUDA' if cuda else 'as on a CPU'}; (its own default); * set in this file"]
     if not given.keys() <= fields.keys():
         return [*lines, "  ServerArgs: the package sglang is not installed here, or refuses what is set"]
-    defaults = {name: fields[name].default_value for name in given}
+    defaults = {name: fields[name].default for name in given}
     return lines + _compared("ServerArgs", given, defaults, config.rollout.sglang)
 
 

@@ -16,6 +16,7 @@ from megagrpo.actor.host import uses_transformer_engine
 from megagrpo.actor.megatron.fields import Kernels, ddp_fields, optimizer_fields, transformer_fields
 from megagrpo.config.layout import context_problem, layout_problems
 from megagrpo.config.libraries.megatron import DDP_SETTINGS, OPTIMIZER_SETTINGS, TRANSFORMER_SETTINGS, SettingsTable
+from megagrpo.config.libraries.source import refusal_of
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture
 
@@ -92,11 +93,9 @@ def _built(kind: Any, fields: Mapping[str, Any], table: SettingsTable, config: A
     try:
         return kind(**{name: _as_object(name, value) for name, value in fields.items()})
     except (ValueError, AssertionError, RuntimeError, ImportError) as exc:
-        ours = {
-            name: refusal.instead
-            for name, refusal in table.refused.items()
-            if refusal.instead and re.search(rf"\b{name}\b", str(exc))
-        }
+        named = [name for name in table.fields if re.search(rf"\b{name}\b", str(exc))]
+        refused = {name: refusal_of(name, table.refused) for name in named}
+        ours = {name: refusal.instead for name, refusal in refused.items() if refusal and refusal.instead}
         where = ".".join(table.path)
         given = ", ".join(f"{where}.{key}: {value}" for key, value in table.given(config).items())
         names = "".join(f"; {name} is {key} here" for name, key in ours.items())

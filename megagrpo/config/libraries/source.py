@@ -1,277 +1,194 @@
-"""Reads what a library can be told from the source of its dataclass, and checks an experiment's settings against it.
+"""Reads the fields of a library's configuration classes from its source, and checks values against their annotations.
 
-Nothing is imported: Megatron's and SGLang's classes would load torch, which takes longer than all of `megagrpo check`.
+No class is imported: importing Megatron or SGLang loads torch, and SGLang on a CPU needs stand-ins. Annotations and
+defaults are evaluated with typing's own names, values are checked by pydantic.
 """
 
 import ast
 import difflib
-from collections.abc import Iterable, Mapping
+import enum
+import json
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
-DTYPES = ("float32", "float16", "bfloat16", "fp8")  # how a torch.dtype is written in an experiment
-_SCALARS: dict[str, type | tuple[type, ...]] = {"bool": bool, "int": int, "float": (int, float), "str": str}
-_LISTS = ("list", "List", "tuple", "Tuple", "Sequence")
-_MAPS = ("dict", "Dict", "Mapping")
+from pydantic import ConfigDict, GetCoreSchemaHandler, TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, core_schema
 
-
-@dataclass(frozen=True)
-class LibraryField:
-    """Holds one field of a library's dataclass as its source has it."""
-
-    name: str
-    annotation: str
-    default: str  # of the field, as written; "" where there is none
-    where: str  # module and line, such as megatron/core/model_parallel_config.py:37
-    choices: Mapping[str, tuple[str, ...]]  # enumerations that the annotation names -> their members
-
-    @property
-    def default_value(self) -> Any:
-        """The default where it is a number, a text, a list of them or None; otherwise its source."""
-        try:
-            return ast.literal_eval(self.default)
-        except (ValueError, SyntaxError):
-            return _plain_name(self.default)
+DTYPES = ("float32", "float16", "bfloat16", "fp8")  # names of torch.dtype in an experiment
+_BUILTINS = (bool, int, float, str, list, dict, tuple)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Says why a field of a library is not set in an experiment, and which key of ours says the same, if one does."""
+    """Why a field of a library is not set in an experiment, and the key of ours to set instead, if there is one."""
 
     reason: str
     instead: str = ""
 
 
 @dataclass(frozen=True)
-class Library:
-    """Names a dataclass by its package, its files, base classes' first, and its name."""
+class LibraryField:
+    """One field of a library's configuration class."""
 
-    package: str
-    files: tuple[str, ...]
     name: str
+    group: str  # the class that declares it
+    declared: str  # its type as written, such as "Optional[int]"
+    annotation: object  # the same, evaluated
+    default: object  # a plain value; the name of anything else; "" if there is none
+    options: Mapping[str, object]  # SGLang's Arg(...)
+    location: str  # "megatron/core/model_parallel_config.py:37"
+
+    @property
+    def expected(self) -> str:
+        """The field's type, as the library writes it; enumerations and dtypes by their values."""
+        choices = [name for kind in _parts(self.annotation) for name in _choices(kind)]
+        return f"one of {', '.join(choices)}" if choices else self.declared
+
+    def accepts(self, value: object) -> bool:
+        """Whether an experiment's value has the field's type."""
+        if value is None and self.default is None:
+            return True
+        if isinstance(value, bool) and "bool" not in self.declared:  # for pydantic true is one of Literal[0, 1]
+            return False
+        try:
+            _adapter(self.annotation).validate_json(json.dumps(value), strict=True)
+        except ValidationError:
+            return False
+        return True
 
 
-class LibraryMissing(ValueError):
-    """Says that a library's source is not on this machine, so that nothing can be checked against it."""
+class _Name:
+    """Stands for a name of the source that is neither typing's nor a plain value; as a type, it has no values."""
+
+    def __init__(self, dotted: str) -> None:
+        self.dotted = dotted
+
+    def __str__(self) -> str:
+        return self.dotted
+
+    def __getattr__(self, name: str) -> "_Name":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Name(f"{self.dotted}.{name}")
+
+    def __getitem__(self, _: object) -> "_Name":
+        return self
+
+    def __call__(self, *_: object, **__: object) -> "_Name":
+        return self
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.is_instance_schema(_Name)
+
+
+class _Names(dict[str, object]):
+    def __missing__(self, name: str) -> _Name:
+        return _Name(name)
 
 
 @cache
-def library_fields(library: Library) -> dict[str, LibraryField]:
-    """Returns the fields of the installed class, inherited ones first. Raises LibraryMissing."""
-    folder = _package_folder(library.package)
-    trees = {file: ast.parse((folder / file).read_text(encoding="utf-8"), file) for file in library.files}
-    choices = {
-        node.name: _members(node)
-        for tree in trees.values()
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases)
-    }
-    classes = {
-        node.name: (f"{library.package}/{file}", node)
-        for file, tree in trees.items()
-        for node in tree.body
-        if isinstance(node, ast.ClassDef)
-    }
-    if library.name not in classes:
-        raise LibraryMissing(f"{library.package} has no class {library.name} in {', '.join(library.files)}")
-    return _fields_of(library.name, classes, choices)
-
-
-def setting_problems(
-    fields: Mapping[str, LibraryField], refused: Mapping[str, Refusal], given: Mapping[str, Any], what: str
-) -> dict[str, str]:
-    """Returns what is wrong with each key of `given`; `what` names the class, such as Megatron's TransformerConfig."""
-    problems = {key: _problem(key, value, fields, refused, what) for key, value in given.items()}
-    return {key: problem for key, problem in problems.items() if problem}
-
-
-def accepts(field: LibraryField, value: Any) -> bool:
-    """Tells whether a value of an experiment file is one that the field takes."""
-    return (value is None and field.default == "None") or _accepts(_annotation(field), value, field.choices)
-
-
-def accepted_values(field: LibraryField) -> str:
-    """Returns what the field takes, in words."""
-    return _describe(_annotation(field), field.choices)
-
-
-def _problem(
-    key: str, value: Any, fields: Mapping[str, LibraryField], refused: Mapping[str, Refusal], what: str
-) -> str:
-    if key in refused:
-        refusal = refused[key]
-        return f"{refusal.reason}{f'; set {refusal.instead}' if refusal.instead else ''}"
-    if key not in fields:
-        near = difflib.get_close_matches(key, [name for name in fields if name not in refused], n=1, cutoff=0.6)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return f"{what} has no such field{hint}"
-    if not accepted_values(fields[key]):
-        return f"{fields[key].annotation} cannot be written in a file ({fields[key].where})"
-    if not accepts(fields[key], value):
-        return f"should be {accepted_values(fields[key])} ({fields[key].where})"
-    return ""
-
-
-def _package_folder(package: str) -> Path:
-    found = find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        raise LibraryMissing(f"the package {package} is not installed here")
-    return Path(next(iter(found.submodule_search_locations)))
-
-
-def _members(enumeration: ast.ClassDef) -> tuple[str, ...]:
-    return tuple(
-        target.id
-        for node in enumeration.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
+def read_fields(package: str, files: Sequence[str], classes: Sequence[str] = ()) -> dict[str, LibraryField]:
+    """Returns name -> field of the classes (default: all) in the files (paths or patterns), {} without the package."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    root = Path(next(iter(spec.submodule_search_locations)))
+    names = _Names(
+        {name: getattr(typing, name) for name in typing.__all__} | {kind.__name__: kind for kind in _BUILTINS}
     )
-
-
-def _fields_of(
-    name: str, classes: Mapping[str, tuple[str, ast.ClassDef]], choices: Mapping[str, tuple[str, ...]]
-) -> dict[str, LibraryField]:
-    path, node = classes[name]
+    names |= {"A": typing.Annotated, "Arg": dict, "field": _default_of_field, "None": None}
+    dtypes = {name: name for name in DTYPES}
+    names["torch"] = SimpleNamespace(dtype=typing.Literal[DTYPES], **dtypes)
     fields: dict[str, LibraryField] = {}
-    for base in node.bases:
-        if ast.unparse(base) in classes:
-            fields |= _fields_of(ast.unparse(base), classes, choices)
-    for statement in node.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            annotation = ast.unparse(statement.annotation)
-            if not annotation.startswith("ClassVar"):
-                default = _default(statement.value)
-                where = f"{path}:{statement.lineno}"
-                fields[statement.target.id] = LibraryField(statement.target.id, annotation, default, where, choices)
+    for path in [path for pattern in files for path in sorted(root.glob(pattern))]:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                names[node.targets[0].id] = _evaluate(node.value, names)
+            elif isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases):
+                names[node.name] = enum.Enum(node.name, _members(node))
+            elif isinstance(node, ast.ClassDef) and (not classes or node.name in classes):
+                found = [
+                    _field(node.name, statement, names, f"{path.relative_to(root.parent)}") for statement in node.body
+                ]
+                fields |= {field.name: field for field in found if field is not None}
     return fields
 
 
-def _default(value: ast.expr | None) -> str:
-    """Returns the default's source, of `field(...)` that of its argument."""
-    if isinstance(value, ast.Call) and ast.unparse(value.func) in ("field", "dataclasses.field"):
-        arguments = {word.arg: word.value for word in value.keywords}
-        if "default_factory" in arguments:
-            return {"list": "[]", "dict": "{}"}.get(ast.unparse(arguments["default_factory"]), "")
-        return ast.unparse(arguments["default"]) if "default" in arguments else ""
-    if value is None:
-        return ""
-    try:  # 1024 * 1024
-        return repr(ast.literal_eval(value))
-    except ValueError:
-        return _product(value)
+def refusal_of(name: str, refused: Mapping[str, Refusal]) -> Refusal | None:
+    """Returns the refusal whose name or pattern fits, if any."""
+    return next((refusal for pattern, refusal in refused.items() if fnmatchcase(name, pattern)), None)
 
 
-def _product(value: ast.expr) -> str:
-    """Returns the result of a product or power of numbers; other source as it is."""
-    if isinstance(value, ast.BinOp) and isinstance(value.left, ast.Constant) and isinstance(value.right, ast.Constant):
-        left, right = value.left.value, value.right.value
-        if isinstance(left, int) and isinstance(right, int):
-            if isinstance(value.op, ast.Mult):
-                return repr(left * right)
-            if isinstance(value.op, ast.Pow):
-                return repr(left**right)
-    return ast.unparse(value)
+def refusals(reasons: Mapping[str, str]) -> dict[str, Refusal]:
+    """Returns pattern -> refusal of a table from reason to words."""
+    return {pattern: Refusal(reason) for reason, patterns in reasons.items() for pattern in patterns.split()}
 
 
-def _plain_name(source: str) -> str:
-    """Returns the last part of a dotted name: float32 of torch.float32."""
-    return source.rpartition(".")[2]
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns a hint with the most similar name; "" if none is similar."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _annotation(field: LibraryField) -> ast.expr:
-    return ast.parse(field.annotation, mode="eval").body
+def _parts(annotation: object) -> tuple[object, ...]:
+    return typing.get_args(annotation) if typing.get_origin(annotation) is typing.Union else (annotation,)
 
 
-def _name(node: ast.expr) -> str:
-    return ast.unparse(node).rpartition(".")[2] if isinstance(node, ast.Attribute) else ast.unparse(node)
+def _choices(kind: object) -> list[str]:
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return [member.value for member in kind]
+    return [str(value) for value in typing.get_args(kind)] if typing.get_origin(kind) is typing.Literal else []
 
 
-def _parts(node: ast.expr) -> list[ast.expr]:
-    """Returns the arguments of X[...]; the members of A | B."""
-    if isinstance(node, ast.BinOp):
-        return [*_parts(node.left), *_parts(node.right)] if isinstance(node.op, ast.BitOr) else [node]
-    if isinstance(node, ast.Subscript):
-        return list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
-    return [node]
+@cache
+def _adapter(annotation: object) -> TypeAdapter[object]:
+    return TypeAdapter(typing.cast(type, annotation), config=ConfigDict(arbitrary_types_allowed=True))
 
 
-def _members_of_union(node: ast.expr) -> list[ast.expr] | None:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return _parts(node)
-    if isinstance(node, ast.Subscript) and _name(node.value) == "Union":
-        return _parts(node)
-    if isinstance(node, ast.Subscript) and _name(node.value) == "Optional":
-        return [*_parts(node), ast.Constant(None)]
-    return None
+def _evaluate(node: ast.expr, names: _Names) -> object:
+    try:
+        return eval(compile(ast.Expression(node), "", "eval"), {"__builtins__": {}}, names)
+    except TypeError:  # arithmetic with a name that is unknown here
+        return _Name(ast.unparse(node))
 
 
-def _accepts(node: ast.expr, value: Any, choices: Mapping[str, tuple[str, ...]]) -> bool:
-    union = _members_of_union(node)
-    if union is not None:
-        return any(_accepts(member, value, choices) for member in union)
-    if isinstance(node, ast.Constant):
-        if isinstance(node.value, str):  # a forward reference
-            return _accepts(ast.parse(node.value, mode="eval").body, value, choices)
-        return node.value is value
-    if isinstance(node, ast.Subscript):
-        return _accepts_generic(_name(node.value), _parts(node), value, choices)
-    name = _name(node)
-    if name in choices:
-        return value in choices[name]
-    if name in _SCALARS:
-        return isinstance(value, _SCALARS[name]) and (name == "bool" or not isinstance(value, bool))
-    if name == "dtype":
-        return value in DTYPES
-    return name == "Any" or (name in _LISTS and isinstance(value, list)) or (name in _MAPS and isinstance(value, dict))
+def _default_of_field(default: object = "", default_factory: Callable[[], object] | None = None, **_: object) -> object:
+    return default_factory() if default_factory in _BUILTINS and default_factory is not None else default
 
 
-def _accepts_generic(name: str, parts: list[ast.expr], value: Any, choices: Mapping[str, tuple[str, ...]]) -> bool:
-    if name == "Literal":
-        allowed = [ast.literal_eval(part) for part in parts]
-        return any(value == one and type(value) is type(one) for one in allowed)
-    if name in ("tuple", "Tuple") and not isinstance(parts[-1], ast.Constant):
-        same_length = isinstance(value, list) and len(value) == len(parts)
-        return same_length and all(_accepts(part, item, choices) for part, item in zip(parts, value, strict=True))
-    if name in _LISTS:
-        return isinstance(value, list) and all(_accepts(parts[0], item, choices) for item in value)
-    if name in _MAPS:
-        return isinstance(value, dict) and all(
-            _accepts(parts[0], key, choices) and _accepts(parts[1], item, choices) for key, item in value.items()
-        )
-    if name == "Annotated":
-        return _accepts(parts[0], value, choices)
-    return False
+def _members(node: ast.ClassDef) -> list[tuple[str, str]]:
+    assigned = [statement.targets[0] for statement in node.body if isinstance(statement, ast.Assign)]
+    return [(target.id, target.id) for target in assigned if isinstance(target, ast.Name)]
 
 
-def _describe(node: ast.expr, choices: Mapping[str, tuple[str, ...]]) -> str:
-    """Returns the annotation in words; "" where nothing that a file can hold would be right."""
-    union = _members_of_union(node)
-    if union is not None:
-        known = [text for text in (_describe(member, choices) for member in union) if text]
-        return " or ".join(known) if known != ["null"] else ""
-    if isinstance(node, ast.Constant):
-        if isinstance(node.value, str):
-            return _describe(ast.parse(node.value, mode="eval").body, choices)
-        return "null" if node.value is None else str(node.value)
-    name = _name(node.value) if isinstance(node, ast.Subscript) else _name(node)
-    parts = _parts(node) if isinstance(node, ast.Subscript) else []
-    if name == "Literal":
-        return _one_of(ast.literal_eval(part) for part in parts)
-    if name == "Annotated":
-        return _describe(parts[0], choices)
-    if name in _LISTS:
-        return f"a list of ({_describe(parts[0], choices)})" if parts else "a list"
-    if name in choices:
-        return _one_of(choices[name])
-    words = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "a text", "Any": "any value"}
-    if name == "dtype":
-        return _one_of(DTYPES)
-    return "a map" if name in _MAPS else words.get(name, "")
+def _field(group: str, node: ast.stmt, names: _Names, file: str) -> LibraryField | None:
+    if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+        return None
+    written = node.annotation
+    options: dict[str, object] = {}
+    if isinstance(written, ast.Constant) and isinstance(written.value, str):
+        written = ast.parse(written.value, mode="eval").body
+    if isinstance(written, ast.Subscript) and ast.unparse(written.value) in ("A", "Annotated"):
+        assert isinstance(written.slice, ast.Tuple)
+        written, *details = written.slice.elts
+        for detail in details:
+            found = _evaluate(detail, names)
+            options = found if isinstance(found, dict) else options
+    declared = ast.unparse(written)
+    if declared.startswith("ClassVar"):
+        return None
+    annotation = _evaluate(written, names)
+    default = "" if node.value is None else _plain(_evaluate(node.value, names))
+    return LibraryField(node.target.id, group, declared, annotation, default, options, f"{file}:{node.lineno}")
 
 
-def _one_of(values: Iterable[Any]) -> str:
-    return "one of " + ", ".join("null" if value is None else str(value) for value in values)
+def _plain(value: object) -> object:
+    if isinstance(value, enum.Enum):
+        return value.name
+    return value.dotted.rpartition(".")[2] if isinstance(value, _Name) else value
