@@ -17,7 +17,6 @@ from torch import Tensor
 from megagrpo.actor.layers import lora
 from megagrpo.actor.megatron.config import check_layout, check_packages, check_transformer_engine, transformer_config
 from megagrpo.actor.megatron.model import (
-    HiddenStatesModel,
     adapter_parameters,
     build_chunks,
     chunk_parameters,
@@ -26,13 +25,13 @@ from megagrpo.actor.megatron.model import (
 )
 from megagrpo.actor.optimizer import build_optimizer, take_step, wrap_chunks
 from megagrpo.actor.reference import AdaptersOff, HostReference
-from megagrpo.actor.routing.bias import RouterBias
+from megagrpo.actor.routing.bias import ExpertLoad, RouterBias
 from megagrpo.actor.routing.losses import RouterLosses
 from megagrpo.actor.routing.replay import RoutingReplay
+from megagrpo.actor.routing.tokens import RouterScope
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
-from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
 from megagrpo.system import environment
@@ -154,13 +153,13 @@ class MegatronActor:
         self._to_gather = False  # whether parameters of other ranks lag behind this rank's own shards
         self.updates_done = 0
         self.reference: HostReference | AdaptersOff | None = None
-        self.expert_load = _ExpertLoad(self.chunks, self.arch, device)
-        rate = config.router_bias_update
-        self.router_bias = None if rate is None else RouterBias(self.chunks, self.arch, rate, device)
-        losses = config.router_losses
-        self.router_losses = None if losses is None else RouterLosses(self.chunks, self.arch, losses, device)
-        replays = config.routing_replay is not None
-        self.routing = RoutingReplay(self.chunks, self.arch, device) if replays else None
+        found, arch = routers(self.chunks), self.arch
+        self.router_scope = scope = RouterScope(found)
+        self.expert_load = ExpertLoad(found, scope, arch, device)
+        rate, losses = config.router_bias_update, config.router_losses
+        self.router_bias = None if rate is None else RouterBias(found, scope, arch, rate, device)
+        self.router_losses = None if losses is None else RouterLosses(found, scope, arch, losses, device)
+        self.routing = None if config.routing_replay is None else RoutingReplay(found, scope, arch, device)
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
@@ -271,26 +270,3 @@ class MegatronActor:
             self.router_bias.move()
         self.updates_done += 1
         return {"optim/grad_norm": norm, "optim/lr": lr}
-
-
-class _ExpertLoad:
-    """Counts the tokens that each expert of each layer was given since the last `take`, dummy ones included."""
-
-    def __init__(self, chunks: list[HiddenStatesModel], arch: Architecture, device: torch.device):
-        self.counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64, device=device)
-        self.enabled = False
-        for chunk in chunks:
-            for layer, router in routers(chunk).items():
-                router.register_forward_hook(self._hook(layer))
-
-    def _hook(self, layer: int):
-        def count(module, inputs, output):
-            if self.enabled:
-                self.counts[layer] += output[1].sum(0, dtype=torch.int64)
-
-        return count
-
-    def take(self) -> Tensor:
-        """Returns this rank's counts [layers, experts] int64 and starts again from 0."""
-        counts, self.counts = self.counts, torch.zeros_like(self.counts)
-        return counts
