@@ -15,7 +15,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megagrpo.actor.layers import lora
-from megagrpo.actor.megatron.config import check_layout, check_packages, check_transformer_engine, transformer_config
+from megagrpo.actor.megatron.config import checked_kernels, megatron_configs
 from megagrpo.actor.megatron.model import (
     adapter_parameters,
     build_chunks,
@@ -132,23 +132,21 @@ class MegatronActor:
         Raises ValueError for a model or a layout that cannot be computed.
         """
         self.arch = read_architecture(model_path)
-        check_layout(self.arch, config)
-        check_transformer_engine(config)
-        check_packages(config)
+        kernels = checked_kernels(self.arch, config)
         self.config = config = config.model_copy(update={"optimizer": optimizer})
+        self.transformer, ddp_settings, optimizer_settings = megatron_configs(self.arch, config, kernels)
         self.mesh = start_distributed(config, device)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.optimizer_config, self.num_updates = optimizer, num_updates
-        self.transformer = transformer_config(self.arch, config)
-        self.chunks = build_chunks(self.arch, config, self.transformer, device)
+        self.chunks = build_chunks(self.arch, config, self.transformer, kernels, device)
         if config.lora is not None:
             self.load_adapters(lora.InitialAdapters(self.adapter_specs(), seed))
         # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be
         # copied
         self.clock = ScheduleClock(device)
         self.transformer.timers, self.transformer.finalize_model_grads_func = self.clock, self._reduce_gradients
-        self.model = wrap_chunks(self.chunks, self.transformer, config)
-        self.optimizer = build_optimizer(self.model, config)
+        self.model = wrap_chunks(self.chunks, self.transformer, ddp_settings)
+        self.optimizer = build_optimizer(self.model, optimizer_settings, config.lora is not None)
         self.update_state = UpdateState(self.model, self.optimizer, device)
         self._to_gather = False  # whether parameters of other ranks lag behind this rank's own shards
         self.updates_done = 0

@@ -15,9 +15,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megagrpo.actor.host import uses_transformer_engine
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
 from megagrpo.actor.layers.specs import block_spec
+from megagrpo.actor.megatron.fields import Kernels
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.loading import RankPlace, Shard, load_vocabulary
@@ -92,11 +92,11 @@ def _mark_whole_weights(chunk: HiddenStatesModel) -> None:
 
 
 def build_chunks(
-    arch: Architecture, config: ActorConfig, transformer: TransformerConfig, device: torch.device
+    arch: Architecture, config: ActorConfig, transformer: TransformerConfig, kernels: Kernels, device: torch.device
 ) -> list[HiddenStatesModel]:
     """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype, uninitialised."""
     stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
-    chunks = [build_chunk(arch, transformer, stage, uses_transformer_engine(config)).to(device) for stage in stages]
+    chunks = [build_chunk(arch, transformer, stage, kernels.transformer_engine).to(device) for stage in stages]
     if config.lora is not None:
         for chunk in chunks:
             add_adapters(chunk, arch, config.lora, _place(), transformer.params_dtype)
