@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.weights.copies.concatenation import Concatenation, JoinedPart
-from megagrpo.weights.copies.views import Box, Place, Untraceable, factor, naming, overlap, row_major, split_into_boxes
+from megagrpo.weights.copies.views import (
+    Box,
+    ParameterSlice,
+    Untraceable,
+    factor,
+    naming,
+    overlap,
+    row_major,
+    split_into_boxes,
+)
 
 Load = Callable[[Mapping[str, Tensor]], object]
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # HF tensors: name -> shape and dtype
@@ -65,17 +74,17 @@ class Copy:
         return Copy(self.hf, box.start, box.size, self.parameter, self.offset + shift, self.strides)
 
     @property
-    def place(self) -> Place:
+    def target(self) -> ParameterSlice:
         """Returns where it goes, without what is copied."""
-        return Place(self.parameter, self.offset, self.size, self.strides)
+        return ParameterSlice(self.parameter, self.offset, self.size, self.strides)
 
     def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Returns the parameter's elements as a view, shaped like the box."""
-        return self.place.view(parameters)
+        return self.target.view(parameters)
 
 
 @dataclass(frozen=True)
-class Fill(Place):
+class Fill(ParameterSlice):
     """Elements of a parameter that the loader sets to a constant, such as padding of a vocabulary."""
 
     value: float
@@ -381,8 +390,8 @@ def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) ->
 
     What happens inside a parameter that is computed is not known.
     """
-    writes: dict[str, list[Place]] = {}
-    for write in [*(copy.place for copy in recording.copies), *recording.fills]:
+    writes: dict[str, list[ParameterSlice]] = {}
+    for write in [*(copy.target for copy in recording.copies), *recording.fills]:
         writes.setdefault(write.parameter, []).append(write)
     problems, seen = [], set()
     for name, tensor in parameters.items():
