@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.saving import save_actor
@@ -135,15 +136,17 @@ class Run:
         """Collective. Gives the present weights to engines that came back with others."""
         self.exchange.publish(self.state.step, only=list(engines))
 
-    def inspect_update(self, batch: Batch, algorithm: AlgorithmConfig, values: dict[str, float]) -> None:
-        """Collective. Keeps the step's batch when log.dump_steps asks for it or an update was not finite.
+    def inspect_update(
+        self, batch: Batch, algorithm: AlgorithmConfig, values: dict[str, float], logprobs: Tensor
+    ) -> None:
+        """Collective. Dumps the step's batch if log.dump_steps has the step or an update was not finite.
 
-        Records what the update saw of its samples. Raises NonFiniteUpdate on every rank unless train.non_finite is
-        skip.
+        Records the trained samples with the trainer's log-probabilities [T]. Raises NonFiniteUpdate on every rank
+        unless train.non_finite is skip.
         """
         step, bad = self.state.step + 1, values["optim/non_finite_updates"]
         if self.trained is not None:
-            self.trained.write(step, batch)
+            self.trained.write(step, batch, logprobs)
         if not bad and step not in self.config.log.dump_steps:
             return
         folder = self.folder.dump(step)

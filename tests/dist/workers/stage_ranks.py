@@ -65,7 +65,7 @@ def clock_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
     actor.chunks[0].register_forward_pre_hook(lambda *_: time.sleep(slow))
     batch = batch_of(actor.mesh)
     step.token_logprobs(actor, batch, 1.0)  # must not count
-    metrics = step.update(actor, batch, RICH, 1.0, 32)
+    metrics, _ = step.update(actor, batch, RICH, 1.0, 32)
     return {name: value for name, value in metrics.items() if name.startswith("schedule/")}
 
 
