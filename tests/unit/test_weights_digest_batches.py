@@ -14,7 +14,7 @@ from megagrpo.weights.copies.views import Box
 from megagrpo.weights.digests import batches as digest_batches
 from megagrpo.weights.digests.batches import CopyBatches, constant_steps
 from megagrpo.weights.digests.digest import batched_digest, slice_digest
-from megagrpo.weights.engines.loader import EngineSide
+from megagrpo.weights.engines.loader import EngineEnd
 
 EXPERTS, INNER, HIDDEN = 6, 4, 5
 REQUEST = {"specs": "", "allow_computed": False, "dummy_start": False}
@@ -176,7 +176,7 @@ def test_an_engine_answers_in_the_order_of_its_copies_and_names_what_no_digest_c
     hf = hf_tensors(torch.bfloat16) | {f"bias{k}": torch.arange(EXPERTS).bfloat16() for k in range(3)}
     engine = Engine()
     specs = {name: (tuple(tensor.shape), "bfloat16") for name, tensor in hf.items()}
-    side = EngineSide(engine)
+    side = EngineEnd(engine)
     record = side.record(REQUEST, specs)
     engine.load_weights(hf.items())
 

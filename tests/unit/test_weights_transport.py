@@ -21,7 +21,7 @@ from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
-from megagrpo.weights.engines.loader import EngineSide, side_of
+from megagrpo.weights.engines.loader import EngineEnd, engine_end
 from megagrpo.weights.exchange import TRANSPORTS, Exchange
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.wire.clock import Deadline
@@ -67,7 +67,7 @@ class ToyTransport:
 
 def take_toy(engine: FakeEngine, body: dict) -> None:
     """The engine's end: it knows by its own recording where the slice at `place` lies."""
-    copy = side_of(engine.model).recorded.recording.copies[body["place"]]
+    copy = engine_end(engine.model).recorded.recording.copies[body["place"]]
     values = torch.tensor(body["values"])
     live = copy.view(dict(engine.model.named_parameters()))
     for dim, (start, first, size) in enumerate(zip(body["start"], copy.start, values.shape, strict=True)):
@@ -224,13 +224,13 @@ def test_reshard_sends_every_slice_once_and_leaves(engine, tmp_path):
             tensor.neg_()
     calls = [path for path in engine.calls if path == "/update_weights_from_tensor"]
     assert len(calls) == 1 + 2 * 2, "record once; receive and digest in every publish"
-    assert side_of(engine.model).link
+    assert engine_end(engine.model).link
     trainer.exchange.close()
-    assert not side_of(engine.model).link
+    assert not engine_end(engine.model).link
 
 
 def test_an_engine_that_dies_in_a_reshard_is_filled_after_its_restart(engine, tmp_path, monkeypatch):
-    trainer, deaths, receive = Trainer(tmp_path, engine, "reshard"), [], EngineSide.receive
+    trainer, deaths, receive = Trainer(tmp_path, engine, "reshard"), [], EngineEnd.receive
     trainer.exchange.publish(1)
 
     def die_once(side, *request):
@@ -239,7 +239,7 @@ def test_an_engine_that_dies_in_a_reshard_is_filled_after_its_restart(engine, tm
         deaths.append(side.leave())
         raise SystemExit("the process is gone")  # the server drops the connection
 
-    monkeypatch.setattr(EngineSide, "receive", die_once)
+    monkeypatch.setattr(EngineEnd, "receive", die_once)
     for tensor in trainer.live.values():
         tensor.neg_()
     start = time.monotonic()

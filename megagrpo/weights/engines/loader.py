@@ -35,7 +35,7 @@ from megagrpo.weights.wire.moving import receive_batches
 
 _CONNECT_S = 30.0
 _PATCHING = Lock()
-_sides: "weakref.WeakKeyDictionary[torch.nn.Module, EngineSide]" = weakref.WeakKeyDictionary()  # by model
+_ends: "weakref.WeakKeyDictionary[torch.nn.Module, EngineEnd]" = weakref.WeakKeyDictionary()  # by model
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -52,7 +52,7 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
             store.set(request["reply"], encode(answer))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
 
         with _reported(lambda text: reply({"error": text})):
-            reply({"answer": side_of(model).answer(request, store)})
+            reply({"answer": engine_end(model).answer(request, store)})
 
 
 @contextmanager
@@ -92,8 +92,8 @@ class _Recorded:
     whole: _WholeTensors
 
 
-class EngineSide:
-    """One engine rank's side of the exchange. In the order of its life, one method for each request:
+class EngineEnd:
+    """One engine rank's end of the exchange. In the order of its life, one method for each request:
 
     1. `record`: records once which slices of which HF tensors this rank's model copies.
     2. `receive`: joins the trainers if their link is new, and writes their slices into the live parameters.
@@ -104,7 +104,7 @@ class EngineSide:
     """
 
     def __init__(self, model: torch.nn.Module):
-        # Weak, because _sides keeps this object as long as the model lives.
+        # Weak, because _ends keeps this object as long as the model lives.
         self._weak_model = weakref.ref(model)
         self.recorded: _Recorded | None = None
         self.link: _Link | None = None
@@ -280,9 +280,9 @@ class EngineSide:
         ]
 
 
-def side_of(model: torch.nn.Module) -> EngineSide:
-    """Returns the one EngineSide of a model."""
-    return _sides.setdefault(model, EngineSide(model))
+def engine_end(model: torch.nn.Module) -> EngineEnd:
+    """Returns the one EngineEnd of a model."""
+    return _ends.setdefault(model, EngineEnd(model))
 
 
 def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool) -> tuple[Recording, list[Copy]]:
