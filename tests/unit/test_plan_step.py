@@ -11,7 +11,7 @@ from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import parameter_counts, read_architecture
-from megagrpo.planning.engine_memory import EngineEnd, engine_side, server_of, weight_elements
+from megagrpo.planning.engine_memory import EngineSide, engine_side, server_of, weight_elements
 from megagrpo.planning.hardware import EFFICIENCY, HARDWARE, efficiency, hardware_of
 from megagrpo.planning.lengths import Lengths, assumed_lengths, given_lengths, lengths_of_run
 from megagrpo.planning.plan import Options, plan_command, target_of, with_model
@@ -117,7 +117,7 @@ def test_what_an_engine_rank_holds():
     assert repeated == pytest.approx(94 * 2 * 4096 * 128 * 4 / 8)  # 4 heads of key and of value on 8 ranks
 
 
-def engine(config: ExperimentConfig, lengths: Lengths) -> EngineEnd:
+def engine(config: ExperimentConfig, lengths: Lengths) -> EngineSide:
     return engine_side(model_work(read_architecture(QWEN)), server_of(config.rollout), lengths, 10240, H100)
 
 
