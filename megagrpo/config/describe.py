@@ -23,7 +23,8 @@ Every key of an experiment, with its type, default and meaning. This page is gen
 An experiment is one YAML file. Unknown keys, wrong types and impossible combinations are refused at start, all of them
 at once, each with its line, the nearest valid name and the remedy. On the command line, `--set section.key=value`
 wins over the file, and the file wins over its `preset: NAME` (see [algorithms](../algorithms.md)).
-`megagrpo check CONFIG` explains what an experiment amounts to and starts nothing. Numbers follow YAML 1.2: `1e-6` is a number, `no` is a text.
+`megagrpo check CONFIG` explains what an experiment amounts to and starts nothing. Numbers follow YAML 1.2: `1e-6` is a
+number, `no` is a text.
 
 A *required* key has no default; *none* is written `null`.
 """
