@@ -16,7 +16,9 @@ if TYPE_CHECKING:  # this file loads without torch
     import torch
     from torch import Tensor
 
-Updates = tuple[tuple[tuple[int, ...], ...], ...]  # [passes over a step's groups][updates]: ids of the groups
+GroupIds = tuple[int, ...]  # ascending: the groups that one optimiser update trains on, as in Batch.group_ids
+Pass = tuple[GroupIds, ...]  # the updates of one pass over a step's groups
+Updates = tuple[Pass, ...]  # all updates of a step, over all ranks
 
 
 class WithArrays:
@@ -141,6 +143,31 @@ class ReferenceStates:
 
 
 @dataclass(frozen=True)
+class Rewards:
+    """The graders' verdicts on the N samples of a Batch."""
+
+    values: "Tensor"  # [N] float64, 0 if not valid
+    valid: "Tensor"  # [N] bool, the outcome was a score
+    greedy: "Tensor | None" = None  # [N] float64, of the group's greedy response; only with advantage "remax"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of a Batch's tokens in the MoE layers of this pipeline stage; actor.routing_replay."""
+
+    experts: "Tensor"  # [T, layers, k] uint8 or int16, 0 beyond `lengths`
+    lengths: "Tensor"  # [N] int64, tokens of each sample whose experts are known, from its first on
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Correction of the trainer/rollout mismatch; algo/correction.py."""
+
+    weights: "Tensor | None" = None  # [T] float32, factors of the policy loss; None: 1
+    counted: "Tensor | None" = None  # [T] bool, tokens of the loss's denominators; None: the loss mask
+
+
+@dataclass(frozen=True)
 class Batch:
     """Holds this data-parallel rank's samples of one step, on the host; a MicroBatch brings its own to the device."""
 
@@ -152,25 +179,16 @@ class Batch:
     prompt_lengths: "Tensor"  # [N] int64, tokens
     loss_mask: "Tensor"  # [T] bool, the tokens that the policy sampled
     rollout_logprobs: "Tensor"  # [T] float32, 0 off the response
-    rewards: "Tensor"  # [N] float64, the grader's; 0 where not valid
-    valid: "Tensor"  # [N] bool, the outcome was a score
-    truncated: "Tensor"  # [N] bool, ended by length
-    lags: "Tensor | None" = None  # [T] int32, versions that the weights which sampled a token are older than those
-    # that it trains, 0 off the response; None: all are 0
-    greedy_rewards: "Tensor | None" = None  # [N] float64, of the group's greedy response; advantage "remax" alone
+    rewards: Rewards
+    truncated: "Tensor"  # [N] bool, the response ended by length
+    lags: "Tensor | None" = None  # [T] int32, weight versions between sampling and training; None: all are 0
     advantages: "Tensor | None" = None  # [T] float32, 0 off the loss mask
     old_logprobs: "Tensor | None" = None  # [T] float32, by the actor before the first update of the step
-    seen_logprobs: "Tensor | None" = None  # [T] float32, where there are no old_logprobs: filled in by the update's
-    # own forward, on last pipeline stages; NaN for samples that no update took. For the record alone
     ref_logprobs: "Tensor | None" = None  # [T] float32, by the reference model
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
-    policy_weights: "Tensor | None" = None  # [T] float32, correction of the trainer/rollout mismatch
-    denominator_mask: "Tensor | None" = None  # [T] bool, what N_tok and N_seq count; None: loss_mask
-    # [T, layers, k] uint8 or int16: the experts of each token in this pipeline stage's layers with experts, and of
-    # how many tokens of a sample they are known [N] int64, from the first on; 0 beyond. actor.routing_replay
-    routed_experts: "Tensor | None" = None
-    routed_lengths: "Tensor | None" = None
-    updates: Updates = ()  # over all ranks; (): made for no update
+    correction: Correction = Correction()
+    routing: Routing | None = None
+    updates: Updates = ()  # (): for forwards only
 
     @property
     def starts(self) -> "Tensor":

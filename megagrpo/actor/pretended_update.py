@@ -28,7 +28,7 @@ from megagrpo.algo import logprob
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch
+from megagrpo.types import Batch, Rewards
 
 _HEAD = "head"
 
@@ -70,11 +70,9 @@ class Work:
             prompt_lengths=torch.ones(count, dtype=torch.int64),
             loss_mask=mask,
             rollout_logprobs=torch.zeros(total),
-            rewards=torch.zeros(count, dtype=torch.float64),
-            valid=torch.ones(count, dtype=torch.bool),
+            rewards=Rewards(torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.bool)),
             truncated=torch.zeros(count, dtype=torch.bool),
             advantages=torch.ones(total),
-            seen_logprobs=torch.zeros(total),
             updates=((tuple(range(count)),),),
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
 
     Every rank of a replica gets them, on the host.
     """
-    out, found = torch.zeros(len(batch.tokens), device=actor.mesh.device), _OfTokens()
+    out, found = torch.zeros(len(batch.tokens), device=actor.mesh.device), TokenCollector()
 
     def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
         found.add(micro, values.logprobs)
@@ -51,7 +52,14 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
     return _from_last_stage(out).cpu()
 
 
-class _OfTokens:
+class Updated(NamedTuple):
+    """What the optimiser updates of one step measured."""
+
+    metrics: dict[str, float]  # equal on all ranks
+    logprobs: Tensor  # [T] float32, of the policy before the step; NaN for samples that no update trained on
+
+
+class TokenCollector:
     """Collects values of a batch's tokens from micro-batches, where they are: nothing waits for the device."""
 
     def __init__(self) -> None:
@@ -63,10 +71,11 @@ class _OfTokens:
         self._places.append(micro.places)
         self._values.append(values.detach().flatten()[micro.grid])
 
-    def put_into(self, out: Tensor) -> None:
-        """Puts them into the values [T] of all tokens, on any device."""
+    def put_into(self, out: Tensor) -> Tensor:
+        """Writes them into the values [T] of all tokens, on any device; returns `out`."""
         if self._places:
             out[torch.cat(self._places).to(out.device)] = torch.cat(self._values).to(out.device)
+        return out
 
 
 def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
@@ -76,7 +85,7 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
     reference's when it is swapped in.
     """
     parts: list[Tensor] = []
-    index, found = torch.full((len(batch.tokens),), -1), _OfTokens()
+    index, found = torch.full((len(batch.tokens),), -1), TokenCollector()
 
     def keep(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
         flat, seen = micro.targets.flat, sum(len(part) for part in parts)
@@ -108,11 +117,9 @@ def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: b
         batch = replace(recorded(), old_logprobs=_finite(actor, logprobs, "the actor"))
     elif old:
         batch = replace(batch, old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"))
-    else:
-        batch = replace(batch, seen_logprobs=torch.full_like(batch.rollout_logprobs, torch.nan))
     if reference is not None:
         assert actor.reference is not None, "keep_reference() was not called"
-        of_itself = replace(batch, routed_experts=None)
+        of_itself = replace(batch, routing=None)
         with actor.reference.swapped_in():
             if reference == "full":
                 return replace(batch, reference=hidden_states(actor, of_itself))
@@ -129,16 +136,17 @@ def _finite(actor: MegatronActor, logprobs: Tensor, whose: str) -> Tensor:
 
 def update(
     actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, temperature: float, max_response_tokens: int
-) -> dict[str, float]:
-    """Collective. Makes the optimiser updates of `batch.updates`; returns metrics, equal on all ranks.
+) -> Updated:
+    """Collective. Makes the optimiser updates of `batch.updates`; returns metrics and, if the batch has no
+    old_logprobs, the log-probabilities of the update's own forward (complete where `holds_token_values`).
 
-    With several passes every metric is also given of each alone, NAME_pass_1 and so on. An update whose loss or
-    gradient is not finite touches no weight; optim/non_finite_updates counts it. Raises ValueError for a batch that was
-    made for no update.
+    With several passes every metric is also reported per pass, NAME_pass_1 and so on. An update whose loss or gradient
+    is not finite changes no weight; optim/non_finite_updates counts it. Raises ValueError if Batch.updates is empty.
     """
     if not batch.updates:
-        raise ValueError("the batch says of no update which groups it takes: Batch.updates is empty")
+        raise ValueError("the batch has no updates: Batch.updates is empty")
     passes: list[_Measured] = []
+    seen = TokenCollector() if batch.old_logprobs is None else None
     skipped, non_finite = 0, 0
     optim: dict[str, float] = {}
     actor.expert_load.enabled = True
@@ -152,7 +160,7 @@ def update(
             if denominators.num_tokens == 0:
                 skipped += 1
                 continue
-            sums = backward(actor, batch, rows, algorithm, temperature, denominators)
+            sums = backward(actor, batch, rows, algorithm, temperature, denominators, seen)
             try:
                 optim = actor.optimizer_step(sums["loss/total"], followed=True)
             except NonFiniteUpdate as exc:
@@ -171,7 +179,11 @@ def update(
         means = [measured.means() for measured in passes]
         metrics |= {f"{name}_pass_{n}": value for n, of in enumerate(means, 1) for name, value in of.items()}
     metrics |= {"optim/skipped_updates": float(skipped), "optim/non_finite_updates": float(non_finite)}
-    return metrics | actor.clock.take() | _expert_metrics(actor)
+    metrics |= actor.clock.take() | _expert_metrics(actor)
+    if seen is None:
+        assert batch.old_logprobs is not None
+        return Updated(metrics, batch.old_logprobs)
+    return Updated(metrics, seen.put_into(torch.full_like(batch.rollout_logprobs, torch.nan)))
 
 
 class _Measured:
@@ -201,7 +213,7 @@ def denominators_of(
     actor: MegatronActor, batch: Batch, rows: Sequence[int], algorithm: AlgorithmConfig, max_response_tokens: int
 ) -> Denominators:
     """Collective over data-parallel ranks. Counts what the loss of these rows' update is divided by."""
-    counted = batch.loss_mask if batch.denominator_mask is None else batch.denominator_mask
+    counted = batch.loss_mask if batch.correction.counted is None else batch.correction.counted
     counts = row_sums(counted.long(), batch.lengths)[list(rows)]
     return count_denominators(counts, actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens)
 
@@ -213,21 +225,21 @@ def backward(
     algorithm: AlgorithmConfig,
     temperature: float,
     denominators: Denominators,
+    seen: TokenCollector | None = None,
 ) -> dict[str, float]:
-    """Collective. Sums one update's gradients into the main gradients; returns metric sums over all ranks."""
+    """Collective. Sums one update's gradients into the main gradients; returns metric sums over all ranks.
 
-    seen = _OfTokens()
+    seen: receives the log-probabilities of the forward, on last pipeline stages.
+    """
 
     def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
-        if batch.seen_logprobs is not None:
+        if seen is not None:
             seen.add(micro, values.logprobs)
         loss, sums = objective(_loss_inputs(batch, micro, values), algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
     actor.zero_grad()
     collected = _run(actor, batch, rows, over_tokens(actor, batch, temperature, token_loss), forward_only=False)
-    if batch.seen_logprobs is not None:
-        seen.put_into(batch.seen_logprobs)
     return _sum_over_ranks(actor, collected)
 
 
@@ -263,8 +275,8 @@ def _loss_inputs(batch: Batch, micro: MicroBatch, values: TokenValues) -> LossIn
         rollout_logprobs=micro.padded(batch.rollout_logprobs),
         ref_logprobs=padded(batch.ref_logprobs),
         full_kl=values.full_kl,
-        policy_weights=padded(batch.policy_weights),
-        counted_mask=padded(batch.denominator_mask),
+        policy_weights=padded(batch.correction.weights),
+        counted_mask=padded(batch.correction.counted),
     )
 
 

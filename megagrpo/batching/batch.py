@@ -9,7 +9,7 @@ import torch
 
 from megagrpo.batching.balance import balanced_parts, sample_cost
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, RolloutGroup, Updates
+from megagrpo.types import Batch, Rewards, RolloutGroup, Routing, Updates
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,12 @@ def _to_tensors(
         prompt_lengths=torch.tensor([r.prompt_length for r in rows], dtype=torch.int64),
         loss_mask=of_responses((r.response_mask for r in rows), np.bool_, default=True),
         rollout_logprobs=of_responses((r.logprobs for r in rows), np.float32),
-        rewards=torch.tensor([r.reward for r in rows], dtype=torch.float64),
-        valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
+        rewards=Rewards(
+            values=torch.tensor([r.reward for r in rows], dtype=torch.float64),
+            valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
+            greedy=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64) if has_greedy else None,
+        ),
         truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
-        greedy_rewards=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64) if has_greedy else None,
         lags=lags,
         updates=updates,
     )
@@ -161,7 +163,7 @@ def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) ->
             lengths[i] = len(row.routed_experts)
             assert lengths[i] == len(row.tokens) - 1, f"sample {row.sample_id}: experts of {lengths[i]} tokens"
             experts[start : start + len(row.routed_experts)] = torch.from_numpy(row.routed_experts)
-    return replace(batch, routed_experts=experts, routed_lengths=lengths)
+    return replace(batch, routing=Routing(experts, lengths))
 
 
 def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
@@ -169,10 +171,10 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
 
     The order of sample ids decides, so that every layout shuffles alike.
     """
-    rows = zip(batch.sample_ids.tolist(), batch.rewards.tolist(), batch.valid.tolist(), strict=True)
+    rows = zip(batch.sample_ids.tolist(), batch.rewards.values.tolist(), batch.rewards.valid.tolist(), strict=True)
     scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
     everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)
     order = torch.randperm(len(everyone), generator=torch.Generator().manual_seed(seed * 1_000_003 + step)).tolist()
     moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
-    rewards = [moved.get(i, 0.0) for i in batch.sample_ids.tolist()]
-    return replace(batch, rewards=torch.tensor(rewards, dtype=torch.float64))
+    values = torch.tensor([moved.get(i, 0.0) for i in batch.sample_ids.tolist()], dtype=torch.float64)
+    return replace(batch, rewards=replace(batch.rewards, values=values))

@@ -42,8 +42,8 @@ class TrainedLog:
         self._num_groups, self._pieces = num_groups, pieces
         self._shown: set[int] = set()
 
-    def write(self, step: int, batch: Batch) -> None:
-        """Records the batch of an update that has been made."""
+    def write(self, step: int, batch: Batch, logprobs: Tensor) -> None:
+        """Records the batch of an update that has been made; logprobs: [T], the trainer's."""
         assert batch.advantages is not None, "written after the update"
         counts = row_sums(batch.loss_mask.long(), batch.lengths)
         sums = row_sums((batch.advantages * batch.loss_mask).double(), batch.lengths)
@@ -61,7 +61,8 @@ class TrainedLog:
             )
             if group_id < self._num_groups
         ]
-        kept_tokens = [(sample_id, batch.tokens[span], _difference(batch, span)) for sample_id, span in chosen]
+        differences = (logprobs - batch.rollout_logprobs).masked_fill(~batch.loss_mask, torch.nan)
+        kept_tokens = [(sample_id, batch.tokens[span], differences[span]) for sample_id, span in chosen]
 
         def line() -> dict:
             kept = [
@@ -85,14 +86,6 @@ class TrainedLog:
         new = sorted(ids - self._shown)
         self._shown |= ids
         return {str(token): text for token, text in zip(new, self._pieces(new), strict=True)}
-
-
-def _difference(batch: Batch, span: slice) -> Tensor:
-    """Returns the trainer's minus the engine's log-probability of a span of tokens, NaN where there is none."""
-    trainer = batch.old_logprobs if batch.old_logprobs is not None else batch.seen_logprobs
-    if trainer is None:
-        return torch.full_like(batch.rollout_logprobs[span], torch.nan)
-    return (trainer[span] - batch.rollout_logprobs[span]).masked_fill(~batch.loss_mask[span], torch.nan)
 
 
 def _rounded(values: list[float], digits: int) -> list[float | None]:

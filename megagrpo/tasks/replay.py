@@ -28,7 +28,7 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":  # the reference's states are not dumped
         batch = with_logprobs(actor, batch, config.sampling.temperature, False, "full")
     sampling = config.sampling
-    values = update(actor, batch, dump.algorithm, sampling.temperature, sampling.max_response_tokens)
+    values, _ = update(actor, batch, dump.algorithm, sampling.temperature, sampling.max_response_tokens)
     if actor.mesh.is_main:
         print(compare(dump, values, version, source or config.model.path), flush=True)
 

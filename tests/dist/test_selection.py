@@ -80,7 +80,7 @@ def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
         taken = next_groups(source, PROMPTS, state, experiment(), mesh, None, metrics)
         state = TrainState(step=state.step + 1, data_cursor=taken.data_cursor, surplus=taken.surplus)
         saved = replace(state, surplus=gather_surplus(state.surplus, mesh))
-        checkpoint.begin(folder, saved, ANY, Retention(9), lambda _: NoActor(), mesh).finish()
+        checkpoint.start_save(folder, saved, ANY, Retention(9), lambda _: NoActor(), mesh).finish()
         parts = [group for part in mesh.gather_dp(taken.groups) for group in part]
         surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
         numbers = metrics.reduced(mesh.reduce)

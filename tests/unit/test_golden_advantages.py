@@ -238,12 +238,12 @@ def test_per_response_defects(case):
         )
         sizes = torch.bincount(batch.group_ids)
         sums = torch.zeros(batch.num_groups).double().index_add_(0, batch.group_ids, mine)
-        assert torch.isfinite(mine).all() and mine.shape == batch.rewards.shape
+        assert torch.isfinite(mine).all() and mine.shape == batch.rewards.values.shape
         assert sums.abs().max() < 1e-5, "every group, short ones too, is its own"
         assert (mine[sizes[batch.group_ids] == 1] == 0).all()
         assert mine.abs().max() < 3 or name == "dr_grpo", "no near-constant group blows up"
     both = normalised(inputs, mean="batch", std="group")
-    assert both.shape == batch.rewards.shape and torch.isfinite(both).all()
+    assert both.shape == batch.rewards.values.shape and torch.isfinite(both).all()
 
 
 def nemo_without_leave_one_out(case):

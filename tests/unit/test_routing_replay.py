@@ -186,15 +186,15 @@ def groups_with_experts() -> list[RolloutGroup]:
 def test_the_batch_has_experts_of_its_own_layers():
     [group] = groups = groups_with_experts()
     batch = build_batch(groups, one_pass(1), MESH, routed_layers=(1,))
-    assert batch.routed_experts.shape == (7 + 5 + 6, 1, 2) and batch.routed_experts.dtype == torch.uint8
-    assert batch.routed_lengths.tolist() == [6, 4, 0], "of all tokens but the last; of the last sample none are known"
-    for row, length in enumerate(batch.routed_lengths.tolist()):
-        found = batch.routed_experts.split(batch.lengths.tolist())[row].numpy()
+    assert batch.routing.experts.shape == (7 + 5 + 6, 1, 2) and batch.routing.experts.dtype == torch.uint8
+    assert batch.routing.lengths.tolist() == [6, 4, 0], "of all tokens but the last; of the last sample none are known"
+    for row, length in enumerate(batch.routing.lengths.tolist()):
+        found = batch.routing.experts.split(batch.lengths.tolist())[row].numpy()
         assert not found[length:].any()
         if length:
             assert np.array_equal(found[:length], group.samples[row].routed_experts[:, [1]])
     nobody_asks = build_batch(groups, one_pass(1), MESH)
-    assert nobody_asks.routed_experts is None and nobody_asks.routed_lengths is None
+    assert nobody_asks.routing is None
 
 
 def test_ranks_that_do_not_sample_get_tokens_without_experts_and_texts():

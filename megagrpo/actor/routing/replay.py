@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megagrpo.actor.megatron.model import HiddenStatesModel, routers
 from megagrpo.families.architecture import Architecture
-from megagrpo.types import Batch, MicroBatch, on_device
+from megagrpo.types import Batch, MicroBatch, Routing, on_device
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -26,7 +26,7 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 class _Lookup:
     """Says where the tokens of one micro-batch stand that a router of this rank sees, T of them."""
 
-    experts: Tensor  # [t, layers, k] of tokens of the Batch, as in Batch.routed_experts
+    experts: Tensor  # [t, layers, k] of tokens of the Batch, as in Batch.routing
     places: Tensor  # [T] int64, among the t
     known: Tensor  # [T] bool, the experts of this token are there
 
@@ -60,13 +60,13 @@ class RoutingReplay:
     def of(self, micro: MicroBatch, batch: Batch, forward_only: bool) -> Iterator[None]:
         """Replays the batch's experts in the forward inside, and in the same forward computed again later."""
         rows, columns = own_places(micro)
-        if batch.routed_experts is not None and len(batch.tokens):
-            assert batch.routed_lengths is not None, "both or neither"
+        if batch.routing is not None and len(batch.tokens):
             # padding looks a first token up and does not take it, also where there is padding alone
             first = torch.zeros(1, dtype=torch.int64)
             chosen, of_chosen = (micro.members, micro.places) if len(micro.members) else (first, first)
             lengths = batch.lengths[chosen]
-            host = batch.routed_experts[of_chosen], chosen, lengths.cumsum(0) - lengths, batch.routed_lengths[chosen]
+            routing = batch.routing
+            host = routing.experts[of_chosen], chosen, lengths.cumsum(0) - lengths, routing.lengths[chosen]
             experts, members, starts, known = (on_device(tensor, rows.device) for tensor in host)
             of = torch.searchsorted(members, rows).clamp(max=len(members) - 1)
             places = torch.where(rows >= 0, starts[of] + columns, 0)
@@ -102,7 +102,7 @@ class RoutingReplay:
             group = mpu.get_tensor_and_context_parallel_group()
             if dist.get_world_size(group) > 1:  # each token was seen by one of these ranks, the others have 0
                 dist.all_reduce(found.view(torch.uint8), group=group)  # NCCL adds no int16
-            return replace(batch, routed_experts=found.cpu(), routed_lengths=batch.lengths)
+            return replace(batch, routing=Routing(found.cpu(), batch.lengths))
 
         try:
             yield recorded
