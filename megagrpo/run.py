@@ -15,7 +15,7 @@ from megagrpo.actor.saving import save_actor
 from megagrpo.actor.step import holds_token_values
 from megagrpo.batching.batch import build_batch
 from megagrpo.checkpoint.resume import find_checkpoint, initial_weights, make_actor, resume, run_identity
-from megagrpo.checkpoint.save import Checkpointer, Schedule
+from megagrpo.checkpoint.save import Checkpointer, SaveSchedule
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
@@ -38,8 +38,9 @@ from megagrpo.rollout.tools import Tool, make_tool
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
-from megagrpo.types import Batch, EngineInfo, RolloutGroup, TrainState, Updates
+from megagrpo.types import Batch, RolloutGroup, TrainState, Updates
 from megagrpo.weights.exchange import Exchange
+from megagrpo.weights.refresh import EngineRefresh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,12 +72,11 @@ class Inputs:
 
 
 class Publishing:
-    """Brings weights into engines: after every step, and at any time into those that came back (rollout's Refresh)."""
+    """Brings weights into engines: after every step, and during sampling into those that came back (`refresh`)."""
 
     def __init__(self, config: ExperimentConfig, actor: MegatronActor, control: ServiceControl, exchange: Exchange):
-        self.exchange = exchange
+        self.exchange, self.refresh = exchange, EngineRefresh(actor.mesh, exchange.publish)
         self._config, self._actor, self._control = config, actor, control
-        self._due: list[str] = []  # engine ids, on the main rank
 
     def publish(self, version: int) -> dict[str, float]:
         """Collective. Publishes to every engine; returns seconds by phase when each has proved its weights."""
@@ -84,15 +84,6 @@ class Publishing:
             self._actor.update_state.offload()
             self._actor.mesh.from_main(self._control.let_start, "let engines start")
         return {f"publish/{name}": value for name, value in self.exchange.publish(version).items()}
-
-    def due(self, engines: Sequence[EngineInfo], version: int) -> bool:
-        """Main rank. Notes the live engines without weights of `version`; returns whether there are any."""
-        self._due = [e.id for e in engines if e.alive and (e.state == "stale" or e.weight_version != version)]
-        return bool(self._due)
-
-    def bring(self, version: int) -> None:
-        """Collective. Publishes to the engines of the last `due`."""
-        self.exchange.publish(version, only=self._actor.mesh.from_main(lambda: self._due, "naming stale engines"))
 
     def sleep(self) -> None:
         """Collective. Under rollout.colocate engines give their memory to the update."""
@@ -145,7 +136,7 @@ class MainRecord:
     console: StepConsole
 
 
-class Recording:
+class RunRecord:
     """The record of a run: the main rank's metrics, each replica's groups, every rank's timeline."""
 
     def __init__(self, config: ExperimentConfig, mesh: Mesh, start_step: int):
@@ -212,7 +203,7 @@ class Run:
     num_steps: int  # after which it ends
     sampling: Sampling
     publishing: Publishing
-    recording: Recording
+    recording: RunRecord
     checkpointer: Checkpointer
     watchdog: Watchdog
     stop_request: StopRequest | None  # None if another launcher started the ranks: it cannot ask them to stop
@@ -289,7 +280,7 @@ class Run:
         self.checkpointer.on_schedule(self.state)
 
     def stopping(self) -> bool:
-        """Collective. Returns whether any node was asked to stop (pre-emption, time limit), after it saved the state."""
+        """Collective. Returns whether any node was asked to stop (pre-emption, time limit); then the state is saved."""
         if not any(self.mesh.gather_world(self.stop_request is not None and self.stop_request.made())):
             return False
         self.checkpointer.save_now(self.state)
@@ -324,7 +315,7 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
     with ExitStack() as stack:
         console = stack.enter_context(_console(config, state, num_steps, inputs)) if mesh.is_main else None
         control = find_service(folder.path, service_url, start_timeout_s)
-        recording = Recording(config, mesh, state.step)
+        recording = RunRecord(config, mesh, state.step)
         stack.callback(recording.timeline.close)
         watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, recording.timeline.mark))
         exchange = Exchange(config, mesh, weights, control, folder.path, recording.timeline.call)
@@ -333,7 +324,7 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
         if mesh.is_leader:
             rewards, on_request = stack.enter_context(RewardPool(config.reward)), recording.timeline.request
             sampler = Sampler(config, mesh.dp_size, control, rewards, inputs.decode, inputs.tool, on_request)
-        rollouts = RolloutSource(config, mesh, control, sampler, publishing, watchdog.alive)
+        rollouts = RolloutSource(config, mesh, control, sampler, publishing.refresh, watchdog.alive)
         stack.callback(rollouts.close)
         rollouts.restore(state.ahead)
         stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
@@ -349,14 +340,14 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
             sampling=sampling,
             publishing=publishing,
             recording=recording,
-            checkpointer=_checkpointer(config, actor, sampling, recording, Schedule(num_steps, state.step)),
+            checkpointer=_checkpointer(config, actor, sampling, recording, SaveSchedule(num_steps, state.step)),
             watchdog=watchdog,
             stop_request=StopRequest(Path(stop_file)) if stop_file else None,
         )
 
 
 def _checkpointer(
-    config: ExperimentConfig, actor: MegatronActor, sampling: Sampling, recording: Recording, schedule: Schedule
+    config: ExperimentConfig, actor: MegatronActor, sampling: Sampling, recording: RunRecord, schedule: SaveSchedule
 ) -> Checkpointer:
     asynchronous = config.checkpoint.asynchronous
     background = environment.num_trainer_nodes() > 1 if asynchronous == "auto" else asynchronous

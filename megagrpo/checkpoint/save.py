@@ -81,7 +81,7 @@ PlanSave = Callable[[Path], SavePlan]  # collective; given an existing empty fol
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SaveSchedule:
     """When a run saves. background: training continues while a save is written, which requires plan_save's copy."""
 
     num_steps: int  # after which the run ends
@@ -105,7 +105,7 @@ class Checkpointer:
         plan_save: Callable[[Path, bool], SavePlan],
         gather_state: Callable[[TrainState], TrainState],
         mesh: Mesh,
-        schedule: Schedule,
+        schedule: SaveSchedule,
     ):
         self._options, self._root, self._identity, self._schedule = options, root, identity, schedule
         self._retention = Retention(options.keep, options.keep_gb * 1e9 if options.keep_gb is not None else None)

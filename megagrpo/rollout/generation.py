@@ -209,7 +209,11 @@ class GenerationClient:
         A request whose engine went down with its host would otherwise wait for its whole time limit, and the router
         does not report which those are.
         """
-        self._loop.call_soon_threadsafe(lambda: [attempt.abandon() for attempt in self._attempts])
+        self._loop.call_soon_threadsafe(self._abandon_all)
+
+    def _abandon_all(self) -> None:
+        for attempt in self._attempts:
+            attempt.abandon()
 
 
 class Attempt:
@@ -345,7 +349,8 @@ def _checked(answer: Answer, request: SampleRequest) -> Response:
     texts = [(span["start"], span["version"]) for span in meta.get("weight_versions") or ()]
     texts = texts or [(0, meta["weight_version"])]
     spans = [(start, version_number(text)) for start, text in texts]
-    if not all(request.accepts(version) for version in (*(v for _, v in spans), version_number(meta["weight_version"]))):
+    versions = [version for _, version in spans] + [version_number(meta["weight_version"])]
+    if not all(map(request.accepts, versions)):
         found = sorted({text for _, text in texts} | {meta["weight_version"]})
         needed = f"{request.version}{' or newer' if request.or_newer else ''}"
         raise _Refused(f"sampled by weights of version {found}, wanted {needed}")

@@ -153,7 +153,9 @@ class Sampler:
         job_number: int,
     ) -> None:
         order = (float(not job.is_urgent), float(job_number), self._order(of.prompt))
-        answers = await asyncio.gather(*(self._sample(client, job, of, index, order) for index in range(job.num_samples)))
+        answers = await asyncio.gather(
+            *(self._sample(client, job, of, index, order) for index in range(job.num_samples))
+        )
         samples, outcomes = zip(*answers, strict=True)
         if job.regrade:
             texts = [sample.text for sample in samples]

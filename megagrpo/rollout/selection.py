@@ -153,11 +153,11 @@ class GroupChoice:
             groups += generate(attempt)
             attempt += 1
         _measure_selection(metrics, groups, len(carried), attempt, selection)
-        chosen, surplus = ([g for g in groups if g.group_id in set(ids)] for ids in (selection.chosen, selection.surplus))
-        return chosen, attempt, surplus
+        chosen, surplus = set(selection.chosen), set(selection.surplus)
+        return [g for g in groups if g.group_id in chosen], attempt, [g for g in groups if g.group_id in surplus]
 
     def _select(self, groups: Sequence[RolloutGroup]) -> Selection:
-        """Collective over data-parallel ranks. Sorts the groups of all ranks into chosen, surplus and dropped, by id."""
+        """Collective over data-parallel ranks. Returns the chosen, surplus and dropped ids of all ranks' groups."""
         algorithm, mesh = self.config.algorithm, self.mesh
         assert algorithm.dynamic_sampling is not None
         # Ascending, so groups carried over from the step before come first.
@@ -209,9 +209,7 @@ def _measure_selection(
     metrics.add_mean("dynamic_sampling/generated_reward_mean", sum(values), len(values))
 
 
-def _too_few_groups(
-    groups: Sequence[RolloutGroup], selection: Selection, config: ExperimentConfig, mesh: Mesh
-) -> str:
+def _too_few_groups(groups: Sequence[RolloutGroup], selection: Selection, config: ExperimentConfig, mesh: Mesh) -> str:
     """Collective over data-parallel ranks. Returns the error of a step with too few groups to learn from."""
     options, wanted = config.algorithm.dynamic_sampling, config.train.num_prompts_per_step
     assert options is not None

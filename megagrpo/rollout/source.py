@@ -131,9 +131,7 @@ class RolloutSource:
             replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0]) for g, b in zip(groups, greedy, strict=True)
         ]
 
-    def first(
-        self, wanted: int, must: AbstractSet[int], version: int
-    ) -> tuple[list[int], list[RolloutGroup]]:
+    def first(self, wanted: int, must: AbstractSet[int], version: int) -> tuple[list[int], list[RolloutGroup]]:
         """Waits until `wanted` started groups are complete; returns their ids, ascending, and this rank's groups.
 
         must: ids to wait for. The other groups stay in flight. version: see `next`. Raises LeaderError on every rank.
@@ -261,9 +259,7 @@ class RolloutSource:
         groups = self._mesh.from_leader(for_others, what)
         return own if self._mesh.is_leader else groups
 
-    def _wait(
-        self, done: Callable[[], bool], batches: Sequence[SampledBatch], what: str, version: int | None
-    ) -> None:
+    def _wait(self, done: Callable[[], bool], batches: Sequence[SampledBatch], what: str, version: int | None) -> None:
         """Meets the other ranks until all are done, while the clock of `batches` runs. Raises LeaderError.
 
         done: called at every meeting, may be collective. version: of the weights that samples need, which Refresh

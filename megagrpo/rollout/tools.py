@@ -27,7 +27,7 @@ class Turn(Protocol):
     """Samples one turn of a response."""
 
     def __call__(self, number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Awaitable[Response]:
-        """Continues the ids `so_far` [T] until one of `stops` or of the experiment's stop tokens; turns count from 0."""
+        """Continues the ids `so_far` [T] until a token of `stops` or the experiment's own; turns count from 0."""
         ...
 
 
@@ -55,13 +55,13 @@ def make_tool(config: ToolConfig, tokenizer: "PreTrainedTokenizerBase") -> Tool:
     def encode(text: str) -> list[int]:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-            raise ValueError(f"the tokenizer does not know every character of the tool text {text!r:.80}")
+            raise ValueError(f"the tokenizer does not know every character of {text!r:.80}, a text of the tool")
         return ids
 
     ids = encode(config.call_end)
     if len(ids) != 1:
         raise ValueError(
-            f"sampling.tool.call_end {config.call_end!r} is {len(ids)} tokens; it must be exactly one, at which sampling stops"
+            f"sampling.tool.call_end {config.call_end!r} is {len(ids)} tokens; it must be one, where sampling can stop"
         )
     return Tool(load_tool(config.function), encode, ids[0], config.max_turns)
 
