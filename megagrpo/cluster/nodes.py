@@ -124,7 +124,8 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     end, unheard = [signal.SIGINT, signal.SIGUSR2], [signal.SIGTERM]
     if environment.get("SLURM_JOB_ID") is None:
         end, unheard = end + unheard, []
-    with Launch(folder, "serve", end=end, unheard=unheard, grace_s=_GRACE_S, scratch=temporary) as launch:
+    with Launch(folder, "serve", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
+        launch.remove_at_end(temporary)
         env = _ray_environment(node)
         ray = _start_ray(launch, config, node, temporary, env)
         if node.rank > 0:
