@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_service import FakeService, running
 
-from megagrpo.algo.staleness import staleness_metrics
+from megagrpo.algo.correction import staleness_metrics
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
