@@ -171,22 +171,11 @@ def test_adam_and_what_is_published_with_it():
 WITHOUT = """
 import torch
 from megagrpo.actor import host
-share, load = [], host._internals
-
-
-def internals():
-    module = load()
-    if not share:
-        share.append(module.share_angles)
-        module.share_angles = lambda: None
-    return module
-
-
-host._internals = internals
+share, host._share_angles = host._share_angles, lambda: None
 host.prepare_host()
 from megatron.core.models.common.embeddings import rope_utils
 theirs = rope_utils._apply_rotary_pos_emb_bshd, rope_utils._apply_rotary_pos_emb_thd
-share[0]()
+share()
 ours = rope_utils._apply_rotary_pos_emb_bshd, rope_utils._apply_rotary_pos_emb_thd
 assert not set(ours) & set(theirs)
 
