@@ -106,7 +106,7 @@ def _signal(process: psutil.Process, number: signal.Signals) -> None:
         process.send_signal(number)
 
 
-def own_address(host: str, port: int) -> str:
+def route_address(host: str, port: int) -> str:
     """Returns the address of this machine's interface that leads to `host`."""
     family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
-from megagrpo.system.processes import own_address
+from megagrpo.system.processes import route_address
 
 
 class Mailbox:
@@ -71,4 +71,4 @@ def decode(data: bytes) -> Any:
 def address_towards(url: str) -> str:
     """Returns this host's address as the host of `url` reaches it."""
     parts = urlsplit(url)
-    return own_address(str(parts.hostname), parts.port or 80)
+    return route_address(str(parts.hostname), parts.port or 80)
