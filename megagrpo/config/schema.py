@@ -1,6 +1,6 @@
 """The experiment: every section of the YAML, one frozen pydantic model each.
 
-A default and a description live on their field, nowhere else; docs/configuration.md is generated from them
+A default and a description live on their field, nowhere else; docs/reference/configuration.md is generated from them
 (`python -m megagrpo.config.describe`). Reading files, overrides and error messages are in config/load.py.
 """
 
@@ -187,7 +187,7 @@ class ExperimentConfig(Section):
     @model_validator(mode="after")
     def _sampling_and_training(self) -> Self:
         rollout, mismatch = self.rollout, self.algorithm.mismatch
-        if rollout.colocate and self.weights.transport not in ("ipc", "disk"):
+        if rollout.colocate and self.weights.traits.uses_groups:
             raise ValueError(
                 f"rollout.colocate with weights.transport {self.weights.transport}: NCCL takes no two ranks on one GPU;"
                 " set weights.transport: ipc, or disk"
