@@ -7,18 +7,18 @@ import pytest
 import torch
 from fake_service import FakeService, running
 
+from examples.laptop.model import character_tokenizer
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig, ToolConfig
 from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.rollout.calculator import calculator
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.generation import Response, sample_seed
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool, load_tool, make_tool, respond_with_tool
-from megagrpo.tiny.arithmetic import calculator
-from megagrpo.tiny.model import character_tokenizer
 from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample
 
 TOKENIZER = character_tokenizer("0123456789+-*/=.()<># ")
