@@ -137,7 +137,8 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
     ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
     colocate = config.rollout.colocate
     needed = max(ranks, engine_ranks) if colocate else ranks + engine_ranks
-    if not on_gpus(config, len(visible)) or (len(visible) < needed and config.weights.transport == "disk"):
+    may_share = not (config.weights.traits.uses_groups or config.weights.traits.needs_colocation)
+    if not on_gpus(config, len(visible)) or (len(visible) < needed and may_share):
         return {}, {}
     if colocate and engine_ranks > ranks:
         raise ValueError(

@@ -194,7 +194,7 @@ class ExperimentConfig(Section):
     @model_validator(mode="after")
     def _sampling_and_training(self) -> Self:
         rollout, mismatch = self.rollout, self.algorithm.mismatch
-        if rollout.colocate and self.weights.transport not in ("ipc", "disk"):
+        if rollout.colocate and self.weights.traits.uses_groups:
             raise ValueError(
                 f"rollout.colocate with weights.transport {self.weights.transport}: NCCL takes no two ranks on one GPU;"
                 " set weights.transport: ipc, or disk"
