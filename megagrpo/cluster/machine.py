@@ -42,9 +42,7 @@ def _refuse_what_cannot_run(config: ExperimentConfig) -> None:
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
     unmade = [path for path in _inputs(config) if not Path(path).exists()]
     if unmade:  # preflight accepts paths that this experiment itself creates
-        makers = [name for name, section in (("prepare", config.prepare), ("sft", config.sft)) if section is not None]
-        first = ", then ".join(f"`megagrpo {name}`" for name in makers)
-        raise ValueError(f"missing: {', '.join(unmade)}; run {first} first")
+        raise ValueError(f"missing: {', '.join(unmade)}; run `megagrpo sft` first")
 
 
 @contextmanager
