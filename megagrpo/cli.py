@@ -300,7 +300,8 @@ def _certify(args: argparse.Namespace) -> int:
 
 
 def _bisect(args: argparse.Namespace) -> int:
-    from megagrpo.bisect.command import BisectOptions, bisect, bisect_main
+    from megagrpo.bisect.command import bisect, bisect_main
+    from megagrpo.bisect.options import BisectOptions
 
     config = _config(args)
     if under_torchrun():

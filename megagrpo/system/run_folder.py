@@ -9,7 +9,7 @@ view.html  trace.json.gz                         what `megagrpo view` writes
 service.json    where the rollout service is     service.key    its key: readable by its owner, gone when it ends
 wandb/          what `wandb sync` sends          wandb_id       of the W&B run that this one is (log.wandb)
 certify/        what `megagrpo certify` writes   logs/          of every process
-bisect/         what `megagrpo bisect` writes: report.md, report.json, report.png; a run folder of its own
+bisect/         what `megagrpo bisect` writes: report.md, report.json; a run folder of its own
 logs/trainer.log, service.log, engine-0.node-0.log ...
 logs/trainer.stop_request                        asks the ranks of one node to stop, see stop_request.py
 logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": the same would happen again

@@ -27,7 +27,7 @@ from megagrpo.weights.copies.record import Copy, Recording, Specs, coverage_prob
 from megagrpo.weights.copies.views import Box, Place, row_major
 from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest, slice_digest
-from megagrpo.weights.engines.hooks import Recorder, Tap, tapped_modules
+from megagrpo.weights.engines.hooks import Recorder, Tap
 from megagrpo.weights.transports.reshard_plan import Batches, Message
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
@@ -276,16 +276,15 @@ def _leave(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
 
 
 def _capture(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Records from now on what the request's taps see. Returns the modules that this rank's model has not."""
+    """Starts recording the request's taps. Returns the modules that this rank's model does not have."""
     if (earlier := _recorders.pop(model, None)) is not None:
         earlier.remove()
-    tapped, missing = tapped_modules(model, [Tap(*tap) for tap in request["taps"]])
-    _recorders[model] = Recorder(tapped)
-    return {"missing": missing}
+    recorder = _recorders[model] = Recorder(dict(model.named_modules()), [Tap(*tap) for tap in request["taps"]])
+    return {"missing": recorder.missing}
 
 
 def _read(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Ends the capture and writes what it saw, a list of tensors for each tap, to the request's file."""
+    """Ends the capture and writes its tensors, a list for each tap, to the request's file."""
     recorder = _recorders.pop(model)
     recorder.remove()
     torch.save(recorder.seen, request["file"])
