@@ -1,11 +1,11 @@
-"""Records samples as the update saw them, for `megagrpo view`: advantages, and tokens with the two log-probabilities.
+"""Records samples as the update saw them, for `megagrpo view`: advantages and log-probability differences.
 
-trained/replica_0.jsonl has a line a step, of the samples that one data-parallel rank trained on:
+trained/replica_0.jsonl has one line a step for the samples of one data-parallel rank:
 
-    sample_ids, advantages   of all; a mean over trained tokens, null where none is trained on
-    tokens                   of the step's first groups: [{"sample_id", "ids", "difference"}, ...], "difference" being
-                             the trainer's minus the engine's log-probability, null where it was not trained on
-    pieces                   the text of token ids that earlier lines have not shown
+    sample_ids, advantages   of all samples; the mean over trained tokens, null if there are none
+    tokens                   of the step's first groups: [{"sample_id", "ids", "difference"}, ...]; "difference" is the
+                             trainer's minus the engine's log-probability, null for tokens that are not trained
+    pieces                   the text of token ids that are new in this line
 """
 
 import math
@@ -21,10 +21,10 @@ from megagrpo.types import Batch
 
 
 class TrainedLog:
-    """Writes the record of one data-parallel rank. No collective: samples are joined by id when they are looked at.
+    """Writes the record of one data-parallel rank. Not collective: readers join samples by id.
 
-    num_groups: groups of a step whose tokens are kept, over all ranks; 0 keeps advantages alone. pieces: token ids ->
-    the text of each by itself. start_step: see StepLines.
+    num_groups: number of groups of a step, over all ranks, whose tokens are recorded. pieces: token ids -> the text of
+    each token. start_step: see StepLines.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TrainedLog:
         assert batch.advantages is not None, "written after the update"
         counts = row_sums(batch.loss_mask.long(), batch.lengths)
         sums = row_sums((batch.advantages * batch.loss_mask).double(), batch.lengths)
-        means = sums / counts  # NaN where nothing is trained on
+        means = sums / counts  # NaN without trained tokens
         ids, advantages = batch.sample_ids.tolist(), means.tolist()
         chosen = [
             (sample_id, slice(start + prompt, start + length))
@@ -89,5 +89,5 @@ class TrainedLog:
 
 
 def _rounded(values: list[float], digits: int) -> list[float | None]:
-    """Rounds to significant digits; null for what is not finite."""
+    """Rounds to significant digits; None for non-finite values."""
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]

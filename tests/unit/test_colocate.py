@@ -66,16 +66,16 @@ def test_what_cannot_be_colocated_is_refused(settings, named):
 def test_several_machines_are_refused():
     config, node = load_config(QUICKSTART, SETTINGS), Node(0, 1, None, None, 1)
     for start in (train_node, serve_node):
-        with pytest.raises(ValueError, match="of one machine so far: `megagrpo run`"):
+        with pytest.raises(ValueError, match="works on one machine so far: `megagrpo run`"):
             start(config, [], node)
     assert "submit with --kind one-node" in misfits(config, Request("one-job"))[0]
     assert misfits(config, Request("one-node", gpus_per_node=2)) == []
-    assert "want 2 GPUs, not 1" in misfits(config, Request("one-node", gpus_per_node=1))[0]
+    assert "need 2 GPUs, not 1" in misfits(config, Request("one-node", gpus_per_node=1))[0]
 
 
 def test_an_engine_rank_without_a_trainer_beside_it_is_refused():
     config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=3"])
-    with pytest.raises(ValueError, match=r"3 engine ranks .* need a trainer rank each beside them, .* is 2"):
+    with pytest.raises(ValueError, match=r"3 engine ranks .* need one trainer rank each, .* is 2"):
         _devices(config, ["0", "1", "2"])
     config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=2"])
     assert _devices(config, ["4", "5", "6"]) == ({"CUDA_VISIBLE_DEVICES": "4,5"},) * 2

@@ -11,7 +11,7 @@ from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.types import AlgoState, Batch
 from tests.padding import as_rows, batch_of_rows
 from tests.unit.algo_inputs import reward_inputs
-from tests.unit.golden_cases import cases, close, load, needs_golden, tensor
+from tests.unit.golden_cases import cases, close, load, tensor
 
 FILE = "advantages.json"
 RAW = {"single_sample": "raw"}
@@ -265,7 +265,6 @@ def test_nemo_without_leave_one_out(case):
     close(mine, reference.tolist(), **tolerance_of(inputs), where=informative)
 
 
-@needs_golden
 def test_every_defect_of_the_file_is_shown_above():
     shown = {"D1", "D2", "D6", "D9", "D15", "D16", "D21", "D23", "N1", "N2", "N8"}
     assert {d for case in load(FILE) if case["status"] == "defect" for d in case["defects"]} <= shown
