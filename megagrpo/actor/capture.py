@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megagrpo.actor.head import token_values
 from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.routing.tokens import RouterScope
 from megagrpo.actor.step import micro_batches, token_logprobs
 from megagrpo.types import Batch, MicroBatch
 from megagrpo.weights.engines.hooks import Recorder, SeenTokens, Tap, experts_key
@@ -40,7 +41,7 @@ def captured_forward(
     recorder = Recorder(_modules(actor), taps)
     with ExitStack() as stack:
         stack.callback(recorder.remove)
-        own = stack.enter_context(_forced_routing(actor, micros, forced))
+        own = stack.enter_context(_forced_routing(actor, forced))
         logprobs = token_logprobs(actor, batch, 1.0)
     recorder.seen.update({key: maps for key, maps in own.items() if key in recorder.seen})
     pieces = []
@@ -82,59 +83,44 @@ def _modules(actor: MegatronActor) -> dict[str, nn.Module]:
     return found
 
 
-def _tokens_of(micro: MicroBatch, count: int) -> tuple[Tensor, Tensor] | None:
-    """Returns rows and columns [count] of this rank's part in Megatron's order [s / cp, b], flattened, or of its tp-th
-    of it (sequence parallelism); None for any other count.
-    """
-    rows, columns = micro.rows.transpose(0, 1), micro.columns.transpose(0, 1)
-    tp, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    if count == rows.numel() // tp != rows.numel():
-        rows, columns = rows.chunk(tp)[tp_rank], columns.chunk(tp)[tp_rank]
-    return (rows.flatten(), columns.flatten()) if count == rows.numel() else None
-
-
 def _piece(key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
     """Returns the real tokens of values [s / cp, b, ...] or [s b / cp, ...], or of a tp-th of them."""
-    flat = values.flatten(0, 1) if values.dim() > 2 and values.shape[1] == len(micro.rows) else values
-    tokens = _tokens_of(micro, len(flat))
-    assert tokens is not None, f"{key}: shape {list(values.shape)} does not fit {list(micro.rows.shape)} tokens"
-    rows, columns = tokens
+    tp, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    rows, columns = micro.rows.transpose(0, 1), micro.columns.transpose(0, 1)  # [s / cp, b], Megatron's order
+    flat = values.flatten(0, 1) if values.dim() > 2 and values.shape[1] == rows.shape[1] else values
+    if len(flat) == rows.numel() // tp != rows.numel():  # sequence parallel
+        rows, columns = rows.chunk(tp)[tp_rank], columns.chunk(tp)[tp_rank]
+    assert len(flat) == rows.numel(), f"{key}: shape {list(values.shape)} does not fit {list(micro.rows.shape)} tokens"
+    rows, columns = rows.flatten(), columns.flatten()
     real = rows >= 0
-    tp_rank = mpu.get_tensor_model_parallel_rank()
     return SeenTokens(key, tp_rank, rows[real], columns[real], flat.reshape(len(flat), -1)[real])
 
 
 @contextmanager
-def _forced_routing(
-    actor: MegatronActor, micros: Sequence[MicroBatch], forced: Tensor | None
-) -> Iterator[dict[str, list[Tensor]]]:
-    """Makes routers take given experts inside. Yields the maps of their own choices by key, complete at the end."""
+def _forced_routing(actor: MegatronActor, forced: Tensor | None) -> Iterator[dict[str, list[Tensor]]]:
+    """Makes routers take given experts inside. Yields the maps of their own choices by key, filled by the forwards."""
     own: dict[str, list[Tensor]] = {}
     with ExitStack() as stack:
         if forced is not None:
-            for layer, router in (item for chunk in actor.chunks for item in routers(chunk).items()):
+            for layer, router in routers(actor.chunks).items():
                 stack.callback(setattr, router, "router_replay", router.router_replay)
-                router.router_replay = given = _GivenExperts(forced[:, :, layer], micros)
+                router.router_replay = given = _GivenExperts(forced[:, :, layer], actor.router_scope)
                 own[experts_key(layer)] = given.own
         yield own
 
 
 class _GivenExperts:
-    """Replaces Megatron's RouterReplay in one router; for tokens without given experts the router's choice stays.
+    """Replaces Megatron's RouterReplay in one router; tokens without given experts keep the router's choice."""
 
-    A router is called once for a micro-batch, in their order: without gradients nothing is recomputed.
-    """
-
-    def __init__(self, experts: Tensor, micros: Sequence[MicroBatch]):
-        self._experts, self._micros = experts, iter(micros)  # [N, S, k]
+    def __init__(self, experts: Tensor, scope: RouterScope):
+        self._experts, self._scope = experts, scope  # [N, S, k]
         self.own: list[Tensor] = []  # by micro-batch: [t, experts] bool, on the host
 
     def get_replay_topk(self, scores: Tensor, topk: int, num_groups=None, group_topk=None, default_compute_topk=None):
         """Returns scores [t, k] at the given experts, and these [t, k]."""
         assert default_compute_topk is not None
-        tokens = _tokens_of(next(self._micros), len(scores))
-        assert tokens is not None, f"a router has {len(scores)} tokens"
-        rows, columns = tokens
+        assert self._scope.now is not None, "called by the forward of a micro-batch"
+        rows, columns = (places.cpu() for places in self._scope.now.own)
         experts = self._experts.cpu()[rows.clamp(min=0), columns.clamp(min=0)].to(scores.device)
         given = (rows >= 0).to(scores.device) & (experts >= 0).all(1)
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)

@@ -301,7 +301,7 @@ def biases_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
     And the load of experts, of which layers without any have no part.
     """
-    actor.expert_load.enabled = True
+    actor.expert_load.begin()
     gradient(actor, batch_of(actor.mesh), RICH)
     actor.optimizer_step()
     counts = actor.expert_load.counts.clone()
