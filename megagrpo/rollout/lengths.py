@@ -4,6 +4,14 @@ _REMEMBERED = 4096  # samples: older ones were sampled by another policy
 _ASSUMED = 8  # samples of the full length, with which it begins
 
 
+def tokens_in_cache(mean: float, mean_square: float) -> float:
+    """Returns E[L^2] / (2 E[L]), the mean response tokens of one running sample in an engine that is always busy.
+
+    At any moment long responses are the larger part of what runs, and half done on average.
+    """
+    return mean_square / (2 * mean)
+
+
 class ResponseLengths:
     """Learns how long responses are. For one event loop.
 
@@ -22,11 +30,8 @@ class ResponseLengths:
         self._of_prompt[prompt_id] = count + 1, total + length
 
     def held(self) -> float:
-        """Returns the tokens of its response that one running sample has on average, in an engine that is always busy.
-
-        E[L^2] / (2 E[L]): of what runs at a moment long responses are the larger part, and half done on average.
-        """
-        return self._sums[2] / (2 * max(self._sums[1], 1.0))
+        """Returns the mean response tokens of one running sample."""
+        return tokens_in_cache(max(self._sums[1], 1.0), self._sums[2])
 
     def expected(self, prompt_id: int) -> float:
         """Returns the mean response to a prompt in tokens: to this one in earlier epochs, else to all."""

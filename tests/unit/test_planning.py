@@ -7,8 +7,7 @@ import pytest
 
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, TinyModelConfig
 from megagrpo.planning.hardware import HARDWARE, Rates, rates_of
-from megagrpo.planning.links import broadcast_forecast, place_ranks, reshard_forecast
-from megagrpo.planning.publish_bytes import plan_weights
+from megagrpo.planning.publish_bytes import broadcast_forecast, place_ranks, plan_weights, reshard_forecast
 from megagrpo.planning.recordings import Recordings, record_both_sides, representative_ranks
 from megagrpo.tiny.description import hf_config
 from megagrpo.weights.transports.gather_plan import make_gather_plan
