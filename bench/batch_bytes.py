@@ -55,7 +55,7 @@ def main() -> None:
     padded = len(batch.lengths) * int(batch.lengths.max())
     lines = [
         ["all samples, on the device", padded * PADDED_BYTES, 0],
-        ["all samples, on the host", 0, _bytes(vars(batch).values())],
+        ["all samples, on the host", 0, _bytes([*vars(batch).values(), *vars(batch.rewards).values()])],
         ["micro-batches laid out, on the device at once", at_once, one],
     ]
     what = {"samples": args.samples, "tokens": len(batch.tokens), "longest": int(batch.lengths.max())}

@@ -248,9 +248,9 @@ def _record(run: Run, plan: Plan) -> dict:
     }
 
 
-NOTES = """Ratio: bound over published. Other systems: vLLM in NeMo-RL; weights swapped on shared GPUs and gathered before they
-are sent. Trainer memory is what this program needs, with float32 gradients; NeMo-RL's are bf16. Lengths that were
-not published: assumed, see docs/planning.md. Recomputation that a script does not state: full.
+NOTES = """Ratio: bound over published. Other systems: vLLM in NeMo-RL; weights swapped on shared GPUs and gathered
+before they are sent. Trainer memory is what this program needs, with float32 gradients; NeMo-RL's are bf16. Lengths
+that were not published: assumed, see docs/planning.md. Recomputation that a script does not state: full.
 
 Training only, without recomputation. The bound is of this program's schedule and all-to-all, planned without virtual
 stages; theirs have some, and DeepEP, which sends a token once to each node and overlaps: hence ratios above 1.

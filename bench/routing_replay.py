@@ -135,7 +135,7 @@ def _run(actor: MegatronActor, model: Path, engine: OneEngine, folder: Path, noi
     _asked(engine, "/update_weights_from_disk", {"model_path": str(_changed(model, folder / "engine", noisy))})
     batch = _sampled(actor, model, engine, num_tokens)
     replayed, differ = _compared(actor, batch)
-    own, _ = _compared(actor, replace(batch, routed_experts=None))
+    own, _ = _compared(actor, replace(batch, routing=None))
     return {"noise": noise, "differ": differ, "own": own, "replayed": replayed}
 
 

@@ -174,8 +174,8 @@ def _add_checkpoints(commands: _Commands) -> None:
 def _add_inspection(commands: _Commands) -> None:
     report = commands.add("report", _report, "summary table and learning curve of a run folder")
     report.add_argument("run_dir")
-    view = commands.add("view", _view, "one HTML file of one or more runs: curves, timeline, samples; and a trace")
-    view.add_argument("run_dirs", metavar="RUN", nargs="+", help="run folder; several are compared")
+    view = commands.add("view", _view, "samples of one or more runs as one HTML file, and their traces for Perfetto")
+    view.add_argument("run_dirs", metavar="RUN", nargs="+", help="run folder; several share one page")
     view.add_argument(
         "--output", type=Path, metavar="FILE", help="the page; default: view.html in the first run folder"
     )
@@ -183,11 +183,7 @@ def _add_inspection(commands: _Commands) -> None:
         "--trace", type=Path, metavar="FILE", help="the first run's trace; default: trace.json.gz in its folder"
     )
     view.add_argument("--sample-mb", type=float, default=20.0, help="MB of samples of each run (default 20)")
-    view.add_argument("--timeline-steps", type=int, default=20, help="last steps in timeline and trace (default 20)")
-    view.add_argument(
-        "--serve", action="store_true", help="serve the page on 127.0.0.1 instead, with new steps as they come"
-    )
-    view.add_argument("--port", type=int, default=0, help="with --serve (default: any that is free)")
+    view.add_argument("--timeline-steps", type=int, default=20, help="last steps in the trace (default 20)")
     status = commands.add("status", _status, "state of the rollout service of a run")
     status.add_argument("run_dir")
     status.add_argument("--json", action="store_true", help="for programs")
@@ -362,11 +358,11 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _view(args: argparse.Namespace) -> int:
-    from megagrpo.view.command import view_runs
-    from megagrpo.view.run_data import ViewLimits
+    from megagrpo.system.run_folder import RunFolder
+    from megagrpo.view.command import ViewLimits, write_view
 
-    limits = ViewLimits(args.sample_mb, args.timeline_steps)
-    view_runs(args.run_dirs, limits, args.output, args.trace, args.port if args.serve else None)
+    folders = [RunFolder(Path(name)) for name in args.run_dirs]
+    print(write_view(folders, ViewLimits(args.sample_mb, args.timeline_steps), args.output, args.trace))
     return 0
 
 

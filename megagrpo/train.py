@@ -37,8 +37,9 @@ def train(run: Run) -> None:
         # the all-reduce of group statistics
         batch, state.algo_state, values = with_advantages(batch, algorithm, mesh.reduce, state.algo_state, max_tokens)
         with timer.phase("update"):
-            values |= update(actor, batch, algorithm, temperature, max_tokens)
-        run.inspect_update(batch, algorithm, values)  # an update that was not finite: dumped; halt or go on
+            measured, logprobs = update(actor, batch, algorithm, temperature, max_tokens)
+        values |= measured
+        run.inspect_update(batch, algorithm, values, logprobs)  # an update that was not finite: dumped; halt or go on
         state.step += 1
         with timer.phase("publish"):
             values |= run.publish()

@@ -6,7 +6,7 @@ about tokens[t]; `targets` in batching/microbatch.py is the one place that shift
 logarithms.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,8 +16,9 @@ if TYPE_CHECKING:  # this file loads without torch
     import torch
     from torch import Tensor
 
-Updates = tuple[tuple[tuple[int, ...], ...], ...]  # [passes over a step's groups][updates]: ids of the groups
-Refresh = Callable[[Sequence[str]], None]  # engine ids -> publishes the present weights to them and marks them ready
+GroupIds = tuple[int, ...]  # ascending: the groups that one optimiser update trains on, as in Batch.group_ids
+Pass = tuple[GroupIds, ...]  # the updates of one pass over a step's groups
+Updates = tuple[Pass, ...]  # all updates of a step, over all ranks
 
 
 class WithArrays:
@@ -102,7 +103,7 @@ class Outcome:
 class RolloutGroup:
     """Holds the responses to one prompt, which are each other's baseline, with their outcomes. G samples."""
 
-    group_id: int  # dense over the step and all data-parallel ranks: 0 .. num_groups - 1
+    group_id: int  # the index of its prompt in the run, over all epochs; in an evaluation, in its prompts
     prompt: Prompt
     samples: tuple[Sample, ...]  # [G], in order of their index
     outcomes: tuple[Outcome, ...]  # [G], of the samples
@@ -142,36 +143,52 @@ class ReferenceStates:
 
 
 @dataclass(frozen=True)
+class Rewards:
+    """The graders' verdicts on the N samples of a Batch."""
+
+    values: "Tensor"  # [N] float64, 0 if not valid
+    valid: "Tensor"  # [N] bool, the outcome was a score
+    greedy: "Tensor | None" = None  # [N] float64, of the group's greedy response; only with advantage "remax"
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of a Batch's tokens in the MoE layers of this pipeline stage; actor.routing_replay."""
+
+    experts: "Tensor"  # [T, layers, k] uint8 or int16, 0 beyond `lengths`
+    lengths: "Tensor"  # [N] int64, tokens of each sample whose experts are known, from its first on
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Correction of the trainer/rollout mismatch; algo/correction.py."""
+
+    weights: "Tensor | None" = None  # [T] float32, factors of the policy loss; None: 1
+    counted: "Tensor | None" = None  # [T] bool, tokens of the loss's denominators; None: the loss mask
+
+
+@dataclass(frozen=True)
 class Batch:
     """Holds this data-parallel rank's samples of one step, on the host; a MicroBatch brings its own to the device."""
 
-    sample_ids: "Tensor"  # [N] int64, group_id * group_size + index: the order that does not depend on the layout
-    group_ids: "Tensor"  # [N] int64
+    sample_ids: "Tensor"  # [N] int64, RolloutGroup.group_id * group_size + index: an order that no layout changes
+    group_ids: "Tensor"  # [N] int64, dense: the order of the groups among those of the step, 0 .. num_groups - 1
     num_groups: int  # over all ranks
     tokens: "Tensor"  # [T] int32
     lengths: "Tensor"  # [N] int64, tokens of prompt + response
     prompt_lengths: "Tensor"  # [N] int64, tokens
     loss_mask: "Tensor"  # [T] bool, the tokens that the policy sampled
     rollout_logprobs: "Tensor"  # [T] float32, 0 off the response
-    rewards: "Tensor"  # [N] float64, the grader's; 0 where not valid
-    valid: "Tensor"  # [N] bool, the outcome was a score
-    truncated: "Tensor"  # [N] bool, ended by length
-    lags: "Tensor | None" = None  # [T] int32, versions that the weights which sampled a token are older than those
-    # that it trains, 0 off the response; None: all are 0
-    greedy_rewards: "Tensor | None" = None  # [N] float64, of the group's greedy response; advantage "remax" alone
+    rewards: Rewards
+    truncated: "Tensor"  # [N] bool, the response ended by length
+    lags: "Tensor | None" = None  # [T] int32, weight versions between sampling and training; None: all are 0
     advantages: "Tensor | None" = None  # [T] float32, 0 off the loss mask
     old_logprobs: "Tensor | None" = None  # [T] float32, by the actor before the first update of the step
-    seen_logprobs: "Tensor | None" = None  # [T] float32, where there are no old_logprobs: filled in by the update's
-    # own forward, on last pipeline stages; NaN for samples that no update took. For the record alone
     ref_logprobs: "Tensor | None" = None  # [T] float32, by the reference model
     reference: ReferenceStates | None = None  # KL estimator "full", instead of ref_logprobs
-    policy_weights: "Tensor | None" = None  # [T] float32, correction of the trainer/rollout mismatch
-    denominator_mask: "Tensor | None" = None  # [T] bool, what N_tok and N_seq count; None: loss_mask
-    # [T, layers, k] uint8 or int16: the experts of each token in this pipeline stage's layers with experts, and of
-    # how many tokens of a sample they are known [N] int64, from the first on; 0 beyond. actor.routing_replay
-    routed_experts: "Tensor | None" = None
-    routed_lengths: "Tensor | None" = None
-    updates: Updates = ()  # over all ranks; (): made for no update
+    correction: Correction = Correction()
+    routing: Routing | None = None
+    updates: Updates = ()  # (): for forwards only
 
     @property
     def starts(self) -> "Tensor":
@@ -262,10 +279,10 @@ class TrainState:
     step: int = 0  # steps finished; also the version of the weights
     data_cursor: int = 0  # prompts consumed so far, over all epochs
     algo_state: AlgoState = AlgoState()
-    # Dynamic sampling: groups for the next step, ids dense over all ranks. This rank's; in a checkpoint those of all.
+    # Dynamic sampling: groups for the next step. This rank's; in a checkpoint those of all ranks.
     surplus: list[RolloutGroup] = field(default_factory=list)
-    # rollout.max_staleness: finished groups of batches that no step has taken, ids counted over the run's prompts. In a
-    # checkpoint alone, those of all ranks: while a run goes on its source has them
+    # rollout.max_staleness: finished groups that no step has consumed, of all ranks. Only in a checkpoint: while a run
+    # goes on its source has them
     ahead: list[RolloutGroup] = field(default_factory=list)
-    # rollout.extra_groups: (place in the run, for how many steps) of groups that were left behind
+    # rollout.extra_groups: (id, number of steps) of deferred groups
     deferred: list[tuple[int, int]] = field(default_factory=list)

@@ -1,6 +1,5 @@
 """A small made-up run folder, written by the project's own writers."""
 
-import math
 import time
 from pathlib import Path
 
@@ -66,15 +65,13 @@ def made_batch(groups: list[RolloutGroup], difference: float = 2e-3) -> Batch:
     )
 
 
-def make_run(path: Path, num_steps: int = 5, level: float = 0.0, start_step: int = 0) -> RunFolder:
-    """A run of two ranks and two engines; `level` is added to its rewards."""
+def make_run(path: Path, num_steps: int = 5, start_step: int = 0) -> RunFolder:
+    """A run of two ranks and two engines."""
     folder = RunFolder(path)
     log = StepLog(folder, LogConfig(tensorboard=False), start_step)
     rollouts = RolloutLog(folder, 0, 1, start_step)
     timelines = [Timeline(folder, rank, 2, start_step) for rank in range(2)]
     trained = TrainedLog(folder, 0, 1, 2, lambda ids: [{5: " one", 6: "<b>", 9: "é"}[i] for i in ids], start_step)
-    if start_step == 0:
-        log.write(0, {"eval/accuracy": 0.25})
     for step in range(start_step + 1, num_steps + 1):
         now = time.time()
         for rank, timeline in enumerate(timelines):
@@ -83,12 +80,11 @@ def make_run(path: Path, num_steps: int = 5, level: float = 0.0, start_step: int
             for i in range(4):
                 timeline.request(f"engine-{i % 2}", now + 0.01 * i, now + 0.01 * i + 0.1, 7 * (rank + i > 0))
         timelines[0].call("engine-0", "digest", now + 0.2, now + 0.3)
-        reward = level + step / 10
-        values = {"reward/mean": reward, "reward/std": 0.1, "policy/entropy": 1 / step, "optim/grad_norm": math.inf}
-        log.write(step, values | {"time/rollout_s": 2.0, "time/update_s": 1.0, "time/step_s": 3.5})
+        log.write(step, {"reward/mean": step / 10})
         groups = made_groups(step)
         rollouts.write(step, groups)
-        trained.write(step, made_batch(groups))
+        batch = made_batch(groups)
+        trained.write(step, batch, batch.old_logprobs)
         for timeline in timelines:
             timeline.end_step(step)
     for writer in (log, rollouts, trained, *timelines):

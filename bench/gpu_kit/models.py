@@ -23,7 +23,7 @@ from megagrpo.config.algorithm import AlgorithmConfig  # noqa: E402
 from megagrpo.config.schema import ActorConfig, OptimizerConfig  # noqa: E402
 from megagrpo.families.architecture import Architecture  # noqa: E402
 from megagrpo.families.table import FAMILIES, model_tensors  # noqa: E402
-from megagrpo.types import Batch  # noqa: E402
+from megagrpo.types import Batch, Rewards  # noqa: E402
 
 # Everything that a loss can have: the reference's KL, an entropy bonus, a clip.
 RICH = AlgorithmConfig.model_validate(
@@ -108,8 +108,7 @@ def random_batch(vocab: int, lengths: Sequence[int], prompt: int, seed: int = 0)
         prompt_lengths=torch.full((rows,), prompt),
         loss_mask=mask,
         rollout_logprobs=logprobs,
-        rewards=torch.zeros(rows, dtype=torch.float64),
-        valid=torch.ones(rows, dtype=torch.bool),
+        rewards=Rewards(torch.zeros(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.bool)),
         truncated=torch.zeros(rows, dtype=torch.bool),
         advantages=torch.randn(rows, generator=generator).repeat_interleave(length) * mask,
         old_logprobs=logprobs,

@@ -63,7 +63,7 @@ def _reinforced(actor: MegatronActor, sizes: dict) -> tuple[list[float], list[fl
         assert batch.old_logprobs is not None, "it was asked for"
         gap = (batch.old_logprobs - batch.rollout_logprobs).abs()[batch.loss_mask]
         gaps.append(float(gap.mean()))
-        rewards.append(float(batch.rewards.mean()))
+        rewards.append(float(batch.rewards.values.mean()))
         batch, state, _ = with_advantages(batch, PLAIN, actor.mesh.reduce, state, RESPONSE)
         step.update(actor, batch, PLAIN, 1.0, RESPONSE)
     return rewards, gaps

@@ -5,9 +5,9 @@ micro-batches and ranks, whatever the layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tok
 from megagrpo.actor.layers.attention import PackedSequences
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
+from megagrpo.actor.routing.tokens import MicroBatchScope
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.algo.statistics import row_sums
 from megagrpo.batching.microbatch import MicroBatches, plan_micro_batches
@@ -33,7 +34,7 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
 
     Every rank of a replica gets them, on the host.
     """
-    out, found = torch.zeros(len(batch.tokens), device=actor.mesh.device), _OfTokens()
+    out, found = torch.zeros(len(batch.tokens), device=actor.mesh.device), TokenCollector()
 
     def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
         found.add(micro, values.logprobs)
@@ -51,7 +52,14 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
     return _from_last_stage(out).cpu()
 
 
-class _OfTokens:
+class Updated(NamedTuple):
+    """What the optimiser updates of one step measured."""
+
+    metrics: dict[str, float]  # equal on all ranks
+    logprobs: Tensor  # [T] float32, of the policy before the step; NaN for samples that no update trained on
+
+
+class TokenCollector:
     """Collects values of a batch's tokens from micro-batches, where they are: nothing waits for the device."""
 
     def __init__(self) -> None:
@@ -63,10 +71,11 @@ class _OfTokens:
         self._places.append(micro.places)
         self._values.append(values.detach().flatten()[micro.grid])
 
-    def put_into(self, out: Tensor) -> None:
-        """Puts them into the values [T] of all tokens, on any device."""
+    def put_into(self, out: Tensor) -> Tensor:
+        """Writes them into the values [T] of all tokens, on any device; returns `out`."""
         if self._places:
             out[torch.cat(self._places).to(out.device)] = torch.cat(self._values).to(out.device)
+        return out
 
 
 def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
@@ -76,7 +85,7 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
     reference's when it is swapped in.
     """
     parts: list[Tensor] = []
-    index, found = torch.full((len(batch.tokens),), -1), _OfTokens()
+    index, found = torch.full((len(batch.tokens),), -1), TokenCollector()
 
     def keep(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
         flat, seen = micro.targets.flat, sum(len(part) for part in parts)
@@ -108,11 +117,9 @@ def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: b
         batch = replace(recorded(), old_logprobs=_finite(actor, logprobs, "the actor"))
     elif old:
         batch = replace(batch, old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"))
-    else:
-        batch = replace(batch, seen_logprobs=torch.full_like(batch.rollout_logprobs, torch.nan))
     if reference is not None:
         assert actor.reference is not None, "keep_reference() was not called"
-        of_itself = replace(batch, routed_experts=None)
+        of_itself = replace(batch, routing=None)
         with actor.reference.swapped_in():
             if reference == "full":
                 return replace(batch, reference=hidden_states(actor, of_itself))
@@ -129,19 +136,20 @@ def _finite(actor: MegatronActor, logprobs: Tensor, whose: str) -> Tensor:
 
 def update(
     actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, temperature: float, max_response_tokens: int
-) -> dict[str, float]:
-    """Collective. Makes the optimiser updates of `batch.updates`; returns metrics, equal on all ranks.
+) -> Updated:
+    """Collective. Makes the optimiser updates of `batch.updates`; returns metrics and, if the batch has no
+    old_logprobs, the log-probabilities of the update's own forward (complete where `holds_token_values`).
 
-    With several passes every metric is also given of each alone, NAME_pass_1 and so on. An update whose loss or
-    gradient is not finite touches no weight; optim/non_finite_updates counts it. Raises ValueError for a batch that was
-    made for no update.
+    With several passes every metric is also reported per pass, NAME_pass_1 and so on. An update whose loss or gradient
+    is not finite changes no weight; optim/non_finite_updates counts it. Raises ValueError if Batch.updates is empty.
     """
     if not batch.updates:
-        raise ValueError("the batch says of no update which groups it takes: Batch.updates is empty")
+        raise ValueError("the batch has no updates: Batch.updates is empty")
     passes: list[_Measured] = []
+    seen = TokenCollector() if batch.old_logprobs is None else None
     skipped, non_finite = 0, 0
     optim: dict[str, float] = {}
-    actor.expert_load.enabled = True
+    actor.expert_load.begin()
     actor.clock.clear()
     group_ids = batch.group_ids.tolist()
     for updates in batch.updates:
@@ -152,7 +160,7 @@ def update(
             if denominators.num_tokens == 0:
                 skipped += 1
                 continue
-            sums = backward(actor, batch, rows, algorithm, temperature, denominators)
+            sums = backward(actor, batch, rows, algorithm, temperature, denominators, seen)
             try:
                 optim = actor.optimizer_step(sums["loss/total"], followed=True)
             except NonFiniteUpdate as exc:
@@ -161,7 +169,6 @@ def update(
                 continue
             passes[-1].add(sums)
     actor.gather_parameters()
-    actor.expert_load.enabled = False
     whole = _Measured()
     for measured in passes:
         whole.add(measured.sums, measured.num_updates)
@@ -171,7 +178,11 @@ def update(
         means = [measured.means() for measured in passes]
         metrics |= {f"{name}_pass_{n}": value for n, of in enumerate(means, 1) for name, value in of.items()}
     metrics |= {"optim/skipped_updates": float(skipped), "optim/non_finite_updates": float(non_finite)}
-    return metrics | actor.clock.take() | _expert_metrics(actor)
+    metrics |= actor.clock.take() | _expert_metrics(actor)
+    if seen is None:
+        assert batch.old_logprobs is not None
+        return Updated(metrics, batch.old_logprobs)
+    return Updated(metrics, seen.put_into(torch.full_like(batch.rollout_logprobs, torch.nan)))
 
 
 class _Measured:
@@ -201,7 +212,7 @@ def denominators_of(
     actor: MegatronActor, batch: Batch, rows: Sequence[int], algorithm: AlgorithmConfig, max_response_tokens: int
 ) -> Denominators:
     """Collective over data-parallel ranks. Counts what the loss of these rows' update is divided by."""
-    counted = batch.loss_mask if batch.denominator_mask is None else batch.denominator_mask
+    counted = batch.loss_mask if batch.correction.counted is None else batch.correction.counted
     counts = row_sums(counted.long(), batch.lengths)[list(rows)]
     return count_denominators(counts, actor.mesh.reduce, scale=algorithm.loss_scale_factor or max_response_tokens)
 
@@ -213,21 +224,21 @@ def backward(
     algorithm: AlgorithmConfig,
     temperature: float,
     denominators: Denominators,
+    seen: TokenCollector | None = None,
 ) -> dict[str, float]:
-    """Collective. Sums one update's gradients into the main gradients; returns metric sums over all ranks."""
+    """Collective. Sums one update's gradients into the main gradients; returns metric sums over all ranks.
 
-    seen = _OfTokens()
+    seen: receives the log-probabilities of the forward, on last pipeline stages.
+    """
 
     def token_loss(micro: MicroBatch, values: TokenValues) -> Loss:
-        if batch.seen_logprobs is not None:
+        if seen is not None:
             seen.add(micro, values.logprobs)
         loss, sums = objective(_loss_inputs(batch, micro, values), algorithm, denominators)
         return loss, {"loss/total": loss.detach(), **sums}
 
     actor.zero_grad()
     collected = _run(actor, batch, rows, over_tokens(actor, batch, temperature, token_loss), forward_only=False)
-    if batch.seen_logprobs is not None:
-        seen.put_into(batch.seen_logprobs)
     return _sum_over_ranks(actor, collected)
 
 
@@ -263,8 +274,8 @@ def _loss_inputs(batch: Batch, micro: MicroBatch, values: TokenValues) -> LossIn
         rollout_logprobs=micro.padded(batch.rollout_logprobs),
         ref_logprobs=padded(batch.ref_logprobs),
         full_kl=values.full_kl,
-        policy_weights=padded(batch.policy_weights),
-        counted_mask=padded(batch.denominator_mask),
+        policy_weights=padded(batch.correction.weights),
+        counted_mask=padded(batch.correction.counted),
     )
 
 
@@ -286,8 +297,7 @@ def _run(
 ) -> list[dict[str, Tensor]]:
     """Runs Megatron's schedule over the micro-batches of `rows`; returns the last stage's metric sums, [] elsewhere."""
     device = actor.mesh.device
-    bias, router_losses = (None, None) if forward_only else (actor.router_bias, actor.router_losses)
-    micros, routing = micro_batches(actor, batch, rows), actor.routing
+    micros = micro_batches(actor, batch, rows)
     lengths = batch.lengths.tolist()
     real = sum(lengths[row] for row in rows)
     padded = sum(height * width for height, width in micros.shapes)
@@ -304,18 +314,15 @@ def _run(
     def forward_step(iterator: Iterator[MicroBatch], model):
         micro = next(iterator).to(device)
         packed = None if micro.cu_seqlens is None else PackedSequences.make(micro.cu_seqlens, micro.max_seqlen)
-        with (
-            nullcontext() if bias is None else bias.counting(micro),
-            nullcontext() if router_losses is None else router_losses.of(micro, batch),
-            nullcontext() if routing is None else routing.of(micro, batch, forward_only),
-        ):
+        with actor.router_scope.of(MicroBatchScope(micro, batch, forward_only)):
             hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
         return hidden, partial(loss, micro, model.module)
 
-    if router_losses is not None:
-        router_losses.begin(*actor.mesh.reduce(torch.tensor([len(rows), real]), "sum").tolist())
-    if routing is not None:
-        routing.begin()
+    actor.router_scope.begin()
+    if actor.router_losses is not None and not forward_only:
+        actor.router_losses.begin(*actor.mesh.reduce(torch.tensor([len(rows), real]), "sum").tolist())
+    if actor.routing is not None:
+        actor.routing.begin()
     iterators = [iter(micros) for _ in actor.model]
     collected = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -370,7 +377,7 @@ def _expert_metrics(actor: MegatronActor) -> dict[str, float]:
     """
     if not actor.arch.is_moe:
         return {}
-    counts = actor.expert_load.take()
+    counts = actor.expert_load.counts.clone()
     if actor.mesh.world_size > 1:
         dist.all_reduce(counts)
     load = counts[actor.arch.dense_layers :].double()

@@ -16,7 +16,7 @@ from megagrpo.algo.reward_shaping import RewardInputs, shape_greedy_rewards, sha
 from megagrpo.algo.staleness import staleness_metrics
 from megagrpo.algo.statistics import GroupStatistics, Reduce, exact_row_sums, group_statistics, moments
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.types import AlgoState, Batch
+from megagrpo.types import AlgoState, Batch, Correction
 
 
 def with_advantages(
@@ -27,16 +27,16 @@ def with_advantages(
     Invalid, truncated (if asked) and rejected samples lose their loss mask. Where algorithm.needs_old_logprobs is true
     the batch has old_logprobs, where algorithm.uses_reference is, ref_logprobs. max_response_tokens: of a response.
     """
-    sampled = batch.loss_mask & batch.valid.repeat_interleave(batch.lengths)
-    metrics = _spread("reward", batch.rewards[batch.valid], reduce)
+    sampled = batch.loss_mask & batch.rewards.valid.repeat_interleave(batch.lengths)
+    metrics = _spread("reward", batch.rewards.values[batch.rewards.valid], reduce)
     inputs = _reward_inputs(batch, reduce, max_response_tokens)
-    shaped = shape_rewards(batch.rewards, inputs, algorithm.reward, state)
+    shaped = shape_rewards(batch.rewards.values, inputs, algorithm.reward, state)
     token_rewards, state, kl_metrics = _kl_in_reward(batch, sampled, algorithm, shaped.state, reduce)
     batch, mismatch_metrics = _with_trained_mask(batch, sampled, algorithm, reduce)
     greedy_rewards = _greedy_rewards(batch, inputs, algorithm)
     totals = shaped.values if token_rewards is None else shaped.values + exact_row_sums(token_rewards, batch.lengths)
     stats = group_statistics(
-        totals, batch.group_ids, batch.num_groups, batch.valid, reduce, algorithm.advantage.group_std_ddof
+        totals, batch.group_ids, batch.num_groups, batch.rewards.valid, reduce, algorithm.advantage.group_std_ddof
     )
     estimator_inputs = EstimatorInputs(
         rewards=shaped.values,
@@ -44,7 +44,7 @@ def with_advantages(
         totals=totals,
         greedy_rewards=greedy_rewards,
         group_ids=batch.group_ids,
-        valid=batch.valid,
+        valid=batch.rewards.valid,
         lengths=batch.lengths,
         sampled=sampled,
         stats=stats,
@@ -67,7 +67,7 @@ def _reward_inputs(batch: Batch, reduce: Reduce, max_response_tokens: int) -> Re
         response_lengths=batch.lengths - batch.prompt_lengths,
         group_ids=batch.group_ids,
         num_groups=batch.num_groups,
-        valid=batch.valid,
+        valid=batch.rewards.valid,
         max_response_tokens=max_response_tokens,
         reduce=reduce,
     )
@@ -84,7 +84,7 @@ def _kl_in_reward(
     kl = token_kl(batch.old_logprobs, batch.ref_logprobs, sampled, options)
     mean = moments(kl[sampled], reduce).mean
     if options.adaptive is not None:
-        num_responses = _total(batch.valid, reduce)
+        num_responses = _total(batch.rewards.valid, reduce)
         state = replace(state, kl_coef=adapted_kl_coef(options.coef, mean, num_responses, options.adaptive))
     token_rewards = -options.reward_coef * kl if options.reward_coef else None
     return token_rewards, state, {"kl/coef": options.coef, "kl/reference_before_update": mean}
@@ -116,16 +116,15 @@ def _with_trained_mask(
     batch = replace(
         batch,
         loss_mask=trained,
-        policy_weights=weights,
-        denominator_mask=counted if keeps_denominator else None,
+        correction=Correction(weights, counted if keeps_denominator else None),
     )
     return batch, metrics
 
 
 def _greedy_rewards(batch: Batch, inputs: RewardInputs, algorithm: AlgorithmConfig) -> Tensor | None:
-    if batch.greedy_rewards is None or not algorithm.needs_greedy_response:
+    if batch.rewards.greedy is None or not algorithm.needs_greedy_response:
         return None
-    return shape_greedy_rewards(batch.greedy_rewards, inputs, algorithm.reward)
+    return shape_greedy_rewards(batch.rewards.greedy, inputs, algorithm.reward)
 
 
 def _group_metrics(stats: GroupStatistics) -> dict[str, float]:

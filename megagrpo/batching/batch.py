@@ -9,7 +9,7 @@ import torch
 
 from megagrpo.batching.balance import balanced_parts, sample_cost
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch, RolloutGroup, Updates
+from megagrpo.types import Batch, Rewards, RolloutGroup, Routing, Updates
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,11 @@ def build_batch(
     sizes = sorted(
         pair for part in mesh.gather_dp([(r.sample_id, r.group_id, len(r.tokens)) for r in mine]) for pair in part
     )
+    # Statistics and updates number the groups of a step densely, in the order of their ids in the run.
+    dense = {group_id: number for number, group_id in enumerate(sorted({group_id for _, group_id, _ in sizes}))}
     owner: dict[int, int] = {}
-    for group_ids in map(frozenset, updates[0]):
-        members = [s for s in sizes if s[1] in group_ids]
+    for numbers in map(frozenset, updates[0]):
+        members = [s for s in sizes if dense[s[1]] in numbers]
         costs = [sample_cost(length, attention_length) for _, _, length in members]
         for rank, part in enumerate(balanced_parts(costs, mesh.dp_size)):
             owner.update((members[i][0], rank) for i in part)
@@ -70,7 +72,7 @@ def build_batch(
     has_greedy = any(g.greedy_outcome is not None for g in groups)
     has_greedy = any(mesh.gather_dp(has_greedy))
     in_order = sorted(received, key=lambda r: r.sample_id)
-    batch = _to_tensors(in_order, updates, has_greedy, trained_version)
+    batch = _to_tensors(in_order, dense, updates, has_greedy, trained_version)
     if routed_layers is not None:
         batch = _with_routed_experts(batch, in_order, len(routed_layers))
     return batch
@@ -100,7 +102,9 @@ def _rows(
     ]
 
 
-def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool, trained_version: int | None) -> Batch:
+def _to_tensors(
+    rows: Sequence[_Row], dense: dict[int, int], updates: Updates, has_greedy: bool, trained_version: int | None
+) -> Batch:
     def of_responses(
         values: Iterable[np.ndarray | None], kind: type[np.generic], default: object = None
     ) -> torch.Tensor:
@@ -117,17 +121,19 @@ def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool, traine
         lags = of_responses((trained_version - r.versions for r in rows if r.versions is not None), np.int32)
     return Batch(
         sample_ids=torch.tensor([r.sample_id for r in rows], dtype=torch.int64),
-        group_ids=torch.tensor([r.group_id for r in rows], dtype=torch.int64),
+        group_ids=torch.tensor([dense[r.group_id] for r in rows], dtype=torch.int64),
         num_groups=sum(map(len, updates[0])),
         tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(r.tokens for r in rows)])),
         lengths=torch.tensor([len(r.tokens) for r in rows], dtype=torch.int64),
         prompt_lengths=torch.tensor([r.prompt_length for r in rows], dtype=torch.int64),
         loss_mask=of_responses((r.response_mask for r in rows), np.bool_, default=True),
         rollout_logprobs=of_responses((r.logprobs for r in rows), np.float32),
-        rewards=torch.tensor([r.reward for r in rows], dtype=torch.float64),
-        valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
+        rewards=Rewards(
+            values=torch.tensor([r.reward for r in rows], dtype=torch.float64),
+            valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
+            greedy=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64) if has_greedy else None,
+        ),
         truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
-        greedy_rewards=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64) if has_greedy else None,
         lags=lags,
         updates=updates,
     )
@@ -157,7 +163,7 @@ def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) ->
             lengths[i] = len(row.routed_experts)
             assert lengths[i] == len(row.tokens) - 1, f"sample {row.sample_id}: experts of {lengths[i]} tokens"
             experts[start : start + len(row.routed_experts)] = torch.from_numpy(row.routed_experts)
-    return replace(batch, routed_experts=experts, routed_lengths=lengths)
+    return replace(batch, routing=Routing(experts, lengths))
 
 
 def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
@@ -165,10 +171,10 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
 
     The order of sample ids decides, so that every layout shuffles alike.
     """
-    rows = zip(batch.sample_ids.tolist(), batch.rewards.tolist(), batch.valid.tolist(), strict=True)
+    rows = zip(batch.sample_ids.tolist(), batch.rewards.values.tolist(), batch.rewards.valid.tolist(), strict=True)
     scored = [(sample_id, reward) for sample_id, reward, valid in rows if valid]
     everyone = sorted(pair for part in mesh.gather_dp(scored) for pair in part)
     order = torch.randperm(len(everyone), generator=torch.Generator().manual_seed(seed * 1_000_003 + step)).tolist()
     moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
-    rewards = [moved.get(i, 0.0) for i in batch.sample_ids.tolist()]
-    return replace(batch, rewards=torch.tensor(rewards, dtype=torch.float64))
+    values = torch.tensor([moved.get(i, 0.0) for i in batch.sample_ids.tolist()], dtype=torch.float64)
+    return replace(batch, rewards=replace(batch.rewards, values=values))

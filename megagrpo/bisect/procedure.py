@@ -21,7 +21,7 @@ from megagrpo.bisect.findings import OUTPUT, Findings, Pass, layer_to_open
 from megagrpo.bisect.points import FINAL_NORM, Point, final_norm, layer_points, residual_points
 from megagrpo.bisect.sides import from_engine, from_trainer
 from megagrpo.mesh import Mesh
-from megagrpo.types import Batch
+from megagrpo.types import Batch, Rewards
 from megagrpo.weights.engines.hooks import SeenTokens
 
 
@@ -215,7 +215,6 @@ def batch_of_sequences(sequences: Sequence[Sequenced]) -> Batch:
         prompt_lengths=torch.tensor([sequence.prompt_length for sequence in sequences]),
         loss_mask=sampled,
         rollout_logprobs=torch.zeros(len(tokens)),
-        rewards=torch.zeros(count, dtype=torch.float64),
-        valid=torch.ones(count, dtype=torch.bool),
+        rewards=Rewards(torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.bool)),
         truncated=torch.zeros(count, dtype=torch.bool),
     )

@@ -186,7 +186,7 @@ def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
             try:
                 read_tests(str(row.values[data.answer_key]))
             except ValueError as exc:
-                raise ValueError(f"{row.place}: {exc}") from exc
+                raise ValueError(f"{row.location}: {exc}") from exc
 
 
 def data_sections(config: ExperimentConfig) -> Iterator[DataConfig]:

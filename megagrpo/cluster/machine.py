@@ -1,4 +1,4 @@
-"""Runs an experiment on one machine: the rollout service and the trainers, or another collective command's ranks."""
+"""Runs an experiment on one machine: the rollout service and the trainers, or the ranks of another command."""
 
 import fcntl
 import signal
@@ -18,15 +18,15 @@ from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 
 _POLL_S = 0.2
-_DEAD_LOCK_S = 150.0  # how long a file server keeps the lock of a node that died, whose job is started again elsewhere
-_SERVICE_GRACE_S = 30.0  # engines, Ray and the router end in order
+_DEAD_LOCK_S = 150.0  # a file server may hold the lock of a dead node; Slurm restarts its job elsewhere
+_SERVICE_GRACE_S = 30.0  # for engines, Ray and the router to end in order
 
 
 def run(config: ExperimentConfig) -> int:
-    """Serves and trains on this machine: `megagrpo run`. Returns the trainers' exit status; leaves no process behind.
+    """Serves and trains on this machine: `megagrpo run`. Returns the trainers' exit status; no process remains.
 
-    USR1: save after the present step and return STOPPED. TERM, INT, USR2: end at once.
-    Raises ValueError, before anything starts, with every problem that can be known by then.
+    USR1: save after the current step and return STOPPED. TERM, INT, USR2: end at once.
+    Raises ValueError before anything starts, with all known problems.
     """
     _refuse_what_cannot_run(config)
     devices = _devices(config, _visible_gpus())
@@ -35,23 +35,21 @@ def run(config: ExperimentConfig) -> int:
 
 
 def _refuse_what_cannot_run(config: ExperimentConfig) -> None:
-    from megagrpo.check.problems import (
-        preflight,  # imports transformers: seconds in which a node could not be told to stop
-    )
+    from megagrpo.check.problems import preflight  # its import takes seconds, during which signals would be missed
 
     problems = preflight(config)
     if problems:
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
     unmade = [path for path in _inputs(config) if not Path(path).exists()]
-    if unmade:  # preflight lets pass what this experiment itself makes
+    if unmade:  # preflight accepts paths that this experiment itself creates
         makers = [name for name, section in (("prepare", config.prepare), ("sft", config.sft)) if section is not None]
         first = ", then ".join(f"`megagrpo {name}`" for name in makers)
-        raise ValueError(f"not there yet: {', '.join(unmade)}; first {first}")
+        raise ValueError(f"missing: {', '.join(unmade)}; run {first} first")
 
 
 @contextmanager
 def alone_in(folder: RunFolder) -> Iterator[None]:
-    """Keeps others from training into this run folder inside the block. ValueError where another trains."""
+    """Locks the run folder inside the block. Raises ValueError if another run trains into it."""
     folder.path.mkdir(parents=True, exist_ok=True)
     patience_s = _DEAD_LOCK_S if environment.get_int("SLURM_RESTART_COUNT", 0) else 0.0
     with folder.lock.open("w") as file:
@@ -63,7 +61,7 @@ def alone_in(folder: RunFolder) -> Iterator[None]:
 
 
 def _lock(file: IO, patience_s: float) -> bool:
-    """Locks a file; returns False when another holds it for `patience_s` seconds."""
+    """Locks a file; returns False if it stays locked for `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -72,7 +70,7 @@ def _lock(file: IO, patience_s: float) -> bool:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 return False
-        except OSError as exc:  # some cluster file systems are mounted without locks
+        except OSError as exc:  # some cluster file systems have no locks
             folder = Path(file.name).parent
             print(f"megagrpo: {folder} cannot be locked ({exc.strerror}): start no second run there", file=sys.stderr)
             return True
@@ -88,10 +86,9 @@ def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_e
 
 
 def ranks_beside_service(config: ExperimentConfig) -> int:
-    """Runs `bisect` as `actor.world_size` ranks beside engines of its own, all on this machine.
+    """Runs `bisect` as `actor.world_size` ranks with its own engines, all on this machine.
 
-    Returns its exit status; leaves no process behind. Raises ValueError, before anything starts, with every problem
-    that can be known by then.
+    Returns its exit status; no process remains. Raises ValueError before anything starts, with all known problems.
     """
     _refuse_what_cannot_run(config)
     folder, devices = RunFolder(Path(config.output_dir)), _devices(config, _visible_gpus())
@@ -113,10 +110,10 @@ def _watch_both(
     of_trainers: dict[str, str],
     of_engines: dict[str, str],
 ) -> int:
-    """Starts a service and the ranks of a subcommand, and waits for these."""
+    """Starts the service and the ranks of a subcommand, and waits for the ranks."""
     folder = RunFolder(Path(config.output_dir))
     dump_config(config, folder.config)
-    folder.service.unlink(missing_ok=True)  # a killed run's URL would mislead the trainers
+    folder.service.unlink(missing_ok=True)  # left by a killed run: the trainers would use its URL
     service = launch.start(["serve", str(folder.config)], "service", of_engines)
     options = [*torchrun(config.actor.world_size, max_restarts), "--standalone"]
     of_trainers = variables.of_trainers(config, variables.interface_of_engines(config)) | of_trainers
@@ -134,23 +131,22 @@ def _visible_gpus() -> list[str]:
 
 
 def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the environments of the trainers and of the service: GPUs of their own, or under `rollout.colocate` the
-    same. Empty where there are none.
+    """Returns the environments of the trainers and of the service: disjoint GPUs, or the same with `rollout.colocate`.
 
-    Raises ValueError when there are too few, or none where some are wanted; weights over `disk` may share them, NCCL
-    refuses two ranks on one.
+    Both are empty on a CPU. Raises ValueError if there are too few GPUs. Only transport `disk` may share them: NCCL
+    rejects two ranks on one GPU.
     """
     ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
     colocate = config.rollout.colocate
-    wanted = max(ranks, engine_ranks) if colocate else ranks + engine_ranks
-    if not on_gpus(config, len(visible)) or (len(visible) < wanted and config.weights.transport == "disk"):
+    needed = max(ranks, engine_ranks) if colocate else ranks + engine_ranks
+    if not on_gpus(config, len(visible)) or (len(visible) < needed and config.weights.transport == "disk"):
         return {}, {}
     if colocate and engine_ranks > ranks:
         raise ValueError(
-            f"rollout.colocate: {engine_ranks} engine ranks (rollout.num_engines x tp) need a trainer rank each beside "
-            f"them, actor.world_size is {ranks}"
+            f"rollout.colocate: {engine_ranks} engine ranks (rollout.num_engines x tp) need one trainer rank each, "
+            f"actor.world_size is {ranks}"
         )
-    if len(visible) < wanted:
+    if len(visible) < needed:
         remedy = "lower them" if colocate else "lower them, or let them share GPUs with weights.transport: disk"
         raise ValueError(
             f"{len(visible)} GPU(s) are visible, but {ranks} trainer ranks (actor.world_size) and {engine_ranks} "
@@ -161,9 +157,9 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
 
 
 def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
-    """Runs a collective subcommand (sft, export) as `actor.world_size` ranks of this machine; returns its exit status.
+    """Runs a collective subcommand (sft, export) as `actor.world_size` ranks on this machine; returns its exit status.
 
-    ValueError when the machine has GPUs, but fewer than ranks.
+    Raises ValueError if the machine has GPUs, but fewer than ranks.
     """
     name, *rest = command
     ranks, gpus = config.actor.world_size, 0 if config.actor.device == "cpu" else len(_visible_gpus())

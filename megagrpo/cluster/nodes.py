@@ -1,6 +1,6 @@
 """Runs one node of a cluster: its trainers under torchrun, or its part of the rollout service under Ray.
 
-slurm/*.sbatch and launch/*_node.sh start one of these on every node and tell it its place.
+slurm/*.sbatch and launch/*_node.sh start it on every node, with the node's rank.
 """
 
 import os
@@ -22,63 +22,63 @@ from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 
-_ONE_MACHINE = "rollout.colocate: engines share GPUs with the trainers of one machine so far: `megagrpo run`"
+_ONE_MACHINE = "rollout.colocate works on one machine so far: `megagrpo run`"
 _POLL_S = 0.2
 _JOIN_S = 600  # nodes of one job start at different times
 _GRACE_S = 30.0
 _RAY_IS_UP = b"Ray runtime started"
-_OBJECT_STORE_BYTES = 80 * 2**20  # no batch passes through Ray: its least
-_WORKER_PORTS = (10002, 19999)  # Ray's own default, given explicitly for those who write firewall rules
-_NODES_ON_A_HOST = 8  # so many pretended nodes of one machine do not take each other's ports
+_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum: no batch passes through Ray
+_WORKER_PORTS = (10002, 19999)  # Ray's default, explicit for firewall rules
+_NODES_ON_A_HOST = 8  # simulated nodes of one machine with disjoint ports
 
 
 @dataclass(frozen=True)
 class Node:
-    """This node's place among the trainer nodes, or among the rollout nodes."""
+    """This node's rank and address among the trainer nodes, or among the rollout nodes."""
 
     rank: int
     number: int  # of nodes
-    address: str | None  # under which the others reach this one; default: that of the interface towards the first
+    address: str | None  # of this node; default: that of the interface towards node 0
     first_address: str | None  # of node 0; may be unknown to a single trainer node
-    first_port: int  # of node 0, where the nodes meet
+    first_port: int  # of node 0, for the rendezvous
 
     def __post_init__(self):
         if not 0 <= self.rank < self.number:
-            raise ValueError(f"node rank {self.rank} is none of {self.number} nodes, which are numbered from 0")
+            raise ValueError(f"node rank {self.rank} of {self.number} nodes: ranks go from 0 to {self.number - 1}")
         if self.number > 1 and not self.first_address:
-            raise ValueError(f"{self.number} nodes, but where is node 0? Give --master-addr or set MASTER_ADDR")
+            raise ValueError(f"{self.number} nodes need the address of node 0: give --master-addr or set MASTER_ADDR")
 
     @property
     def own_address(self) -> str:
-        """The address under which the others reach this node."""
+        """The address of this node for the others."""
         if self.address:
             return self.address
-        assert self.first_address is not None, "a single trainer node meets nobody"
+        assert self.first_address is not None, "a single trainer node needs no address"
         if self.rank == 0:
             return self.first_address
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self.first_address, self.first_port))  # a datagram socket: chooses a route, sends nothing
+            probe.connect((self.first_address, self.first_port))  # UDP: selects a route without sending
             return probe.getsockname()[0]
 
 
 def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     """Runs this node's ranks under torchrun, which starts each with `arguments`: `megagrpo train` outside torchrun.
 
-    USR1, or the first TERM: all nodes save after the present step and return STOPPED. INT, USR2, a second TERM: end at
-    once. ValueError when actor.world_size does not divide over the nodes, or engines are colocated.
+    USR1, or the first TERM: all nodes save after the current step and return STOPPED. INT, USR2, a second TERM: end at
+    once. Raises ValueError if the nodes do not divide actor.world_size, or engines are colocated.
     """
     world = config.actor.world_size
     if config.rollout.colocate:
         raise ValueError(_ONE_MACHINE)
     if world % node.number:
-        raise ValueError(f"actor.world_size {world} ranks do not divide over {node.number} nodes")
+        raise ValueError(f"actor.world_size {world} ranks cannot be divided over {node.number} nodes")
     folder = RunFolder(Path(config.output_dir))
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
             dump_config(config, folder.config)
         options = torchrun(world // node.number, config.actor.max_restarts)
         if node.number > 1:
-            options += _meeting(node)
+            options += _rendezvous(node)
             env = _between_nodes(config, node)
         else:
             options.append("--standalone")
@@ -90,33 +90,32 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
         return launch.status
 
 
-def _meeting(node: Node) -> list[str]:
-    # Given explicitly: an agent that has to find out whether it is the host looks up names, which need not resolve.
+def _rendezvous(node: Node) -> list[str]:
+    # is_host is explicit: otherwise the agent resolves host names, which may fail.
     host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S}"
-    place = ["--rdzv-endpoint", f"{node.first_address}:{node.first_port}", "--local-addr", node.own_address]
-    return ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host, *place]
+    addresses = ["--rdzv-endpoint", f"{node.first_address}:{node.first_port}", "--local-addr", node.own_address]
+    return ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host, *addresses]
 
 
 def _between_nodes(config: ExperimentConfig, node: Node) -> dict[str, str]:
-    """Returns the environment of ranks that talk to other nodes."""
+    """Returns the environment of ranks that communicate with other nodes."""
     own = interface_of(socket.gethostbyname(node.own_address))  # Slurm's node addresses may be names
     env = of_trainers(config, _interface_towards_engines(config) or own)
     if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
-        env["GLOO_SOCKET_IFNAME"] = own  # gloo would take what the host's name resolves to, often 127.0.0.1
+        env["GLOO_SOCKET_IFNAME"] = own  # gloo's default is the host name's address, often 127.0.0.1
     return env
 
 
 def _interface_towards_engines(config: ExperimentConfig) -> str | None:
-    """Returns the interface of rollout.host, which engines tell NCCL to use on their machines; None for a loopback."""
+    """Returns the interface of rollout.host, which NCCL uses in engines; None for loopback."""
     return None if config.rollout.host in LOOPBACK else interface_of_engines(config)
 
 
 def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     """Runs Ray on this node, and on node 0 the service, started with `arguments`: `megagrpo serve --master-addr ...`.
 
-    Returns the service's status on node 0; elsewhere 0 when told to end, 1 when Ray ended. INT, USR2 and TERM end it;
-    in a Slurm job TERM does not: where Slurm pre-empts by TERM, it tells every step, and the trainers' last one still
-    needs the engines.
+    Returns the service's status on node 0; on others 0 after a signal, 1 if Ray ended. INT, USR2 and TERM end it; TERM
+    does not in a Slurm job: Slurm pre-empts by TERM to all job steps, but the trainers' last step still needs engines.
     """
     if config.rollout.colocate:
         raise ValueError(_ONE_MACHINE)
@@ -136,18 +135,18 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
 
 
 def _ray_environment(node: Node) -> dict[str, str]:
-    """Returns the environment of `ray start` and of what joins it. ValueError when nodes have no common token."""
-    env = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}  # an engine is no background job
+    """Returns the environment of Ray and its drivers. Raises ValueError if several nodes have no common token."""
+    env = {"RAY_AUTH_MODE": "token", "RAY_worker_niceness": "0"}  # engines are no background jobs
     named = environment.get("RAY_AUTH_TOKEN") or environment.get("RAY_AUTH_TOKEN_PATH")
     if named or (Path.home() / ".ray" / "auth_token").exists():
         return env
     if node.number > 1:
-        raise ValueError("who may join Ray? Set RAY_AUTH_TOKEN to the same long random text on every rollout node")
+        raise ValueError("Ray needs a common token: set RAY_AUTH_TOKEN to one long random text on all rollout nodes")
     return env | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _ray_command(node: Node, temporary: Path) -> list[str]:
-    """Returns `ray start` in the foreground, with every port given: GCS on the first, then ten for each node."""
+    """Returns `ray start` in the foreground with explicit ports: GCS on the first, then ten for each node."""
     names = (
         "node-manager",
         "object-manager",
@@ -172,10 +171,9 @@ def _ray_command(node: Node, temporary: Path) -> list[str]:
 
 
 def _start_ray(launch: Launch, config: ExperimentConfig, node: Node, temporary: Path, env: dict[str, str]) -> Child:
-    """Returns when Ray runs on this node. ValueError after rollout.start_timeout_s.
+    """Starts Ray on this node and returns once it runs. Raises ValueError after rollout.start_timeout_s.
 
-    Until then it is started again: Ray itself gives up on a busy machine after 30 s, and at once when the head is not
-    there yet.
+    Retries until then: Ray itself gives up after 30 s on a busy machine, and at once if the head does not run yet.
     """
     log = RunFolder(Path(config.output_dir)).log(f"ray-{node.rank}")
     limit_s = config.rollout.start_timeout_s
@@ -189,4 +187,4 @@ def _start_ray(launch: Launch, config: ExperimentConfig, node: Node, temporary: 
             time.sleep(_POLL_S)
         launch.end(ray)
         if time.monotonic() > deadline:
-            raise ValueError(f"no Ray here after {limit_s:.0f} s (rollout.start_timeout_s):\n{last_lines(log)}")
+            raise ValueError(f"Ray did not start within {limit_s:.0f} s (rollout.start_timeout_s):\n{last_lines(log)}")

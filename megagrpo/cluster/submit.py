@@ -1,4 +1,4 @@
-"""Submits an experiment as a Slurm job: checks that it fits, then hands one of slurm/*.sbatch to sbatch."""
+"""Submits an experiment as a Slurm job: checks that it fits, then calls sbatch with one of slurm/*.sbatch."""
 
 import shlex
 import shutil
@@ -19,7 +19,7 @@ SCRIPTS = {"one-job": "one_job.sbatch", "het": "het_job.sbatch", "one-node": "on
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of Slurm. `None`: Slurm's own default."""
+    """The request to Slurm. None: Slurm's default."""
 
     kind: str  # a key of SCRIPTS
     trainer_nodes: int = 1
@@ -28,38 +28,34 @@ class Request:
     time: str | None = None
     partition: str | None = None
     grace_s: int = 300  # before the time limit or pre-emption: for the rest of a step and a checkpoint
-    options: tuple[str, ...] = ()  # further ones of sbatch, for every node
+    options: tuple[str, ...] = ()  # further options of sbatch, for every node
 
 
 def submit(config: ExperimentConfig, experiment: list[str], request: Request, dry_run: bool) -> int:
-    """Submits `experiment` (file and overrides, as the job's command line has them); returns sbatch's exit status.
+    """Submits `experiment` (file and overrides for the job's command line); returns sbatch's exit status.
 
-    `dry_run` prints the script and the command instead. ValueError naming everything that does not fit.
+    `dry_run` prints the script and the command instead. Raises ValueError with all problems.
     """
     problems = misfits(config, request) + preflight(config)
     script = Path(megagrpo.__file__).parent.parent / "slurm" / SCRIPTS[request.kind]
     if not script.is_file():
-        problems.append(
-            f"{script} is not there: submit from a checkout of the repository, not from an installed package"
-        )
+        problems.append(f"{script} is missing: submit from a checkout of the repository, not from an installed package")
     if not dry_run and shutil.which("sbatch") is None:
-        problems.append("sbatch is not on the PATH: submit from a login node, or look with --dry-run")
+        problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
     if problems:
         raise ValueError("this job cannot run:\n  " + "\n  ".join(problems))
     command = sbatch_command(config, experiment, request, script)
     if dry_run:
         print(f"{script.read_text()}\n# {shlex.join(command)}")
         return 0
-    RunFolder(Path(config.output_dir)).logs.mkdir(
-        parents=True, exist_ok=True
-    )  # Slurm makes no folder for the job's output
+    RunFolder(Path(config.output_dir)).logs.mkdir(parents=True, exist_ok=True)  # Slurm does not create it
     return subprocess.run(command, env=environment.child_environment()).returncode
 
 
 def misfits(config: ExperimentConfig, request: Request) -> list[str]:
-    """Returns why this experiment does not fit on these nodes, each reason with what would."""
+    """Returns why this experiment does not fit on these nodes, each reason with a remedy."""
     if request.kind != "one-node" and config.rollout.colocate:
-        return ["rollout.colocate: engines and trainers share the GPUs of one node so far; submit with --kind one-node"]
+        return ["rollout.colocate works on one node so far; submit with --kind one-node"]
     if request.kind != "one-node":
         return (
             _time_misfits(request)
@@ -68,31 +64,25 @@ def misfits(config: ExperimentConfig, request: Request) -> list[str]:
         )
     problems, gpus = _time_misfits(request), request.gpus_per_node
     if (request.trainer_nodes, request.rollout_nodes) != (1, 1):
-        problems.append(
-            "one-node: everything runs on one node; leave --trainer-nodes and --rollout-nodes out, or take "
-            "another --kind"
-        )
+        problems.append("one-node: omit --trainer-nodes and --rollout-nodes, or choose another --kind")
     ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
-    wanted = max(ranks, engine_ranks) if config.rollout.colocate else ranks + engine_ranks
-    if gpus and wanted > gpus:
+    needed = max(ranks, engine_ranks) if config.rollout.colocate else ranks + engine_ranks
+    if gpus and needed > gpus:
         problems.append(
-            f"one-node: {ranks} trainer ranks and {engine_ranks} engine ranks want {wanted} GPUs, not {gpus}"
+            f"one-node: {ranks} trainer ranks and {engine_ranks} engine ranks need {needed} GPUs, not {gpus}"
         )
     return problems
 
 
 def _time_misfits(request: Request) -> list[str]:
-    """Refuses a job that is told to stop as soon as it starts: it would go back into the queue for ever."""
+    """Rejects a job that must stop as soon as it starts: it would be requeued for ever."""
     if request.time is None or (limit := seconds(request.time)) > request.grace_s:
         return []
-    return [
-        f"--time {request.time} is {limit} s, all of them within the last --grace-s {request.grace_s}, when the "
-        "job stops"
-    ]
+    return [f"--time {request.time} is {limit} s, not more than --grace-s {request.grace_s}, at which the job stops"]
 
 
 def seconds(limit: str) -> int:
-    """Converts a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. ValueError for anything else."""
+    """Returns the seconds of an sbatch time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. Raises ValueError otherwise."""
     days, dash, clock = limit.rpartition("-")
     try:
         parts = [int(part) for part in clock.split(":")]
@@ -145,9 +135,9 @@ def _rollout_misfits(rollout: RolloutConfig, request: Request) -> list[str]:
 
 
 def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Request, script: Path) -> list[str]:
-    """Returns sbatch's whole command line.
+    """Returns the command line of sbatch.
 
-    A second submit of a run folder waits for the first to end, then goes on from its checkpoint.
+    A second job of a run folder waits for the first one's end, then resumes from its checkpoint.
     """
     folder = RunFolder(Path(config.output_dir).absolute())
     name = f"{config.name}@{folder.path}"
@@ -156,13 +146,13 @@ def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Req
     )
     once = ["--parsable", f"--job-name={name}", "--dependency=singleton", f"--signal=B:USR1@{request.grace_s}"]
     once += [f"--output={folder.log('slurm-%j').with_suffix('.out')}", f"--export={exported}"]
-    asked = {"time": request.time, "partition": request.partition, "gpus-per-node": request.gpus_per_node}
-    every = [*(f"--{option}={value}" for option, value in asked.items() if value), *request.options]
+    limits = {"time": request.time, "partition": request.partition, "gpus-per-node": request.gpus_per_node}
+    every = [*(f"--{option}={value}" for option, value in limits.items() if value), *request.options]
     match request.kind:
         case "one-job":
             nodes = [f"--nodes={request.trainer_nodes + request.rollout_nodes}", *every]
         case "het":
-            # a name of its own: Slurm gives it the dependency too, and it would wait for the first component for ever
+            # another name: the dependency applies to it too, and it would wait for the first component for ever
             second = [f"--job-name={name}/rollout", f"--nodes={request.rollout_nodes}"]
             nodes = [f"--nodes={request.trainer_nodes}", *every, ":", *second, *every]
         case _:

@@ -1,4 +1,4 @@
-"""Starts the children of a launcher with their log, watches them, and ends them whatever signal comes."""
+"""Starts a launcher's child processes with their logs, monitors them, and ends them at any signal."""
 
 import shutil
 import signal
@@ -27,21 +27,19 @@ class Child:
 
     process: subprocess.Popen
     log: Path
-    reports: str | None = None  # the name under which its ranks report errors, where it is torchrun
+    reports: str | None = None  # name of its ranks' error reports, if it is torchrun
 
 
 class Launch:
-    """Starts children that do not outlive the `with` block, and minds the signals meanwhile.
+    """A context manager that starts children, ends them at its exit, and handles signals meanwhile.
 
-    A signal of `end` leaves the block: what follows it finds in `status` what a shell reports for that signal, 128 +
-    its number. A signal of `ask` makes the stop request of the ranks; a TERM that comes after the request leaves the
-    block as well. A signal of `unheard` does nothing. From the first signal that leaves the block, and from the end of
-    the block in any case, all signals are ignored, so that nothing cuts the clean-up short: it ends the children, the
-    last first, each with all that it started in turn, after `grace_s` seconds by force; then it removes the folder
-    `scratch`.
+    A signal of `end` leaves the block, with `status` 128 + its number as in a shell. A signal of `ask` creates the
+    stop request; a TERM after the request also leaves the block. A signal of `unheard` does nothing. During clean-up
+    all signals are ignored: it ends the children in reverse order with their descendants, by force after `grace_s`
+    seconds, and removes the folder `scratch`.
 
     `command` is the megagrpo command of this launcher. `ranks` names the log, the stop request and the error reports
-    of what start_ranks starts.
+    of start_ranks.
     """
 
     def __init__(
@@ -89,37 +87,37 @@ class Launch:
         return isinstance(exc, _Ended)
 
     def start(self, command: list[str], name: str, env: dict[str, str] | None = None) -> Child:
-        """Starts a subcommand of megagrpo as one process, which prints into the log `name`."""
+        """Starts a subcommand of megagrpo as one process with the log `name`."""
         return self._start(["-m", "megagrpo.cli", *command], self._folder.log(name), None, env or {})
 
     def start_ranks(self, command: list[str], torchrun: list[str], env: dict[str, str] | None = None) -> Child:
         """Starts a subcommand of megagrpo as ranks under torchrun; rank 0's standard output is this terminal's.
 
-        The ranks of all nodes (trainer-0, trainer-1) report their errors under one name: what stands before the hyphen.
+        The ranks of all nodes (trainer-0, trainer-1) report errors under one name, the part before the hyphen.
         """
         reports = self._ranks.partition("-")[0]
         for stale in self._folder.error_reports(reports):
-            stale.unlink(missing_ok=True)  # another node may have been quicker
-        asked = {STOP_FILE: str(self._folder.stop_request(self._ranks))} if self._ask else {}
+            stale.unlink(missing_ok=True)  # another node may have removed it
+        stop_file = {STOP_FILE: str(self._folder.stop_request(self._ranks))} if self._ask else {}
         arguments = [*torchrun, "-m", "megagrpo.cli", *command]
-        return self._start(arguments, self._folder.log(self._ranks), reports, asked | (env or {}))
+        return self._start(arguments, self._folder.log(self._ranks), reports, stop_file | (env or {}))
 
     def spawn(self, command: list[str], log: Path, env: dict[str, str]) -> Child:
-        """Starts another program, whose environment is this one's with `env`."""
+        """Starts another program with this environment and `env`."""
         child = Child(spawn(command, environment.child_environment(env), log, signal.SIGTERM), log)
         self._children.append(child)
         return child
 
     def end(self, child: Child) -> None:
-        """Ends a child and all that it started."""
+        """Ends a child and its descendants."""
         stop_tree(child.process.pid, self._grace_s)
         child.process.wait()
         self._children.remove(child)
 
     def watch(self, main: Child, needed: Child | None = None) -> int:
-        """Waits for `main`, which cannot do without `needed`.
+        """Waits for `main`, which requires `needed`.
 
-        Returns 0; STOPPED when the ranks were asked to stop and did; or 1 after printing why either ended.
+        Returns 0, STOPPED after a stop request, or 1 after printing why one of the two failed.
         """
         known = self._folder.deadline_pages()
         while main.process.poll() is None:
@@ -129,18 +127,18 @@ class Launch:
             if needed is not None and needed.process.poll() is not None:
                 return self._failed(needed)
             if main.reports is not None and self._folder.has_final_report(main.reports):
-                stop_tree(main.process.pid)  # torchrun would start the ranks again
+                stop_tree(main.process.pid)  # torchrun would restart the ranks
             time.sleep(_POLL_S)
         if main.process.returncode != 0:
             return self._failed(main)
         if self._ask and (answer := self._request.granted()):
-            print(f"megagrpo: stopped as asked, {answer}; the same command goes on from there", file=sys.stderr)
+            print(f"megagrpo: stopped as requested, {answer}; the same command resumes from there", file=sys.stderr)
             return STOPPED
         return 0
 
     def _start(self, arguments: list[str], log: Path, reports: str | None, env: dict[str, str]) -> Child:
         quiet = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"), "PYTHONWARNINGS": "ignore"}
-        # In torchrun's own store, ranks that start again would find the dead ones' addresses under the same names.
+        # In torchrun's own store, restarted ranks would find the dead ranks' addresses under the same names.
         quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         whole = environment.child_environment(quiet | environment.of_all_nccl_ranks() | env)
         words = [sys.executable, "-W", "ignore", *arguments]
@@ -150,7 +148,7 @@ class Launch:
 
     def _failed(self, child: Child) -> int:
         reports = self._folder.error_reports(child.reports) if child.reports is not None else []
-        if reports:  # the first rank to fail knows why, the others may only have seen it go
+        if reports:  # the first rank to fail has the cause
             reason = min(reports, key=lambda report: report.stat().st_mtime_ns).read_text().rstrip()
         else:
             reason = last_lines(child.log)
@@ -169,7 +167,7 @@ class Launch:
 
 
 class _Ended(BaseException):
-    """A signal that ends everything at once; `status` is what a shell reports for it."""
+    """A signal that ends everything; `status` is the shell's exit status for it."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
@@ -177,12 +175,12 @@ class _Ended(BaseException):
 
 
 def torchrun(ranks: int, max_restarts: int = 0) -> list[str]:
-    """Returns Python's arguments that start `ranks` processes; when one fails all start again, `max_restarts` times."""
+    """Returns Python's arguments for `ranks` processes; if one fails, all restart, up to `max_restarts` times."""
     return ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)]
 
 
 def last_lines(log: Path) -> str:
-    """Returns the end of a log."""
+    """Returns the last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
 
 

@@ -1,4 +1,4 @@
-"""The variables that launchers give to trainer ranks, beside those of every process (Launch) and those of the user.
+"""Environment variables of trainer ranks, in addition to those of every process (Launch) and of the user.
 
 docs/gpu.md lists the environment of every process of a run.
 """
@@ -9,7 +9,7 @@ from megagrpo.system import environment
 
 
 def of_trainers(config: ExperimentConfig, interface: str | None = None) -> dict[str, str]:
-    """Returns what the ranks of this experiment's actor are given; interface: towards other ranks and engines."""
+    """Returns the variables of this actor's ranks. interface: the one towards other ranks and engines."""
     if config.actor.device == "cpu":
         return {}
     parallel = config.actor.parallel
@@ -23,7 +23,7 @@ def of_trainers(config: ExperimentConfig, interface: str | None = None) -> dict[
 
 
 def interface_of_engines(config: ExperimentConfig) -> str | None:
-    """Returns the interface of this machine that engines here would use; None where rollout.host names none of it."""
+    """Returns the interface for engines on this machine; None if rollout.host is not an address of it."""
     try:
         return interface_of(own_address(config.rollout.host))
     except ValueError:  # an address of the rollout's machines

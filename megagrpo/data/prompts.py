@@ -1,12 +1,11 @@
-"""Prompts: what is read of their files, what is dropped and why, and in which order they come.
+"""Reads prompt files, tokenises prompts, and orders them.
 
-The order is a function of (seed, epoch) alone, so the number of prompts consumed is the whole state to save.
+The order depends only on (seed, epoch), so the number of consumed prompts is the whole state to save.
 """
 
 import json
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +17,7 @@ import pyarrow.parquet
 
 from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvision_problem
+from megagrpo.system.explained import explained
 from megagrpo.types import Prompt
 
 if TYPE_CHECKING:  # seconds to import, and it pulls in torch
@@ -26,17 +26,17 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Holds the usable prompts of one file."""
+    """The usable prompts of a data set."""
 
     prompts: tuple[Prompt, ...]
-    num_too_long: int  # lines that were dropped for exceeding data.max_prompt_tokens
+    num_too_long: int  # dropped: longer than data.max_prompt_tokens
     shuffle: bool
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
-        """Returns prompts number cursor .. cursor + count - 1 of an endless run of epochs, each in its own order."""
+        """Returns prompts cursor .. cursor + count - 1 of an endless sequence of epochs, each in its own order."""
         size = len(self.prompts)
         return [self.prompts[self._order(seed, i // size)[i % size]] for i in range(cursor, cursor + count)]
 
@@ -47,14 +47,14 @@ class PromptSet:
 @lru_cache(maxsize=4)  # a batch touches two epochs, an evaluation set has its own
 def _shuffled(size: int, seed: int, epoch: int) -> list[int]:
     order = list(range(size))
-    random.Random(f"prompts {seed} {epoch}").shuffle(order)  # text seeds are hashed: near seeds give unrelated orders
+    random.Random(f"prompts {seed} {epoch}").shuffle(order)  # a text seed is hashed: close seeds give unrelated orders
     return order
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
-    """Loads the model's tokenizer, from local files only.
+    """Returns the model's tokenizer, from local files only.
 
-    Raises ValueError when the folder holds none, or when it has more tokens than the model has embeddings.
+    Raises ValueError if the folder has none, or if it has more tokens than the model has embeddings.
     """
     define_torchvision_operators()
     from transformers import AutoTokenizer  # takes seconds, and pulls in torch
@@ -62,11 +62,8 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
     folder = Path(model.tokenizer or model.path)
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; model.tokenizer (or model.path) is a local Hugging Face folder")
-    try:
+    with explained(f"{folder}: no tokenizer can be loaded from here", lambda exc: torchvision_problem()):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as exc:  # transformers' own, or whatever reading a broken file raises
-        reason = f"{type(exc).__name__}: {exc}{torchvision_problem()}"
-        raise ValueError(f"{folder}: no tokenizer can be loaded from here: {reason}") from exc
     config_file = Path(model.path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"{config_file}: no such file; model.path is a local Hugging Face folder")
@@ -82,23 +79,23 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
 
 
 def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptSet:
-    """Reads, renders and tokenises the rows of data.path; Prompt.id is the row's.
+    """Returns the rendered and tokenised rows of data.path; Prompt.id is the row's id.
 
-    Raises ValueError, with file and line, for a missing file, a broken line, a missing key, a value of the wrong type
-    and an empty prompt, and when no prompt is short enough.
+    Raises ValueError with file and line for a missing file, a broken line, a missing key, a value of the wrong type, an
+    empty prompt, and if no prompt is short enough.
     """
     rows = read_rows(data)
-    texts = [_render(data, tokenizer, row.values[data.prompt_key], row.place) for row in rows]
+    texts = [_render(data, tokenizer, row.values[data.prompt_key], row.location) for row in rows]
     token_ids = _tokenize(data, tokenizer, texts)
     prompts = []
     for row, text, ids in zip(rows, texts, token_ids, strict=True):
         if not ids:
-            raise ValueError(f"{row.place}: the prompt {text!r} has no tokens")
+            raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-            raise ValueError(f"{row.place}: the tokenizer does not know every character of {text!r:.80}")
+            raise ValueError(f"{row.location}: the tokenizer does not know every character of {text!r:.80}")
         grader = None if data.grader_key is None else str(row.values[data.grader_key])
         answer = str(row.values[data.answer_key])
-        prompts.append(Prompt(row.id, text, np.array(ids), answer, grader, row.place))
+        prompts.append(Prompt(row.id, text, np.array(ids), answer, grader, row.location))
     kept = tuple(p for p in prompts if len(p.token_ids) <= data.max_prompt_tokens)
     if not kept:
         shortest = f"; the shortest has {min(len(p.token_ids) for p in prompts)} tokens" if prompts else " in the file"
@@ -108,20 +105,20 @@ def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> Prom
     return PromptSet(kept, len(prompts) - len(kept), data.shuffle)
 
 
+Values = dict[str, object]
+
+
 @dataclass(frozen=True)
 class Row:
-    """Holds one row of data.path as its file has it."""
+    """One row of data.path."""
 
-    id: int  # lines before it, those of earlier files included
-    place: str  # file:line; lines count from 1, as in editors
-    values: dict[str, Any]
+    id: int  # number of rows before it, over all files
+    location: str  # file:line; lines count from 1, as in editors
+    values: Values
 
 
 def read_rows(data: DataConfig) -> list[Row]:
-    """Returns the rows in use.
-
-    Raises ValueError for all that `load_prompts` can refuse without a tokenizer.
-    """
+    """Returns the rows in use. Raises ValueError for every problem that does not need a tokenizer."""
     rows: list[Row] = []
     for path in map(Path, data.paths):
         if not path.is_file():
@@ -130,16 +127,16 @@ def read_rows(data: DataConfig) -> list[Row]:
         for i, values in _rows(path):
             if data.limit is not None and len(rows) == data.limit:
                 return rows
-            place = _where(path, i)
-            _field(values, data.prompt_key, place)
+            location = _location(path, i)
+            _field(values, data.prompt_key, location)
             for key in (data.answer_key, *([data.grader_key] if data.grader_key else [])):
-                _text(_field(values, key, place), key, place)
-            rows.append(Row(first + i, place, values))
+                _text(_field(values, key, location), key, location)
+            rows.append(Row(first + i, location, values))
     return rows
 
 
 def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
-    """Returns what a user should know about lines that were too long; "" when there are none."""
+    """Returns a sentence about dropped prompts, or "" if none was dropped."""
     if not prompts.num_too_long:
         return ""
     total = prompts.num_too_long + len(prompts)
@@ -147,11 +144,11 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
     return f"{data.name}: {prompts.num_too_long} of {total} prompts dropped, longer than {limit}"
 
 
-def _where(path: Path, row: int) -> str:
+def _location(path: Path, row: int) -> str:
     return f"{path}:{row + 1}"
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(path: Path) -> Iterator[tuple[int, Values]]:
     match path.suffix:
         case ".jsonl":
             return _jsonl_rows(path)
@@ -160,7 +157,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     raise ValueError(f"{path}: prompts are read from .jsonl or .parquet, not {path.suffix or 'a file without ending'}")
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, Values]]:
     with path.open("rb") as file:
         for i, line in enumerate(file):
             if not line.strip():
@@ -168,18 +165,18 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             try:
                 row = json.loads(line.decode("utf-8"))
             except UnicodeDecodeError as exc:
-                raise ValueError(f"{_where(path, i)}: not UTF-8: {exc}") from exc
+                raise ValueError(f"{_location(path, i)}: not UTF-8: {exc}") from exc
             except json.JSONDecodeError as exc:
                 raise ValueError(
-                    f"{_where(path, i)}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}"
+                    f"{_location(path, i)}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}"
                 ) from exc
             if not isinstance(row, dict):
-                raise ValueError(f'{_where(path, i)}: should be an object like {{"prompt": ...}}, is {line[:60]!r}')
+                raise ValueError(f'{_location(path, i)}: should be an object like {{"prompt": ...}}, is {line[:60]!r}')
             yield i, row
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with _explained(f"{path}: not a readable parquet file"):
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Values]]:
+    with explained(f"{path}: not a readable parquet file"):
         file = pyarrow.parquet.ParquetFile(path)
     with file:
         i = 0
@@ -189,23 +186,23 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 i += 1
 
 
-def _field(row: dict[str, Any], key: str, place: str) -> Any:
+def _field(row: Values, key: str, location: str) -> object:
     if key not in row:
-        raise ValueError(f"{place}: no key {key!r}; keys found: {', '.join(map(repr, row)) or 'none'}")
+        raise ValueError(f"{location}: no key {key!r}; keys found: {', '.join(map(repr, row)) or 'none'}")
     return row[key]
 
 
-def _text(value: Any, key: str, place: str) -> str:
+def _text(value: object, key: str, location: str) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(f"{place}: {key!r} should be a text or a number, is {value!r:.60}")
+        raise ValueError(f"{location}: {key!r} should be a text or a number, is {value!r:.60}")
     return str(value)
 
 
-def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", prompt: Any, place: str) -> str:
-    """Returns the text to tokenise. With a chat template a prompt may also be a list of {role, content} messages."""
+def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", prompt: object, location: str) -> str:
+    """Returns the text to tokenise. With a chat template, a prompt may be a list of {role, content} messages."""
     messages = prompt if isinstance(prompt, list) and data.chat_template else None
     if messages is None:
-        text = data.prompt_template.replace("{prompt}", _text(prompt, data.prompt_key, place))
+        text = data.prompt_template.replace("{prompt}", _text(prompt, data.prompt_key, location))
         if not data.chat_template:
             return text
         messages = [{"role": "user", "content": text}]
@@ -213,7 +210,7 @@ def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", prompt: Any,
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
     if not tokenizer.chat_template:
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
-    with _explained(f"{place}: the chat template refuses this prompt"):  # jinja's errors, KeyErrors from inside it
+    with explained(f"{location}: the chat template refuses this prompt"):
         arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **data.chat_template_args}
         return str(tokenizer.apply_chat_template(messages, **arguments))
 
@@ -221,7 +218,7 @@ def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", prompt: Any,
 def _tokenize(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: list[str]) -> list[list[int]]:
     """Returns the token ids of each text.
 
-    Special tokens come from the chat template or from data.add_bos, never silently from the tokenizer.
+    Special tokens come only from the chat template or data.add_bos, never from the tokenizer itself.
     """
     if not texts:
         return []
@@ -231,12 +228,3 @@ def _tokenize(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", texts: lis
             raise ValueError("data.add_bos is true, but the tokenizer has no <bos> token")
         bos = [tokenizer.bos_token_id]
     return [bos + ids for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-
-
-@contextmanager
-def _explained(problem: str) -> Iterator[None]:
-    """Turns whatever a library raises about a user's files into a ValueError that says where."""
-    try:
-        yield
-    except Exception as exc:
-        raise ValueError(f"{problem}: {type(exc).__name__}: {exc}") from exc

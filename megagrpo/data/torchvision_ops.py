@@ -1,23 +1,23 @@
-"""Lets transformers be imported where torchvision is built for another device than torch.
+"""Makes transformers importable if torchvision is built for another device than torch.
 
-PyPI's torchvision is linked to CUDA. Beside a CPU build of torch its C extension does not load; torchvision then
-describes operators that nobody defined, which fails, and with it every model of transformers that looks at images or
-videos somewhere: Llama's, for one.
+PyPI's torchvision is linked to CUDA. With a CPU build of torch its C extension does not load; torchvision then fails at
+undefined operators, and with it every transformers model that also imports image or video code, such as Llama.
 """
 
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import Any
 
-_kept: list[Any] = []  # operators live as long as the library object that defined them
+from megagrpo.system.explained import explained
+
+_kept: list[object] = []  # operators live as long as the library object that defined them
 
 
 def define_torchvision_operators() -> None:
-    """Defines, without code, the operators that an unloadable torchvision lacks.
+    """Declares, without code, the operators that an unloadable torchvision lacks. No text model calls them.
 
-    Nothing where it loads or is absent, or where they are defined: an engine's process has a repair of its own. Called
-    before transformers is imported. No text model calls these operators.
+    Does nothing if torchvision loads or is absent, or if they are declared (engine processes have their own fix). Call
+    it before importing transformers.
     """
     import torch
 
@@ -35,14 +35,14 @@ def define_torchvision_operators() -> None:
 
 
 def torchvision_problem() -> str:
-    """Returns why torchvision cannot be imported all the same, with the remedy; "" where it can be or is absent."""
+    """Returns why torchvision cannot be imported, with the remedy; "" if it can be or is absent."""
     if importlib.util.find_spec("torchvision") is None:
         return ""
+    problem = "; torchvision, which transformers imports, cannot be imported"
+    remedy = "`bash launch/install.sh --repair` installs the one that goes with this torch"
     try:
-        importlib.import_module("torchvision")
-    except Exception as exc:  # a broken package may raise anything while it is imported
-        return (
-            f"; torchvision, which transformers imports, cannot be imported ({type(exc).__name__}: {exc}): "
-            "`bash launch/install.sh --repair` installs the one that goes with this torch"
-        )
+        with explained(problem, lambda exc: f": {remedy}"):
+            importlib.import_module("torchvision")
+    except ValueError as exc:
+        return str(exc)
     return ""

@@ -1,1 +1,1 @@
-"""What a run measures and shows: metrics, timeline and samples on record, the console, the report, a hang."""
+"""Metrics, timeline, recorded samples, console, report and watchdog of a run."""

@@ -1,4 +1,4 @@
-"""Shows a run to the person watching it: one live line with a progress bar, or a plain line per step."""
+"""Shows the progress of a run: a live progress bar on a terminal, or a plain line per step."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-# Metric, label and format, in the order shown. A value stays on the line until a newer one comes: evaluations are rare.
+# Metric, label and format, in order. A value stays on the line until the next one: evaluations are rare.
 _SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
     ("eval/accuracy", "eval", "{:.3f}"),
@@ -18,9 +18,9 @@ _SHOWN = (
 
 
 class StepConsole:
-    """Shows the progress of a loop of `num_steps` steps of which `start_step` are finished. A context manager.
+    """Shows the progress of a loop of `num_steps` steps, the first `start_step` of them finished. A context manager.
 
-    For the main rank. `enabled` False shows nothing. `stream` is stdout unless given.
+    Only for the main rank. `enabled=False` shows nothing. `stream` defaults to stdout.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class StepConsole:
             self._bar.stop()
 
     def update(self, step: int, values: dict[str, float]) -> None:
-        """Shows `step` finished steps with these metrics; unknown names are ignored."""
+        """Shows `step` finished steps and their metrics; ignores unknown names."""
         self._latest.update(values)
         shown = "  ".join(
             f"{label} {form.format(self._latest[name])}" for name, label, form in _SHOWN if name in self._latest
@@ -68,7 +68,7 @@ class StepConsole:
             )
 
     def note(self, text: str) -> None:
-        """Prints a line of its own that stays, above the bar."""
+        """Prints a permanent line above the bar."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         elif self._enabled:

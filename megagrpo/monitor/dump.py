@@ -1,16 +1,16 @@
-"""Keeps a step's batch on disk, when an update was not finite or when asked, for `megagrpo replay`.
+"""Writes a step's batch to disk for `megagrpo replay`: after an update that was not finite, or by log.dump_steps.
 
-run/dumps/step_000012/   named like the step's entry in metrics.jsonl: an update of weights 11
+run/dumps/step_000012/   numbered like the step in metrics.jsonl: the update of weights 11
     dp_0.pt ...          the tensors of one data-parallel rank's Batch, advantages included
-    dp_0_experts_0.pt    with actor.routing_replay: those of one pipeline stage, named after its first layer
-    step.json            weight version, algorithm with its present KL coefficient, metrics; written last
+    dp_0_experts_0.pt    with actor.routing_replay: of one pipeline stage, named after its first layer
+    step.json            weight version, algorithm with its current KL coefficient, metrics; written last
 """
 
 import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,11 +18,12 @@ import torch
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import write_whole
-from megagrpo.types import Batch
+from megagrpo.types import Batch, Correction, Rewards, Routing
 
 _DESCRIPTION = "step.json"
 # Hidden states of a whole model, of one layout: a replay computes them again. Experts are in files of their own.
-_LEFT_OUT = ("reference", "routed_experts")
+_LEFT_OUT = ("reference", "routing")
+_PARTS = {"rewards": Rewards, "correction": Correction}
 
 
 def write_dump(
@@ -34,16 +35,18 @@ def write_dump(
     mesh: Mesh,
     layers: Sequence[int],
 ) -> None:
-    """Collective. Keeps a batch of the step at hand; LeaderError on every rank when it cannot be written.
+    """Collective. Writes the batch of the current step. Raises LeaderError on every rank if that fails.
 
-    layers: this rank's with experts, of which the batch has the routed ones.
+    layers: this rank's layers with experts, whose routed experts are in the batch.
     """
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        parts = {field.name: getattr(batch, field.name) for field in fields(Batch) if field.name not in _LEFT_OUT}
+        parts = {name: value for name, value in vars(batch).items() if name not in _LEFT_OUT}
+        parts |= {name: vars(parts[name]) for name in _PARTS}
+        parts["routed_lengths"] = None if batch.routing is None else batch.routing.lengths
         for earlier in folder.glob(f"dp_{mesh.dp_rank}_experts_*"):
-            earlier.unlink()  # of a start that ended at this step, in other stages perhaps
+            earlier.unlink()  # of an earlier start, possibly with other stages
         torch.save(parts, folder / f"dp_{mesh.dp_rank}.pt")
 
     mesh.from_leader(write, f"dump into {folder}")
@@ -59,15 +62,15 @@ def write_dump(
 
 
 def _write_experts(folder: Path, batch: Batch, mesh: Mesh, layers: Sequence[int]) -> None:
-    """Collective. Each rank writes its stage's; ranks of one stage write the same file."""
+    """Collective. Each rank writes the experts of its stage; ranks of one stage write the same file."""
     error = ""
-    if batch.routed_experts is not None and layers:
+    if batch.routing is not None and layers:
         whole = folder / f"dp_{mesh.dp_rank}_experts_{layers[0]}.pt"
         part = whole.with_suffix(f".{mesh.rank}.partial")
         try:
-            torch.save({"layers": list(layers), "experts": batch.routed_experts}, part)
+            torch.save({"layers": list(layers), "experts": batch.routing.experts}, part)
             os.replace(part, whole)
-        except (OSError, RuntimeError) as exc:  # the latter by torch's writer, of a full disk
+        except (OSError, RuntimeError) as exc:  # torch raises RuntimeError for a full disk
             part.unlink(missing_ok=True)
             error = f"rank {mesh.rank} could not write {whole}: {exc}"
     mesh.raise_any(error)
@@ -75,36 +78,38 @@ def _write_experts(folder: Path, batch: Batch, mesh: Mesh, layers: Sequence[int]
 
 @dataclass(frozen=True)
 class Dump:
-    """A step that was kept: `folder` holds its batches."""
+    """A dumped step; its batches are in `folder`."""
 
     folder: Path
-    weight_version: int  # that the step sampled from and updated
+    weight_version: int  # of the weights that the step updated
     dp: int
     algorithm: AlgorithmConfig
-    values: dict[str, float | None]  # what was measured then
+    values: dict[str, float | None]  # the step's metrics
 
     def batch(self, mesh: Mesh, layers: Sequence[int]) -> Batch:
-        """Returns this rank's part, with routed experts of these layers of its own, where there are any.
+        """Returns this rank's batch, with the routed experts of its `layers` if they were dumped.
 
-        ValueError when the data-parallel size is another one, or an earlier version has written the experts.
+        ValueError when the data-parallel size is another one, or an earlier version has written the dump.
         """
         if mesh.dp_size != self.dp:
             raise ValueError(f"{self.folder} is of {self.dp} data-parallel ranks, this layout has {mesh.dp_size}")
         parts = torch.load(self.folder / f"dp_{mesh.dp_rank}.pt", weights_only=True)
-        if parts.pop("routed_experts", None) is not None:
-            raise ValueError(f"{self.folder} is of an earlier version, which kept one pipeline stage's experts alone")
+        if not parts.keys() >= _PARTS.keys() or "valid" in parts:
+            raise ValueError(f"{self.folder} was written by an earlier version of megagrpo, replay it with that one")
+        lengths = parts.pop("routed_lengths")
+        parts |= {name: kind(**parts[name]) for name, kind in _PARTS.items()}
         files = sorted(self.folder.glob(f"dp_{mesh.dp_rank}_experts_*.pt"))
         if not files or not layers:
-            return Batch(**parts | {"routed_lengths": None})
+            return Batch(**parts)
         of_layer: dict[int, torch.Tensor] = {}
         for file in files:
             stage = torch.load(file, weights_only=True)
             of_layer |= zip(stage["layers"], stage["experts"].unbind(1), strict=True)
-        return Batch(**parts, routed_experts=torch.stack([of_layer[layer] for layer in layers], dim=1))
+        return Batch(**parts, routing=Routing(torch.stack([of_layer[layer] for layer in layers], dim=1), lengths))
 
 
 def read_dump(folder: Path) -> Dump:
-    """Reads what `write_dump` wrote. ValueError when the folder is no finished dump."""
+    """Returns the dump in `folder`. Raises ValueError if it is not a finished dump."""
     try:
         description = json.loads((folder / _DESCRIPTION).read_text())
     except (OSError, ValueError) as exc:

@@ -1,4 +1,4 @@
-"""Collects what a step measures: values per rank, reduced once over all ranks, and the seconds of the step's phases.
+"""Collects the metrics of a step, reduced once over all ranks, and the seconds of its phases.
 
 Names are `group/name`, lower case.
 """
@@ -15,15 +15,15 @@ from torch import Tensor
 
 _NAME = re.compile(r"[a-z0-9_]+/[a-z0-9_@]+")
 
-# Phases that do the work of training. The rest of a step is the cost of the framework itself.
+# Phases of training work. The rest of a step is the framework's overhead.
 WORK_PHASES = frozenset({"rollout", "logprobs", "update", "publish", "evaluate", "checkpoint"})
 
 
 class Metrics:
-    """Holds the values of one step on this rank. The method that adds a value says how ranks are combined.
+    """The values of one step on this rank. The method that adds a value determines its reduction over ranks.
 
-    Values are numbers or one-element tensors; tensors stay on their device until `reduced`, so adding never waits for a
-    GPU. The same name may be added many times (micro-batches) but always with the same method.
+    Values are numbers or one-element tensors; tensors stay on their device until `reduced`, so adding never waits for
+    a GPU. A name may be added many times (micro-batches), always by the same method.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Metrics:
         self._kinds: dict[str, str] = {}
 
     def add_mean(self, name: str, numerator: float | Tensor, denominator: float | Tensor = 1.0) -> None:
-        """Adds a mean: sum of numerators over sum of denominators, of all calls and ranks; left out if these are 0."""
+        """Adds a mean: sum of numerators / sum of denominators over calls and ranks; omitted if the latter is 0."""
         self._add(self._sums, name, "mean", ("/numerator", numerator), ("/denominator", denominator))
 
     def add_sum(self, name: str, value: float | Tensor) -> None:
@@ -49,7 +49,7 @@ class Metrics:
         self._largest[name] = value if old is None else torch.maximum(value, old.to(value.device))
 
     def add_rate(self, name: str, amount: float | Tensor, seconds: float) -> None:
-        """Adds a throughput, once a step: the amount of all ranks per second of the slowest; they work side by side."""
+        """Adds a throughput, once a step: the amount of all ranks divided by the seconds of the slowest rank."""
         assert name not in self._kinds, f"metric {name}: a rate is added once a step"
         self._add(self._sums, name, "rate", ("/amount", amount))
         self._largest[name] = torch.tensor(seconds, dtype=torch.float64)
@@ -65,7 +65,7 @@ class Metrics:
             into[name + suffix] = into.get(name + suffix, 0.0) + _detached(value)
 
     def reduced(self, reduce: Callable[[Tensor, str], Tensor]) -> dict[str, float]:
-        """Collective. Returns the step's values over all ranks, in name order; all must have added the same names.
+        """Collective. Returns the step's reduced values, sorted by name. All ranks must have added the same names.
 
         `reduce(tensor, op)`, op "sum" or "max", all-reduces a float64 vector (Mesh.reduce). Three small collectives.
         """
@@ -110,7 +110,7 @@ def _reduce_values(
 
 
 class StepTimer:
-    """Measures the wall seconds of one step and of its phases, which do not nest. Starts when constructed."""
+    """Measures the wall seconds of one step and of its phases, which do not nest. Starts at construction."""
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, on_phase: Callable[[str], None] = lambda name: None
@@ -122,7 +122,7 @@ class StepTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a block; the same name again adds up."""
+        """Times a block; repeated names add up."""
         assert self._open is None, f"phase {name} inside phase {self._open}: its seconds would count twice"
         self._open, start = name, self._clock()
         self._on_phase(name)
@@ -130,7 +130,7 @@ class StepTimer:
             yield
         finally:
             if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # else the kernels of this phase are billed to the next one
+                torch.cuda.synchronize()  # otherwise this phase's kernels count towards the next one
             self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - start
             self._open = None
             self._on_phase(f"what follows {name}")
@@ -138,7 +138,7 @@ class StepTimer:
     def record(self, metrics: Metrics, num_tokens: float | Tensor) -> None:
         """Adds time/<phase>_s and time/step_s (of the slowest rank), time/framework_fraction and perf/tokens_per_s.
 
-        `num_tokens`: this data-parallel rank's tokens of the step, prompts included.
+        `num_tokens`: tokens of the step on this data-parallel rank, including prompts.
         """
         step = self._clock() - self._start
         for name, seconds in self.seconds.items():

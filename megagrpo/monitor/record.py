@@ -1,7 +1,7 @@
-"""Writes and reads what a run measures, in its folder: metrics.jsonl and TensorBoard.
+"""Writes and reads the metrics of a run: metrics.jsonl and TensorBoard.
 
-Entries are numbered by finished steps, which is the weight version: entry 0 holds what was measured before the first
-update, entry n what was measured while making weights n and of them.
+Entries are numbered by finished steps, which equals the weight version: entry 0 has the values before the first update,
+entry n those of the step that produced weights n and of the evaluation of weights n.
 """
 
 import json
@@ -12,10 +12,9 @@ from megagrpo.system.run_folder import RunFolder, write_json_lines
 
 
 class StepLog:
-    """Writes the run's record: metrics.jsonl and tensorboard/. On the main rank alone.
+    """Writes metrics.jsonl and tensorboard/. Only on the main rank.
 
-    A run that starts at `start_step` finished steps (0: from the beginning) drops the entries of later steps, which it
-    makes again; beginning anew drops all.
+    A run that resumes after `start_step` finished steps drops the entries of later steps; a new run (0) drops all.
     """
 
     def __init__(self, folder: RunFolder, config: LogConfig, start_step: int = 0) -> None:
@@ -25,12 +24,12 @@ class StepLog:
         write_json_lines(folder.metrics, [entry for entry in entries if entry["step"] <= last_kept])
         self._board = None
         if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # seconds of import that only the main rank pays
+            from torch.utils.tensorboard import SummaryWriter  # imports for seconds; only the main rank needs it
 
             self._board = SummaryWriter(str(folder.tensorboard), purge_step=last_kept + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Appends an entry; several of one step are read as one. A value that is not finite is written as null."""
+        """Appends an entry; readers merge entries of one step. Non-finite values are written as null."""
         entry = {"step": step, **{name: value if math.isfinite(value) else None for name, value in values.items()}}
         with self._folder.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
@@ -46,9 +45,9 @@ class StepLog:
 
 
 def read_metrics(folder: RunFolder) -> list[dict]:
-    """Reads the entries of metrics.jsonl by step, each {"step": int, name: float | None}; lines of one step are merged.
+    """Returns the entries of metrics.jsonl by step, {"step": int, name: float | None}; lines of one step are merged.
 
-    A last line cut short by a crash is ignored. Raises ValueError when there is no such file or another line is broken.
+    An incomplete last line (a crash) is ignored. Raises ValueError if the file is missing or another line is broken.
     """
     path = folder.metrics
     if not path.is_file():
@@ -61,7 +60,7 @@ def read_metrics(folder: RunFolder) -> list[dict]:
         try:
             entry = json.loads(line)
         except json.JSONDecodeError as error:
-            if number == len(lines):  # no newline after it: the writer was killed
+            if number == len(lines):  # without a newline: the writer was killed
                 break
             raise ValueError(f"{path}:{number}: not a JSON line: {error}") from None
         entries.setdefault(entry["step"], {}).update(entry)

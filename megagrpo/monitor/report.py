@@ -1,4 +1,4 @@
-"""Reports what a run achieved: a summary table and a picture of its learning curve, made from the run folder alone."""
+"""Reports a run: a summary table and a picture of its learning curve, from its run folder."""
 
 import statistics
 from pathlib import Path
@@ -13,7 +13,7 @@ _REWARD, _EVAL, _MISMATCH, _LENGTH = "#2f6fb3", "#d9622b", "#6b4fa1", "#2a8c6e"
 def write_report(run_dir: str | Path) -> str:
     """Writes summary.md and curve.png into the run folder from its metrics.jsonl; returns the summary's text.
 
-    Raises ValueError when the run has measured nothing yet.
+    Raises ValueError if there are no metrics yet.
     """
     folder = RunFolder(Path(run_dir))
     entries = read_metrics(folder)
@@ -22,23 +22,23 @@ def write_report(run_dir: str | Path) -> str:
     text = summary(entries, folder.path.name)
     write_whole(folder.summary, text)
     _draw(entries, folder.curve, folder.path.name)
-    places = {
+    outputs = {
         "table": folder.summary,
         "curve": folder.curve,
         "samples": folder.rollouts,
         "TensorBoard": folder.tensorboard,
     }
-    return text + "\n" + "".join(f"{words}: {path}\n" for words, path in places.items() if path.exists())
+    return text + "\n" + "".join(f"{words}: {path}\n" for words, path in outputs.items() if path.exists())
 
 
 def series(entries: list[dict], name: str) -> tuple[list[int], list[float]]:
-    """Returns (steps, values) of one metric where it was measured and finite."""
+    """Returns the steps and values of one metric, without missing and non-finite ones."""
     points = [(entry["step"], entry[name]) for entry in entries if entry.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def summary(entries: list[dict], title: str) -> str:
-    """Returns two Markdown tables: how metrics went from first to last, and where the time of a step went."""
+    """Returns two Markdown tables: the course of the main metrics, and the seconds of a step by phase."""
     lines = [
         f"# {title}: {entries[-1]['step']} steps",
         "",
@@ -51,8 +51,8 @@ def summary(entries: list[dict], title: str) -> str:
 
 
 def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
-    """Returns a row for each metric that a reader asks for first, and that the run measured."""
-    asked = (  # metric, words, format, which end is better
+    """Returns a row for each main metric that the run measured."""
+    shown = (  # metric, label, format, better of two values
         ("eval/accuracy", "held-out accuracy", "{:.3f}", max),
         ("eval/pass_at_k", "held-out pass@k", "{:.3f}", max),
         ("eval_as_trained/accuracy", "held-out accuracy, sampled as in training", "{:.3f}", max),
@@ -73,7 +73,7 @@ def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
         ("time/framework_fraction", "framework's share of time", "{:.3f}", min),
     )
     rows: list[tuple[str, ...]] = []
-    for name, words, form, better in asked:
+    for name, words, form, better in shown:
         _, values = series(entries, name)
         if values:
             best = form.format(better(values)) if better else ""
@@ -84,7 +84,7 @@ def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
 
 
 def _time_rows(entries: list[dict]) -> list[tuple[str, ...]]:
-    """Returns mean seconds per step of every phase, longest first; one that only some steps have is spread over all."""
+    """Returns the mean seconds per step of each phase, longest first; averages are over all steps."""
     steps = [entry for entry in entries if entry.get("time/step_s") is not None]
     names = {name for entry in steps for name in entry if name.startswith("time/") and name.endswith("_s")}
     if not steps:
@@ -98,7 +98,7 @@ def _time_rows(entries: list[dict]) -> list[tuple[str, ...]]:
 
 
 def _table(rows: list[tuple[str, ...]], header: tuple[str, ...]) -> list[str]:
-    """Formats a Markdown table whose source is aligned too: first column left, numbers right."""
+    """Returns a Markdown table with aligned source: first column left, numbers right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: tuple[str, ...]) -> str:
@@ -116,8 +116,8 @@ def _table(rows: list[tuple[str, ...]], header: tuple[str, ...]) -> list[str]:
 
 
 def _draw(entries: list[dict], path: Path, title: str) -> None:
-    """Draws accuracy and reward, what was to be learned; below, trainer/rollout agreement and response length."""
-    import matplotlib  # a second of import that the training loop need not pay
+    """Draws accuracy and reward; below them, trainer/rollout mismatch and response length."""
+    import matplotlib  # imports for a second; the training loop does not need it
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -210,7 +210,7 @@ def _draw_small(axes, entries: list[dict], name: str, title: str, colour: str) -
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Averages exponentially, without bias at the start: early values are divided by the weight seen so far."""
+    """Returns the exponential moving average with bias correction at the start."""
     weight = 0.8
     out, total, seen = [], 0.0, 0.0
     for value in values:

@@ -1,7 +1,7 @@
-"""Records every step's samples: each replica's leader writes those that it sampled, in the background.
+"""Records the samples of each step; the leader of each replica writes its own in a background thread.
 
-rollouts/step_000012.replica_0.jsonl has a line per prompt: its text and answer, and every sample with reward, outcome
-and finish reason. A step has a file of every replica, its groups in the order of their ids; `read_rollouts` joins them.
+rollouts/step_000012.replica_0.jsonl has one line per prompt: text, answer, and each sample with reward, outcome and
+finish reason. A step has a file for each replica, with groups in order of their ids; `read_rollouts` merges them.
 """
 
 import heapq
@@ -19,11 +19,10 @@ from megagrpo.types import Outcome, RolloutGroup
 
 
 class RolloutLog:
-    """Writes the samples of one replica. A failure to write is raised by the next call.
+    """Writes the samples of one replica. The next call raises a failure to write.
 
-    A run that starts at `start_step` finished steps (0: from the beginning) drops this replica's files of later steps,
-    which it makes again, and replica 0 those of replicas that an earlier start had and this one, with `num_replicas`,
-    has not.
+    A run that resumes after `start_step` finished steps (0: a new run) drops this replica's files of later steps,
+    and replica 0 those of replicas beyond `num_replicas`, left by an earlier start.
     """
 
     def __init__(self, folder: RunFolder, replica: int, num_replicas: int, start_step: int = 0) -> None:
@@ -37,25 +36,25 @@ class RolloutLog:
         self._last: Future[None] | None = None
 
     def write(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Begins to write this replica's groups of a step."""
+        """Starts writing this replica's groups of a step."""
         self.flush()
         path = self._folder.rollout_file(step, self._replica)
         in_order = sorted(groups, key=lambda group: group.group_id)
         self._last = self._thread.submit(lambda: write_json_lines(path, map(_record, in_order)))
 
     def flush(self) -> None:
-        """Waits for what `write` has begun."""
+        """Waits until the last `write` has finished."""
         if self._last is not None:
             self._last.result()
 
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Waits until all files are written."""
         self._thread.shutdown(wait=True)
         self.flush()
 
 
 def read_rollouts(files: Iterable[Path]) -> Iterator[dict]:
-    """Yields the lines of one step's files (RunFolder.rollout_files), in the order of their groups."""
+    """Yields the lines of one step's files (RunFolder.rollout_files) in order of their groups."""
     with ExitStack() as stack:
         lines = [map(orjson.loads, stack.enter_context(path.open("rb"))) for path in files]
         yield from heapq.merge(*lines, key=itemgetter("group_id"))

@@ -1,4 +1,4 @@
-"""Keeps one process's JSON lines of a run, one a step, written in a thread of its own while the loop goes on."""
+"""JSON lines of one process, one line a step, written by a background thread."""
 
 import json
 import re
@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-_STEP = re.compile(rb'\{"step": (\d+)')  # how every line begins
+_STEP = re.compile(rb'\{"step": (\d+)')  # the start of every line
 
 
 class StepLines:
-    """Appends to `path`, which no other process writes. A failure to write is raised by the next append, or by close.
+    """Appends to `path`, which no other process writes. The next append, or close, raises a failure to write.
 
-    A run that starts at `start_step` finished steps (0: from the beginning) drops the lines of later steps, which it
-    makes again.
+    A run that resumes after `start_step` finished steps drops the lines of later steps; a new run (0) drops all.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
@@ -24,12 +23,12 @@ class StepLines:
         self._last: Future[None] | None = None
 
     def append(self, step: int, make: Callable[[], dict]) -> None:
-        """Appends what `make` returns as the line of `step`; it is called in the other thread."""
+        """Appends the result of `make` as the line of `step`; the background thread calls it."""
         self._raise_failure()
         self._last = self._thread.submit(self._write, step, make)
 
     def close(self) -> None:
-        """Waits for the last line."""
+        """Waits until all lines are written."""
         self._thread.shutdown(wait=True)
         self._raise_failure()
 
@@ -44,7 +43,7 @@ class StepLines:
 
 
 def drop_later_steps(path: Path, start_step: int) -> None:
-    """Cuts the file before the first line of a step after `start_step`, or cut short by a crash; 0 keeps nothing."""
+    """Truncates the file before the first line that is incomplete or of a step after `start_step`; 0 keeps nothing."""
     if not path.exists():
         return
     keep = 0
@@ -60,16 +59,16 @@ def drop_later_steps(path: Path, start_step: int) -> None:
 
 
 def drop_absent(files: dict[int, Path], present: int, start_step: int) -> None:
-    """Drops later steps from the files of writers that an earlier start had and this one, with `present`, has not."""
+    """Drops later steps from the files of writers beyond the first `present`, left by an earlier start."""
     for number, path in files.items():
         if number >= present:
             drop_later_steps(path, start_step)
 
 
 def read_step_lines(path: Path, steps: Callable[[int], bool] = lambda step: True) -> Iterator[dict]:
-    """Yields the lines of the steps that `steps` wants. One that is being written is left out.
+    """Yields the lines of the steps for which `steps` is true, without an incomplete last line.
 
-    Raises ValueError naming a broken line.
+    Raises ValueError with the number of a broken line.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

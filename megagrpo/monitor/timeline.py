@@ -1,14 +1,14 @@
-"""Records what this rank did in every step, and what it asked of which engine, with times of the wall clock.
+"""Records the phases of this rank and its requests to engines, by wall clock.
 
-timeline/rank_3.jsonl has a line a step. Times inside are seconds after its "start", which is seconds since the epoch:
+timeline/rank_3.jsonl has one line a step. Its times are seconds after "start", which is seconds since the epoch:
 
-    phases     [[name, start, end], ...]             one after the other, without a gap
-    engines    [id, ...]                             which the two lists below count from 0
-    requests   [[engine, start, end, tokens], ...]   of leaders; tokens 0: an attempt that gave no sample
-    calls      [[engine, name, start, end], ...]     of the main rank: its HTTP calls while it publishes
-    num_requests, num_calls                          how many there were: the lists are bounded
+    phases     [[name, start, end], ...]             consecutive, without gaps
+    engines    [id, ...]                             indexed by the two lists below
+    requests   [[engine, start, end, tokens], ...]   of leaders; tokens 0: an attempt without a sample
+    calls      [[engine, name, start, end], ...]     of the main rank: HTTP calls of a publish
+    num_requests, num_calls                          total numbers: the lists are bounded
 
-Nothing is compared between ranks: how well their clocks agree is how well the lines fit together.
+The ranks' clocks are not synchronised.
 """
 
 import itertools
@@ -24,10 +24,10 @@ _BETWEEN = "what follows the record"
 
 
 class Timeline:
-    """Collects marks, requests and calls of one step, and writes them when it ends. Any thread may call.
+    """Collects phases, requests and calls of one step and writes them at its end. Thread-safe.
 
-    A run that starts at `start_step` finished steps drops what earlier starts recorded of later ones, of ranks that it
-    does not have any more too. `enabled` False records nothing.
+    A run that resumes after `start_step` finished steps drops later lines, also those of ranks that no longer exist.
+    `enabled=False` records nothing.
     """
 
     def __init__(
@@ -43,22 +43,22 @@ class Timeline:
         self._marks: list[tuple[str, float]] = [(_BETWEEN, now)]
         self._requests: list[tuple[str, float, float, int]] = []
         self._calls: list[tuple[str, str, float, float]] = []
-        self._last_call: dict[str, int] = {}  # by engine: where in _calls
+        self._last_call: dict[str, int] = {}  # engine -> index in _calls
         self._num_calls = 0
 
     def mark(self, phase: str) -> None:
-        """Ends the present phase of this rank and begins another."""
+        """Ends the current phase of this rank and starts `phase`."""
         with self._lock:
             if self._marks[-1][0] != phase:
                 self._marks.append((phase, time.time()))
 
     def request(self, engine: str, start: float, end: float, num_tokens: int) -> None:
-        """Adds a request for a sample, in seconds since the epoch. engine "": none is known to have had it."""
+        """Adds a request for a sample, in seconds since the epoch. engine "": unknown."""
         with self._lock:
             self._requests.append((engine, start, end, num_tokens))
 
     def call(self, engine: str, name: str, start: float, end: float) -> None:
-        """Adds a call of a publish, in seconds since the epoch; equal ones in a row become one."""
+        """Adds a call of a publish, in seconds since the epoch; consecutive equal calls are merged."""
         with self._lock:
             last = self._last_call.get(engine)
             if last is not None and self._calls[last][1] == name:
@@ -70,7 +70,7 @@ class Timeline:
                 self._calls.append((engine, name, start, end))
 
     def end_step(self, step: int) -> None:
-        """Writes what was collected as that of `step` finished steps."""
+        """Writes the collected data as the line of `step`."""
         with self._lock:
             now = time.time()
             marks, requests, calls, num_calls = self._marks, self._requests, self._calls, self._num_calls
@@ -79,13 +79,13 @@ class Timeline:
             self._lines.append(step, lambda: _line([*marks, ("", now)], requests, calls, num_calls))
 
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Waits until all lines are written."""
         if self._lines is not None:
             self._lines.close()
 
 
 def is_between(phase: str) -> bool:
-    """Tells whether a recorded phase is none of the step's own, but the time between two of them."""
+    """Returns whether a recorded phase is the time between two phases."""
     return phase.startswith("what follows ")
 
 
@@ -101,7 +101,7 @@ def _line(
         return round(moment - start, 4)
 
     engines = sorted({engine for engine, *_ in [*requests, *calls]})
-    place = {engine: index for index, engine in enumerate(engines)}
+    index_of = {engine: index for index, engine in enumerate(engines)}
     every = -(-len(requests) // _MAX_REQUESTS) or 1
     kept = sorted(requests, key=lambda request: request[1])[::every]
     return {
@@ -109,8 +109,8 @@ def _line(
         "end": after(marks[-1][1]),
         "phases": [[name, after(at), after(until)] for (name, at), (_, until) in itertools.pairwise(marks)],
         "engines": engines,
-        "requests": [[place[engine], after(at), after(until), tokens] for engine, at, until, tokens in kept],
+        "requests": [[index_of[engine], after(at), after(until), tokens] for engine, at, until, tokens in kept],
         "num_requests": len(requests),
-        "calls": [[place[engine], name, after(at), after(until)] for engine, name, at, until in calls],
+        "calls": [[index_of[engine], name, after(at), after(until)] for engine, name, at, until in calls],
         "num_calls": num_calls,
     }

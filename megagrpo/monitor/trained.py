@@ -1,11 +1,11 @@
-"""Records samples as the update saw them, for `megagrpo view`: advantages, and tokens with the two log-probabilities.
+"""Records samples as the update saw them, for `megagrpo view`: advantages and log-probability differences.
 
-trained/replica_0.jsonl has a line a step, of the samples that one data-parallel rank trained on:
+trained/replica_0.jsonl has one line a step for the samples of one data-parallel rank:
 
-    sample_ids, advantages   of all; a mean over trained tokens, null where none is trained on
-    tokens                   of the step's first groups: [{"sample_id", "ids", "difference"}, ...], "difference" being
-                             the trainer's minus the engine's log-probability, null where it was not trained on
-    pieces                   the text of token ids that earlier lines have not shown
+    sample_ids, advantages   of all samples; the mean over trained tokens, null if there are none
+    tokens                   of the step's first groups: [{"sample_id", "ids", "difference"}, ...]; "difference" is the
+                             trainer's minus the engine's log-probability, null for tokens that are not trained
+    pieces                   the text of token ids that are new in this line
 """
 
 import math
@@ -21,10 +21,10 @@ from megagrpo.types import Batch
 
 
 class TrainedLog:
-    """Writes the record of one data-parallel rank. No collective: samples are joined by id when they are looked at.
+    """Writes the record of one data-parallel rank. Not collective: readers join samples by id.
 
-    num_groups: groups of a step whose tokens are kept, over all ranks; 0 keeps advantages alone. pieces: token ids ->
-    the text of each by itself. start_step: see StepLines.
+    num_groups: number of groups of a step, over all ranks, whose tokens are recorded. pieces: token ids -> the text of
+    each token. start_step: see StepLines.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class TrainedLog:
         self._num_groups, self._pieces = num_groups, pieces
         self._shown: set[int] = set()
 
-    def write(self, step: int, batch: Batch) -> None:
-        """Records the batch of an update that has been made."""
+    def write(self, step: int, batch: Batch, logprobs: Tensor) -> None:
+        """Records the batch of an update that has been made; logprobs: [T], the trainer's."""
         assert batch.advantages is not None, "written after the update"
         counts = row_sums(batch.loss_mask.long(), batch.lengths)
         sums = row_sums((batch.advantages * batch.loss_mask).double(), batch.lengths)
-        means = sums / counts  # NaN where nothing is trained on
+        means = sums / counts  # NaN without trained tokens
         ids, advantages = batch.sample_ids.tolist(), means.tolist()
         chosen = [
             (sample_id, slice(start + prompt, start + length))
@@ -61,7 +61,8 @@ class TrainedLog:
             )
             if group_id < self._num_groups
         ]
-        kept_tokens = [(sample_id, batch.tokens[span], _difference(batch, span)) for sample_id, span in chosen]
+        differences = (logprobs - batch.rollout_logprobs).masked_fill(~batch.loss_mask, torch.nan)
+        kept_tokens = [(sample_id, batch.tokens[span], differences[span]) for sample_id, span in chosen]
 
         def line() -> dict:
             kept = [
@@ -87,14 +88,6 @@ class TrainedLog:
         return {str(token): text for token, text in zip(new, self._pieces(new), strict=True)}
 
 
-def _difference(batch: Batch, span: slice) -> Tensor:
-    """Returns the trainer's minus the engine's log-probability of a span of tokens, NaN where there is none."""
-    trainer = batch.old_logprobs if batch.old_logprobs is not None else batch.seen_logprobs
-    if trainer is None:
-        return torch.full_like(batch.rollout_logprobs[span], torch.nan)
-    return (trainer[span] - batch.rollout_logprobs[span]).masked_fill(~batch.loss_mask[span], torch.nan)
-
-
 def _rounded(values: list[float], digits: int) -> list[float | None]:
-    """Rounds to significant digits; null for what is not finite."""
+    """Rounds to significant digits; None for non-finite values."""
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]

@@ -1,25 +1,28 @@
-"""Shows a run on Weights & Biases, or keeps it for `wandb sync`: `log.wandb`. On the main rank alone.
+"""Sends a run to Weights & Biases, or stores it for `wandb sync`: `log.wandb`. Only on the main rank.
 
-The API key is found where wandb itself looks: its environment variable or netrc. The id of the W&B run is kept in the
-run folder, so that a resumed run goes on in the same one.
+wandb reads the API key from its environment variable or netrc. The id of the W&B run is stored in the run folder, so a
+resumed run continues it.
 """
 
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import RunFolder, write_whole
 
-_PATIENCE_S = 60.0  # for the service to answer at the start, and to take what is left at the end
+if TYPE_CHECKING:
+    from wandb import Run
+
+_TIMEOUT_S = 60.0  # of the service at start and end
 
 
 class WandbLog:
-    """Sends every entry of metrics.jsonl under the same names, with `step` as the axis, and the resolved experiment.
+    """Sends the resolved experiment and every entry of metrics.jsonl, with `step` as the axis.
 
-    wandb's own step counter is not used: it refuses the steps that a resumed run makes again. Nothing that goes wrong
-    here ends the run: the console says it once, and nothing more is sent.
+    wandb's own step counter is not used: it rejects the steps that a resumed run repeats. A failure never ends the run:
+    the console reports it once, and sending stops.
     """
 
     def __init__(
@@ -27,11 +30,11 @@ class WandbLog:
     ) -> None:
         options = config.log.wandb
         self._note = note
-        self._run: Any = None
+        self._run: Run | None = None
         if options is None or options.mode == "disabled":
             return
         with self._never_fatal("the start"):
-            import wandb  # an extra, and seconds of import that only the main rank pays
+            import wandb  # an extra; imports for seconds, only on the main rank
 
             self._run = wandb.init(
                 project=options.project,
@@ -40,24 +43,24 @@ class WandbLog:
                 name=options.name or config.name,
                 tags=options.tags,
                 id=_run_id(folder, start_step),
-                resume="allow" if options.mode == "online" else None,  # offline, `wandb sync` joins what has one id
+                resume="allow" if options.mode == "online" else None,  # offline, `wandb sync` joins runs with one id
                 mode=options.mode,
                 dir=str(folder.path),
                 config=config.model_dump(mode="json"),
                 settings=wandb.Settings(
                     silent=True,
-                    console="off",  # what a rank prints is in logs/
-                    x_disable_stats=True,  # the same metrics as metrics.jsonl, and no process that samples others
+                    console="off",  # output of ranks is in logs/
+                    x_disable_stats=True,  # only the metrics of metrics.jsonl
                     disable_git=True,
-                    init_timeout=_PATIENCE_S,
-                    login_timeout=_PATIENCE_S,
-                    finish_timeout=_PATIENCE_S,
+                    init_timeout=_TIMEOUT_S,
+                    login_timeout=_TIMEOUT_S,
+                    finish_timeout=_TIMEOUT_S,
                 ),
             )
             self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Sends one entry, at once; what is not finite goes as it is."""
+        """Sends one entry now, non-finite values included."""
         if self._run is not None:
             with self._never_fatal(f"sending step {step}"):
                 self._run.log({"step": step, **values})
@@ -66,7 +69,7 @@ class WandbLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits until all is sent, or for a minute; a run that ends by an error is shown as failed."""
+        """Waits up to a minute until everything is sent; an error marks the run as failed."""
         if self._run is not None:
             with self._never_fatal("the end"):
                 self._run.finish(exit_code=int(kind is not None))
@@ -75,16 +78,16 @@ class WandbLog:
     def _never_fatal(self, what: str) -> Iterator[None]:
         try:
             yield
-        except Exception as exc:  # whatever a service elsewhere and its client raise: training is worth more
+        except Exception as exc:  # a remote service must not end the training
             self._run = None
             self._note(
-                f"log.wandb: {what} failed, and nothing more is sent; metrics.jsonl has everything: "
+                f"log.wandb: {what} failed; no more metrics are sent; metrics.jsonl has all of them: "
                 f"{type(exc).__name__}: {exc}"
             )
 
 
 def _run_id(folder: RunFolder, start_step: int) -> str:
-    """Returns the id of the W&B run that this run folder continues; a new one where it begins anew."""
+    """Returns the id of this run folder's W&B run; a new one if the run starts from step 0."""
     path = folder.wandb_id
     if start_step == 0 or not path.is_file():
         write_whole(path, secrets.token_hex(4))

@@ -1,11 +1,11 @@
-"""Watches over one rank's progress: who waits for whom, on one page, shortly before a deadline ends the processes.
+"""Monitors the progress of all ranks; shortly before a deadline, writes a page that shows which rank blocks which.
 
-    run/logs/ranks/rank_3.json     step, phase, since when, last sign of life; written by a thread of that rank
-    run/logs/ranks/rank_3.stacks   its Python stacks, when a page asks for them or when its interpreter hangs
-    run/logs/deadline_TIME.txt     the page: who holds up whom, and the stacks
+    run/logs/ranks/rank_3.json     progress: step, phase, start of the phase, last heartbeat; by a thread of that rank
+    run/logs/ranks/rank_3.stacks   its Python stacks, if a page requests them or its interpreter hangs
+    run/logs/deadline_TIME.txt     the page: the blocking ranks, the waiting ranks, and their stacks
 
-The page is written a little before the deadline itself, which ends the processes: NCCL's does so without a Python
-exception. It needs no network, which may be what is broken: ranks meet in files.
+The page must precede the deadline, at which NCCL ends the processes without a Python exception. Ranks communicate by
+files, because the network may be the cause.
 """
 
 import faulthandler
@@ -28,18 +28,18 @@ from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import RunFolder, write_whole
 
 _POLL_S = 0.5
-_BEAT_S = 5.0  # a rank's file is written at least this often
-_SILENT_S = 15.0  # a rank whose file is older has a problem with its process itself
-_ANSWER_S = 10.0  # how long the page waits for the other ranks' stacks
+_BEAT_S = 5.0  # between two heartbeats
+_SILENT_S = 15.0  # a rank with an older heartbeat does not run
+_ANSWER_S = 10.0  # to wait for the other ranks' stacks
 _EARLY = 0.9  # fraction of a deadline after which the page is written
-_PACKAGE = Path(megagrpo.__file__).resolve().parent  # not a name to look for: a clone, and all in it, may bear the same
+_PACKAGE = Path(megagrpo.__file__).resolve().parent  # a path: a clone's folder may have the package's name
 
 
 class Watchdog:
-    """Reports this rank's progress to the others, and all ranks' when one is stuck. A context manager.
+    """Writes this rank's progress, and a page about all ranks if one is stuck. A context manager.
 
-    Construction is collective over the world. `step` returns the number of finished steps. Each of `waits` returns
-    what a part of this rank waits for outside the trainers, or "". `on_enter` is told of every phase.
+    Construction is collective over the world. `step` returns the number of finished steps. Each of `waits` returns a
+    description of what this rank waits for outside the trainers, or "". `on_enter` gets every phase.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Watchdog:
         started = mesh.gather_world(time.strftime("%Y%m%d-%H%M%S"))[0]
         self._mesh, self._folder, self._step, self._on_enter = mesh, folder, step, on_enter
         self.waits: list[Callable[[], str]] = []
-        self._request = folder.stacks_request(started)  # made by the rank that writes a page; another start has another
+        self._request = folder.stacks_request(started)  # unique to this start
         self._deadline_s = config.actor.deadline_s
         attempts = config.algorithm.dynamic_sampling.max_num_gen_batches if config.algorithm.dynamic_sampling else 1
         passes = attempts * (2 if config.algorithm.needs_greedy_response else 1)
@@ -61,8 +61,8 @@ class Watchdog:
         self._limits = {"publish": config.weights.timeout_s, "rollout": passes * request_s, "evaluate": request_s}
         self._limits["drain"] = request_s
         self._name, self._since, self._moved, self._entered = "start", time.time(), time.time(), 0
-        self._written = 0.0  # when this rank's file was written last
-        self._reported = -1  # the number of the phase that is on a page
+        self._written = 0.0  # time of the last heartbeat
+        self._reported = -1  # number of the phase that a page shows
         self._ended = threading.Event()
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -70,7 +70,7 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         self._folder.ranks.mkdir(parents=True, exist_ok=True)
         self._hung = self._folder.rank_stacks(self._mesh.rank).open("w")
-        self._say(time.time())
+        self._beat(time.time())
         self._thread.start()
         return self
 
@@ -81,34 +81,34 @@ class Watchdog:
         self._hung.close()
 
     def enter(self, phase: str) -> None:
-        """Notes that the main thread begins another part of the step."""
+        """Records that the main thread starts phase `phase` of the step."""
         self._name, self._since = phase, time.time()
         self._moved, self._entered = self._since, self._entered + 1
         self._on_enter(phase)
 
     def alive(self) -> None:
-        """Notes that the main thread, and with it every other rank's, has moved inside its phase."""
+        """Records progress of the main thread, and thus of every rank, inside its phase."""
         self._moved = time.time()
 
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_S):
-            # Where C code holds the interpreter and this thread cannot put it off, a thread of C writes the stacks.
+            # If C code holds the interpreter lock, this thread cannot postpone the timer and C writes the stacks.
             faulthandler.dump_traceback_later(2 * _SILENT_S, file=self._hung)
             now, limit = time.time(), self._limits.get(self._name, self._deadline_s)
             if now - self._written > _BEAT_S or self._since > self._written:
-                self._say(now)
+                self._beat(now)
             if self._reported == self._entered:
                 continue
             if self._request.exists():
                 self._reported = self._entered
-                self._say(now)
+                self._beat(now)
                 self._write_stacks()
             elif now - self._since > _EARLY * limit or now - self._moved > _EARLY * self._deadline_s:
                 self._reported = self._entered
                 self._write_page(now)
 
-    def _say(self, now: float) -> None:
-        place = {
+    def _beat(self, now: float) -> None:
+        progress = {
             "rank": self._mesh.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -120,11 +120,11 @@ class Watchdog:
             "where": self._where(),
             "waits": [text for wait in self.waits if (text := wait())],
         }
-        write_whole(self._folder.rank_place(self._mesh.rank), json.dumps(place))
+        write_whole(self._folder.rank_progress(self._mesh.rank), json.dumps(progress))
         self._written = now
 
     def _where(self) -> str:
-        """The main thread's innermost call, and the line of this package that led to it."""
+        """Returns the main thread's innermost call and the line of this package that led to it."""
         frames = traceback.extract_stack(sys._current_frames()[self._main])
         inner = frames[-1]
         ours = next((frame for frame in reversed(frames) if is_ours(frame.filename)), inner)
@@ -145,93 +145,94 @@ class Watchdog:
     def _write_page(self, now: float) -> None:
         try:
             self._request.open("x").close()
-        except FileExistsError:  # another rank writes it
+        except FileExistsError:  # another rank writes the page
             self._write_stacks()
             return
         others = set(range(self._mesh.world_size)) - {self._mesh.rank}
-        asked = self._request.stat().st_mtime
+        requested = self._request.stat().st_mtime
         end = time.monotonic() + _ANSWER_S
-        while time.monotonic() < end and any(not _newer(self._folder.rank_stacks(rank), asked) for rank in others):
+        while time.monotonic() < end and any(not _newer(self._folder.rank_stacks(rank), requested) for rank in others):
             time.sleep(_POLL_S)
         self._write_stacks()
-        self._say(time.time())
-        places = [_read_place(self._folder.rank_place(rank), rank) for rank in range(self._mesh.world_size)]
-        files = {rank: self._folder.rank_stacks(rank) for rank in range(len(places))}
+        self._beat(time.time())
+        ranks = [_read_progress(self._folder.rank_progress(rank), rank) for rank in range(self._mesh.world_size)]
+        files = {rank: self._folder.rank_stacks(rank) for rank in range(len(ranks))}
         stacks = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.exists()}
         seen = f"rank {self._mesh.rank} is in {self._name} of step {self._step() + 1} for {now - self._since:.0f} s"
-        summary = f"{seen}, and nothing has moved for {now - self._moved:.0f} s\n{describe(places, time.time())}"
+        summary = f"{seen}, and nothing has moved for {now - self._moved:.0f} s\n{describe(ranks, time.time())}"
         moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
         write_whole(self._folder.deadline_page(moment), f"{summary}\n\n{_grouped(stacks)}")
         self._request.unlink()
 
 
 def is_ours(file: str) -> bool:
-    """Whether a source file belongs to this package."""
+    """Returns whether a source file belongs to this package."""
     return Path(file).resolve().is_relative_to(_PACKAGE)
 
 
-def describe(places: list[dict], now: float) -> str:
-    """Says who holds up the others, and where these wait.
+def describe(ranks: list[dict], now: float) -> str:
+    """Returns lines that name the blocking ranks, and the waiting ranks with their states.
 
-    `places`: what each rank's file says, {"rank": n} when it has none. `now`: seconds since the epoch.
+    `ranks`: the progress of each rank, {"rank": n} if it has no file. `now`: seconds since the epoch.
     """
-    held_by = _behind(places, now)
+    blocking = _behind(ranks, now)
     lines = []
-    for place in held_by:
-        lines.append(f"HELD UP BY rank {place['rank']}{_person(place)}: {_state(place, now)}")
+    for rank in blocking:
+        lines.append(f"HELD UP BY rank {rank['rank']}{_process_of(rank)}: {_state(rank, now)}")
     waiting: dict[str, list[int]] = {}
-    for place in places:
-        if place not in held_by:
-            waiting.setdefault(_state(place, now), []).append(place["rank"])
-    for state, ranks in waiting.items():
-        lines.append(f"{'WAITING' if held_by else 'ALL ALIKE'}: rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}: {state}")
+    for rank in ranks:
+        if rank not in blocking:
+            waiting.setdefault(_state(rank, now), []).append(rank["rank"])
+    for state, numbers in waiting.items():
+        head = f"{'WAITING' if blocking else 'ALL ALIKE'}: rank{'s' * (len(numbers) > 1)}"
+        lines.append(f"{head} {_ranges(numbers)}: {state}")
     return "\n".join(lines)
 
 
-def _behind(places: list[dict], now: float) -> list[dict]:
-    """Returns the ranks that the others wait for; none when all are alike.
+def _behind(ranks: list[dict], now: float) -> list[dict]:
+    """Returns the ranks that the others wait for; none if all are in the same state.
 
-    They are those that give no sign of life, else those that wait for somebody outside, else those in an earlier
-    phase, else those outside a collective while the others are in one.
+    They are the ranks without a heartbeat, else those that wait for something outside the trainers, else those in an
+    earlier phase, else those outside a collective while the others are in one.
     """
-    first = min((place["entered"] for place in places if "entered" in place), default=0)
+    first = min((rank["entered"] for rank in ranks if "entered" in rank), default=0)
     for late in (
-        lambda place: "beat" not in place or now - place["beat"] > _SILENT_S,
-        lambda place: place["waits"],
-        lambda place: place["entered"] == first,
-        lambda place: "distributed_c10d" not in place["where"],
+        lambda rank: "beat" not in rank or now - rank["beat"] > _SILENT_S,
+        lambda rank: rank["waits"],
+        lambda rank: rank["entered"] == first,
+        lambda rank: "distributed_c10d" not in rank["where"],
     ):
-        found = [place for place in places if late(place)]
-        if found and (len(found) < len(places) or (late(places[0]) and len(places) == 1)):
-            return found
+        behind = [rank for rank in ranks if late(rank)]
+        if behind and (len(behind) < len(ranks) or len(ranks) == 1):
+            return behind
     return []
 
 
-def _state(place: dict, now: float) -> str:
-    if "beat" not in place:
-        return "it never said where it is"
-    text = f"{place['phase']} of step {place['step']} since {_clock(place['since'])}"
-    if now - place["beat"] > _SILENT_S:
-        return f"no sign of life since {_clock(place['beat'])}, when it was in {text}{_process(place)}"
-    waits = "".join(f"; waits for {wait}" for wait in place["waits"])
-    return f"in {text}{waits}; at {place['where']}"
+def _state(rank: dict, now: float) -> str:
+    if "beat" not in rank:
+        return "it never wrote a heartbeat"
+    text = f"{rank['phase']} of step {rank['step']} since {_clock(rank['since'])}"
+    if now - rank["beat"] > _SILENT_S:
+        return f"no heartbeat since {_clock(rank['beat'])}, when it was in {text}{_process_status(rank)}"
+    waits = "".join(f"; waits for {wait}" for wait in rank["waits"])
+    return f"in {text}{waits}; at {rank['where']}"
 
 
-def _person(place: dict) -> str:
-    return f" ({place['host']}, pid {place['pid']})" if "pid" in place else ""
+def _process_of(rank: dict) -> str:
+    return f" ({rank['host']}, pid {rank['pid']})" if "pid" in rank else ""
 
 
-def _process(place: dict) -> str:
-    if place["host"] != socket.gethostname():
+def _process_status(rank: dict) -> str:
+    if rank["host"] != socket.gethostname():
         return ""
     try:
-        return f"; its process is {psutil.Process(place['pid']).status()}"
+        return f"; its process is {psutil.Process(rank['pid']).status()}"
     except psutil.NoSuchProcess:
         return "; its process is gone"
 
 
 def _grouped(stacks: dict[int, str]) -> str:
-    """Shows every distinct text once, with its ranks."""
+    """Returns each distinct text once, with its ranks."""
     by_text: dict[str, list[int]] = {}
     for rank, text in stacks.items():
         by_text.setdefault(text or "(no stacks: the process does not run)\n", []).append(rank)
@@ -241,7 +242,7 @@ def _grouped(stacks: dict[int, str]) -> str:
 
 
 def _ranges(ranks: list[int]) -> str:
-    """Abbreviates [0, 1, 2, 5] as 0-2, 5."""
+    """Returns [0, 1, 2, 5] as "0-2, 5"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -251,8 +252,8 @@ def _ranges(ranks: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def _read_place(file: Path, rank: int) -> dict:
-    with suppress(OSError):  # a rank that never wrote it; what is there is whole
+def _read_progress(file: Path, rank: int) -> dict:
+    with suppress(OSError):  # no file yet; an existing one is complete
         return json.loads(file.read_text())
     return {"rank": rank}
 

@@ -18,7 +18,7 @@ from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.planning.hardware import CONTEXT_BYTES, Hardware, hardware_of
 from megagrpo.planning.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.planning.recordings import describe_model, resolve_all
-from megagrpo.rollout.lengths import tokens_in_cache
+from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.system.run_folder import RunFolder
 

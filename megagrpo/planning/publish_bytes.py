@@ -207,8 +207,8 @@ def reshard_forecast(
     messages = np.zeros((world, engines, tp), dtype=np.int64)
     trainer_staging = np.zeros(world, dtype=np.int64)
     engine_staging = 0
-    packed = np.array([not (same_dtype and place.contiguous) for place in cover.sent], dtype=bool)
-    unpacked = np.array([not place.contiguous for place in cover.received], dtype=bool)
+    packed = np.array([not (same_dtype and part.contiguous) for part in cover.sent], dtype=bool)
+    unpacked = np.array([not part.contiguous for part in cover.received], dtype=bool)
     for slot in range(engines):
         plan = plan_transfer(cover, slot, engines, bucket_bytes)
         sent[:, slot], messages[:, slot] = plan.traffic(world, tp)
@@ -299,7 +299,7 @@ def _bucket_bytes(bucket: Bucket, plan: GatherPlan, same_dtype: bool) -> _Bucket
     in_place = sum(
         prod(copy.size) * item
         for copy in bucket.parts.get(0, ())
-        if same_dtype and copy.size == plan.specs[copy.hf][0] and copy.place.contiguous
+        if same_dtype and copy.size == plan.specs[copy.hf][0] and copy.target.contiguous
     )
     coming = {rank: sum(prod(c.size) for c in copies) * item for rank, copies in bucket.parts.items() if rank}
     unpacked = sent_unpacked(sizes)

@@ -1,4 +1,4 @@
-"""Group graders: from a group's scores to its rewards. Only responses that have a score are seen."""
+"""Built-in group graders: from the scores of a group to its rewards. They get only responses with a score."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from collections import Counter
 def rank(texts: list[str], answer: str, scores: list[float]) -> list[float]:
     """Returns each score's rank in [0, 1], the best 1; equal scores share the mean of their ranks.
 
-    For scores whose scale means nothing, such as a reward model's. A group of one gets 0.5.
+    For scores without a meaningful scale, such as a reward model's. A group of one gets 0.5.
     """
     if len(scores) == 1:
         return [0.5]
@@ -16,7 +16,7 @@ def rank(texts: list[str], answer: str, scores: list[float]) -> list[float]:
 
 
 def distinct(texts: list[str], answer: str, scores: list[float]) -> list[float]:
-    """Returns each score divided by the number of responses with the same text, white space aside: a diversity bonus.
+    """Returns each score divided by the number of responses with the same text (up to white space): a diversity bonus.
 
     A score below 0 is not divided: repeating a bad response must not make it better.
     """

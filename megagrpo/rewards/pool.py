@@ -1,30 +1,31 @@
-"""Rewards: every response is graded by the experiment's graders at once, and a group's scores by its group grader."""
+"""Grades responses with the graders of the experiment, and the scores of a group with its group grader."""
 
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from megagrpo.config.reward import GraderConfig, RewardConfig
+from megagrpo.config.reward import GraderArgs, GraderConfig, RewardConfig
 from megagrpo.rewards.graders.http import HttpGrader
 from megagrpo.rewards.graders.judge import JudgeGrader
 from megagrpo.rewards.graders.table import SERVICES, check_grader, load_group_grader
-from megagrpo.rewards.services import ServiceGrader, ServiceLoop
+from megagrpo.rewards.services import ServiceGrader, graded
 from megagrpo.rewards.workers import Call, Graded, WorkerPool
+from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import Outcome, Prompt
 
 _T = TypeVar("_T")
-_SERVICE_GRADERS: dict[str, Callable[[Any], ServiceGrader]] = {"http": HttpGrader, "judge": JudgeGrader}
+_SERVICE_GRADERS: dict[str, Callable[[GraderArgs], ServiceGrader]] = {"http": HttpGrader, "judge": JudgeGrader}
 assert set(_SERVICE_GRADERS) == set(SERVICES)
 
 
 class RewardPool:
-    """Grades in `config.workers` processes, and services over the network. Use as a context manager, or call `close`.
+    """Runs graders in `config.workers` processes and calls reward services. Use as a context manager, or call `close`.
 
-    Raises ValueError at once when a grader is unknown, cannot be imported or does not take its arguments, and
-    WorkerError when a worker process does not start.
+    Raises ValueError if a grader is unknown, cannot be imported or rejects its arguments, and WorkerError if a worker
+    process does not start.
     """
 
     def __init__(self, config: RewardConfig):
@@ -37,33 +38,32 @@ class RewardPool:
                 self._services[entry.short_name] = _SERVICE_GRADERS[entry.grader](entry.args)
         preload: list[Call] = [("grade", e.grader, e.args) for e in config.entries if e.grader not in SERVICES]
         if config.group_grader is not None:
-            load_group_grader(config.group_grader, config.group_args)
-            preload.append(("group", config.group_grader, dict(config.group_args)))
+            load_group_grader(config.group_grader, {**config.group_args})
+            preload.append(("group", config.group_grader, {**config.group_args}))
         with ExitStack() as stack:
             self._workers: WorkerPool | None = None
             self._stack = stack
             if preload:
                 self._worker_pool(preload)
-            self._loop = ServiceLoop() if self._services else None
-            if self._loop is not None:
-                stack.callback(self._loop.close, list(self._services.values()))
+            self._loop = BackgroundLoop("reward services")
+            stack.callback(self._loop.close, *(service.close for service in self._services.values()))
             self._stack = stack.pop_all()
 
     def submit(self, prompt: Prompt, text: str) -> Future[Outcome]:
-        """Returns the outcome of one response, once it is known: the weighted sum, or the first error among the parts.
+        """Returns a future of one response's outcome: the weighted sum of its parts, or the first error among them.
 
-        `prompt.grader`, when set, grades alone: by name one of `reward.graders`, or another, which gets no arguments.
-        Raises ValueError when it cannot be loaded.
+        `prompt.grader`, if set, is the only grader: one of `reward.graders`, or any other without arguments. Raises
+        ValueError if it cannot be loaded.
         """
         entries = self._entries_for(prompt)
         started = [self._start(entry, prompt, text) for entry in entries]
         return _when_all(started, lambda graded: self._combined(entries, graded))
 
     def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future[list[Outcome]]:
-        """Returns the outcomes of a group after its group grader, which sees the responses that have a score.
+        """Returns a future of the group's outcomes after its group grader, which gets only responses with a score.
 
-        The others keep theirs. Where it fails, that is the outcome of all that it was asked about. Without a group
-        grader, or without a score, outcomes stay as they are.
+        If the group grader fails, all these responses get its error. Without a group grader, or if no response has a
+        score, the outcomes are unchanged.
         """
         name, valid = self._config.group_grader, [i for i, outcome in enumerate(outcomes) if outcome.ok]
         if name is None or not valid:
@@ -71,13 +71,13 @@ class RewardPool:
             unchanged.set_result(list(outcomes))
             return unchanged
         inputs = ([texts[i] for i in valid], prompt.answer, [outcomes[i].value for i in valid])
-        started = self._worker_pool().submit(("group", name, dict(self._config.group_args)), inputs)
+        started = self._worker_pool().submit(("group", name, {**self._config.group_args}), inputs)
 
         def regraded(answers: list[Graded]) -> list[Outcome]:
             (graded,) = answers
             out = list(outcomes)
-            for place, i in enumerate(valid):
-                score = graded.scores[place] if graded.status == "score" else 0.0
+            for index, i in enumerate(valid):
+                score = graded.scores[index] if graded.status == "score" else 0.0
                 detail = graded.detail or out[i].detail
                 out[i] = replace(out[i], status=graded.status, value=score, detail=detail)
             return out
@@ -85,7 +85,7 @@ class RewardPool:
         return _when_all([started], regraded)
 
     def close(self) -> None:
-        """Ends every worker process and request now; responses not graded yet get an error outcome."""
+        """Ends every worker process and request; responses in flight get an error outcome."""
         self._stack.close()
 
     def __enter__(self) -> "RewardPool":
@@ -107,14 +107,14 @@ class RewardPool:
         return [GraderConfig(grader=name)]
 
     def _worker_pool(self, preload: Sequence[Call] = ()) -> WorkerPool:
-        """Returns the pool of processes, which services alone do not need: then a row's own grader starts it."""
+        """Returns the pool of processes; it starts with the first grader that is not a service."""
         if self._workers is None:
             self._workers = self._stack.enter_context(WorkerPool(self._config.workers, preload, self._config.timeout_s))
         return self._workers
 
     def _start(self, entry: GraderConfig, prompt: Prompt, text: str) -> Future[Graded]:
-        if self._loop is not None and entry.short_name in self._services:
-            return self._loop.submit(self._services[entry.short_name], prompt, text)
+        if entry.short_name in self._services:
+            return self._loop.submit(graded(self._services[entry.short_name].grade(prompt, text)))
         return self._worker_pool().submit(("grade", entry.grader, dict(entry.args)), (text, prompt.answer))
 
     def _combined(self, entries: Sequence[GraderConfig], graded: Sequence[Graded]) -> Outcome:
@@ -130,11 +130,11 @@ class RewardPool:
 
 
 def _when_all(started: Sequence[Future[Graded]], combine: Callable[[list[Graded]], _T]) -> Future[_T]:
-    """Returns what `combine` makes of all results. Cancelling it cancels those that have not begun."""
+    """Returns a future of `combine` of all results. Cancelling it cancels the parts that have not started."""
     combined: Future[_T] = Future()
     lock, left = threading.Lock(), len(started)
 
-    def one_is_done(_: Future[Graded]) -> None:
+    def on_part_done(_: Future[Graded]) -> None:
         nonlocal left
         with lock:
             left -= 1
@@ -142,7 +142,7 @@ def _when_all(started: Sequence[Future[Graded]], combine: Callable[[list[Graded]
         if last and combined.set_running_or_notify_cancel():
             try:
                 combined.set_result(combine([future.result() for future in started]))
-            except BaseException as exc:  # raised where the result is asked for
+            except Exception as exc:  # the caller of result() gets it
                 combined.set_exception(exc)
 
     def cancel_parts(future: Future[_T]) -> None:
@@ -152,5 +152,5 @@ def _when_all(started: Sequence[Future[Graded]], combine: Callable[[list[Graded]
 
     combined.add_done_callback(cancel_parts)
     for future in started:
-        future.add_done_callback(one_is_done)
+        future.add_done_callback(on_part_done)
     return combined

@@ -1,13 +1,11 @@
-"""What graders share that ask a service over HTTP: one client with a deadline, retries and bounded concurrency."""
+"""HTTP client of the graders that are services: a deadline, retries and bounded concurrency."""
 
 import asyncio
 import json
 import random
-import threading
 import time
 from collections.abc import Coroutine
-from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 import httpx
 
@@ -18,23 +16,22 @@ from megagrpo.types import Prompt
 
 _BASE_S, _CAP_S = 0.25, 15.0  # first and longest wait before another attempt
 _LARGEST_ANSWER = 16 * 2**20  # bytes
-_CLOSE_S = 10.0
 
 
 class ServiceError(RuntimeError):
-    """Raised when a service gave no usable answer; the text names it."""
+    """Raised if a service gave no usable answer; the text names the service."""
 
 
 class Refusal(Exception):
-    """Raised by one attempt that may succeed when it is made again."""
+    """Raised by an attempt that is worth a retry."""
 
     def __init__(self, text: str, wait_s: float = 0.0):
         super().__init__(text)
-        self.wait_s = wait_s  # what the service asks for
+        self.wait_s = wait_s  # seconds, from Retry-After
 
 
 class ServiceGrader(Protocol):
-    """Grades over the network, in the event loop of a ServiceLoop."""
+    """Grades over the network, in the event loop of a BackgroundLoop."""
 
     async def grade(self, prompt: Prompt, text: str) -> Graded:
         """Returns the outcome of one response. Raises ServiceError or TimeoutError."""
@@ -48,7 +45,7 @@ class ServiceGrader(Protocol):
 class ServiceClient:
     """Posts JSON to one URL. Belongs to one event loop.
 
-    Raises ValueError when the environment variable of the key is not set. The key is in no message and no log.
+    Raises ValueError if the environment variable of the key is not set. The key never appears in a message or log.
     """
 
     def __init__(self, name: str, options: ServiceOptions):
@@ -70,11 +67,11 @@ class ServiceClient:
         """Closes all connections."""
         await self._http.aclose()
 
-    async def post(self, body: dict[str, Any]) -> Any:
-        """Returns the JSON that the service answers.
+    async def post(self, body: dict[str, object]) -> object:
+        """Returns the JSON of the service's answer.
 
-        Raises ServiceError when it refuses or answers nonsense, TimeoutError at the deadline, which begins when the
-        request has its turn.
+        Raises ServiceError if the request is refused or the answer is not JSON, TimeoutError `timeout_s` after the
+        request got its slot.
         """
         async with self._slots:
             problem, deadline = "", time.monotonic() + self._options.timeout_s
@@ -97,7 +94,7 @@ class ServiceClient:
                 raise TimeoutError(f"{self.place} gave no score in {self._options.timeout_s:g} s{said}") from None
         raise ServiceError(f"{self.place} failed {self._options.retries + 1} times; the last problem: {problem}")
 
-    async def _attempt(self, body: dict[str, Any]) -> Any:
+    async def _attempt(self, body: dict[str, object]) -> object:
         async with self._http.stream("POST", self._options.url, content=json.dumps(body).encode()) as answer:
             data = bytearray()
             async for chunk in answer.aiter_bytes():
@@ -116,52 +113,18 @@ class ServiceClient:
 
 
 def _retry_after_s(answer: httpx.Response) -> float:
-    """Returns the seconds of a Retry-After header; 0 without one, and for a date."""
+    """Returns the seconds of a Retry-After header; 0 if it is missing or a date."""
     text = answer.headers.get("retry-after", "")
     return float(text) if text.isdecimal() else 0.0
 
 
-class ServiceLoop:
-    """Runs an event loop in a thread of its own, for service graders. Close it to end all requests."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="reward services")
-        self._thread.start()
-
-    def submit(self, grader: ServiceGrader, prompt: Prompt, text: str) -> Future[Graded]:
-        """Returns the outcome of one response, once it is known."""
-        return asyncio.run_coroutine_threadsafe(self._graded(grader.grade(prompt, text)), self._loop)
-
-    async def _graded(self, work: Coroutine[Any, Any, Graded]) -> Graded:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            return await work
-        except ServiceError as exc:
-            return Graded("error", detail=str(exc))
-        except TimeoutError as exc:
-            return Graded("timeout", detail=str(exc))
-        except asyncio.CancelledError:
-            return Graded("error", detail="the reward pool was closed")
-        finally:
-            self._tasks.discard(task)
-
-    def close(self, graders: list[ServiceGrader]) -> None:
-        """Ends all requests; responses not graded yet get an error outcome. Does nothing the second time."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._end(graders), self._loop).result(_CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
-        self._loop.close()
-
-    async def _end(self, graders: list[ServiceGrader]) -> None:
-        pending = list(self._tasks)
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for grader in graders:
-            await grader.close()
+async def graded(work: Coroutine[object, None, Graded]) -> Graded:
+    """Returns the outcome of a service's work; an error outcome if it fails or the pool is closed."""
+    try:
+        return await work
+    except ServiceError as exc:
+        return Graded("error", detail=str(exc))
+    except TimeoutError as exc:
+        return Graded("timeout", detail=str(exc))
+    except asyncio.CancelledError:
+        return Graded("error", detail="the reward pool was closed")

@@ -1,7 +1,7 @@
 """The process that runs graders: `python -m megagrpo.rewards.worker FD PRELOAD`, JSON lines on the socket FD.
 
-It is killed, never asked: the pool ends it by SIGKILL when a grader hangs. Nothing here may outlive the trainer, which
-may itself be killed: an idle worker sees its socket close, and a hung one is ended by the kernel's timer.
+The pool ends it by SIGKILL if a grader hangs. It must not outlive the trainer, even one that was killed: an idle worker
+sees its socket close, and the kernel's timer ends a hung one.
 """
 
 import json
@@ -11,47 +11,50 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
 
+from megagrpo.config.reward import GraderArgs
 from megagrpo.rewards.graders.table import load_grader, load_group_grader
+from megagrpo.rewards.workers import Call, Reply, Request
 
-LOADERS: dict[str, Callable[[str, dict[str, Any]], Callable[..., Any]]] = {
-    "grade": load_grader,  # inputs: text, answer; returns a score, or (score, what to say of it)
+LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
+    "grade": load_grader,  # inputs: text, answer; returns a score, or (score, remark)
     "group": load_group_grader,  # inputs: texts, answer, scores; returns a score for each text
 }
 
 
-def grade(kind: str, function: str, args: dict[str, Any], inputs: Sequence[Any]) -> dict[str, Any]:
-    """Returns {"scores": floats, "detail": text}, or {"error": text} for an exception and for no finite numbers."""
+def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) -> Reply:
+    """Returns scores and detail, or an error if the function raises or returns anything but finite numbers."""
     try:
         value = LOADERS[kind](function, args)(*inputs, **args)
-    except Exception as exc:  # whatever a user's function raises is that sample's outcome, not the run's end
+    except Exception as exc:  # an exception of a user's function is the outcome of this sample, not the end of the run
         return {"error": f"{function} raised {type(exc).__name__}: {exc}"}
-    detail = ""
+    detail, num_texts = "", len(inputs[0]) if isinstance(inputs[0], list) else 1
     if kind == "grade":
         if isinstance(value, tuple) and len(value) == 2:
             value, detail = value[0], str(value[1])
         value = [value]
-    elif not isinstance(value, list) or len(value) != len(inputs[0]):
-        return {"error": f"{function} returned {value!r:.80}, not a list of {len(inputs[0])} scores"}
+    elif not isinstance(value, list) or len(value) != num_texts:
+        return {"error": f"{function} returned {value!r:.80}, not a list of {num_texts} scores"}
+    scores = []
     for score in value:
         if not isinstance(score, Real) or not math.isfinite(score):
             return {"error": f"{function} returned {score!r} ({type(score).__name__}), not a finite number"}
-    return {"scores": [float(score) for score in value], "detail": detail}
+        scores.append(float(score))
+    return {"scores": scores, "detail": detail}
 
 
-def main(fd: int, preload: list[tuple[str, str, dict[str, Any]]]) -> None:
-    """Grades what comes over the socket `fd` until that is closed."""
+def main(fd: int, preload: list[Call]) -> None:
+    """Answers the requests that arrive on socket `fd` until it is closed."""
     connection = socket.socket(fileno=fd)
     for kind, function, args in preload:
-        LOADERS[kind](function, args)  # importing counts as start-up, not as grading time
+        LOADERS[kind](function, args)  # an import counts as start-up, not as grading time
     with connection, connection.makefile("rwb") as stream:
         stream.write(b"ready\n")
         stream.flush()
         for line in stream:
-            request = json.loads(line)
+            request: Request = json.loads(line)
             # The default action of SIGALRM ends the process even inside C code that holds the interpreter lock, which
-            # no thread of ours could do. It matters only when the pool, which kills at timeout_s, is itself gone.
+            # no thread of ours could do. It matters only if the pool, which kills at timeout_s, is gone.
             signal.setitimer(signal.ITIMER_REAL, 2 * request["timeout_s"] + 5)
             reply = grade(request["kind"], request["function"], request["args"], request["inputs"])
             signal.setitimer(signal.ITIMER_REAL, 0)

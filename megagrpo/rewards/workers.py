@@ -1,4 +1,4 @@
-"""Functions in killable processes: every call has one result within the time limit, whatever the function does."""
+"""Runs functions in killable processes: each call has a result within its time limit, whatever the function does."""
 
 import json
 import os
@@ -13,38 +13,57 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
+from megagrpo.config.reward import GraderArgs
 from megagrpo.system.environment import child_environment
 
-Call = tuple[str, str, dict[str, Any]]  # kind ("grade" or "group", see worker.py), function, its arguments
+Call = tuple[str, str, GraderArgs]  # kind ("grade" or "group", see worker.py), function, its arguments
 
 _START_TIMEOUT_S = 120.0  # an import (sympy on a busy machine), not a response
 
 
+class Request(TypedDict):
+    """One call as a line of JSON."""
+
+    kind: str
+    function: str
+    args: GraderArgs
+    inputs: list[object]
+    timeout_s: float
+
+
+class Reply(TypedDict, total=False):
+    """The answer to a request: scores and detail, or an error."""
+
+    scores: list[float]
+    detail: str
+    error: str
+
+
 class WorkerError(RuntimeError):
-    """Raised when a worker process did not start or ended by itself."""
+    """Raised if a worker process did not start or ended by itself."""
 
 
 @dataclass(frozen=True)
 class Graded:
-    """What a grader said: a score for each of its responses, or why there is none."""
+    """The result of a grader: a score for each response, or the reason why there is none."""
 
     status: str  # "score" | "error" | "timeout"
     scores: tuple[float, ...] = ()
-    detail: str = ""  # why there is no score, or what a grader says of it
+    detail: str = ""  # why there is no score, or the grader's remark
 
 
 class WorkerPool:
-    """Runs processes, each fed by one thread. Use as a context manager, or call `close`.
+    """A pool of processes with one thread each. Use as a context manager, or call `close`.
 
-    preload: what is imported before the first call. timeout_s: seconds for one call. Raises
-    WorkerError when a process does not start.
+    preload: calls whose functions are imported at start. timeout_s: seconds for one call. Raises WorkerError if a
+    process does not start.
     """
 
     def __init__(self, num_workers: int, preload: Sequence[Call], timeout_s: float):
         self._preload, self._timeout_s = list(preload), timeout_s
-        self._tasks: queue.SimpleQueue[tuple[Future[Graded], dict[str, Any]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[Graded], Request] | None] = queue.SimpleQueue()
         self._closed = False
         self._lock = threading.Lock()
         self._workers: list[_Worker] = []
@@ -60,17 +79,17 @@ class WorkerPool:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, call: Call, inputs: Sequence[Any]) -> Future[Graded]:
-        """Returns what a function says of the inputs, once it is known."""
+    def submit(self, call: Call, inputs: Sequence[object]) -> Future[Graded]:
+        """Returns a future of the function's result for `inputs`."""
         assert not self._closed, "submit after close"
         future: Future[Graded] = Future()
         kind, function, args = call
-        request = {"kind": kind, "function": function, "args": args, "inputs": list(inputs)}
-        self._tasks.put((future, request | {"timeout_s": self._timeout_s}))
+        request = Request(kind=kind, function=function, args=args, inputs=list(inputs), timeout_s=self._timeout_s)
+        self._tasks.put((future, request))
         return future
 
     def close(self) -> None:
-        """Ends every worker process now; calls without a result get an error."""
+        """Ends every worker process; calls without a result get an error."""
         with self._lock:
             if self._closed:
                 return
@@ -101,7 +120,7 @@ class WorkerPool:
                 continue
             future.set_result(self._grade(index, request))
 
-    def _grade(self, index: int, request: dict[str, Any]) -> Graded:
+    def _grade(self, index: int, request: Request) -> Graded:
         worker, name = self._workers[index], request["function"]
         try:
             reply = worker.ask(request)
@@ -117,20 +136,17 @@ class WorkerPool:
         return graded
 
     def _replace(self, index: int) -> None:
-        """Puts a new process in place of a dead or hung one.
-
-        If it cannot start, its next response is an error outcome.
-        """
+        """Replaces a dead or hung process. If the new one cannot start, its next call returns an error."""
         self._workers[index].kill()
         with self._lock:
             if self._closed:
                 return
             worker = self._workers[index] = _Worker(self._preload)
-        worker.wait_ready()  # here, so that its imports are not on the next response's clock
+        worker.wait_ready()  # now: the imports must not count towards the next call's time limit
 
 
 class _Worker:
-    """Holds one process in its own process group, so that what a grader started dies with it, and its files too."""
+    """One process with its own process group and temporary folder, so that killing it also ends a grader's children."""
 
     def __init__(self, preload: list[Call]):
         self._scratch = tempfile.TemporaryDirectory(prefix="megagrpo-grader-", ignore_cleanup_errors=True)
@@ -149,7 +165,7 @@ class _Worker:
         self._stream = self._socket.makefile("rb")
 
     def wait_ready(self) -> str:
-        """Returns "" when the process can grade. When it ended or says nothing for too long: why, after killing it."""
+        """Returns "" once the process is ready. If it ends or times out, kills it and returns the reason."""
         try:
             self._socket.settimeout(_START_TIMEOUT_S)
             self._read()
@@ -158,20 +174,20 @@ class _Worker:
             self.kill()
             return f"a reward worker did not start ({exc}); its own messages are on stderr"
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the process replies to a request.
+    def ask(self, request: Request) -> Reply:
+        """Sends a request and returns the reply.
 
-        Raises TimeoutError after request["timeout_s"], OSError or WorkerError when the process is gone.
+        Raises TimeoutError after request["timeout_s"], OSError or WorkerError if the process is gone.
         """
         self._socket.settimeout(request["timeout_s"])
         self._socket.sendall(json.dumps(request).encode() + b"\n")
         return json.loads(self._read())
 
     def kill(self) -> None:
-        """Ends the process and what it started. May be called again."""
+        """Ends the process and its children. Idempotent."""
         if self._socket.fileno() < 0:
-            return  # done before; the process id may by now be another's
-        with suppress(ProcessLookupError):  # already gone, and its children too
+            return  # killed before; the process id may have been reused
+        with suppress(ProcessLookupError):  # it and its children have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._socket.close()

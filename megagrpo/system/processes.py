@@ -1,4 +1,4 @@
-"""Starts child processes that never outlive their parent, and ends a process with everything it started."""
+"""Starts child processes that never outlive their parent, and ends process trees."""
 
 import ctypes
 import os
@@ -13,8 +13,8 @@ from typing import IO
 import psutil
 
 _PR_SET_PDEATHSIG = 1
-_KILL_S = 5.0  # the kernel takes a moment to take a big process apart
-_libc = ctypes.CDLL(None)  # loaded here: the child calls it between fork and exec, where loading could deadlock
+_KILL_S = 5.0  # seconds for the kernel to release a large process
+_libc = ctypes.CDLL(None)  # loaded before fork: the child calls it between fork and exec, where loading could deadlock
 
 
 def spawn(
@@ -24,20 +24,16 @@ def spawn(
     death_signal: signal.Signals = signal.SIGKILL,
     share_stdout: bool = False,
 ) -> subprocess.Popen:
-    """Starts `command` in a session of its own; the kernel sends it `death_signal` when this thread's process dies.
+    """Starts `command` in its own session; the kernel sends it `death_signal` when the parent dies.
 
-    Output is appended to `log` (standard output stays this process's with `share_stdout`), or shared with this
-    process. Call it from a thread that lives as long as the child may: Linux ties the signal to the thread that
-    forked.
+    Output is appended to `log`, or inherited without one; `share_stdout` inherits only standard output. Call it from a
+    thread that lives as long as the child may: Linux ties the signal to the thread that forked.
     """
     parent = os.getpid()
 
     def die_with_parent() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, int(death_signal))
-        for number in (
-            signal.SIGUSR1,
-            signal.SIGUSR2,
-        ):  # meant for a launcher; some Slurms send them to its children too
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # for the launcher; some Slurms also send them to its children
             signal.signal(number, signal.SIG_IGN)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
@@ -60,9 +56,9 @@ def _open_log(log: Path) -> IO[bytes]:
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
-    """Returns what runs of process `pid`, its descendants and its session. Zombies do not count.
+    """Returns the live processes among `pid`, its descendants and its session; zombies are excluded.
 
-    The child of a dead child has another parent, but still the session.
+    An orphaned grandchild has another parent, but the same session.
     """
     found: dict[int, psutil.Process] = {}
     with suppress(psutil.NoSuchProcess):
@@ -76,7 +72,7 @@ def process_tree(pid: int) -> list[psutil.Process]:
 
 
 def is_live(process: psutil.Process) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Returns whether a process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -84,11 +80,11 @@ def is_live(process: psutil.Process) -> bool:
 
 
 def stop_tree(pid: int, grace_s: float = 5.0) -> None:
-    """Ends process `pid`, a session leader from `spawn`, and all it started: TERM, `grace_s` seconds, KILL to the rest.
+    """Ends session leader `pid` (from `spawn`) and its descendants: TERM, then KILL after `grace_s` seconds.
 
-    The caller still has to `wait` for its own child, else that remains a zombie.
+    The caller must still `wait` for its own child, which otherwise remains a zombie.
     """
-    tree = {process.pid: process for process in process_tree(pid)}  # taken while parents still name their children
+    tree = {process.pid: process for process in process_tree(pid)}  # listed while parents still name their children
     if pid in tree:
         _signal(tree[pid], signal.SIGTERM)
     _wait_gone(tree.values(), grace_s)

@@ -1,43 +1,42 @@
-"""The run folder: what lies where in it, and how a file gets there, whole or not at all.
+"""The layout of the run folder, and atomic writes into it.
 
 config.yaml     the resolved experiment          metrics.jsonl  tensorboard/  rollouts/  summary.md  curve.png
 checkpoints/    step_000010/ ...                 dumps/         step_000012/ ...: batches for `megagrpo replay`
-weights/        what transport `disk` publishes  sft/           metrics of the supervised warm-up
-engine_model/   what engines start from where model.path is quantised: its description in bfloat16
-timeline/       who did what when, of every rank trained/       samples as the update saw them, of every replica
-view.html  trace.json.gz                         what `megagrpo view` writes
-service.json    where the rollout service is     service.key    its key: readable by its owner, gone when it ends
-wandb/          what `wandb sync` sends          wandb_id       of the W&B run that this one is (log.wandb)
-certify/        what `megagrpo certify` writes   logs/          of every process
-bisect/         what `megagrpo bisect` writes: report.md, report.json, report.png; a run folder of its own
+weights/        published by transport `disk`    sft/           metrics of the supervised warm-up
+engine_model/   bfloat16 model description from which engines start if model.path is quantised
+timeline/       phases of every rank             trained/       samples of every replica as the update saw them
+view.html  trace.json.gz                         written by `megagrpo view`
+service.json    address of the rollout service   service.key    its key: readable by its owner, removed at its end
+wandb/          data for `wandb sync`            wandb_id       id of the W&B run (log.wandb)
+certify/        written by `megagrpo certify`    logs/          of every process
+bisect/         written by `megagrpo bisect`: report.md, report.json, report.png; its own run folder
 logs/trainer.log, service.log, engine-0.node-0.log ...
-logs/trainer.stop_request                        asks the ranks of one node to stop, see stop_request.py
-logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": the same would happen again
-logs/deadline_TIME.txt, logs/ranks/              who waits for whom, see monitor/watchdog.py
+logs/trainer.stop_request                        stop request of one node, see stop_request.py
+logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": a restart would fail again
+logs/deadline_TIME.txt, logs/ranks/              which rank waits for which, see monitor/watchdog.py
 """
 
 import json
 import os
 import secrets
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a draft beside `path` and renames it: no reader ever sees half of it. OSError leaves the old file."""
+    """Writes `path` atomically, by a draft that is renamed. An OSError leaves the old file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
+    with ExitStack() as cleanup:
+        cleanup.callback(draft.unlink, missing_ok=True)
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def write_json_lines(path: Path, records: Iterable[dict]) -> None:
-    """Writes one JSON object a line, the whole file or nothing."""
+    """Writes one JSON object a line, atomically."""
     write_whole(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
@@ -49,12 +48,12 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The resolved experiment, as the children read it."""
+        """The resolved experiment, read by child processes."""
         return self.path / "config.yaml"
 
     @property
     def lock(self) -> Path:
-        """Held by the launcher that trains into this folder."""
+        """Locked by the launcher that trains into this folder."""
         return self.path / ".lock"
 
     @property
@@ -64,12 +63,12 @@ class RunFolder:
 
     @property
     def weights(self) -> Path:
-        """What transport `disk` publishes."""
+        """The weights that transport `disk` publishes."""
         return self.path / "weights"
 
     @property
     def engine_model(self) -> Path:
-        """What engines start from where model.path is quantised: its description without that, and no weights."""
+        """The model description from which engines start if model.path is quantised: not quantised, no weights."""
         return self.path / "engine_model"
 
     @property
@@ -79,12 +78,12 @@ class RunFolder:
 
     @property
     def tensorboard(self) -> Path:
-        """The metrics as TensorBoard reads them."""
+        """The metrics for TensorBoard."""
         return self.path / "tensorboard"
 
     @property
     def wandb_id(self) -> Path:
-        """The id of the W&B run that this run is, over all its starts."""
+        """The id of the W&B run, the same over all starts."""
         return self.path / "wandb_id"
 
     @property
@@ -99,7 +98,7 @@ class RunFolder:
 
     @property
     def trace(self) -> Path:
-        """The timeline as Perfetto and chrome://tracing read it."""
+        """The timeline for Perfetto and chrome://tracing."""
         return self.path / "trace.json.gz"
 
     @property
@@ -114,32 +113,32 @@ class RunFolder:
 
     @property
     def service(self) -> Path:
-        """Where the rollout service is; gone when it ends."""
+        """The address of the rollout service; removed at its end."""
         return self.path / "service.json"
 
     @property
     def service_key(self) -> Path:
-        """The key of the rollout service, readable by its owner only; gone when it ends."""
+        """The key of the rollout service, readable only by its owner; removed at its end."""
         return self.path / "service.key"
 
     @property
     def certify(self) -> Path:
-        """What `megagrpo certify` writes."""
+        """The output of `megagrpo certify`."""
         return self.path / "certify"
 
     @property
     def bisect(self) -> "RunFolder":
-        """What `megagrpo bisect` writes: the run folder of its engine and ranks, with the report."""
+        """The run folder of `megagrpo bisect`, with its report."""
         return RunFolder(self.path / "bisect")
 
     @property
     def bisect_options(self) -> Path:
-        """What the ranks of `megagrpo bisect` are told beside the experiment."""
+        """Options for the ranks of `megagrpo bisect`."""
         return self.path / "options.json"
 
     @property
     def bisect_report(self) -> Path:
-        """What a bisection found, for programs."""
+        """The findings of a bisection as JSON."""
         return self.path / "report.json"
 
     @property
@@ -152,11 +151,11 @@ class RunFolder:
         return self.path / "dumps" / f"step_{step:06d}"
 
     def rollout_file(self, step: int, replica: int) -> Path:
-        """The samples of finished step `step` that data-parallel rank `replica` sampled."""
+        """The samples of finished step `step` by data-parallel rank `replica`."""
         return self.rollouts / f"step_{step:06d}.replica_{replica}.jsonl"
 
     def rollout_files(self) -> dict[int, dict[int, Path]]:
-        """The samples of all steps, by step and data-parallel rank."""
+        """The sample files, by step and data-parallel rank."""
         found: dict[int, dict[int, Path]] = {}
         for path in sorted(self.rollouts.glob("step_*.replica_*.jsonl")):
             step, replica = (int(word.partition("_")[2]) for word in path.name.split(".")[:2])
@@ -164,11 +163,11 @@ class RunFolder:
         return found
 
     def timeline_file(self, rank: int) -> Path:
-        """What rank `rank` did in every step, and what it asked of the engines."""
+        """The phases and engine requests of rank `rank`."""
         return self.path / "timeline" / f"rank_{rank}.jsonl"
 
     def timeline_files(self) -> dict[int, Path]:
-        """The timelines there are, by rank."""
+        """The existing timelines, by rank."""
         return _numbered(self.path / "timeline", "rank_")
 
     def trained_file(self, replica: int) -> Path:
@@ -183,19 +182,19 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """Logs of all processes, and what they leave for one another."""
+        """Logs of all processes, and the files by which they communicate."""
         return self.path / "logs"
 
     def log(self, name: str) -> Path:
-        """What the child `name` prints: "service", "trainer", or on node 1 of several "trainer-1"."""
+        """The output of child `name`: "service", "trainer", or on node 1 of several "trainer-1"."""
         return self.logs / f"{name}.log"
 
     def stop_request(self, name: str) -> Path:
-        """Asks the ranks that `name` starts to save and leave."""
+        """The stop request for the ranks of `name`."""
         return self.logs / f"{name}.stop_request"
 
     def error_report(self, name: str, rank: int, final: bool) -> Path:
-        """Why rank `rank` of the command `name` failed. `final`: another try would end in the same way."""
+        """Why rank `rank` of command `name` failed. `final`: a restart would fail again."""
         return self.logs / f"error_{name}_rank{rank}{'.final.txt' if final else '.txt'}"
 
     def error_reports(self, name: str) -> list[Path]:
@@ -203,11 +202,11 @@ class RunFolder:
         return list(self.logs.glob(f"error_{name}_rank*.txt"))
 
     def has_final_report(self, name: str) -> bool:
-        """Whether a rank of the command `name` failed in a way that another try would repeat."""
+        """Returns whether a restart of command `name` would fail again."""
         return any(self.logs.glob(f"error_{name}_rank*.final.txt"))
 
     def deadline_page(self, moment: str) -> Path:
-        """Who waited for whom at `moment`, with all stacks."""
+        """The page of `moment`: which rank waited for which, with all stacks."""
         return self.logs / f"deadline_{moment}.txt"
 
     def deadline_pages(self) -> set[Path]:
@@ -216,19 +215,19 @@ class RunFolder:
 
     @property
     def ranks(self) -> Path:
-        """Where ranks tell one another what they do."""
+        """The folder of the ranks' progress files."""
         return self.logs / "ranks"
 
-    def rank_place(self, rank: int) -> Path:
-        """Where rank `rank` is in its step."""
+    def rank_progress(self, rank: int) -> Path:
+        """The progress of rank `rank` in its step."""
         return self.ranks / f"rank_{rank}.json"
 
     def rank_stacks(self, rank: int) -> Path:
-        """The Python stacks of rank `rank`, when somebody asked for them."""
+        """The Python stacks of rank `rank`, written on request."""
         return self.ranks / f"rank_{rank}.stacks"
 
     def stacks_request(self, start: str) -> Path:
-        """Asks all ranks of the start at `start` for their stacks."""
+        """The request to all ranks of the start at `start` for their stacks."""
         return self.ranks / f"asked_{start}"
 
 

@@ -1,38 +1,37 @@
-"""Carries the wish to stop: save at the next safe point, leave, and be continued by the next start.
+"""The stop request of a node: save at the next safe point and exit; the next start resumes.
 
-It is a file on every trainer node, not a signal to the ranks: a rank that is still starting has no handler, and
-torchrun ends its ranks at a signal. The node's launcher makes the file when it gets USR1 (or TERM, `megagrpo train`);
-between two steps the ranks agree whether any node has one, save, and write into it how far they came; the launcher
-then exits with STOPPED.
+It is a file on every trainer node, not a signal to the ranks: a starting rank has no handler yet, and torchrun ends its
+ranks at a signal. The node's launcher creates the file at USR1 (or TERM, `megagrpo train`); between two steps the ranks
+agree whether any node has one, save, and write the last step into it; the launcher then exits with STOPPED.
 """
 
 from pathlib import Path
 
-STOPPED = 85  # exit status of a launcher: saved before the last step, run it again to go on
-STOP_FILE = "MEGAGRPO_STOP_FILE"  # tells the ranks of a node where the file would be
+STOPPED = 85  # exit status of a launcher: saved before the last step; the same command resumes
+STOP_FILE = "MEGAGRPO_STOP_FILE"  # path of the file, for the ranks of a node
 
 
 class StopRequest:
-    """Asks the ranks of one node, by a file, to stop."""
+    """The stop file of one node."""
 
     def __init__(self, path: Path):
         self._path = path
 
     def withdraw(self) -> None:
-        """Removes what an earlier launcher of this run folder left."""
+        """Removes the file of an earlier launcher."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.unlink(missing_ok=True)
 
     def make(self) -> None:
-        """Asks."""
+        """Creates the file."""
         self._path.touch()
 
     def made(self) -> bool:
-        """Whether somebody asked."""
+        """Returns whether the file exists."""
         return self._path.exists()
 
     def grant(self, step: int) -> None:
-        """Notes that the run is saved after `step` and its ranks are leaving."""
+        """Records that the run is saved after `step` and its ranks exit."""
         self._path.write_text(f"saved after step {step}")
 
     def granted(self) -> str:

@@ -1,13 +1,15 @@
-"""Functions that an experiment names: a built-in by its short name, a user's own as `package.module:function`."""
+"""Loads functions named in an experiment: a built-in by its short name, a user's own as `package.module:function`."""
 
 import difflib
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from megagrpo.system.explained import explained
+
 
 def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[..., Any]:
-    """Imports the function that `name` stands for. Its module is imported here and not earlier.
+    """Imports and returns the function `name`.
 
     built_in: short name -> "package.module:function". key: the configuration key that holds the name, for messages.
     Raises ValueError for an unknown short name, a module that cannot be imported, and a function that the module lacks.
@@ -16,11 +18,8 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
     if not colon:
         hint = did_you_mean(name, built_in) or f"; known: {', '.join(built_in)}"
         raise ValueError(f"{key} {name!r} is unknown{hint} (your own is written package.module:function)")
-    try:
+    with explained(f"{key} {name!r}: importing {module_name} failed", _path_hint):
         module = importlib.import_module(module_name)
-    except Exception as exc:  # importing runs the user's code, which may raise anything
-        hint = "; is its folder on PYTHONPATH?" if isinstance(exc, ModuleNotFoundError) else ""
-        raise ValueError(f"{key} {name!r}: importing {module_name} failed: {type(exc).__name__}: {exc}{hint}") from exc
     function = vars(module).get(function_name)
     if not callable(function):
         hint = did_you_mean(function_name, vars(module))
@@ -28,7 +27,11 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
     return function
 
 
+def _path_hint(exc: Exception) -> str:
+    return "; is its folder on PYTHONPATH?" if isinstance(exc, ModuleNotFoundError) else ""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean 'x'?" for the known word nearest to `word`, "" when none is near."""
+    """Returns "; did you mean 'x'?" for the known word nearest to `word`, or "" if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

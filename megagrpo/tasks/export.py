@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a Hugging Face model folder, or its adapters as one of PEFT's: `megagrpo export`."""
+"""Writes a checkpoint as a Hugging Face model folder, or its adapters as a PEFT folder: `megagrpo export`."""
 
 from pathlib import Path
 
@@ -13,15 +13,15 @@ from megagrpo.weights.peft_folder import PeftFolder, export_peft
 
 
 def export(
-    config: ExperimentConfig, source: Path | None, output: str, device: torch.device, adapters_alone: bool = False
+    config: ExperimentConfig, source: Path | None, output: str, device: torch.device, only_adapters: bool = False
 ) -> None:
-    """Collective. Writes the checkpoint `source`, by default the latest of the run, into the folder `output`.
+    """Collective. Writes checkpoint `source`, by default the latest of the run, into folder `output`.
 
-    A whole model, adapters merged; with `adapters_alone` a folder of PEFT's. ValueError when there is no checkpoint, or
-    no adapter.
+    The whole model with merged adapters, or with `only_adapters` a PEFT folder. Raises ValueError if there is no
+    checkpoint, or no adapter.
     """
     lora = config.actor.lora
-    if adapters_alone and lora is None:
+    if only_adapters and lora is None:
         raise ValueError("export --lora writes adapters, but the experiment has no actor.lora: all weights are trained")
     checkpoints = RunFolder(Path(config.output_dir)).checkpoints
     found = source or latest(checkpoints)
@@ -30,7 +30,7 @@ def export(
     actor = make_actor(config, 1, device)
     weights = load_initial_weights(actor, config.model.path, overwritten=lora is None)
     load_checkpoint(config, found, actor)
-    if adapters_alone and lora is not None:
+    if only_adapters and lora is not None:
         folder = PeftFolder(Path(output), lora, config.model.path)
         export_peft(folder, actor.trained_weights(weights), actor.mesh, dtype=config.actor.dtype)
         return

@@ -1,6 +1,6 @@
-"""Runs what torchrun starts: the ranks of train, sft, export and replay. A failure becomes one message.
+"""Entry points of the ranks that torchrun starts: train, sft, export and replay.
 
-A process of ours that computes begins in `guarded`, which prepares the host before anything imports Megatron-Core.
+Each starts in `guarded`, which prepares the host before Megatron-Core is imported and turns a failure into one message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder, write_whole
 
-if TYPE_CHECKING:  # the command line imports this file, and most commands need no torch
+if TYPE_CHECKING:  # the command line imports this file; most commands need no torch
     import torch
 
 
@@ -34,7 +34,7 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
 
         with start_run(config, service_url, device) as run:
             gc.collect()
-            gc.freeze()  # Megatron and all that a run keeps: each collection would look at all of it, amid a step
+            gc.freeze()  # exclude Megatron and the run's own objects from every later collection
             train(run)
             is_main = run.mesh.is_main
         if is_main:
@@ -56,13 +56,13 @@ def sft_main(config: ExperimentConfig) -> int:
     return guarded(config, "sft", body)
 
 
-def export_main(config: ExperimentConfig, source: str | None, output: str, adapters_alone: bool) -> int:
+def export_main(config: ExperimentConfig, source: str | None, output: str, only_adapters: bool) -> int:
     """Runs one rank of `megagrpo export`."""
 
     def body(device: torch.device) -> None:
         from megagrpo.tasks.export import export
 
-        export(config, Path(source) if source else None, output, device, adapters_alone)
+        export(config, Path(source) if source else None, output, device, only_adapters)
 
     return guarded(config, "export", body)
 
@@ -79,12 +79,11 @@ def replay_main(config: ExperimentConfig, dump_folder: str) -> int:
 
 
 def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], None]) -> int:
-    """Runs `body` on the device to compute on and returns 0, or 1 when it failed.
+    """Runs `body` on this rank's device; returns 0, or 1 if it failed.
 
-    The reason is then in logs/error_<name>_rank<N>.txt, the traceback on standard error.
-
-    The report is a final one when another try would end in the same way: torchrun starts the ranks again whatever
-    their status, so that the launcher, which sees the file, has to end it.
+    The reason is written to logs/error_<name>_rank<N>.txt, the traceback to standard error. The report is final if a
+    restart would fail again: torchrun restarts ranks whatever their status, so the launcher, which sees the file, must
+    end it.
     """
     from megagrpo.actor.host import prepare_host, uses_transformer_engine
     from megagrpo.mesh import RunStopped
@@ -97,16 +96,16 @@ def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], 
     except Exception as exc:
         traceback.print_exc()
         final = isinstance(exc, ValueError | AssertionError | RunStopped)
-        write_whole(folder.error_report(name, rank, final), _reason(exc))  # its name ends this process, too
+        write_whole(folder.error_report(name, rank, final), _reason(exc))  # then the launcher may end it
         return _ended(1)
     return _ended(0)
 
 
 def _ended(status: int) -> int:
-    """Returns the exit status; a rank of torchrun ends here with it.
+    """Exits with `status` under torchrun, else returns it.
 
-    Its work is done and on disk. Python's own way out would take down process groups whose threads still run: now and
-    then that aborts ("terminate called without an active exception"), and torchrun would call a finished run failed.
+    The rank's work is on disk. Python's normal exit destroys process groups whose threads still run, which sometimes
+    aborts ("terminate called without an active exception"); torchrun would then report a finished run as failed.
     """
     if environment.under_torchrun():
         sys.stdout.flush()
@@ -116,8 +115,8 @@ def _ended(status: int) -> int:
 
 
 def _reason(exc: Exception) -> str:
-    """Returns what a user reads: our own errors explain themselves, others are named with their place."""
+    """Returns the message for the user: our own errors are complete, others get their type and location."""
     if isinstance(exc, (ValueError, RuntimeError)) and str(exc):
         return str(exc)
-    place = traceback.extract_tb(exc.__traceback__)[-1]
-    return f"{type(exc).__name__}: {exc} ({place.filename}:{place.lineno} in {place.name})"
+    frame = traceback.extract_tb(exc.__traceback__)[-1]
+    return f"{type(exc).__name__}: {exc} ({frame.filename}:{frame.lineno} in {frame.name})"

@@ -1,4 +1,4 @@
-"""Makes the update of a dumped step once more and compares it with what was measured then: `megagrpo replay`."""
+"""Repeats the update of a dumped step and compares its metrics with the recorded ones: `megagrpo replay`."""
 
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from megagrpo.system.run_folder import RunFolder
 
 
 def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) -> None:
-    """Collective. Updates the newest weights at or before the dumped step's; the main rank prints the comparison.
+    """Collective. Updates the newest saved weights not later than the dumped step; the main rank prints the comparison.
 
-    ValueError when the folder is no finished dump, or of another data-parallel size.
+    Raises ValueError if the folder is no finished dump, or of another data-parallel size.
     """
     dump = read_dump(dump_folder)
     actor = make_actor(config, config.train.steps(_num_prompts(config)), device)
@@ -28,19 +28,19 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     if dump.algorithm.uses_reference and dump.algorithm.kl.estimator == "full":  # the reference's states are not dumped
         batch = with_logprobs(actor, batch, config.sampling.temperature, False, "full")
     sampling = config.sampling
-    values = update(actor, batch, dump.algorithm, sampling.temperature, sampling.max_response_tokens)
+    values, _ = update(actor, batch, dump.algorithm, sampling.temperature, sampling.max_response_tokens)
     if actor.mesh.is_main:
         print(compare(dump, values, version, source or config.model.path), flush=True)
 
 
 def _num_prompts(config: ExperimentConfig) -> int:
-    """Returns how many prompts the run has, where its length depends on that; else 0."""
+    """Returns the number of prompts if the run's length depends on it, else 0."""
     return len(load_prompts(config.data, load_tokenizer(config.model))) if config.train.num_epochs is not None else 0
 
 
 def compare(dump: Dump, values: dict[str, float], version: int, source: str | Path) -> str:
-    """Shows then and now side by side, with the weights that were used."""
-    made_from = f"; the step itself was made from version {dump.weight_version}: figures differ"
+    """Returns a table of recorded and repeated metrics, with the weights that were used."""
+    made_from = f"; the step itself started from version {dump.weight_version}: figures differ"
     other = made_from if version != dump.weight_version else ""
     lines = [f"weights of version {version} ({source}){other}", f"{'':32}{'then':>24}{'now':>24}"]
     for name, value in sorted(values.items()):

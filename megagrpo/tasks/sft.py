@@ -1,4 +1,4 @@
-"""Warms the actor up: it learns `answer` + end of sequence after `prompt`, and is written as an HF folder."""
+"""Supervised warm-up: trains `answer` + end of sequence after `prompt`, and writes a Hugging Face folder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 
-_DECAY = 0.95  # of the running mean of the loss: about the last 20 steps
+_DECAY = 0.95  # of the loss's running mean: about 20 steps
 
 
 def sft(config: ExperimentConfig, device: torch.device) -> None:
@@ -27,7 +27,7 @@ def sft(config: ExperimentConfig, device: torch.device) -> None:
     assert options is not None, "the command refuses a configuration without an sft section"
     actor = MegatronActor(
         model_path=options.model,
-        config=config.actor.model_copy(update={"lora": None}),  # it makes the model that adapters are for
+        config=config.actor.model_copy(update={"lora": None}),  # adapters are for the model that this writes
         optimizer=options.optimizer,
         num_updates=options.num_steps,
         seed=config.seed,
@@ -62,7 +62,7 @@ def sft(config: ExperimentConfig, device: torch.device) -> None:
 
 
 def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:
-    """Raises ValueError where what is to be learned cannot be said in tokens."""
+    """Raises ValueError if an answer cannot be expressed in tokens."""
     if tokenizer.eos_token_id is None:
         raise ValueError("sft: the tokenizer has no end-of-sequence token, with which every answer should end")
     token_ids = tokenizer([prompt.answer for prompt in prompts], add_special_tokens=False)["input_ids"]
@@ -72,7 +72,7 @@ def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:
 
 
 def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:
-    """Returns this rank's share of the prompts with their answers as responses that were never sampled."""
+    """Returns a batch of this rank's share of the prompts with their answers as responses."""
     groups = []
     for index in range(mesh.dp_rank, len(prompts), mesh.dp_size):
         answer = np.array([*tokenizer.encode(prompts[index].answer, add_special_tokens=False), tokenizer.eos_token_id])

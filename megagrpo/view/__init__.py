@@ -1,1 +1,1 @@
-"""Shows runs in a browser: `megagrpo view` makes one HTML file that needs no network, and a trace for Perfetto."""
+"""`megagrpo view`: the samples of runs as one HTML file that needs no network, and their timelines for Perfetto."""

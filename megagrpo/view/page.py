@@ -1,40 +1,28 @@
-"""Builds the page: template, style, scripts, Plotly and the data in one HTML file that asks nobody for anything."""
+"""Builds the page of samples: template, style, script and data in one HTML file that makes no request."""
 
 import base64
 import hashlib
+import html
 import json
 from importlib.resources import files
 
-_SCRIPTS = ("curves.js", "timeline.js", "samples.js", "page.js")
 
+def build_page(data: dict, title: str) -> str:
+    """Returns the HTML page of `data`, {"runs": [{"name", "groups", "pieces", "notes"}]}; see `read_samples`.
 
-def build_page(data: dict, title: str, live: bool = False) -> str:
-    """Returns the HTML that shows `data`, {"runs": [what read_run returns, ...], ...}.
-
-    live: the page may ask the server that it came from for newer data; otherwise its policy lets no request out. Only
-    these very scripts run, whatever a response of the model contains.
+    Its policy allows only its own script and style, by their hashes, whatever a response of the model contains.
     """
-    from plotly.offline import get_plotlyjs  # loads megabytes
-
-    plotly = get_plotlyjs()
-    own = '"use strict";\n' + "\n".join(_part(name) for name in _SCRIPTS)
-    assert "</script" not in plotly.lower() + own.lower(), "a script would end too early"
-    policy = {
-        "default-src": "'none'",
-        "script-src": " ".join(f"'sha256-{_hash(text)}'" for text in (plotly, own)),
-        "style-src": "'unsafe-inline'",  # Plotly writes style elements
-        "img-src": "data: blob:",
-        "connect-src": "'self'" if live else "'none'",
-    }
+    style, script = _part("style.css"), '"use strict";\n' + _part("samples.js")
+    assert "</script" not in script.lower(), "the script would end too early"
+    policy = {"default-src": "'none'", "script-src": _source(script), "style-src": _source(style), "img-src": "data:"}
     parts = {
         "POLICY": "; ".join(f"{name} {value}" for name, value in policy.items()),
-        "TITLE": _escaped(title),
-        "STYLE": _part("style.css"),
-        "PLOTLY": plotly,
-        "DATA": data_text({**data, "live": live}),
-        "SCRIPT": own,
+        "TITLE": html.escape(title),
+        "STYLE": style,
+        "DATA": json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "SCRIPT": script,
     }
-    # one pass over the template alone: what is inserted may contain anything
+    # one pass over the template: the inserted texts may contain anything, {{ too
     head, *rest = _part("page.html").split("{{")
     pieces = [head]
     for piece in rest:
@@ -43,18 +31,10 @@ def build_page(data: dict, title: str, live: bool = False) -> str:
     return "".join(pieces)
 
 
-def data_text(data: dict) -> str:
-    """Returns the data as JSON that may stand inside a script element: without any `<`."""
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
 def _part(name: str) -> str:
     return (files("megagrpo.view") / "page" / name).read_text(encoding="utf-8")
 
 
-def _hash(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+def _source(text: str) -> str:
+    """Returns the text's hash as a source of the page's policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

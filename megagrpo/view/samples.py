@@ -1,9 +1,9 @@
-"""Reads the samples that a page shows: whole runs have too many for a browser."""
+"""Selects samples for the page: those of a whole run are too many for a browser."""
 
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.view.steps import spread
+from megagrpo.view.trace import spread
 
 _MAX_STEPS = 200
 _MAX_TEXT = 20_000  # characters of one prompt or response
@@ -11,10 +11,10 @@ _TOKEN_BYTES = 12  # of a token in the page: its id and its difference
 
 
 def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
-    """Returns {"groups": [...], "pieces": {token id: text}} of about `max_bytes`, and what was left out.
+    """Returns {"groups": [...], "pieces": {token id: text}} of about `max_bytes`, and notes on omissions.
 
-    A group is a line of rollouts/ with its step; a sample has its advantage and, where they were recorded,
-    its tokens too: {"ids", "difference"}. Taken are the first groups of every step, or of steps evenly spread.
+    A group is a line of rollouts/ with its step; a sample also has its advantage and, if they were recorded, its
+    tokens: {"ids", "difference"}. Selects the first groups of every step, or of evenly spread steps.
     """
     files = folder.rollout_files()
     chosen = spread(list(files), _MAX_STEPS)
@@ -22,7 +22,7 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
     groups: list[dict] = []
     num_cut, left = 0, max_bytes
     for index, step in enumerate(chosen):
-        allowance = left / (len(chosen) - index)  # what a step leaves over is for the later ones
+        allowance = left / (len(chosen) - index)  # later steps may use the bytes that a step leaves over
         used = 0
         for record in read_rollouts(files[step].values()):
             group, size = _group(step, record, trained, allowance - used, first=used == 0)
@@ -44,52 +44,33 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
 
 
 def _group(step: int, record: dict, trained: dict, allowance: float, first: bool) -> tuple[dict | None, int]:
-    """Returns the group with as many samples as `allowance` bytes allow, None for none, and its size in bytes.
+    """Returns the group with the samples that fit into `allowance` bytes, None without any, and its size in bytes.
 
     The first group of a step has at least one sample.
     """
-    prompt = _cut(record["prompt"])
-    samples: list[dict] = []
-    size = len(prompt)
+    group = record | {"step": step, "size": len(record["samples"]), "samples": []}
+    group |= {"prompt": _cut(record["prompt"]), "answer": _cut(record["answer"])}
+    size = len(group["prompt"])
     for index, sample in enumerate(record["samples"]):
-        shown = {
-            "index": index,
-            "text": _cut(sample["text"]),
-            "reward": sample["reward"],
-            "outcome": sample["outcome"]["status"],
-            "detail": _cut(sample["outcome"]["detail"]),
-            "finish": sample["finish_reason"],
-            "length": sample["num_tokens"],
-            "version": sample["weight_version"],
-            # group ids are dense and groups equally large: see batching/batch.py
-            **trained.get((step, record["group_id"] * len(record["samples"]) + index), {"advantage": None}),
-        }
-        own = len(shown["text"]) + 150 + _TOKEN_BYTES * len(shown.get("tokens", {}).get("ids", ()))
-        if size + own > allowance and (samples or not first):
+        outcome = sample["outcome"] | {"detail": _cut(sample["outcome"]["detail"])}
+        # group ids are dense and groups equally large: see batching/batch.py
+        update = trained.get((step, record["group_id"] * group["size"] + index), {"advantage": None})
+        shown = sample | {"index": index, "text": _cut(sample["text"]), "outcome": outcome} | update
+        own = len(shown["text"]) + 150 + _TOKEN_BYTES * len(update.get("tokens", {}).get("ids", ()))
+        if size + own > allowance and (group["samples"] or not first):
             break
-        samples.append(shown)
+        group["samples"].append(shown)
         size += own
-    if not samples:
-        return None, 0
-    group = {
-        "step": step,
-        "group": record["group_id"],
-        "prompt_id": record["prompt_id"],
-        "prompt": prompt,
-        "answer": _cut(record["answer"]),
-        "size": len(record["samples"]),
-        "samples": samples,
-    }
-    return group, size
+    return (group, size) if group["samples"] else (None, 0)
 
 
 def _trained(folder: RunFolder, steps: set[int]) -> tuple[dict[tuple[int, int], dict], dict[str, str]]:
-    """Returns what updates saw of a sample, by step and sample id, and the text of the token ids."""
+    """Returns advantage and tokens by (step, sample id), as recorded by the update, and the text of each token id."""
     found: dict[tuple[int, int], dict] = {}
     pieces: dict[str, str] = {}
     for path in folder.trained_files().values():
         for line in read_step_lines(path):
-            pieces |= line["pieces"]  # of this step's new tokens, which later steps have too
+            pieces |= line["pieces"]  # a token's text is recorded only in its first step
             if line["step"] not in steps:
                 continue
             for sample_id, advantage in zip(line["sample_ids"], line["advantages"], strict=True):

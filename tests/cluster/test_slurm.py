@@ -105,7 +105,7 @@ def step_done(folder: Path) -> bool:
 
 def saved_step(text: str) -> int:
     """After which step it was saved when it was asked to stop."""
-    found = re.findall(r"stopped as asked, saved after step (\d+)", text)
+    found = re.findall(r"stopped as requested, saved after step (\d+)", text)
     assert found, text
     return int(found[-1])
 

@@ -55,7 +55,7 @@ def made(tmp_path_factory):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(step, "backward", noting)
-            values = update(actor, batch, ALGORITHM, TEMPERATURE, MAX_RESPONSE)
+            values, _ = update(actor, batch, ALGORITHM, TEMPERATURE, MAX_RESPONSE)
         weights_after = whole(weights, actor.parameters(), actor.mesh)
     return model, batch, values, gradients, weights_after
 
@@ -111,5 +111,5 @@ def test_nothing_is_clipped_in_the_very_first_update(made):
     with joined(store, config=ActorConfig(), optimizer=optimizer, model_path=model, device=DEVICE) as actor:
         load_initial_weights(actor, model)
         batch = replace(batch_of(actor), updates=plan_updates(train, SEED, STEP))
-        values = update(actor, batch, ALGORITHM, TEMPERATURE, MAX_RESPONSE)
+        values, _ = update(actor, batch, ALGORITHM, TEMPERATURE, MAX_RESPONSE)
     assert clip_fraction(values, 1) == 0 < clip_fraction(values, 2)

@@ -33,7 +33,7 @@ CASES = {
         ("dense", {"cp": 2}, {}),
         ("tied", {"pp": 2}, {"recompute": "full"}),
         ("dense", {"pp": 2}, {}),
-        ("moe", {"tp": 2, "ep": 2}, {"recompute": "full"}),
+        ("dense", {"tp": 2}, {"recompute": "full"}),
         ("moe", {"tp": 2, "ep": 2}, {}),
         ("dense", {"pp": 2, "vpp": 2}, {"dtype": "bfloat16"}),
         ("dense", {"tp": 2}, {"lora": {"rank": 4}}),

@@ -90,26 +90,26 @@ def share(batch: Batch, owner: torch.Tensor, rank: int, seed: int) -> Batch:
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))]
     of_each = [torch.arange(n) + start for n, start in zip(batch.lengths, batch.starts, strict=True)]
     tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(of_each[row] for row in rows)])
-    taken = {}
-    for f in fields(batch):
-        value = getattr(batch, f.name)
-        if isinstance(value, torch.Tensor):
-            taken[f.name] = value[tokens if len(value) == len(batch.tokens) else rows]
-    return replace(batch, **taken)
+
+    def taken(part):
+        values = {name: value for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        return replace(part, **{n: v[tokens if len(v) == len(batch.tokens) else rows] for n, v in values.items()})
+
+    return replace(taken(batch), rewards=taken(batch.rewards))
 
 
 def measure(batch: Batch, reduce) -> dict:
     """Everything that must not depend on the placement; per-sample things by sample id, doubles as their bits."""
-    out = {}
+    out, rewards = {}, batch.rewards
     for ddof in (0, 1):
-        stats = group_statistics(batch.rewards, batch.group_ids, batch.num_groups, batch.valid, reduce, ddof)
+        stats = group_statistics(rewards.values, batch.group_ids, batch.num_groups, rewards.valid, reduce, ddof)
         out[f"stats{ddof}"] = [getattr(stats, f.name).double().view(torch.int64).tolist() for f in fields(stats)]
-    spread = moments(batch.rewards[batch.valid], reduce)
+    spread = moments(rewards.values[rewards.valid], reduce)
     out["moments"] = [float(getattr(spread, f.name)).hex() for f in fields(spread)]
     for name, options in ALGORITHMS.items():
         result, state, metrics = with_advantages(batch, AlgorithmConfig(**options), reduce, AlgoState(), WIDTH - 1)
         out[name] = metrics, state
-        weights = result.loss_mask if result.policy_weights is None else result.policy_weights
+        weights = result.loss_mask if result.correction.weights is None else result.correction.weights
         for row, sample in enumerate(batch.sample_ids.tolist()):
             start, length = int(batch.starts[row]), int(batch.lengths[row])
             out[name, sample] = [
@@ -162,7 +162,7 @@ def test_statistics_of_offset_rewards_are_right(results):
     mean = torch.tensor(merged["stats1"][1]).view(torch.float64)
     std = torch.tensor(merged["stats1"][2]).view(torch.float64)
     for g in range(NUM_GROUPS):
-        values = batch.rewards[(batch.group_ids == g) & batch.valid]
+        values = batch.rewards.values[(batch.group_ids == g) & batch.rewards.valid]
         assert float(mean[g]) == pytest.approx(float(values.mean()), rel=1e-15)
         if len(values) > 1:
             assert float(std[g]) == pytest.approx(float(values.std()), rel=1e-12)

@@ -53,7 +53,7 @@ def rank_main(rank: int, stuck, folder: Path) -> None:
         dog.enter("update")
         (folder / f"pid{rank}").write_text(str(os.getpid()))
         if rank == STUCK:
-            time.sleep(2.0)  # its last sign of life is from here
+            time.sleep(2.0)  # its last heartbeat is from here
             stuck()
         mesh.reduce(torch.ones(1), "sum")
 
@@ -86,12 +86,12 @@ def test_the_page_names_who_holds_up_whom(tmp_path: Path, stuck):
     match stuck.__name__:
         case "stopped":
             assert (
-                "no sign of life since" in lines[1]
+                "no heartbeat since" in lines[1]
                 and "in update of step 7 since" in lines[1]
                 and "its process is stopped" in lines[1]
             )
         case "holds_the_interpreter":
-            assert "no sign of life since" in lines[1] and "in holds_the_interpreter" in stacks
+            assert "no heartbeat since" in lines[1] and "in holds_the_interpreter" in stacks
         case "sleeps_in_a_loader":
             assert (
                 "waits for 2 sample(s) of the grader (prompts [4]); at " in lines[1]

@@ -77,9 +77,7 @@ def test_an_impossible_experiment(experiments, override, said):
 
 def test_what_prepare_has_not_made_yet(tmp_path):
     said = refused(write_experiment(tmp_path / "refused"))
-    assert (
-        f"not there yet: {tmp_path / 'model'}, {tmp_path / 'data' / 'train.jsonl'}; first `megagrpo prepare`\n" in said
-    )
+    assert f"missing: {tmp_path / 'model'}, {tmp_path / 'data' / 'train.jsonl'}; run `megagrpo prepare` first\n" in said
 
 
 def test_every_problem_at_once(experiments):

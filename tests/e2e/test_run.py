@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from megagrpo.checkpoint.folder import latest
 from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.view.command import view_data
-from megagrpo.view.run_data import ViewLimits
+from megagrpo.view.samples import read_samples
+from megagrpo.view.trace import read_trace
 from megagrpo.weights.hf_folder import HfFolder
 
 NUM_STEPS, NUM_PROMPTS, GROUP_SIZE = 10, 8, 4
@@ -62,7 +62,8 @@ def test_every_sample_is_there_with_its_weights_and_its_reward(long_run):
     steps = rollouts(long_run[0])
     assert sorted(steps) == list(range(1, NUM_STEPS + 1))
     for step, groups in steps.items():
-        assert [group["group_id"] for group in groups] == list(range(NUM_PROMPTS))
+        first_id = (step - 1) * NUM_PROMPTS
+        assert [group["group_id"] for group in groups] == list(range(first_id, first_id + NUM_PROMPTS))
         for group in groups:
             assert len(group["samples"]) == GROUP_SIZE
             for sample in group["samples"]:
@@ -87,14 +88,16 @@ def test_who_did_what_when_is_on_record(long_run):
 
 def test_advantages_and_tokens_of_the_update_are_on_record(long_run):
     """With one update a step the log-probabilities are those of its own forward."""
-    (run,) = view_data([RunFolder(long_run[0])], ViewLimits())["runs"]
-    samples = [sample for group in run["groups"] for sample in group["samples"]]
+    shown, notes = read_samples(RunFolder(long_run[0]), 20e6)
+    samples = [sample for group in shown["groups"] for sample in group["samples"]]
     assert len(samples) == NUM_STEPS * NUM_PROMPTS * GROUP_SIZE
     assert all(sample["advantage"] is not None for sample in samples)
     with_tokens = [sample["tokens"] for sample in samples if "tokens" in sample]
     assert len(with_tokens) == NUM_STEPS * 4 * GROUP_SIZE  # log.tokens
     assert all(abs(value) <= 1e-4 for tokens in with_tokens for value in tokens["difference"])
-    assert len(run["timeline"]) == NUM_STEPS + 1 and run["notes"] == []
+    events, omitted = read_trace(RunFolder(long_run[0]), 20)
+    assert len({event["args"]["step"] for event in events if event["ph"] == "X"}) == NUM_STEPS + 1
+    assert notes == omitted == []
 
 
 def test_the_run_leaves_a_summary_a_curve_and_a_model(long_run, tmp_path):

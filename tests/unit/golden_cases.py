@@ -1,4 +1,4 @@
-"""Reading ../shared/golden: numbers that public frameworks computed. Absent outside the development workspace."""
+"""Reads tests/golden: numbers that public frameworks computed; its README names sources and schema."""
 
 import json
 from functools import cache
@@ -7,27 +7,22 @@ from pathlib import Path
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[3] / "shared" / "golden"
-needs_golden = pytest.mark.skipif(
-    not FOLDER.is_dir(), reason="golden numbers are not beside this checkout (../shared/golden)"
-)
+FOLDER = Path(__file__).parents[1] / "golden"
 
 
 @cache
 def load(name: str) -> tuple[dict, ...]:
-    """Cases of one file with `same_as` resolved; empty where the folder is absent."""
-    if not FOLDER.is_dir():
-        return ()
+    """Cases of one file with `same_as` resolved."""
     cases = json.loads((FOLDER / name).read_text())
     inputs = {case["case"]: case["inputs"] for case in cases if "same_as" not in case["inputs"]}
     return tuple({**case, "inputs": inputs.get(case["inputs"].get("same_as"), case["inputs"])} for case in cases)
 
 
 def cases(name: str, statuses=("reference",), where=lambda case: True):
-    """Parametrisation over the cases of a file; at least one skipped entry where the folder is absent."""
-    found = [case for case in load(name) if case["status"] in statuses and where(case)]
-    chosen = [pytest.param(case, id=f"{case['source'].split('@')[0]}-{case['case']}") for case in found]
-    return chosen or [pytest.param(None, id="absent", marks=needs_golden)]
+    """Parametrisation over the cases of a file."""
+    chosen = [case for case in load(name) if case["status"] in statuses and where(case)]
+    assert chosen, f"{name}: no case is chosen"
+    return [pytest.param(case, id=f"{case['source'].split('@')[0]}-{case['case']}") for case in chosen]
 
 
 def tensor(values, dtype=torch.float64) -> torch.Tensor:

@@ -88,7 +88,7 @@ def test_pass_at_k_ties_and_invalid():
     batch = batch_of([4.0, 4.0, 1.0, 3.0, 1.0, 0.0], [0, 0, 0, 1, 1, 1])
     advantages, _ = solve(batch, advantage={"name": "grpo_passk", "normalise": False})
     assert advantages[:, 0].tolist() == [0, 0, 0, 2, 0, 0]
-    batch = replace(batch, valid=torch.tensor([True, False, True, True, False, False]))
+    batch = replace(batch, rewards=replace(batch.rewards, valid=torch.tensor([True, False, True, True, False, False])))
     advantages, _ = solve(batch, advantage={"name": "grpo_passk", "normalise": False})
     assert advantages[:, 0].tolist() == [3, 0, 0, 0, 0, 0]
 
@@ -184,12 +184,12 @@ def test_invalid_truncated_and_rejected_samples_leave_the_mask():
     mismatch = {"reject": {"high": 2.0}, "weight": {"name": "icepop", "low": 0.5, "high": 5.0}}
     algorithm = AlgorithmConfig(advantage={"name": "dr_grpo"}, mask_truncated=True, mismatch=mismatch)
     result, _, metrics = with_advantages(batch, algorithm, alone, AlgoState(), 100)
-    assert result.loss_mask[:, 0].tolist() == [1, 0, 0, 0] and result.denominator_mask is None
+    assert result.loss_mask[:, 0].tolist() == [1, 0, 0, 0] and result.correction.counted is None
     assert result.advantages[:, 0].tolist() == [0, 0, 0, 0]  # 1 - mean(1, 0, 2): the invalid 9 does not count
-    assert result.policy_weights[:, 0].tolist() == [1, 0, 0, 0] and metrics["mismatch/rejected_fraction"] == 0.5
+    assert result.correction.weights[:, 0].tolist() == [1, 0, 0, 0] and metrics["mismatch/rejected_fraction"] == 0.5
     keep = {"reject": {"high": 2.0, "keep_denominator": True}}
     result, _, _ = with_advantages(batch, AlgorithmConfig(mask_truncated=True, mismatch=keep), alone, AlgoState(), 100)
-    assert result.denominator_mask[:, 0].tolist() == [True, False, False, True]
+    assert result.correction.counted[:, 0].tolist() == [True, False, False, True]
 
 
 def test_groups_without_a_valid_response_are_dropped_and_counted():

@@ -134,15 +134,15 @@ from megagrpo.algo.advantage import with_advantages
 from megagrpo.algo.loss import LossInputs, count_denominators, objective
 from megagrpo.algo.statistics import alone
 from megagrpo.config.load import load_config
-from megagrpo.types import AlgoState, Batch
+from megagrpo.types import AlgoState, Batch, Rewards
 
 algorithm = load_config(sys.argv[1]).algorithm
 ones, integers = torch.ones(2, 1), torch.arange(2)
 batch = Batch(
     sample_ids=integers, group_ids=torch.zeros_like(integers), num_groups=1, tokens=integers,
     lengths=torch.ones_like(integers), prompt_lengths=torch.zeros_like(integers), loss_mask=integers >= 0,
-    rollout_logprobs=-ones[:, 0], rewards=torch.tensor([1.0, 2.0], dtype=torch.float64),
-    valid=integers >= 0, truncated=integers < 0,
+    rollout_logprobs=-ones[:, 0],
+    rewards=Rewards(torch.tensor([1.0, 2.0], dtype=torch.float64), integers >= 0), truncated=integers < 0,
 )
 batch, _, _ = with_advantages(batch, algorithm, alone, AlgoState(), max_response_tokens=1)
 inputs = LossInputs(

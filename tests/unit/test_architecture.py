@@ -43,7 +43,6 @@ ONLY_IN = {
     "sgl_kernel": r"rollout/cpu/",
     "triton": r"weights/digests/triton_kernel\.py",
     "matplotlib": r"monitor/report\.py|bisect/report\.py",
-    "plotly": r"view/page\.py",
     "rich": r"monitor/console\.py|check/doctor\.py",
 }
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}

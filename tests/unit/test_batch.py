@@ -69,7 +69,7 @@ def test_a_batch_holds_what_was_sampled_in_any_order_of_arrival(shapes, masks: b
             mask = [True] * len(sample.token_ids) if sample.loss_mask is None else list(sample.loss_mask)
             assert masks_of[row].tolist() == [False] * start + mask
             assert torch.equal(logprobs[row][start:], torch.tensor(sample.logprobs)) and not logprobs[row][:start].any()
-            assert bool(batch.valid[row]) == outcome.ok and float(batch.rewards[row]) == outcome.value
+            assert bool(batch.rewards.valid[row]) == outcome.ok and float(batch.rewards.values[row]) == outcome.value
             assert bool(batch.truncated[row]) == (sample.finish_reason == "length")
             row += 1
     assert row == len(batch.lengths)
@@ -79,7 +79,8 @@ def test_a_batch_holds_what_was_sampled_in_any_order_of_arrival(shapes, masks: b
 
 
 def same(a: Batch, b: Batch) -> bool:
-    pairs = [(value, getattr(b, name)) for name, value in vars(a).items()]
+    pairs = [(value, getattr(b, name)) for name, value in vars(a).items() if name != "rewards"]
+    pairs += [(value, getattr(b.rewards, name)) for name, value in vars(a.rewards).items()]
     return all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in pairs)
 
 
@@ -99,26 +100,28 @@ def test_greedy_rewards_are_kept_where_there_are_any():
     groups[0] = replace(groups[0], greedy=Sample(0, (1,), (0.0,), "stop", 0, ""), greedy_outcome=Outcome("score", 0.25))
     groups[1] = replace(groups[1], greedy=Sample(0, (1,), (0.0,), "stop", 0, ""), greedy_outcome=Outcome("error"))
     batch = build_batch(groups, one_pass(2), ALONE)
-    assert batch.greedy_rewards[:2].tolist() == [0.25, 0.25]
-    assert not batch.valid[2:].any(), "without the greedy response there is no advantage"
+    assert batch.rewards.greedy[:2].tolist() == [0.25, 0.25]
+    assert not batch.rewards.valid[2:].any(), "without the greedy response there is no advantage"
 
 
 @given(SHAPES, st.integers(0, 3), st.integers(0, 3))
 def test_shuffled_rewards_are_a_permutation_that_seed_and_step_decide(shapes, seed: int, step: int):
     batch = batch_of(shapes)
     shuffled = shuffle_rewards(batch, seed, step, ALONE)
-    pairs = lambda b: list(zip(b.rewards.tolist(), b.valid.tolist(), strict=True))  # noqa: E731
+    pairs = lambda b: list(zip(b.rewards.values.tolist(), b.rewards.valid.tolist(), strict=True))  # noqa: E731
     assert sorted(pairs(shuffled)) == sorted(pairs(batch)), "a reward and its validity move together"
     assert same(shuffled, shuffle_rewards(batch, seed, step, ALONE))
-    assert same(replace(shuffled, rewards=batch.rewards, valid=batch.valid), batch), "nothing else changes"
+    assert same(replace(shuffled, rewards=batch.rewards), batch), "nothing else changes"
 
 
 def test_rewards_are_really_shuffled():
     batch = batch_of([(2, [3] * 4)] * 6)
     orders = {
-        tuple(shuffle_rewards(batch, seed, step, ALONE).rewards.tolist()) for seed in range(3) for step in range(3)
+        tuple(shuffle_rewards(batch, seed, step, ALONE).rewards.values.tolist())
+        for seed in range(3)
+        for step in range(3)
     }
-    assert len(orders) == 9 and tuple(batch.rewards.tolist()) not in orders
+    assert len(orders) == 9 and tuple(batch.rewards.values.tolist()) not in orders
 
 
 LAYOUTS = st.sampled_from(

@@ -28,12 +28,12 @@ from megagrpo.planning.explain import explain
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
 from megagrpo.rollout.service.sleep import CACHE, WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.tiny.model import make_tiny_model
-from megagrpo.weights.copies.views import Place
-from megagrpo.weights.transports.reshard_plan import Message
+from megagrpo.weights.copies.views import ParameterSlice
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import PeerLost
 from megagrpo.weights.wire.handover import Handover, take_batches
 from megagrpo.weights.wire.mailbox import listening_store
+from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.shared_buffer import SharedBuffer, open_shared
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -66,16 +66,16 @@ def test_what_cannot_be_colocated_is_refused(settings, named):
 def test_several_machines_are_refused():
     config, node = load_config(QUICKSTART, SETTINGS), Node(0, 1, None, None, 1)
     for start in (train_node, serve_node):
-        with pytest.raises(ValueError, match="of one machine so far: `megagrpo run`"):
+        with pytest.raises(ValueError, match="works on one machine so far: `megagrpo run`"):
             start(config, [], node)
     assert "submit with --kind one-node" in misfits(config, Request("one-job"))[0]
     assert misfits(config, Request("one-node", gpus_per_node=2)) == []
-    assert "want 2 GPUs, not 1" in misfits(config, Request("one-node", gpus_per_node=1))[0]
+    assert "need 2 GPUs, not 1" in misfits(config, Request("one-node", gpus_per_node=1))[0]
 
 
 def test_an_engine_rank_without_a_trainer_beside_it_is_refused():
     config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=3"])
-    with pytest.raises(ValueError, match=r"3 engine ranks .* need a trainer rank each beside them, .* is 2"):
+    with pytest.raises(ValueError, match=r"3 engine ranks .* need one trainer rank each, .* is 2"):
         _devices(config, ["0", "1", "2"])
     config = load_config(QUICKSTART, [*SETTINGS, "rollout.num_engines=2"])
     assert _devices(config, ["4", "5", "6"]) == ({"CUDA_VISIBLE_DEVICES": "4,5"},) * 2
@@ -159,7 +159,7 @@ def test_an_engine_rank_that_goes_away_holds_up_nobody():
     store = listening_store("127.0.0.1", 30)
     other = TCPStore("127.0.0.1", store.port, wait_for_workers=False, timeout=timedelta(seconds=10))
     live = {"a": torch.zeros(40)}
-    batches = {n: [Message(0, n, torch.float32, (Place("a", 10 * n, (10,), (1,)),))] for n in range(4)}
+    batches = {n: [Message(0, n, torch.float32, (ParameterSlice("a", 10 * n, (10,), (1,)),))] for n in range(4)}
     cut: list[str] = []
 
     def taking(of: list) -> None:
@@ -170,13 +170,13 @@ def test_an_engine_rank_that_goes_away_holds_up_nobody():
     engine.start()
     hand = Handover(store, "k", batches, CPU, Deadline(1000), 1000.0, lambda: "".join(cut))
     for number in (0, 1):
-        for _, values in hand.begin(number):
+        for _, values in hand.start(number):
             values.fill_(number + 1)
         hand.offer(number)
     engine.join()
     cut.append("the engine is gone")
     for number in (2, 3):
-        hand.begin(number)
+        hand.start(number)
         hand.offer(number)
     hand.close()
     assert hand.lost == "the engine is gone"

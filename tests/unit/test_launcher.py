@@ -109,7 +109,7 @@ def test_who_is_asked_to_stop_may_finish_and_a_second_term_ends(tmp_path, capsys
             if times == 2:
                 signal.raise_signal(signal.SIGTERM)
             assert launch.watch(child) == STOPPED
-            assert "stopped as asked, saved after step 3" in capsys.readouterr().err
+            assert "stopped as requested, saved after step 3" in capsys.readouterr().err
     assert launch.status == 143
 
 

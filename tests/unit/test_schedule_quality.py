@@ -1,10 +1,7 @@
 """The schedule's invariants for any lengths, and its quality on the recorded figures of public frameworks."""
 
-import json
 from itertools import combinations
-from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +15,8 @@ from megagrpo.batching.balance import (
     sample_cost,
     token_load,
 )
+from tests.unit.golden_cases import load
 
-GOLDEN = Path(__file__).parents[3] / "shared" / "golden" / "balancing.json"
 LENGTHS = st.lists(st.integers(1, 300), max_size=40)
 
 
@@ -91,18 +88,13 @@ def test_empty_ranks_and_samples_above_the_budget():
     assert candidate_cuts([], 100, True, 2, [50, 0]) == [[[], []]] * 3
 
 
-@pytest.mark.skipif(
-    not GOLDEN.is_file(), reason="the recorded baselines (golden/balancing.json) are not beside the repository"
-)
 def test_at_most_half_of_the_recorded_waste():
-    cases = json.loads(GOLDEN.read_text())
-    lengths_of = {case["case"]: case["inputs"].get("lengths") for case in cases}
     checked = 0
-    for case in cases:
+    for case in load("balancing.json"):
         baseline, p = case["outputs"], case["params"]
         if baseline.get("step_sync_waste", 0) <= 0.05:
             continue
-        lengths = case["inputs"].get("lengths") or lengths_of[case["inputs"]["same_as"]]
+        lengths = case["inputs"]["lengths"]
         ranks = make_schedule(lengths, p["dp"], p["max_tokens_per_gpu"], multiple=p["mb_group"])
         loads = [[token_load(b, lengths, True) for b in bins] for bins in ranks]
         assert max(map(max, loads)) <= p["max_tokens_per_gpu"]

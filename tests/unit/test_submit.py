@@ -45,9 +45,9 @@ REFUSED = [
         "raise rollout.nodes_per_engine",
     ),
     ({"rollout": {}}, Request("one-job", 2, 1), "rollout.host 127.0.0.1: trainers on other nodes cannot reach it"),
-    ({}, Request("one-node", gpus_per_node=8), "16 trainer ranks and 1 engine ranks want 17 GPUs, not 8"),
-    ({}, Request("one-job", time="5", grace_s=300), "--time 5 is 300 s, all of them within the last --grace-s 300"),
-    ({}, Request("one-node", 2, 1), "leave --trainer-nodes and --rollout-nodes out"),
+    ({}, Request("one-node", gpus_per_node=8), "16 trainer ranks and 1 engine ranks need 17 GPUs, not 8"),
+    ({}, Request("one-job", time="5", grace_s=300), "--time 5 is 300 s, not more than --grace-s 300"),
+    ({}, Request("one-node", 2, 1), "omit --trainer-nodes and --rollout-nodes"),
 ]
 
 

@@ -1,9 +1,9 @@
 """The timeline and the record of trained samples: what is in a line, what bounds it, what a resumed run does to it."""
 
 import itertools
-import json
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_a_line_is_bounded_and_says_how_much_there_was(tmp_path):
     assert os.path.getsize(RunFolder(tmp_path).timeline_file(0)) < 100_000
 
 
-def test_many_threads_record_at_once(tmp_path):
+def test_many_threads_record_at_once_and_none_when_switched_off(tmp_path):
     timeline = Timeline(RunFolder(tmp_path), 0)
 
     def work(number: int) -> None:
@@ -91,22 +91,16 @@ def test_many_threads_record_at_once(tmp_path):
             if number == 0 and i % 20 == 0:
                 timeline.end_step(i)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     timeline.end_step(1000)
     timeline.close()
     assert sum(line["num_requests"] for line in lines(RunFolder(tmp_path))) == 800
-
-
-def test_switched_off_it_writes_nothing(tmp_path):
-    timeline = Timeline(RunFolder(tmp_path), 0, enabled=False)
-    timeline.mark("rollout")
-    timeline.end_step(1)
-    timeline.close()
-    assert list(tmp_path.iterdir()) == []
+    off = Timeline(RunFolder(tmp_path / "off"), 0, enabled=False)
+    off.mark("rollout")
+    off.end_step(1)
+    off.close()
+    assert not (tmp_path / "off").exists()
 
 
 def test_a_resumed_run_replaces_what_it_makes_again(tmp_path):
@@ -120,25 +114,18 @@ def test_a_resumed_run_replaces_what_it_makes_again(tmp_path):
         assert after[:2] == before[rank][:2] and after[2] != before[rank][2]
         assert [line["step"] for line in lines(folder, rank)] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in read_step_lines(folder.trained_file(0))] == [1, 2, 3, 4, 5, 6]
+    Timeline(folder, 0, world_size=1, start_step=3).close()  # rank 1 is gone: none of its later steps stay
+    assert [[line["step"] for line in lines(folder, rank)] for rank in range(2)] == [[1, 2, 3], [1, 2, 3]]
     make_run(tmp_path, num_steps=1)
     assert [line["step"] for line in lines(folder)] == [1]
 
 
-def test_ranks_that_are_gone_keep_no_later_steps(tmp_path):
-    folder = make_run(tmp_path, num_steps=4)
-    Timeline(folder, 0, world_size=1, start_step=3).close()
-    assert [[line["step"] for line in lines(folder, rank)] for rank in range(2)] == [[1, 2, 3], [1, 2, 3]]
-
-
-def test_a_failure_to_write_is_not_silent(tmp_path):
+def test_broken_lines_and_failures_to_write_are_raised(tmp_path):
     made = StepLines(tmp_path / "a" / "b.jsonl")
     (tmp_path / "a").rmdir()
     made.append(1, dict)
     with pytest.raises(FileNotFoundError):
         made.close()
-
-
-def test_broken_lines_are_named(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, oops}\n{"step": 3')
     assert list(read_step_lines(path, lambda step: step == 1)) == [{"step": 1}]
@@ -152,16 +139,10 @@ def test_broken_lines_are_named(tmp_path):
 # ---- samples as the update saw them ----------------------------------------------------------------------------------
 
 
-def trained(tmp_path, batches, num_groups: int = 1) -> list[dict]:
-    asked: list[list[int]] = []
-
-    def pieces(ids):
-        asked.append(list(ids))
-        return [f"<{i}>" for i in ids]
-
-    log = TrainedLog(RunFolder(tmp_path), 0, 1, num_groups, pieces)
+def trained(tmp_path, batches, num_groups: int = 1, logprobs: torch.Tensor | None = None) -> list[dict]:
+    log = TrainedLog(RunFolder(tmp_path), 0, 1, num_groups, lambda ids: [f"<{i}>" for i in ids])
     for step, batch in enumerate(batches, start=1):
-        log.write(step, batch)
+        log.write(step, batch, batch.old_logprobs if logprobs is None else logprobs)
     log.close()
     return list(read_step_lines(RunFolder(tmp_path).trained_file(0)))
 
@@ -180,26 +161,14 @@ def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):
     assert first["pieces"] == {"5": "<5>", "6": "<6>", "9": "<9>"} and second["pieces"] == {}
 
 
-def test_what_was_not_trained_on_has_no_difference(tmp_path):
-    batch = made_batch(made_groups(1))
-    batch.loss_mask[batch.starts[0] + 3] = False  # a tool's token
-    batch.loss_mask[batch.starts[2] : batch.starts[3]] = False
-    (line,) = trained(tmp_path, [batch])
-    assert line["tokens"][0]["difference"] == [None, 0.002] and line["tokens"][2]["difference"] == [None, None]
-    assert line["advantages"][2] is None
-
-
-def test_log_probabilities_of_the_updates_own_forward_serve_too(tmp_path):
+def test_untrained_tokens_have_no_difference_and_the_updates_own_forward_serves_too(tmp_path):
     batch = made_batch(made_groups(1))
     seen = batch.old_logprobs.clone()
     seen[batch.starts[1] : batch.starts[2]] = torch.nan  # no update took that sample
-    without = [type(batch)(**{**vars(batch), "old_logprobs": None, "seen_logprobs": s}) for s in (seen, None)]
-    first, second = trained(tmp_path, without)
-    assert [sample["difference"] for sample in first["tokens"][:2]] == [[0.002, 0.002], [None, None, None]]
-    assert second["tokens"][0]["difference"] == [None, None] and second["advantages"] == first["advantages"]
-
-
-def test_the_line_is_json(tmp_path):
-    make_run(tmp_path, num_steps=1)
-    for path in (tmp_path / "trained" / "replica_0.jsonl", tmp_path / "timeline" / "rank_1.jsonl"):
-        assert json.loads(path.read_text())["step"] == 1
+    (line,) = trained(tmp_path, [replace(batch, old_logprobs=None)], logprobs=seen)
+    assert [sample["difference"] for sample in line["tokens"][:2]] == [[0.002, 0.002], [None, None, None]]
+    batch.loss_mask[batch.starts[0] + 3] = False  # a tool's token
+    batch.loss_mask[batch.starts[2] : batch.starts[3]] = False
+    masked = trained(tmp_path, [batch])[-1]
+    assert masked["tokens"][0]["difference"] == [None, 0.002] and masked["tokens"][2]["difference"] == [None, None]
+    assert masked["advantages"][2] is None

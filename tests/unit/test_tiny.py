@@ -18,7 +18,7 @@ from megagrpo.tiny.arithmetic import calculator, exact_value
 from megagrpo.tiny.datasets import make_dataset
 from megagrpo.tiny.model import character_tokenizer, make_tiny_model
 
-GSM8K = Path(__file__).parents[2] / ".." / "shared" / "data" / "gsm8k"
+GSM8K = Path(__file__).parents[1] / "golden" / "gsm8k"
 SMALL = {
     "hidden_size": 64,
     "num_layers": 2,
@@ -202,14 +202,13 @@ def test_gsm8k_calc_keeps_exact_expressions_and_counts_the_rest(tmp_path):
         make_dataset(config.model_copy(update={"source": str(tmp_path)}), seed=0)
 
 
-@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not at ../shared/data/gsm8k")
 def test_gsm8k_calc_on_the_real_data(tmp_path):
     config = DatasetConfig(
-        kind="gsm8k_calc", folder=str(tmp_path), source=str(GSM8K), num_sft=8000, num_train=6000, num_eval=1000
+        kind="gsm8k_calc", folder=str(tmp_path), source=str(GSM8K), num_sft=600, num_train=300, num_eval=240
     )
     counts = make_dataset(config, seed=0)
-    check_files(read(config.folder), {"eval": 1000, "sft": 8000, "train": 6000})
-    assert counts["different expressions in train"] == 10_548
+    check_files(read(config.folder), {"eval": 240, "sft": 600, "train": 300})
+    assert counts["different expressions in train"] == 311
 
 
 @pytest.mark.parametrize(

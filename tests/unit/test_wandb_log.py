@@ -115,7 +115,7 @@ def test_it_ends_at_once_leaves_no_process_and_is_never_fatal(started_twice):
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
     left = [words for words in commands if "wandb-core" in " ".join(words) and pid in words]  # it is told whose it is
     assert left == []
-    assert len(lines) == 1 and "the start failed, and nothing more is sent; metrics.jsonl has everything" in lines[0]
+    assert len(lines) == 1 and "the start failed; no more metrics are sent; metrics.jsonl has all of them" in lines[0]
 
 
 def test_a_failure_while_sending_is_said_once_and_nothing_more_is_sent(tmp_path):

@@ -1,4 +1,4 @@
-"""Programs: the response's Python code, run in sandboxes against the test cases in the answer. See docs/graders.md."""
+"""Grader `code`: runs the response's Python program in sandboxes against the test cases of the answer."""
 
 import ast
 import builtins
@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from megagrpo.config.reward import CodeOptions, Scalar
 from megagrpo.rewards.sandbox.sandbox import Limits, Sandbox, SandboxError, check_limits_hold, isolation, run_program
@@ -22,7 +21,7 @@ _PYTHON = ("python", "python3", "py")
 
 @dataclass(frozen=True)
 class TestCases:
-    """Holds the tests of one problem: of a program that reads and writes, or of the functions that it defines."""
+    """The tests of one problem: of a program's standard output, or of the functions that it defines."""
 
     scripts: tuple[tuple[str, str], ...] = ()  # (standard input, expected standard output)
     statements: tuple[str, ...] = ()  # each calls the program's functions and raises unless the result is right
@@ -32,9 +31,9 @@ class TestCases:
 
 
 def grade(text: str, answer: str, **options: Scalar | dict[str, Scalar]) -> tuple[float, str]:
-    """Returns the score of the program in `text` and, where a test failed, how the first one did.
+    """Returns the score of the program in `text` and the first failure, if any.
 
-    Raises ValueError for an answer that holds no tests, SandboxError when a program cannot be run as it should.
+    Raises ValueError for an answer without tests, SandboxError if the sandbox fails.
     """
     settings = CodeOptions.model_validate(options)
     tests = read_tests(answer, settings.tolerance)
@@ -64,7 +63,7 @@ def program_of(text: str) -> str:
 def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
     """Reads the answer: JSON {"inputs": [...], "outputs": [...]}, with "fn_name" for calls, or {"asserts": [...]}.
 
-    Raises ValueError that says what is wrong with it.
+    Raises ValueError with the reason.
     """
     try:
         data = json.loads(answer)
@@ -85,13 +84,13 @@ def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
     return TestCases(scripts=tuple((_lines(i), _lines(o)) for i, o in zip(inputs, outputs, strict=True)))
 
 
-def _list(data: dict[str, Any], key: str) -> list[Any]:
+def _list(data: dict[str, list[object]], key: str) -> list[object]:
     if not isinstance(data[key], list) or not data[key]:
         raise ValueError(f'"{key}" of the answer should be a list with at least one entry, is {data[key]!r:.60}')
     return data[key]
 
 
-def _lines(value: Any) -> str:
+def _lines(value: object) -> str:
     if isinstance(value, list):
         return "\n".join(map(str, value))
     if not isinstance(value, str):
@@ -99,19 +98,19 @@ def _lines(value: Any) -> str:
     return value
 
 
-def _call(name: str, arguments: Any, expected: Any, tolerance: float) -> str:
-    """Returns the statement for one call; a text holds JSON, one argument a line, as in LiveCodeBench."""
-    if isinstance(arguments, str):
+def _call(name: object, arguments: object, expected: object, tolerance: float) -> str:
+    """Returns the statement for one call; a text is JSON, one argument a line, as in LiveCodeBench."""
+    if isinstance(arguments, str) and isinstance(expected, str):
         arguments, expected = [json.loads(line) for line in arguments.splitlines()], json.loads(expected)
     if not isinstance(arguments, list):
         raise ValueError(f'with "fn_name", each of the inputs is a list of arguments, not {arguments!r:.60}')
     return f"assert same({name}(*{arguments!r}), {expected!r}, {tolerance!r})"
 
 
-def _checked(statement: Any) -> str:
+def _checked(statement: object) -> str:
     try:
-        ast.parse(statement)
-    except (TypeError, SyntaxError, ValueError) as exc:
+        ast.parse(str(statement))
+    except (SyntaxError, ValueError) as exc:
         raise ValueError(f"the answer's test {statement!r:.80} is not Python: {exc}") from exc
     return str(statement)
 
@@ -120,7 +119,7 @@ def _checked(statement: Any) -> str:
 
 
 def _run_scripts(source: str, tests: TestCases, settings: CodeOptions, isolate: bool) -> Iterator[str]:
-    """Yields "" for each test that passes, else why not."""
+    """Yields "" for each test that passes, else the reason."""
     deadline = time.monotonic() + settings.total_s
     for stdin, expected in tests.scripts:
         left_s = deadline - time.monotonic()
@@ -144,7 +143,7 @@ def _limits(settings: CodeOptions, left_s: float) -> Limits:
 
 
 def _same_text(got: str, expected: str, tolerance: float) -> bool:
-    """Tells whether two outputs are the same, white space at the ends of lines and empty lines at the end aside."""
+    """Returns whether two outputs are equal, up to trailing white space and trailing empty lines."""
     lines, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (got, expected))
     if lines == wanted or not tolerance:
         return lines == wanted
@@ -164,7 +163,7 @@ def _same_word(got: str, expected: str, tolerance: float) -> bool:
 
 
 def _run_calls(source: str, tests: TestCases, settings: CodeOptions, isolate: bool) -> Iterator[str]:
-    """Yields "" for each test that passes, else why not. Program and tests are in two sandboxes."""
+    """Yields "" for each test that passes, else the reason. Program and tests run in two sandboxes."""
     limits = _limits(settings, settings.total_s)
     asked, answered, judged = os.pipe(), os.pipe(), os.pipe()
     with (
@@ -185,7 +184,7 @@ def _run_calls(source: str, tests: TestCases, settings: CodeOptions, isolate: bo
                 ready, _, _ = select.select([verdicts], [], [], max(0.0, until - time.monotonic()))
                 data = os.read(verdicts.fileno(), 2**16) if ready else b""
                 heard += data
-                if not data:  # nobody will judge the tests that are left
+                if not data:  # the remaining tests get no verdict
                     over = "the tests ended" if ready else "time limit"
             line, newline, heard = heard.partition(b"\n")
             verdict = json.loads(line) if newline else over
@@ -197,8 +196,8 @@ def _how_it_ended(program: Sandbox) -> str:
     return ended["reason"] or f"the program ended with exit code {ended['code']}"
 
 
-def _instructions(tests: TestCases) -> dict[str, Any]:
-    """Returns what calls.run_tests is told: statements, names to ask the program for, modules to import."""
+def _instructions(tests: TestCases) -> dict[str, list[str]]:
+    """Returns the input of calls.run_tests: statements, names to request from the program, modules to import."""
     loaded: set[str] = set()
     bound: set[str] = set()
     for statement in tests.statements:
@@ -222,12 +221,12 @@ def _instructions(tests: TestCases) -> dict[str, Any]:
 
 @cache
 def _isolates(wish: str) -> bool:
-    """Whether programs run in namespaces of their own; says once in this process's log where they cannot."""
+    """Returns whether programs run in their own namespaces; logs once per process if they cannot."""
     problem = isolation()
     if not problem:
         return True
     if wish == "required":
         raise SandboxError(f"grader code cannot isolate programs here ({problem}), and its isolation is required")
     check_limits_hold()
-    print(f"grader code: programs run within limits alone, with network and files in reach: {problem}", file=sys.stderr)
+    print(f"grader code: programs run with limits only, network and files are reachable: {problem}", file=sys.stderr)
     return False

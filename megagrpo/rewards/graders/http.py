@@ -1,11 +1,11 @@
-"""A reward service of the user's: batches of responses are posted, their scores come back in the same order.
+"""Grader `http`: posts batches of responses to a user's reward service, which answers with scores in the same order.
 
 Request: {"samples": [{"prompt": text, "response": text, "answer": text}, ...]}. Answer: {"scores": [number, ...]}.
 """
 
 import asyncio
 import math
-from typing import Any
+from functools import partial
 
 from megagrpo.config.reward import GraderArgs, HttpOptions
 from megagrpo.rewards.services import ServiceClient, ServiceError
@@ -14,7 +14,7 @@ from megagrpo.types import Prompt
 
 
 class HttpGrader:
-    """Collects responses into batches and asks the service; see ServiceGrader."""
+    """Collects responses into batches for the service; see ServiceGrader."""
 
     def __init__(self, args: GraderArgs):
         self._options = HttpOptions.model_validate(args)
@@ -23,7 +23,7 @@ class HttpGrader:
         self._requests: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Closes all connections, and ends what is on its way."""
+        """Ends all requests and closes all connections."""
         for task in self._requests:
             task.cancel()
         await asyncio.gather(*self._requests, return_exceptions=True)
@@ -41,24 +41,19 @@ class HttpGrader:
         return Graded("score", (await future,))
 
     def _send(self) -> None:
-        """Posts what waits, if anything does; a full batch may have left before its time."""
+        """Posts the waiting responses; there may be none if a full batch left early."""
         batch, self._waiting = self._waiting, []
         if batch:
             task = asyncio.get_running_loop().create_task(self._ask(batch))
             self._requests.add(task)
             task.add_done_callback(self._requests.discard)
+            task.add_done_callback(partial(_pass_on_failure, [future for _, future in batch]))
 
     async def _ask(self, batch: list[tuple[dict[str, str], "asyncio.Future[float]"]]) -> None:
         samples, futures = zip(*batch, strict=True)
-        try:
-            scores = self._scores(await self._client.post({"samples": list(samples)}), len(batch))
-        except Exception as exc:  # raised where each of them is waited for
-            for future in futures:
-                if not future.done():
-                    future.set_exception(exc)
-            return
+        scores = self._scores(await self._client.post({"samples": list(samples)}), len(batch))
         for future, score in zip(futures, scores, strict=True):
-            if future.done():  # nobody waits for it any more
+            if future.done():  # cancelled
                 continue
             if isinstance(score, bool | int | float) and math.isfinite(score):
                 future.set_result(float(score))
@@ -67,9 +62,17 @@ class HttpGrader:
                     ServiceError(f"{self._client.place} gave the score {score!r:.60}, not a finite number")
                 )
 
-    def _scores(self, answer: Any, wanted: int) -> list[Any]:
+    def _scores(self, answer: object, num: int) -> list[object]:
         if not isinstance(answer, dict) or not isinstance(answer.get("scores"), list):
             raise ServiceError(f'{self._client.place} answered {answer!r:.100}, not {{"scores": [...]}}')
-        if len(answer["scores"]) != wanted:
-            raise ServiceError(f"{self._client.place} gave {len(answer['scores'])} scores for {wanted} responses")
+        if len(answer["scores"]) != num:
+            raise ServiceError(f"{self._client.place} gave {len(answer['scores'])} scores for {num} responses")
         return answer["scores"]
+
+
+def _pass_on_failure(futures: "list[asyncio.Future[float]]", request: "asyncio.Task[None]") -> None:
+    """Raises the request's exception in each caller that waits for its score."""
+    if not request.cancelled() and (failure := request.exception()) is not None:
+        for future in futures:
+            if not future.done():
+                future.set_exception(failure)

@@ -1,40 +1,39 @@
-"""A model as judge, behind any OpenAI-compatible /v1/chat/completions endpoint.
+"""Grader `judge`: a model behind any OpenAI-compatible /v1/chat/completions endpoint.
 
-The judge reads what the policy wrote: a response can try to talk it into a good score. Nothing here prevents that.
+The judge reads the policy's response, which can try to talk it into a good score. Nothing here prevents that.
 """
 
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 from megagrpo.config.reward import GraderArgs, JudgeOptions
 from megagrpo.rewards.services import ServiceClient, ServiceError
 from megagrpo.rewards.workers import Graded
 from megagrpo.types import Prompt
 
-_PLACES = re.compile(r"\{(prompt|response|answer)\}")
+_FIELDS = re.compile(r"\{(prompt|response|answer)\}")
 
 
 def read_template(path: str) -> str:
-    """Reads the judge's prompt. Raises ValueError for a file that is missing, is no text, or never says {response}."""
+    """Returns the judge's prompt template. Raises ValueError if the file is missing, not text, or lacks {response}."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise ValueError(f"grader judge: prompt_file {path} cannot be read: {exc}") from exc
     if "{response}" not in text:
-        raise ValueError(f"grader judge: prompt_file {path} has no {{response}}, so the judge would not see any")
+        raise ValueError(f"grader judge: prompt_file {path} has no {{response}}: the judge would not see the response")
     return text
 
 
 def render(template: str, prompt: str, response: str, answer: str) -> str:
-    """Puts the three texts in, in one pass: a response that says {answer} does not get it."""
+    """Returns the template with the three texts, filled in one pass: {answer} inside a response stays as it is."""
     texts = {"prompt": prompt, "response": response, "answer": answer}
-    return _PLACES.sub(lambda match: texts[match[1]], template)
+    return _FIELDS.sub(lambda match: texts[match[1]], template)
 
 
 class JudgeGrader:
-    """Asks the judge for each response; see ServiceGrader. Raises ValueError for a template that cannot be used."""
+    """Sends each response to the judge; see ServiceGrader. Raises ValueError for an unusable template."""
 
     def __init__(self, args: GraderArgs):
         self._options = JudgeOptions.model_validate(args)
@@ -47,11 +46,11 @@ class JudgeGrader:
         await self._client.close()
 
     async def grade(self, prompt: Prompt, text: str) -> Graded:
-        """Returns the score in the judge's reply, and the end of that reply. Raises ServiceError or TimeoutError."""
+        """Returns the score in the judge's reply and the end of that reply. Raises ServiceError or TimeoutError."""
         options = self._options
         content = render(self._template, prompt.text, text, prompt.answer)
         system = [{"role": "system", "content": options.system}] if options.system is not None else []
-        body: dict[str, Any] = {
+        body: dict[str, object] = {
             "model": options.model,
             "messages": [*system, {"role": "user", "content": content}],
             "temperature": options.temperature,
@@ -61,7 +60,7 @@ class JudgeGrader:
         reply = self._reply(await self._client.post(body))
         return Graded("score", (self._score(reply),), reply[-200:])
 
-    def _reply(self, answer: Any) -> str:
+    def _reply(self, answer: object) -> str:
         match answer:
             case {"choices": [{"message": {"content": str(text)}}, *_]}:
                 return text
@@ -73,11 +72,12 @@ class JudgeGrader:
         if word is None:
             raise ServiceError(f"{self._client.place}: nothing in its reply matches the pattern: {reply[-100:]!r}")
         scores = self._options.scores
+        if scores and word not in scores:
+            raise ServiceError(f"{self._client.place}: its score {word!r:.60} is not one of {', '.join(scores)}")
         try:
             score = float(scores[word] if scores else word)
-        except (KeyError, ValueError):
-            known = f"one of {', '.join(scores)}" if scores else "a number"
-            raise ServiceError(f"{self._client.place}: its score {word!r:.60} is not {known}") from None
+        except ValueError:
+            raise ServiceError(f"{self._client.place}: its score {word!r:.60} is not a number") from None
         if not math.isfinite(score):
             raise ServiceError(f"{self._client.place}: its score {word!r} is not a finite number")
         return score

@@ -1,4 +1,4 @@
-"""Competition mathematics: the response's \\boxed answer, compared symbolically by math-verify."""
+"""Grader `math`: compares the response's \\boxed answer with the expected one symbolically, by math-verify."""
 
 import logging
 
@@ -10,13 +10,13 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ti
 
 
 def grade(text: str, answer: str, require_boxed: bool = True) -> float:
-    """Returns 1.0 if the last \\boxed{...} of the response is sympy-equivalent to the answer, else 0.0.
+    """Returns 1.0 if the last \\boxed{...} of the response is equivalent to the answer (sympy), else 0.0.
 
-    `require_boxed=False` also accepts an unboxed final answer. `answer` may be bare LaTeX, a number or a boxed text.
-    Raises ValueError when the answer itself cannot be parsed.
+    `require_boxed=False` also accepts an unboxed final answer. `answer` is LaTeX, a number or a boxed expression.
+    Raises ValueError if the answer cannot be parsed.
 
-    math-verify's own time limits use signal.alarm, which works in main threads alone and not while sympy holds the
-    interpreter; they are off, and the pool kills a worker that takes too long.
+    math-verify's time limits are off: they use signal.alarm, which works only in the main thread and not while sympy
+    holds the interpreter lock. The worker pool kills a worker that exceeds the grader's time limit.
     """
     gold = _parse(answer if "\\boxed" in answer else f"\\boxed{{{answer}}}")
     if not gold:
@@ -33,7 +33,7 @@ def _parse(text: str) -> list[object]:
 
 
 def _last_boxed(text: str) -> str | None:
-    """Returns the content of the last complete \\boxed{...}, braces matched; None when there is none."""
+    """Returns the content of the last complete \\boxed{...} with balanced braces, or None."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

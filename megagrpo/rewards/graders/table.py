@@ -1,12 +1,11 @@
-"""Graders by name.
+"""The table of graders.
 
-A grader is a function `grade(text, answer, **args)` that returns a score, or (score, what to say of it). A group grader
-is a function `f(texts, answer, scores, **args)` that returns a list of scores.
+A grader is a function `grade(text, answer, **args)` that returns a score, or (score, remark). A group grader is a
+function `f(texts, answer, scores, **args)` that returns a list of scores.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from megagrpo.config.reward import OPTIONS, GraderArgs, check_options
 from megagrpo.system.user_function import did_you_mean, load_function
@@ -14,23 +13,21 @@ from megagrpo.system.user_function import did_you_mean, load_function
 GraderFunction = Callable[..., float | tuple[float, str]]  # (response text, answer of the data file, **reward.args)
 GroupFunction = Callable[..., list[float]]  # (texts, answer, scores, **reward.group_args)
 
-BUILT_IN = {  # named by place and not imported here: only `math` should pay for sympy
+BUILT_IN = {  # named, not imported: only `math` should pay for sympy
     "code": "megagrpo.rewards.graders.code:grade",
     "exact": "megagrpo.rewards.graders.format:exact",
     "format": "megagrpo.rewards.graders.format:grade",
     "gsm8k": "megagrpo.rewards.graders.gsm8k:grade",
     "math": "megagrpo.rewards.graders.math:grade",
 }
-SERVICES = ("http", "judge")  # asked over the network by the leader itself, see services.py
+SERVICES = ("http", "judge")  # the leader calls them over the network, see services.py
 GROUP_BUILT_IN = {"distinct": "megagrpo.rewards.group:distinct", "rank": "megagrpo.rewards.group:rank"}
 
 
-def load_grader(name: str, args: dict[str, Any]) -> GraderFunction:
-    """Imports the grader `name`, a built-in or the user's own `package.module:function`, and checks that it takes
-    `args`.
+def load_grader(name: str, args: GraderArgs) -> GraderFunction:
+    """Returns the grader `name`, a built-in or the user's own `package.module:function`.
 
-    Raises ValueError for an unknown name, a module that cannot be imported, or arguments that the function does not
-    take.
+    Raises ValueError for an unknown name, a module that cannot be imported, or `args` that the function rejects.
     """
     function = load_function(name, BUILT_IN, "reward.grader")
     if name in OPTIONS:
@@ -40,15 +37,15 @@ def load_grader(name: str, args: dict[str, Any]) -> GraderFunction:
     return function
 
 
-def load_group_grader(name: str, args: dict[str, Any]) -> GroupFunction:
-    """Imports the group grader `name`, as load_grader does."""
+def load_group_grader(name: str, args: GraderArgs) -> GroupFunction:
+    """Returns the group grader `name`; see load_grader."""
     function = load_function(name, GROUP_BUILT_IN, "reward.group_grader")
     _check_args(name, function, args, "texts, answer, scores", "reward.group_args")
     return function
 
 
 def check_grader(name: str, args: GraderArgs) -> None:
-    """Raises ValueError where a grader cannot work as configured. Asks no service: that may run on another machine."""
+    """Raises ValueError if a grader cannot work as configured. Calls no service: it may not be reachable from here."""
     if name in SERVICES:
         check_options(name, args)
         if name == "judge":
@@ -59,7 +56,7 @@ def check_grader(name: str, args: GraderArgs) -> None:
         load_grader(name, args)
 
 
-def _check_args(name: str, function: Callable[..., Any], args: Mapping[str, Any], inputs: str, key: str) -> None:
+def _check_args(name: str, function: Callable[..., object], args: GraderArgs, inputs: str, key: str) -> None:
     signature, positional = inspect.signature(function), inputs.split(", ")
     try:
         signature.bind(*positional, **args)

@@ -1,46 +1,49 @@
-"""Calls between a tested program and its tests, in two sandboxes that are joined by two pipes; see child.py.
+"""Calls between a tested program and its tests, in two sandboxes connected by two pipes; see child.py.
 
-The program's process defines functions and answers calls; the tests' process makes the calls and judges what comes
-back. What crosses is JSON, a line a message: plain data, and numbers that stand for everything else. The program sees
-arguments, never an assertion, so whatever it does to its own interpreter, it can only answer rightly or wrongly.
+The program's process defines functions and answers calls; the tests' process makes the calls and judges the results.
+A message is a line of JSON: plain data, and numbers that stand for all other objects. The program sees arguments, never
+an assertion: whatever it does to its own interpreter, it can only return a right or a wrong result.
 """
 
 import importlib
 import json
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 _LONGEST_LINE = 2**24  # characters
+Value = Any  # an object of a program, or the JSON that stands for it
 
 
-def serve(source: str, module: types.ModuleType, options: dict[str, Any]) -> None:
+def serve(source: str, module: types.ModuleType, options: Mapping[str, Value]) -> None:
     """Runs the program, then answers requests [operation, target, name, args, kwargs] with ["ok" | "error", value]."""
-    objects: list[Any] = []
+    objects: list[Value] = []
     with open(options["input"], encoding="utf-8") as requests, open(options["output"], "w", encoding="utf-8") as out:
 
-        def reply(kind: str, value: Any) -> None:
+        def reply(kind: str, value: Value) -> None:
             out.write(json.dumps([kind, value]) + "\n")
             out.flush()
 
-        try:
-            exec(compile(source, "program.py", "exec"), vars(module))
-        except SystemExit:
-            pass  # what it defined until then is there
-        except BaseException as exc:
-            reply("error", f"{type(exc).__name__}: {exc}"[:300])
-            return
-        reply("ok", None)
-        for line in requests:
+        def answer(attempt: Callable[[], Value]) -> bool:
             try:
-                reply("ok", _encode(_operate(json.loads(line), module, objects), objects))
-            except BaseException as exc:  # SystemExit too: it is this call's result
+                reply("ok", _encode(attempt(), objects))
+            except BaseException as exc:  # SystemExit too: it is the result of this call
                 reply("error", f"{type(exc).__name__}: {exc}"[:300])
+                return False
+            return True
+
+        def define() -> None:
+            with suppress(SystemExit):  # the definitions before it count
+                exec(compile(source, "program.py", "exec"), vars(module))
+
+        if answer(define):
+            for line in requests:
+                answer(partial(_operate, json.loads(line), module, objects))
 
 
-def _operate(request: list[Any], module: types.ModuleType, objects: list[Any]) -> Any:
+def _operate(request: list[Value], module: types.ModuleType, objects: list[Value]) -> Value:
     operation, target, name, args, kwargs = request
     args, kwargs = _decode(args, objects.__getitem__), _decode(kwargs, objects.__getitem__)
     match operation:
@@ -60,8 +63,8 @@ def _operate(request: list[Any], module: types.ModuleType, objects: list[Any]) -
     raise ValueError(f"unknown operation {operation}")
 
 
-def _encode(value: Any, objects: list[Any] | None) -> Any:
-    """Returns plain data as JSON can hold it; other values become their number in `objects`."""
+def _encode(value: Value, objects: list[Value] | None) -> Value:
+    """Returns plain data as JSON; other values become their index in `objects`."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -77,13 +80,13 @@ def _encode(value: Any, objects: list[Any] | None) -> Any:
         case _Remote():
             return {"object": value._number}
     if objects is None:
-        raise TypeError(f"a {type(value).__name__} cannot be handed to the program; plain data can")
+        raise TypeError(f"a {type(value).__name__} cannot be sent to the program; only plain data can")
     objects.append(value)
     return {"object": len(objects) - 1}
 
 
-def _decode(value: Any, found: Callable[[int], Any]) -> Any:
-    """Undoes _encode; found: number -> what stands for that object here."""
+def _decode(value: Value, found: Callable[[int], Value]) -> Value:
+    """Inverts _encode. found: index -> the local stand-in of that object."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -101,25 +104,25 @@ def _decode(value: Any, found: Callable[[int], Any]) -> Any:
 
 
 class _Remote:
-    """Stands for an object of the program. It is equal to nothing: comparing it would ask the program for a verdict."""
+    """Stands for an object of the program. It equals nothing: a comparison would let the program judge itself."""
 
-    def __init__(self, ask: Callable[..., Any], number: int):
+    def __init__(self, ask: Callable[..., Value], number: int):
         self._ask, self._number = ask, number
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Value, **kwargs: Value) -> Value:
         return self._ask("call", self._number, None, args, kwargs)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Value:
         return self._ask("attribute", self._number, name)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Value]:
         return iter(self._ask("list", self._number, None))
 
 
-def run_tests(tests: dict[str, Any], options: dict[str, Any]) -> None:
-    """Runs each test and writes a line for it: null where it passed, else why not.
+def run_tests(tests: dict[str, Value], options: Mapping[str, Value]) -> None:
+    """Runs each test and writes a line for it: null if it passed, else the reason.
 
-    tests: {"names": those the program is asked for, "modules": to import, "tests": statements}.
+    tests: {"names": requested from the program, "modules": to import, "tests": statements}.
     """
     with (
         open(options["input"], encoding="utf-8") as replies,
@@ -127,7 +130,7 @@ def run_tests(tests: dict[str, Any], options: dict[str, Any]) -> None:
         open(options["verdicts"], "w", encoding="utf-8") as verdicts,
     ):
 
-        def hear() -> Any:
+        def receive() -> Value:
             line = replies.readline(_LONGEST_LINE)
             if not line.endswith("\n"):
                 raise EOFError("the program ended" if len(line) < _LONGEST_LINE else "output limit")
@@ -136,17 +139,17 @@ def run_tests(tests: dict[str, Any], options: dict[str, Any]) -> None:
                 raise RuntimeError(str(value))
             return value
 
-        def ask(operation: str, target: int | None, name: str | None, args: Any = (), kwargs: Any = None) -> Any:
+        def ask(operation: str, target: int | None, name: str | None, args: Value = (), kwargs: Value = None) -> Value:
             message = [operation, target, name, _encode(list(args), None), _encode(dict(kwargs or {}), None)]
             requests.write(json.dumps(message) + "\n")
             requests.flush()
-            return _decode(hear(), lambda number: _Remote(ask, number))
+            return _decode(receive(), lambda number: _Remote(ask, number))
 
-        space: dict[str, Any] = {"__name__": "tests", "same": _same}
+        space: dict[str, Value] = {"__name__": "tests", "same": _same}
         space |= {name: importlib.import_module(name) for name in tests["modules"]}
-        problem = _problem(hear)
+        problem = _problem(receive)
         for name in tests["names"] if problem is None else ():
-            with suppress(RuntimeError):  # not defined: the tests that need it say so
+            with suppress(RuntimeError):  # not defined: the tests that use it fail
                 space[name] = ask("global", None, name)
         for test in tests["tests"]:
             failed = problem or _problem(partial(exec, compile(test, "test", "exec"), space))
@@ -154,8 +157,8 @@ def run_tests(tests: dict[str, Any], options: dict[str, Any]) -> None:
             verdicts.flush()
 
 
-def _same(value: Any, expected: Any, tolerance: float) -> bool:
-    """Compares a result with JSON's, which has no tuples; numbers within the tolerance are the same."""
+def _same(value: Value, expected: Value, tolerance: float) -> bool:
+    """Returns whether a result equals JSON's, which has no tuples, with numbers up to the tolerance."""
     match expected:
         case list():
             if not isinstance(value, list | tuple) or len(value) != len(expected):
@@ -172,5 +175,5 @@ def _problem(attempt: Callable[[], object]) -> str | None:
         return None
     except AssertionError as exc:
         return f"a wrong result{f': {exc}' if str(exc) else ''}"[:300]
-    except BaseException as exc:  # whatever a test or the program's answers make it raise, it did not pass
+    except BaseException as exc:  # whatever it raised, the test did not pass
         return (str(exc) if isinstance(exc, RuntimeError | EOFError) else f"{type(exc).__name__}: {exc}")[:300]

@@ -1,9 +1,9 @@
 """The two processes around one program of grader `code`; sandbox.py starts `python -I -S child.py OPTIONS`.
 
-The supervisor is trusted: it makes the sandbox, waits, adds up memory, and ends everything when the program ended, when
+The supervisor is trusted: it creates the sandbox, sums up memory, and ends everything when the program has ended, when
 its control pipe closes (its parent gave up or died), or at the memory limit. It forks the program's process, which
-confines itself for good before the first line of the program. Neither ever holds an expected answer. Only the standard
-library is imported, and little of it: starting is most of what a small program costs.
+irrevocably confines itself before the first line of the program runs. Neither process holds an expected answer. Imports
+are few and from the standard library only: start-up is most of the cost of a small program.
 """
 
 import ctypes
@@ -15,8 +15,9 @@ import signal
 import sys
 import types
 from collections.abc import Iterator
+from functools import partial
 from importlib.machinery import SourceFileLoader
-from typing import Any
+from typing import TypedDict
 
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 36, 38
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
@@ -31,7 +32,28 @@ _MIB = 2**20
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(options: dict[str, Any]) -> None:
+class Options(TypedDict, total=False):
+    """The command line, written by sandbox.py: limits, paths and file descriptors."""
+
+    mode: str
+    scratch: str
+    readable: list[str]
+    links: dict[str, str]
+    isolate: bool
+    user: int
+    memory_mb: int
+    disk_mb: int
+    cpu_s: int
+    open_files: int
+    processes: int
+    control: int
+    status: int
+    input: int
+    output: int
+    verdicts: int
+
+
+def main(options: Options) -> None:
     """Runs one program and writes {"code": exit code, "reason": text} to the status pipe; {"setup": text} on failure.
 
     reason: "memory limit", or "" for a program that ended by itself or because the control pipe closed.
@@ -63,7 +85,7 @@ def main(options: dict[str, Any]) -> None:
 
 
 def _load_calls() -> types.ModuleType:
-    """Loads the module beside this file without its folder on sys.path, where math.py would hide the library's own."""
+    """Loads calls.py without its folder on sys.path."""
     path = os.path.join(os.path.dirname(__file__), "calls.py")
     module = types.ModuleType("sandbox_calls")
     sys.modules[module.__name__] = module
@@ -71,15 +93,15 @@ def _load_calls() -> types.ModuleType:
     return module
 
 
-def _report(options: dict[str, Any], report: dict[str, Any]) -> None:
+def _report(options: Options, report: dict[str, object]) -> None:
     os.write(options["status"], json.dumps(report).encode())
 
 
 # ---- the supervisor ------------------------------------------------------------------------------------------------
 
 
-def _supervise(pid: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Waits for the program and returns how it ended; nothing that it started is left."""
+def _supervise(pid: int, options: Options) -> dict[str, object]:
+    """Waits for the program, ends every process that it started, and returns its exit code and the limit it met."""
     reason, limit = "", options["memory_mb"] * _MIB
     process = os.pidfd_open(pid)
     poll = select.poll()
@@ -90,10 +112,10 @@ def _supervise(pid: int, options: dict[str, Any]) -> dict[str, Any]:
             reason = "memory limit"
             break
     if not any(fd == process for fd, _ in events):
-        os.kill(pid, signal.SIGKILL)  # the first of its PID namespace, where there is one: the kernel ends the others
+        os.kill(pid, signal.SIGKILL)  # first of its PID namespace, if it has one: the kernel ends the others
     _, status = os.waitpid(pid, 0)
-    # Without a PID namespace: orphans are this process's children, since it is their subreaper. Each round ends all
-    # that it sees; what these have forked meanwhile is seen by the next.
+    # Without a PID namespace, orphans are children of this process, their subreaper. Each round ends those that it
+    # sees; the next round sees the processes that they forked meanwhile.
     while True:
         for child in _descendants(os.getpid()):
             os.kill(child, signal.SIGKILL)
@@ -123,11 +145,11 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _enter_namespaces(user: int) -> None:
-    """Leaves the network, the processes and the shared memory of this machine behind, for the children from now on."""
+    """Gives future children their own network, process ids and shared memory."""
     apart = _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC
     if os.getuid() == 0 and _libc.unshare(apart) == 0:
         return
-    if os.getuid() == 0:  # root in a container, say, without the right to do that
+    if os.getuid() == 0:  # for example root in a container without the capability
         _become(user)
     uid, gid = os.getuid(), os.getgid()
     _call("unshare", apart | _CLONE_NEWUSER)
@@ -137,15 +159,15 @@ def _enter_namespaces(user: int) -> None:
 
 
 def _become(user: int) -> None:
-    """Takes a user id that nobody has: root's limits on processes bind nobody, and its files are everybody's."""
+    """Takes an unused user id: limits do not bind root, and root can read every file."""
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     _libc.prctl(_PR_SET_DUMPABLE, 1)  # or /proc/self would belong to root
 
 
-def _call(name: str, *arguments: Any) -> None:
-    """Calls libc's function; raises OSError for a result below 0."""
+def _call(name: str, *arguments: object) -> None:
+    """Calls a function of libc; raises OSError for a negative result."""
     if getattr(_libc, name)(*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -154,29 +176,32 @@ def _call(name: str, *arguments: Any) -> None:
 # ---- the program's process -----------------------------------------------------------------------------------------
 
 
-def _confine(options: dict[str, Any], ready: int) -> None:
-    """Gives up, for good, what the program must not have. `ready` gets what went wrong, and closes."""
-    try:
-        os.setsid()
-        os.umask(0o022)
-        if options["isolate"]:
-            _build_root(options)
-            tasks = 1  # the supervisor, where it is of the same new user namespace
-        else:
-            _enter_folder(os.path.join(options["scratch"], "work"), options["user"])
-            tasks = 0 if os.getuid() == 0 else _tasks_of(os.getuid())
-        if os.getuid() == 0:
-            _become(options["user"])
-        _drop_capabilities()
-        _limit(options, tasks)
-    except BaseException as exc:  # told to the supervisor, who reports it
-        os.write(ready, f"{type(exc).__name__}: {exc}".encode())
-        os._exit(1)
+def _confine(options: Options, ready: int) -> None:
+    """Irrevocably gives up what the program must not have. Writes an error to `ready`, or closes it."""
+    sys.excepthook = partial(_report_setup, ready)
+    os.setsid()
+    os.umask(0o022)
+    if options["isolate"]:
+        _build_root(options)
+        tasks = 1  # the supervisor, if it is in the same new user namespace
+    else:
+        _enter_folder(os.path.join(options["scratch"], "work"), options["user"])
+        tasks = 0 if os.getuid() == 0 else _tasks_of(os.getuid())
+    if os.getuid() == 0:
+        _become(options["user"])
+    _drop_capabilities()
+    _limit(options, tasks)
+    sys.excepthook = sys.__excepthook__
     os.close(ready)
 
 
-def _run(source: str, options: dict[str, Any], calls: types.ModuleType | None) -> None:
-    """Runs the program as the interpreter would, and leaves as it would: threads are waited for."""
+def _report_setup(ready: int, kind: type[BaseException], exc: BaseException, _: types.TracebackType | None) -> None:
+    os.write(ready, f"{kind.__name__}: {exc}".encode())
+    os._exit(1)
+
+
+def _run(source: str, options: Options, calls: types.ModuleType | None) -> None:
+    """Runs the program and exits as the interpreter would, after its threads have ended."""
     sys.argv[:] = ["program.py"]
     if options["mode"] == "test":
         assert calls is not None
@@ -191,7 +216,7 @@ def _run(source: str, options: dict[str, Any], calls: types.ModuleType | None) -
 
 
 def _enter_folder(folder: str, user: int) -> None:
-    """Makes the program's own folder where there can be no root of its own."""
+    """Creates the program's own folder, the substitute for a root of its own."""
     os.mkdir(folder, 0o700)
     if os.getuid() == 0:
         os.chmod(os.path.dirname(folder), 0o711)
@@ -200,7 +225,7 @@ def _enter_folder(folder: str, user: int) -> None:
 
 
 def _tasks_of(uid: int) -> int:
-    """Returns the processes and threads of a user, which the kernel's limit counts all together."""
+    """Returns the number of processes and threads of a user, which the kernel limits together."""
     found = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -211,8 +236,8 @@ def _tasks_of(uid: int) -> int:
     return found
 
 
-def _build_root(options: dict[str, Any]) -> None:
-    """Makes a root of the interpreter, the system's libraries (read-only) and a small /tmp; nothing else is visible."""
+def _build_root(options: Options) -> None:
+    """Builds a root with only the interpreter, the system's libraries (read-only) and a small /tmp."""
     _call("unshare", _CLONE_NEWNS)
     _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
     root = os.path.join(options["scratch"], "root")
@@ -220,7 +245,7 @@ def _build_root(options: dict[str, Any]) -> None:
     size = f"size={options['disk_mb']}m,nr_inodes=10000,mode=0755".encode()
     _call("mount", b"tmpfs", root.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, size)
     for path in options["readable"]:
-        if not os.path.isdir(root + path):  # inside one before it
+        if not os.path.isdir(root + path):  # not inside one that is bound already
             os.makedirs(root + path)
             _bind(path, root + path)
             _make_read_only(root + path)
@@ -233,7 +258,7 @@ def _build_root(options: dict[str, Any]) -> None:
     os.mkdir(f"{root}/tmp")
     os.chmod(f"{root}/tmp", 0o777)
     os.mkdir(f"{root}/proc")
-    _libc.mount(b"proc", f"{root}/proc".encode(), b"proc", _MS_NOSUID, None)  # some containers forbid it; then without
+    _libc.mount(b"proc", f"{root}/proc".encode(), b"proc", _MS_NOSUID, None)  # some containers forbid it
     os.chdir(root)
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _MNT_DETACH)
@@ -252,14 +277,14 @@ def _make_read_only(path: str) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Gives up what a user namespace's first process may do inside it; none can be had again."""
+    """Irrevocably drops the capabilities of a user namespace's first process."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
     _call("capset", header, (ctypes.c_uint32 * 6)())
 
 
-def _limit(options: dict[str, Any], tasks: int) -> None:
-    """Sets what the kernel enforces for each process. tasks: those of its user that are not the program's."""
+def _limit(options: Options, tasks: int) -> None:
+    """Sets the kernel's limits for each process. tasks: processes of this user that are not the program's."""
     limits = {
         resource.RLIMIT_AS: options["memory_mb"] * _MIB,
         resource.RLIMIT_CPU: options["cpu_s"],

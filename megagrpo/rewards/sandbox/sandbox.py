@@ -1,8 +1,8 @@
-"""Runs one untrusted Python program in processes of its own, within limits, and says how it ended.
+"""Runs one untrusted Python program in separate processes, within limits, and returns how it ended.
 
-Where the kernel allows it (Linux 5.12, as root or with user namespaces), a program has namespaces of its own: no
-network, no process but its own, no file but the interpreter's, the system's libraries (read-only) and a /tmp of its own
-in memory. Elsewhere limits alone hold; `isolation` says which. Not a virtual machine: the kernel is shared.
+If the kernel allows it (Linux 5.12, as root or with user namespaces), a program has its own namespaces: no network,
+only its own processes, and only the files of the interpreter, the system's libraries (read-only) and its own /tmp in
+memory. Otherwise only the limits hold; see `isolation`. It is no virtual machine: the kernel is shared.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TypedDict
 
 import psutil
 
@@ -30,12 +30,12 @@ _KEPT_BYTES = 2**16  # read at once
 
 
 class SandboxError(RuntimeError):
-    """Raised when a program could not be run as it should: the sandbox's fault, never the program's."""
+    """Raised if the sandbox itself failed; never the program's fault."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use."""
+    """Resources of one program."""
 
     wall_s: float  # seconds until it must have ended
     memory_mb: int  # MiB of address space a process, and of resident memory of all together
@@ -47,7 +47,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program ended and what it wrote."""
+    """The exit and the output of a program."""
 
     limit: str  # "time limit", "memory limit", "output limit", or "" for a program that ended by itself
     code: int  # exit code, negative for a signal
@@ -56,7 +56,7 @@ class Ended:
 
     @property
     def problem(self) -> str:
-        """Why it did not end well, in a few words; "" where it did."""
+        """The reason for a failure in a few words; "" for success."""
         if self.limit or self.code == 0:
             return self.limit
         lines = self.stderr.decode(errors="replace").strip().splitlines()
@@ -69,7 +69,7 @@ _TRIVIAL = Limits(wall_s=_END_S, memory_mb=512, output_kb=1, disk_mb=1, open_fil
 
 @cache
 def isolation() -> str:
-    """Tries once, with a trivial program, what the kernel allows: "" when it isolates programs, else why not."""
+    """Returns "" if the kernel isolates programs, else the reason; tried once with a trivial program."""
     try:
         return run_program("import socket", b"", _TRIVIAL, isolate=True).problem
     except SandboxError as exc:
@@ -77,26 +77,34 @@ def isolation() -> str:
 
 
 def check_limits_hold() -> None:
-    """Tries a trivial program without isolation. Raises SandboxError, where another user cannot read the interpreter.
+    """Runs a trivial program without isolation. Raises SandboxError if another user cannot read the interpreter.
 
-    Programs never run as root, whose limits would not bind them.
+    Programs never run as root, because limits would not bind them.
     """
     if problem := run_program("import socket", b"", _TRIVIAL, isolate=False).problem:
         raise SandboxError(f"another user than root cannot run {_interpreter()} ({problem}); install it elsewhere")
 
 
 def run_program(source: str, stdin: bytes, limits: Limits, isolate: bool) -> Ended:
-    """Runs a program to its end, or to a limit. Raises SandboxError."""
+    """Runs a program to its end or to a limit. Raises SandboxError."""
     deadline = time.monotonic() + limits.wall_s
     with Sandbox("script", source, limits, isolate, stdin=stdin) as sandbox:
         return sandbox.finish(deadline)
 
 
-class Sandbox:
-    """Holds the processes of one program. Use as a context manager: leaving it ends them all and removes its files.
+class Report(TypedDict, total=False):
+    """The supervisor's report: exit code and the limit that was met, or why the sandbox could not be set up."""
 
-    mode, pipes: "script" runs a program; "serve" and "test" do what calls.py says, over these file descriptors,
-    which are closed here.
+    code: int
+    reason: str
+    setup: str
+
+
+class Sandbox:
+    """The processes of one program. Use as a context manager: its exit ends them all and removes their files.
+
+    mode: "script" runs a program; "serve" and "test" are the two sides of calls.py, connected by the file descriptors
+    `pipes`, which are closed here.
     """
 
     def __init__(
@@ -110,9 +118,9 @@ class Sandbox:
         pipes: dict[str, int] | None = None,
     ):
         self._limits, self._isolated, pipes = limits, isolate, pipes or {}
-        self._ended: dict[str, Any] | None = None
+        self._ended: Report | None = None
         self._others = set() if isolate else {process.pid for process in psutil.Process().children(recursive=True)}
-        if not isolate:  # a program may then kill its supervisor: what it leaves must become a child of this process
+        if not isolate:  # a program could kill its supervisor: the orphans must become children of this process
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         with ExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True))
@@ -160,7 +168,7 @@ class Sandbox:
                 stream.close()
 
     def finish(self, deadline: float) -> Ended:
-        """Reads what the program writes until it ends, or meets a limit or the deadline (of time.monotonic).
+        """Reads the output until the program ends, or until a limit or the deadline (of time.monotonic).
 
         Raises SandboxError.
         """
@@ -168,14 +176,14 @@ class Sandbox:
         kept = {name: bytearray() for name in streams}
         with selectors.DefaultSelector() as selector:
             for name, stream in streams.items():
-                assert stream is not None, "asked of scripts only"
+                assert stream is not None, "only for scripts"
                 selector.register(stream, selectors.EVENT_READ, name)
             limit = self._read_until_ended(selector, kept, deadline)
         ended = self.stop()
         return Ended(limit or ended["reason"], ended["code"], bytes(kept["stdout"]), bytes(kept["stderr"]))
 
     def _read_until_ended(self, selector: selectors.BaseSelector, kept: dict[str, bytearray], deadline: float) -> str:
-        """Returns the limit that was met, "" when both streams were closed and the supervisor has said why."""
+        """Returns the limit that was met, or "" once both streams are closed and the supervisor has reported."""
         selector.register(self._status, selectors.EVENT_READ, "")
         while selector.get_map():
             ready = selector.select(max(0.0, deadline - time.monotonic()))
@@ -191,19 +199,19 @@ class Sandbox:
                 return "output limit"
         return ""
 
-    def stop(self) -> dict[str, Any]:
-        """Ends the program, if it still runs, with all it started; returns {"code", "reason"} as the supervisor says.
+    def stop(self) -> "Report":
+        """Ends the program and its children, if they still run; returns the supervisor's report.
 
         Raises SandboxError.
         """
         if self._ended is None:
             self._close_control.close()
-            self._ended = self._last_words()
+            self._ended = self._read_report()
         if "setup" in self._ended:
             raise SandboxError(f"a program could not be isolated: {self._ended['setup']}")
         return self._ended
 
-    def _last_words(self) -> dict[str, Any]:
+    def _read_report(self) -> "Report":
         with selectors.DefaultSelector() as selector:
             selector.register(self._status, selectors.EVENT_READ)
             text = self._status.read() if selector.select(_END_S) else b""

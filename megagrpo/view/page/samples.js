@@ -1,5 +1,6 @@
-// The table of samples, its filters, and one sample at a time with its tokens.
+// The table of samples, its filters, and one sample at a time with its tokens. Text reaches the page by textContent only.
 
+const DATA = JSON.parse(byId("data").textContent);
 const ROWS_AT_ONCE = 100;
 const COLUMNS = [ // title, value of a row, how it is shown
   ["run", (row) => row.run.name, null],
@@ -9,9 +10,9 @@ const COLUMNS = [ // title, value of a row, how it is shown
   ["response", (row) => row.sample.text, null],
   ["reward", (row) => row.sample.reward, (value) => number(value, 3)],
   ["advantage", (row) => row.sample.advantage, (value) => number(value, 3)],
-  ["tokens", (row) => row.sample.length, (value) => number(value, 6)],
-  ["finish", (row) => row.sample.finish, null],
-  ["version", (row) => row.sample.version, (value) => number(value, 9)],
+  ["tokens", (row) => row.sample.num_tokens, (value) => number(value, 6)],
+  ["finish", (row) => row.sample.finish_reason, null],
+  ["version", (row) => row.sample.weight_version, (value) => number(value, 9)],
   ["max |\u0394|", (row) => largest(row.sample), (value) => number(value, 2)],
 ];
 const BINS = [1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1]; // nats: the limits of |difference| between the shades
@@ -21,6 +22,25 @@ let rows = []; // those that pass the filters, in order
 let numShown = 0;
 let sortedBy = null; // [column, descending]
 let chosenRow = null;
+
+function byId(id) {
+  return document.getElementById(id);
+}
+
+function make(tag, text = "") {
+  const element = document.createElement(tag);
+  element.textContent = text;
+  return element;
+}
+
+/** Fills a choice with "all" and the distinct values. */
+function fillSelect(id, values) {
+  byId(id).replaceChildren(...["", ...new Set(values)].map((value) => {
+    const option = make("option", value === "" ? "all" : value);
+    option.value = value;
+    return option;
+  }));
+}
 
 function number(value, digits) {
   if (value === null || value === undefined) return "-";
@@ -43,7 +63,7 @@ function passes() {
   const low = byId("reward-min").valueAsNumber, high = byId("reward-max").valueAsNumber;
   const withTokens = byId("with-tokens").checked;
   return ({ run, group, sample }) => {
-    if (!is("sample-run", run.name) || !is("sample-step", group.step) || !is("sample-finish", sample.finish)) return false;
+    if (!is("run", run.name) || !is("step", group.step) || !is("finish", sample.finish_reason)) return false;
     if (withTokens && !sample.tokens) return false;
     if (!Number.isNaN(low) && !(sample.reward !== null && sample.reward >= low)) return false;
     if (!Number.isNaN(high) && !(sample.reward !== null && sample.reward <= high)) return false;
@@ -58,19 +78,19 @@ function filterSamples() {
   if (sortedBy !== null) {
     const [column, descending] = sortedBy;
     const value = COLUMNS[column][1], sign = descending ? -1 : 1;
-    const order = (a, b) => (a === null) - (b === null) || sign * (a < b ? -1 : a > b ? 1 : 0); // what is missing comes last
+    const order = (a, b) => (a === null) - (b === null) || sign * (a < b ? -1 : a > b ? 1 : 0); // missing values come last
     rows = rows.map((row) => [value(row), row]).sort((a, b) => order(a[0], b[0])).map(([, row]) => row);
   }
-  byId("sample-count").textContent = `${rows.length} of ${all.length} samples`;
-  byId("sample-table").tBodies[0].replaceChildren();
+  byId("count").textContent = `${rows.length} of ${all.length} samples`;
+  byId("table").tBodies[0].replaceChildren();
   numShown = 0;
-  byId("sample-scroll").scrollTop = 0;
+  byId("scroll").scrollTop = 0;
   showMoreRows();
 }
 
 /** Appends the next rows; thousands at once would make the page slow. */
 function showMoreRows() {
-  const body = byId("sample-table").tBodies[0];
+  const body = byId("table").tBodies[0];
   for (const row of rows.slice(numShown, numShown + ROWS_AT_ONCE)) {
     const line = body.insertRow();
     line.tabIndex = 0;
@@ -88,29 +108,30 @@ function showMoreRows() {
 }
 
 function choose(row, line) {
-  for (const other of byId("sample-table").querySelectorAll("tr.chosen")) other.className = "";
+  for (const other of byId("table").querySelectorAll("tr.chosen")) other.className = "";
   line.className = "chosen";
   chosenRow = row;
   showSample(row);
 }
 
 function showSample({ run, group, sample }) {
-  const reward = sample.outcome === "score" ? `reward ${number(sample.reward, 5)}` : `${sample.outcome}: ${sample.detail}`;
+  const reward = sample.outcome.status === "score" ? `reward ${number(sample.reward, 5)}`
+    : `${sample.outcome.status}: ${sample.outcome.detail}`;
   const facts = [`step ${group.step}, prompt ${group.prompt_id}, sample ${sample.index} of ${group.size}`, reward,
-    `advantage ${number(sample.advantage, 5)}`, `${sample.length} tokens, ended by ${sample.finish}`,
-    `weights ${sample.version}`];
-  const place = byId("sample-detail");
-  place.replaceChildren(make("h2", facts.join("  \u00b7  ")), make("h2", "prompt"), make("pre", group.prompt),
+    `advantage ${number(sample.advantage, 5)}`, `${sample.num_tokens} tokens, ended by ${sample.finish_reason}`,
+    `weights ${sample.weight_version}`];
+  const pane = byId("detail");
+  pane.replaceChildren(make("h2", facts.join("  \u00b7  ")), make("h2", "prompt"), make("pre", group.prompt),
     make("h2", "answer"), make("pre", group.answer), make("h2", "response"), make("pre", sample.text));
-  if (sample.tokens) place.append(make("h2", "tokens, coloured by |trainer \u2212 rollout| log-probability"), legend(),
+  if (sample.tokens) pane.append(make("h2", "tokens, coloured by |trainer \u2212 rollout| log-probability"), legend(),
     tokensOf(run, sample.tokens));
-  else place.append(make("h2", "its tokens were not recorded (log.tokens: groups of a step)"));
-  place.append(make("h2", "the group"));
+  else pane.append(make("h2", "its tokens were not recorded (log.tokens: groups of a step)"));
+  pane.append(make("h2", "the group"));
   for (const other of group.samples) {
     const line = make("div", `${other.index}: reward ${number(other.reward, 3)}, advantage ${number(other.advantage, 3)}  ` +
       other.text.slice(0, 120));
     line.className = other.advantage > 0 ? "good" : other.advantage < 0 ? "bad" : "";
-    place.append(line);
+    pane.append(line);
   }
 }
 
@@ -135,25 +156,24 @@ function legend() {
 }
 
 function tokensOf(run, { ids, difference }) {
-  const place = make("pre");
+  const pane = make("pre");
   ids.forEach((id, at) => {
     const token = make("span", run.pieces[id]);
     token.className = "token";
     const value = difference[at];
     token.title = value === null ? `token ${id}: not trained on` : `token ${id}: trainer \u2212 rollout = ${value}`;
     if (value !== null) token.style.background = shadeOf(value);
-    place.append(token);
+    pane.append(token);
   });
-  return place;
+  return pane;
 }
 
-function fillSamples() {
-  const distinct = (values) => [...new Set(values)].map((value) => [String(value), String(value)]);
+function fillControls() {
   const groups = DATA.runs.flatMap((run) => run.groups);
-  fillSelect("sample-run", [["", "all"], ...distinct(DATA.runs.map((run) => run.name))]);
-  fillSelect("sample-step", [["", "all"], ...distinct(groups.map((group) => group.step).sort((a, b) => b - a))]);
-  fillSelect("sample-finish", [["", "all"], ...distinct(groups.flatMap((group) => group.samples.map((s) => s.finish)))]);
-  const head = byId("sample-table").tHead;
+  fillSelect("run", DATA.runs.map((run) => run.name));
+  fillSelect("step", groups.map((group) => group.step).sort((a, b) => b - a));
+  fillSelect("finish", groups.flatMap((group) => group.samples.map((sample) => sample.finish_reason)));
+  const head = byId("table").tHead;
   head.replaceChildren(make("tr"));
   COLUMNS.forEach(([title], column) => {
     if (title === "run" && DATA.runs.length === 1) return;
@@ -164,18 +184,23 @@ function fillSamples() {
     });
     head.rows[0].append(cell);
   });
-  filterSamples();
+  const notes = DATA.runs.flatMap((run) => run.notes.map((note) => (DATA.runs.length > 1 ? `${run.name}: ${note}` : note)));
+  byId("notes").textContent = notes.join("  \u00b7  ");
 }
 
-function startSamples() {
+function listen() {
   let timer = 0;
   const soon = () => { clearTimeout(timer); timer = setTimeout(filterSamples, 120); };
   for (const id of ["search", "reward-min", "reward-max"]) byId(id).addEventListener("input", soon);
-  for (const id of ["sample-run", "sample-step", "sample-finish", "with-tokens"]) {
+  for (const id of ["run", "step", "finish", "with-tokens"]) {
     byId(id).addEventListener("change", filterSamples);
   }
-  const scroll = byId("sample-scroll");
+  const scroll = byId("scroll");
   scroll.addEventListener("scroll", () => {
     if (scroll.scrollTop + scroll.clientHeight > scroll.scrollHeight - 400 && numShown < rows.length) showMoreRows();
   });
 }
+
+fillControls();
+listen();
+filterSamples();

@@ -73,11 +73,12 @@ def batch_of(mesh, shift: int = 0, keep: int = NUM_SAMPLES) -> Batch:
     )
 
 
-def gradient(actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig) -> float:
+def gradient(
+    actor: MegatronActor, batch: Batch, algorithm: AlgorithmConfig, seen: step.TokenCollector | None = None
+) -> float:
     rows = range(len(batch.lengths))
-    return step.backward(actor, batch, rows, algorithm, 1.0, step.denominators_of(actor, batch, rows, algorithm, 32))[
-        "loss/total"
-    ]
+    denominators = step.denominators_of(actor, batch, rows, algorithm, 32)
+    return step.backward(actor, batch, rows, algorithm, 1.0, denominators, seen)["loss/total"]
 
 
 def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: Path) -> dict:
@@ -98,11 +99,12 @@ def forward_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: 
     expected = truth["logits"][batch.sample_ids].log_softmax(-1)[:, :-1].gather(2, rows[:, 1:, None]).squeeze(2)
     expected = torch.nn.functional.pad(expected, (1, 0))
     logprob_error = float(((logprobs - flat(expected, batch.lengths)) * everything).abs().max())
-    batch = Batch(**{**vars(batch), "seen_logprobs": torch.full_like(logprobs, torch.nan)})
-    loss = gradient(actor, batch, PLAIN)
+    collected = step.TokenCollector()
+    loss = gradient(actor, batch, PLAIN, collected)
     records = step.holds_token_values()  # one rank of a replica
     assert sum(actor.mesh.gather_world(records)) == actor.mesh.dp_size
-    seen_error = (batch.seen_logprobs - logprobs * batch.loss_mask).abs().max() if records else 0.0
+    of_update = collected.put_into(torch.full_like(logprobs, torch.nan))
+    seen_error = (of_update - logprobs * batch.loss_mask).abs().max() if records else 0.0
     hf_gradients = HfFolder(job["model"] + ".gradients")
     result = {
         "logits": error,
@@ -216,7 +218,7 @@ def difference(found: dict, expected: dict) -> float:
 def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -> Path:
     """Writes a checkpoint at once."""
     state = TrainState(step=job.get("step", 1), data_cursor=17)
-    return checkpoint.begin(
+    return checkpoint.start_save(
         Path(root), state, identity(job), Retention(2), lambda f: save_actor(actor, f, reshardable), actor.mesh
     ).finish()
 
@@ -299,7 +301,7 @@ def biases_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
     And the load of experts, of which layers without any have no part.
     """
-    actor.expert_load.enabled = True
+    actor.expert_load.begin()
     gradient(actor, batch_of(actor.mesh), RICH)
     actor.optimizer_step()
     counts = actor.expert_load.counts.clone()

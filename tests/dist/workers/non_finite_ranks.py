@@ -55,7 +55,7 @@ def job_of(job: dict, folder: Path, number: int) -> dict:
         initial = weights(actor)
         batch = replace(batch_of(actor.mesh), updates=one_pass(NUM_SAMPLES, NUM_UPDATES))
         batch = with_planted(actor, batch) if replays else batch
-        values = step.update(actor, with_infinity(batch), RICH, 1.0, 32)
+        values, _ = step.update(actor, with_infinity(batch), RICH, 1.0, 32)
         with_bad = weights(actor)
         skipped = inspect(actor, job, "skip", with_infinity(batch), values)
         halted = inspect(actor, job, "halt", with_infinity(batch), values)
@@ -63,11 +63,11 @@ def job_of(job: dict, folder: Path, number: int) -> dict:
 
         reload(actor, initial)
         dump = read_dump(Path(job["run"]) / "dumps" / f"step_{WEIGHT_VERSION + 1:06d}")
-        again = step.update(actor, dump.batch(actor.mesh, actor.routed_layers), dump.algorithm, 1.0, 32)
+        again, _ = step.update(actor, dump.batch(actor.mesh, actor.routed_layers), dump.algorithm, 1.0, 32)
         replayed = weights(actor)
 
         reload(actor, initial)
-        good = step.update(actor, without_first_update(batch), RICH, 1.0, 32)
+        good, _ = step.update(actor, without_first_update(batch), RICH, 1.0, 32)
         without_bad = weights(actor)
         result = {
             "non_finite": values["optim/non_finite_updates"],
@@ -116,7 +116,7 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
     )
     run = Run(config=config, folder=RunFolder(Path(job["run"])), actor=actor, **rest, state=state)
     try:
-        run.inspect_update(batch, RICH, values)
+        run.inspect_update(batch, RICH, values, batch.old_logprobs)
     except NonFiniteUpdate as exc:
         return str(exc)
     return ""

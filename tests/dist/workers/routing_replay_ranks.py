@@ -22,7 +22,7 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.measure import joined, ratios, whole
 from megagrpo.config.actor import RouterLossConfig
 from megagrpo.config.schema import OptimizerConfig
-from megagrpo.types import Batch
+from megagrpo.types import Batch, Routing
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of, config_of
 from tests.dist.workers.samples import LENGTHS, NUM_SAMPLES, WIDTH
@@ -40,7 +40,7 @@ def with_planted(actor: MegatronActor, batch: Batch) -> Batch:
     """As an engine's: of all tokens but the last; what stands beyond them is nobody's choice."""
     assert actor.routing is not None
     own = planted_experts(actor)[batch.sample_ids][:, :, list(actor.routing.layers)]
-    return replace(batch, routed_experts=flat(own, batch.lengths), routed_lengths=batch.lengths - 1)
+    return replace(batch, routing=Routing(flat(own, batch.lengths), batch.lengths - 1))
 
 
 def backward(actor: MegatronActor, batch: Batch) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -81,7 +81,7 @@ def by_hand(actor: MegatronActor, batch: Batch) -> dict:
     seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
     logits: dict[int, Tensor] = {}
     undo = []
-    for layer, router in routers(actor.chunks[0]).items():
+    for layer, router in routers(actor.chunks[:1]).items():
 
         def gating(x, layer=layer, original=router.gating):
             logits[layer] = original(x)
@@ -93,7 +93,7 @@ def by_hand(actor: MegatronActor, batch: Batch) -> dict:
         router.gating = gating
         undo.append(router.register_forward_hook(hook))
     step.token_logprobs(actor, batch, 1.0)
-    for handle, router in zip(undo, routers(actor.chunks[0]).values(), strict=True):
+    for handle, router in zip(undo, routers(actor.chunks[:1]).values(), strict=True):
         handle.remove()
         del router.gating
     planted, arch = planted_experts(actor), actor.arch
@@ -130,9 +130,9 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
     with routing.recording(batch) as recorded:
         natural = step.token_logprobs(actor, batch, 1.0)
     known = recorded()
-    assert known.routed_experts is not None
+    assert known.routing is not None
     # in another order: which experts they are decides, not in which place they stand
-    known = replace(known, routed_experts=known.routed_experts.flip(-1))
+    known = replace(known, routing=replace(known.routing, experts=known.routing.experts.flip(-1)))
     result = {"logprobs": torch.equal(step.token_logprobs(actor, known, 1.0), natural)}
     plain, gradients = backward(actor, batch)
     again, replayed = backward(actor, known)
@@ -152,13 +152,13 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
     if "write" in job:
         found = {
             "gradients": whole(weights, actor.gradients(), actor.mesh),
-            "natural": padded(known.routed_experts, batch.lengths),
+            "natural": padded(known.routing.experts, batch.lengths),
         }
         torch.save(found | {"planted": of_planted, "logprobs": padded(logprobs, batch.lengths)}, job["reference"])
         return result | {"planted": of_planted}
     reference = torch.load(job["reference"])
     expected = reference["natural"][batch.sample_ids][:, :, list(routing.layers)]
-    everywhere = actor.mesh.gather_world(same_sets(known.routed_experts, expected, batch.lengths))
+    everywhere = actor.mesh.gather_world(same_sets(known.routing.experts, expected, batch.lengths))
     return result | {
         "recorded": all(everywhere),
         "planted logprobs": float(

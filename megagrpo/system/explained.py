@@ -1,0 +1,16 @@
+"""Turns what a library or a user's code raises about the user's input into one message that names the input."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def explained(problem: str, hint: Callable[[Exception], str] = lambda exc: "") -> Iterator[None]:
+    """Raises ValueError "problem: reason, hint" for any exception inside the block.
+
+    Templates, modules and files of a user raise anything.
+    """
+    try:
+        yield
+    except Exception as exc:
+        raise ValueError(f"{problem}: {type(exc).__name__}: {exc}{hint(exc)}") from exc
