@@ -22,7 +22,7 @@ from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, AlgorithmConfig
-from megagrpo.types import Batch
+from megagrpo.types import Batch, Rewards
 
 ALGORITHM = AlgorithmConfig.model_validate(
     {"advantage": {"name": "grpo"}, "loss": {"name": "ppo_clip"}, "aggregation": "token-mean"}
@@ -76,11 +76,9 @@ def batch_of(lengths: list[int], micro_batches: int) -> Batch:
         prompt_lengths=torch.ones(count, dtype=torch.int64),
         loss_mask=mask,
         rollout_logprobs=torch.zeros(total),
-        rewards=torch.zeros(count, dtype=torch.float64),
-        valid=torch.ones(count, dtype=torch.bool),
+        rewards=Rewards(torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.bool)),
         truncated=torch.zeros(count, dtype=torch.bool),
         advantages=torch.ones(total),
-        seen_logprobs=torch.zeros(total),
         updates=((tuple(range(count)),),),
     )
 
