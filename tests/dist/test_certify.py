@@ -14,8 +14,10 @@ import pytest
 from megagrpo.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
 from megagrpo.certify.report import failures, write_certificate
 from megagrpo.certify.subject import make_models
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ActorConfig, ParallelConfig
+from megagrpo.families.tiny import TinySizes
 from tests.dist.workers.launch import run_ranks
 
 pytestmark = pytest.mark.timeout(900)
@@ -54,6 +56,14 @@ SPOILED = {
 }
 
 
+def described(folder: Path, family: str = "qwen3_moe") -> list[str]:
+    """Settings that name a model of which there is only config.json: the certificate makes its own tensors."""
+    moe = {} if family in ("qwen3", "qwen3_moe") else {"experts_per_token": 4}
+    (folder / "real").mkdir(parents=True)
+    (folder / "real" / "config.json").write_text(json.dumps(hf_config(TinySizes(family=family, **moe))))
+    return [f"model.path={folder / 'real'}", "sft=null"]
+
+
 def case(layout: str, fault: str | None = None, **options) -> dict:
     ranks, parallel = LAYOUTS[layout]
     return asdict(Case(layout, ranks, parallel, packing=True, budget=SMALL_BUDGET, fault=fault, **options))
@@ -63,7 +73,7 @@ def case(layout: str, fault: str | None = None, **options) -> dict:
 def folders(tmp_path_factory) -> dict[str, Path]:
     """For each algorithm a folder with the tiny model and what one rank computes."""
     root = tmp_path_factory.mktemp("certify")
-    config = load_config(str(CONFIG), [])
+    config = load_config(str(CONFIG), described(root))
     places = {name: root / str(number) for number, name in enumerate(ALGORITHMS)}
     make_models(places[FIRST], config, ParallelConfig(), 0)
     for place in list(places.values())[1:]:
@@ -154,8 +164,7 @@ def of_family(tmp_path_factory) -> Callable[[str], dict]:
     @cache
     def base(family: str) -> dict:
         place = tmp_path_factory.mktemp(family)
-        settings = [f"prepare.model.family={family}", "prepare.model.experts_per_token=4"]
-        make_models(place, load_config(str(CONFIG), settings), ParallelConfig(), 0)
+        make_models(place, load_config(str(CONFIG), described(place, family)), ParallelConfig(), 0)
         common = {"config": str(CONFIG), "folder": str(place), "algorithm": ALGORITHMS[FIRST]}
         run_ranks(1, place / "one", [{**common, "case": asdict(REFERENCE)}], "certify_ranks.py")
         return common
@@ -191,14 +200,17 @@ def test_large_families_are_certified(of_family: Callable[[str], dict], family: 
     assert all(found), dict(zip(SPOILED, found, strict=True))
 
 
-def certify(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "megagrpo.cli", "certify", str(CONFIG), *arguments]
+def certify(folder: Path, *arguments: str, family: str = "qwen3_moe") -> subprocess.CompletedProcess:
+    """`megagrpo certify` of the quickstart with a model of `family`, in folder/run."""
+    settings = [f"output_dir={folder / 'run'}", *described(folder, family)]
+    words = [*arguments, *(word for setting in settings for word in ("--set", setting))]
+    command = [sys.executable, "-m", "megagrpo.cli", "certify", str(CONFIG), *words]
     return subprocess.run(command, cwd=CONFIG.parents[1], capture_output=True, text=True)
 
 
 def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path):
     folder = tmp_path / "run"
-    done = certify("--layouts", "DP2", "--plant", "no-data-parallel-reduction", "--set", f"output_dir={folder}")
+    done = certify(tmp_path, "--layouts", "DP2", "--plant", "no-data-parallel-reduction")
     assert done.returncode == 1, done.stderr
     report = json.loads((folder / "certify" / "report.json").read_text())
     assert not report["passed"] and report["not_run"]["TP2xPP2"] == "needs 4 ranks, 2 were given"
@@ -214,7 +226,7 @@ def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path):
 @pytest.mark.slow
 def test_the_whole_certificate_passes(tmp_path: Path):
     folder = tmp_path / "run"
-    done = certify("--ranks", "4", "--set", f"output_dir={folder}")
+    done = certify(tmp_path, "--ranks", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((folder / "certify" / "report.json").read_text())
     assert report["passed"] and not report["not_run"]

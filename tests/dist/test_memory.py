@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config.schema import ActorConfig, TinyModelConfig
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config
+from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import read_architecture
 from megagrpo.planning.trainer_memory import Load, in_flight, trainer_side
-from megagrpo.tiny.description import hf_config
 from tests.dist.workers.launch import run_ranks
 
 ALLOWED = 0.2  # of the bytes that an update adds at its peak: a CPU's kernels have temporaries that are not counted
