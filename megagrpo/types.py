@@ -6,7 +6,7 @@ about tokens[t]; `targets` in batching/microbatch.py is the one place that shift
 logarithms.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:  # this file loads without torch
     import torch
     from torch import Tensor
 
-GroupIds = tuple[int, ...]  # ascending: the groups that one optimiser update trains on
+GroupIds = tuple[int, ...]  # ascending: the groups that one optimiser update trains on, as in Batch.group_ids
 Pass = tuple[GroupIds, ...]  # the updates of one pass over a step's groups
 Updates = tuple[Pass, ...]  # all updates of a step, over all ranks
-Refresh = Callable[[Sequence[str]], None]  # engine ids -> publishes the present weights to them and marks them ready
 
 
 class WithArrays:
@@ -104,7 +103,7 @@ class Outcome:
 class RolloutGroup:
     """Holds the responses to one prompt, which are each other's baseline, with their outcomes. G samples."""
 
-    group_id: int  # dense over the step and all data-parallel ranks: 0 .. num_groups - 1
+    group_id: int  # the index of its prompt in the run, over all epochs; in an evaluation, in its prompts
     prompt: Prompt
     samples: tuple[Sample, ...]  # [G], in order of their index
     outcomes: tuple[Outcome, ...]  # [G], of the samples
@@ -172,8 +171,8 @@ class Correction:
 class Batch:
     """Holds this data-parallel rank's samples of one step, on the host; a MicroBatch brings its own to the device."""
 
-    sample_ids: "Tensor"  # [N] int64, group_id * group_size + index: the order that does not depend on the layout
-    group_ids: "Tensor"  # [N] int64
+    sample_ids: "Tensor"  # [N] int64, RolloutGroup.group_id * group_size + index: an order that no layout changes
+    group_ids: "Tensor"  # [N] int64, dense: the order of the groups among those of the step, 0 .. num_groups - 1
     num_groups: int  # over all ranks
     tokens: "Tensor"  # [T] int32
     lengths: "Tensor"  # [N] int64, tokens of prompt + response
@@ -280,10 +279,10 @@ class TrainState:
     step: int = 0  # steps finished; also the version of the weights
     data_cursor: int = 0  # prompts consumed so far, over all epochs
     algo_state: AlgoState = AlgoState()
-    # Dynamic sampling: groups for the next step, ids dense over all ranks. This rank's; in a checkpoint those of all.
+    # Dynamic sampling: groups for the next step. This rank's; in a checkpoint those of all ranks.
     surplus: list[RolloutGroup] = field(default_factory=list)
-    # rollout.max_staleness: finished groups of batches that no step has taken, ids counted over the run's prompts. In a
-    # checkpoint alone, those of all ranks: while a run goes on its source has them
+    # rollout.max_staleness: finished groups that no step has consumed, of all ranks. Only in a checkpoint: while a run
+    # goes on its source has them
     ahead: list[RolloutGroup] = field(default_factory=list)
-    # rollout.extra_groups: (place in the run, for how many steps) of groups that were left behind
+    # rollout.extra_groups: (id, number of steps) of deferred groups
     deferred: list[tuple[int, int]] = field(default_factory=list)

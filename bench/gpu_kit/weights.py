@@ -8,12 +8,12 @@ from torch import Tensor
 
 from bench.gpu_kit.figures import Figures, Setting
 from bench.gpu_kit.timing import seconds_of
-from megagrpo.weights.copies.views import Box, Place
+from megagrpo.weights.copies.views import Box, ParameterSlice
 from megagrpo.weights.digests import digest
 from megagrpo.weights.digests.digest import batched_digest
-from megagrpo.weights.transports.reshard_plan import Message
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, Receive, Send
+from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.moving import receive_batches, send_batches
 
 # slices alike in one parameter: [slices, rows, columns]
@@ -72,8 +72,8 @@ def buckets(figures: Figures, setting: Setting) -> None:
     ):
         live = torch.randn(count, rows, columns, device=device).to(dtype)
         parameters: Mapping[str, Tensor] = {"experts": live}
-        places = [Place("experts", k * rows * columns, (rows, width), (columns, 1)) for k in range(count)]
-        batches = [[Message(peer=1, tag=k, dtype=torch.bfloat16, places=(place,))] for k, place in enumerate(places)]
+        places = [ParameterSlice("experts", k * rows * columns, (rows, width), (columns, 1)) for k in range(count)]
+        batches = [[Message(peer=1, tag=k, dtype=torch.bfloat16, slices=(place,))] for k, place in enumerate(places)]
         moved = 2 * count * rows * width
         for end, move in (("packing", send_batches), ("unpacking", receive_batches)):
             group = cast(EngineGroup, _NoWire())

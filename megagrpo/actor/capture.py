@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megagrpo.actor.head import token_values
 from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.routing.tokens import RouterScope
 from megagrpo.actor.step import micro_batches, token_logprobs
 from megagrpo.types import Batch, MicroBatch
 from megagrpo.weights.engines.hooks import LayerTap, Recorder, SeenTokens, Tap, experts_key
@@ -38,7 +39,7 @@ def captured_forward(
     micros = list(micro_batches(actor, batch, range(len(batch.lengths))))
     recorder = Recorder(list(_tapped(actor, taps)))
     try:
-        with _forced_routing(actor, micros, forced) as own:
+        with _forced_routing(actor, forced) as own:
             logprobs = token_logprobs(actor, batch, 1.0)
     finally:
         recorder.remove()
@@ -105,42 +106,34 @@ def _piece(key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
 
 
 @contextmanager
-def _forced_routing(
-    actor: MegatronActor, micros: Sequence[MicroBatch], forced: Tensor | None
-) -> Iterator[dict[str, list[Tensor]]]:
-    """Lets routers take given experts inside. Yields, to be read afterwards, the maps of their own choices by key."""
-    found = [(index, router) for chunk in actor.chunks for index, router in routers(chunk).items()]
-    before = [router.router_replay for _, router in found]
+def _forced_routing(actor: MegatronActor, forced: Tensor | None) -> Iterator[dict[str, list[Tensor]]]:
+    """Makes routers take given experts inside. Yields the maps of their own choices by key, filled by the forwards."""
+    found = routers(actor.chunks)
+    before = [router.router_replay for router in found.values()]
     own: dict[str, list[Tensor]] = {}
     try:
         if forced is not None:
-            for index, router in found:
-                router.router_replay = given = _GivenExperts(forced[:, :, index], micros)
+            for index, router in found.items():
+                router.router_replay = given = _GivenExperts(forced[:, :, index], actor.router_scope)
                 own[experts_key(index)] = given.own
         yield own
     finally:
-        for (_, router), replay in zip(found, before, strict=True):
+        for router, replay in zip(found.values(), before, strict=True):
             router.router_replay = replay
 
 
 class _GivenExperts:
-    """Takes the place of Megatron's RouterReplay in one router; of tokens without experts the router's choice stays.
+    """Replaces Megatron's RouterReplay in one router; tokens without given experts keep the router's choice."""
 
-    A router is called once for a micro-batch, in their order: without gradients nothing is computed again.
-    """
-
-    def __init__(self, experts: Tensor, micros: Sequence[MicroBatch]):
-        self._experts, self._micros = experts, iter(micros)  # [N, S, k]
+    def __init__(self, experts: Tensor, scope: RouterScope):
+        self._experts, self._scope = experts, scope  # [N, S, k]
         self.own: list[Tensor] = []  # by micro-batch: [t, experts] bool, on the host
 
     def get_replay_topk(self, scores: Tensor, topk: int, num_groups=None, group_topk=None, default_compute_topk=None):
         """Returns scores [t, k] at the given experts, and these [t, k]."""
         assert default_compute_topk is not None
-        rows, columns = _places(next(self._micros))
-        if len(scores) != rows.numel():  # sequence parallel
-            tp, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-            rows, columns = rows.chunk(tp)[tp_rank], columns.chunk(tp)[tp_rank]
-        rows, columns = rows.flatten(), columns.flatten()
+        assert self._scope.now is not None, "called by the forward of a micro-batch"
+        rows, columns = (places.cpu() for places in self._scope.now.own)
         experts = self._experts.cpu()[rows.clamp(min=0), columns.clamp(min=0)].to(scores.device)
         given = (rows >= 0).to(scores.device) & (experts >= 0).all(1)
         _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)

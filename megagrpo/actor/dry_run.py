@@ -14,7 +14,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megagrpo.actor.megatron.config import transformer_config
+from megagrpo.actor.megatron.config import kernels_here, transformer_config
 from megagrpo.actor.megatron.model import HiddenStatesModel, build_chunks, chunk_parameters, load_hf
 from megagrpo.actor.megatron_actor import make_parallel_groups
 from megagrpo.config.actor import ActorConfig
@@ -34,7 +34,8 @@ def record_trainer_rank(
     """
     with pretended_world(config, rank), _META:
         tensor_parallel.model_parallel_cuda_manual_seed(0)  # Megatron asks for the state even where nothing is drawn
-        chunks = build_chunks(arch, config, transformer_config(arch, config), _META)
+        kernels = kernels_here(config)
+        chunks = build_chunks(arch, config, transformer_config(arch, config, kernels), kernels, _META)
         wanted = {name: specs[name] for name in _names_read(chunks, arch, specs)}
         copies = record_copies(lambda hf: load_hf(chunks, arch, hf), wanted, chunk_parameters(chunks))
         place = {

@@ -15,9 +15,8 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from megagrpo.actor.layers import lora
-from megagrpo.actor.megatron.config import check_layout, check_packages, check_transformer_engine, transformer_config
+from megagrpo.actor.megatron.config import checked_kernels, megatron_configs
 from megagrpo.actor.megatron.model import (
-    HiddenStatesModel,
     adapter_parameters,
     build_chunks,
     chunk_parameters,
@@ -26,13 +25,13 @@ from megagrpo.actor.megatron.model import (
 )
 from megagrpo.actor.optimizer import build_optimizer, take_step, wrap_chunks
 from megagrpo.actor.reference import AdaptersOff, HostReference
-from megagrpo.actor.routing.bias import RouterBias
+from megagrpo.actor.routing.bias import ExpertLoad, RouterBias
 from megagrpo.actor.routing.losses import RouterLosses
 from megagrpo.actor.routing.replay import RoutingReplay
+from megagrpo.actor.routing.tokens import RouterScope
 from megagrpo.actor.timing import ScheduleClock
 from megagrpo.actor.update_state import UpdateState
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
-from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import model_tensors, read_architecture
 from megagrpo.mesh import Mesh, RunStopped, make_mesh
 from megagrpo.system import environment
@@ -133,34 +132,32 @@ class MegatronActor:
         Raises ValueError for a model or a layout that cannot be computed.
         """
         self.arch = read_architecture(model_path)
-        check_layout(self.arch, config)
-        check_transformer_engine(config)
-        check_packages(config)
+        kernels = checked_kernels(self.arch, config)
         self.config = config = config.model_copy(update={"optimizer": optimizer})
+        self.transformer, ddp_settings, optimizer_settings = megatron_configs(self.arch, config, kernels)
         self.mesh = start_distributed(config, device)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.optimizer_config, self.num_updates = optimizer, num_updates
-        self.transformer = transformer_config(self.arch, config)
-        self.chunks = build_chunks(self.arch, config, self.transformer, device)
+        self.chunks = build_chunks(self.arch, config, self.transformer, kernels, device)
         if config.lora is not None:
             self.load_adapters(lora.InitialAdapters(self.adapter_specs(), seed))
         # after the model is built: Megatron's experts copy the configuration deeply, and process groups cannot be
         # copied
         self.clock = ScheduleClock(device)
         self.transformer.timers, self.transformer.finalize_model_grads_func = self.clock, self._reduce_gradients
-        self.model = wrap_chunks(self.chunks, self.transformer, config)
-        self.optimizer = build_optimizer(self.model, config)
+        self.model = wrap_chunks(self.chunks, self.transformer, ddp_settings)
+        self.optimizer = build_optimizer(self.model, optimizer_settings, config.lora is not None)
         self.update_state = UpdateState(self.model, self.optimizer, device)
         self._to_gather = False  # whether parameters of other ranks lag behind this rank's own shards
         self.updates_done = 0
         self.reference: HostReference | AdaptersOff | None = None
-        self.expert_load = _ExpertLoad(self.chunks, self.arch, device)
-        rate = config.router_bias_update
-        self.router_bias = None if rate is None else RouterBias(self.chunks, self.arch, rate, device)
-        losses = config.router_losses
-        self.router_losses = None if losses is None else RouterLosses(self.chunks, self.arch, losses, device)
-        replays = config.routing_replay is not None
-        self.routing = RoutingReplay(self.chunks, self.arch, device) if replays else None
+        found, arch = routers(self.chunks), self.arch
+        self.router_scope = scope = RouterScope(found)
+        self.expert_load = ExpertLoad(found, scope, arch, device)
+        rate, losses = config.router_bias_update, config.router_losses
+        self.router_bias = None if rate is None else RouterBias(found, scope, arch, rate, device)
+        self.router_losses = None if losses is None else RouterLosses(found, scope, arch, losses, device)
+        self.routing = None if config.routing_replay is None else RoutingReplay(found, scope, arch, device)
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
@@ -271,26 +268,3 @@ class MegatronActor:
             self.router_bias.move()
         self.updates_done += 1
         return {"optim/grad_norm": norm, "optim/lr": lr}
-
-
-class _ExpertLoad:
-    """Counts the tokens that each expert of each layer was given since the last `take`, dummy ones included."""
-
-    def __init__(self, chunks: list[HiddenStatesModel], arch: Architecture, device: torch.device):
-        self.counts = torch.zeros(arch.num_layers, arch.num_experts, dtype=torch.int64, device=device)
-        self.enabled = False
-        for chunk in chunks:
-            for layer, router in routers(chunk).items():
-                router.register_forward_hook(self._hook(layer))
-
-    def _hook(self, layer: int):
-        def count(module, inputs, output):
-            if self.enabled:
-                self.counts[layer] += output[1].sum(0, dtype=torch.int64)
-
-        return count
-
-    def take(self) -> Tensor:
-        """Returns this rank's counts [layers, experts] int64 and starts again from 0."""
-        counts, self.counts = self.counts, torch.zeros_like(self.counts)
-        return counts

@@ -1,27 +1,24 @@
-"""Builds Megatron's data-parallel wrappers and its optimiser as the experiment asks, and takes an update's step."""
+"""Builds Megatron's data-parallel wrappers and its optimiser, and takes an update's step."""
 
 from functools import partial
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, get_megatron_optimizer
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megagrpo.actor.megatron.config import ddp_config, optimizer_config
 from megagrpo.actor.megatron.model import HiddenStatesModel
-from megagrpo.config.actor import ActorConfig
 
 
 def wrap_chunks(
-    chunks: list[HiddenStatesModel], transformer: TransformerConfig, config: ActorConfig
+    chunks: list[HiddenStatesModel], transformer: TransformerConfig, ddp: DistributedDataParallelConfig
 ) -> list[DistributedDataParallel]:
-    """Collective. Gives each chunk its gradient buffers, and Megatron's schedule the functions that overlap asks for.
+    """Collective. Gives each chunk its gradient buffers, and Megatron's schedule the functions that overlap requires.
 
     Without them it would reduce gradients after every micro-batch. They go into `transformer`, which must be complete.
     """
-    ddp = ddp_config(config)
     model = [
         DistributedDataParallel(transformer, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
     ]
@@ -41,7 +38,7 @@ def wrap_chunks(
 
 
 def _start_gather(wrapper: DistributedDataParallel, *_: object) -> None:
-    """Starts a chunk's gathers; the schedule asks at every update, also when nothing was stepped since the last one."""
+    """Starts a chunk's gathers; the schedule calls it at every update, also if nothing was stepped since the last."""
     groups = wrapper.bucket_groups + wrapper.expert_parallel_bucket_groups
     if not all(group.param_gather_dispatched for group in groups):
         wrapper.start_param_sync()
@@ -62,10 +59,12 @@ def _gather_output_weight(wrapper: DistributedDataParallel, chunk: HiddenStatesM
     chunk.register_forward_hook(complete)
 
 
-def build_optimizer(model: list[DistributedDataParallel], config: ActorConfig) -> ChainedOptimizer:
+def build_optimizer(
+    model: list[DistributedDataParallel], settings: OptimizerConfig, with_adapters: bool
+) -> ChainedOptimizer:
     """Collective. Returns Megatron's optimiser of dense and expert parameters."""
-    optimizer = get_megatron_optimizer(optimizer_config(config), model)
-    if config.lora is not None:  # where experts alone have adapters, the dense optimiser is a stub without a state
+    optimizer = get_megatron_optimizer(settings, model)
+    if with_adapters:  # if only experts have adapters, the dense optimiser is a stub without a state
         parts = optimizer.chained_optimizers
         optimizer.chained_optimizers = [part for part in parts if not part.is_stub_optimizer]
     return optimizer

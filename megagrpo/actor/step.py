@@ -5,7 +5,6 @@ micro-batches and ranks, whatever the layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from megagrpo.actor.head import LastStage, Loss, TokenValues, gathered, over_tok
 from megagrpo.actor.layers.attention import PackedSequences
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
+from megagrpo.actor.routing.tokens import MicroBatchScope
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.algo.statistics import row_sums
 from megagrpo.batching.microbatch import MicroBatches, plan_micro_batches
@@ -149,7 +149,7 @@ def update(
     seen = TokenCollector() if batch.old_logprobs is None else None
     skipped, non_finite = 0, 0
     optim: dict[str, float] = {}
-    actor.expert_load.enabled = True
+    actor.expert_load.begin()
     actor.clock.clear()
     group_ids = batch.group_ids.tolist()
     for updates in batch.updates:
@@ -169,7 +169,6 @@ def update(
                 continue
             passes[-1].add(sums)
     actor.gather_parameters()
-    actor.expert_load.enabled = False
     whole = _Measured()
     for measured in passes:
         whole.add(measured.sums, measured.num_updates)
@@ -298,8 +297,7 @@ def _run(
 ) -> list[dict[str, Tensor]]:
     """Runs Megatron's schedule over the micro-batches of `rows`; returns the last stage's metric sums, [] elsewhere."""
     device = actor.mesh.device
-    bias, router_losses = (None, None) if forward_only else (actor.router_bias, actor.router_losses)
-    micros, routing = micro_batches(actor, batch, rows), actor.routing
+    micros = micro_batches(actor, batch, rows)
     lengths = batch.lengths.tolist()
     real = sum(lengths[row] for row in rows)
     padded = sum(height * width for height, width in micros.shapes)
@@ -316,18 +314,15 @@ def _run(
     def forward_step(iterator: Iterator[MicroBatch], model):
         micro = next(iterator).to(device)
         packed = None if micro.cu_seqlens is None else PackedSequences.make(micro.cu_seqlens, micro.max_seqlen)
-        with (
-            nullcontext() if bias is None else bias.counting(micro),
-            nullcontext() if router_losses is None else router_losses.of(micro, batch),
-            nullcontext() if routing is None else routing.of(micro, batch, forward_only),
-        ):
+        with actor.router_scope.of(MicroBatchScope(micro, batch, forward_only)):
             hidden = model(micro.tokens, micro.positions, None, packed_seq_params=packed)
         return hidden, partial(loss, micro, model.module)
 
-    if router_losses is not None:
-        router_losses.begin(*actor.mesh.reduce(torch.tensor([len(rows), real]), "sum").tolist())
-    if routing is not None:
-        routing.begin()
+    actor.router_scope.begin()
+    if actor.router_losses is not None and not forward_only:
+        actor.router_losses.begin(*actor.mesh.reduce(torch.tensor([len(rows), real]), "sum").tolist())
+    if actor.routing is not None:
+        actor.routing.begin()
     iterators = [iter(micros) for _ in actor.model]
     collected = get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -382,7 +377,7 @@ def _expert_metrics(actor: MegatronActor) -> dict[str, float]:
     """
     if not actor.arch.is_moe:
         return {}
-    counts = actor.expert_load.take()
+    counts = actor.expert_load.counts.clone()
     if actor.mesh.world_size > 1:
         dist.all_reduce(counts)
     load = counts[actor.arch.dense_layers :].double()

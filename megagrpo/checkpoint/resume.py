@@ -1,6 +1,6 @@
 """What a run starts from: its actor, the model's weights, a checkpoint of its own or of another run."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -107,5 +107,5 @@ def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, act
     if len(young) < len(state.surplus) and actor.mesh.is_main:
         left_out = f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left out"
         print(f"{left_out}: their weights are older than rollout.max_staleness allows now", flush=True)
-    state.surplus = deal_surplus([replace(g, group_id=number) for number, g in enumerate(young)], actor.mesh)
+    state.surplus = deal_surplus(young, actor.mesh)
     return state

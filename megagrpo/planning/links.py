@@ -176,7 +176,7 @@ def _bucket_bytes(bucket: Bucket, plan: GatherPlan, same_dtype: bool) -> _Bucket
     as_they_lie = sum(
         prod(copy.size) * item
         for copy in own
-        if same_dtype and copy.size == plan.specs[copy.hf][0] and copy.place.contiguous
+        if same_dtype and copy.size == plan.specs[copy.hf][0] and copy.target.contiguous
     )
     coming = {rank: sum(prod(c.size) for c in copies) * item for rank, copies in bucket.parts.items() if rank}
     unpacked = sent_unpacked(sizes)

@@ -16,7 +16,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
-from megagrpo.weights.engines import loader as engine_loader
+from megagrpo.weights.engines.loader import EngineEnd, engine_end
 from megagrpo.weights.exchange import Exchange
 from tests.dist.test_weights_gather import FFN, HIDDEN, LAYERS, SPECS, VOCAB, ToyActor, hf_tensors
 from tests.dist.workers.launch import POOL
@@ -69,21 +69,19 @@ def assert_filled(engine: FakeEngine, hf: dict[str, torch.Tensor]) -> None:
 
 def dies_once(engine: FakeEngine, while_joining: bool) -> None:
     """Makes rank 1 of an engine go away when it is next asked to receive, with all that it has on the wire."""
-    original, model = engine_loader._OPERATIONS["receive"], engine.models[1]
+    original, dying = EngineEnd.receive, engine_end(engine.models[1])
 
-    def receive(asked, request, store):
-        if asked is not model:
-            return original(asked, request, store)
-        engine_loader._OPERATIONS["receive"] = original
-        if (
-            while_joining and "size" in request
-        ):  # it says that it is ready, so that the trainers join, but it does not come
+    def receive(side, request, store, mailbox):
+        if side is not dying:
+            return original(side, request, store, mailbox)
+        EngineEnd.receive = original
+        if while_joining and "size" in request:  # reports that it is ready, so that the trainers join, but never comes
             trainers = request["size"] - request["num_ranks"]
             store.set(f"{request['group']}/ready/{request['rank'] - trainers}", "")
-        engine_loader._leave(model, request, store)
+        side.leave()
         raise SystemExit("the process is gone")
 
-    engine_loader._OPERATIONS["receive"] = receive
+    EngineEnd.receive = receive
 
 
 def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str, folder: Path) -> dict:
@@ -131,7 +129,7 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
                 for engine in engines:
                     assert_filled(engine, published)
         exchange.close()
-        assert not engine_loader._ends
+        assert not any(engine_end(model).link for engine in engines for model in engine.models)
     dist.destroy_process_group()
     return reports[0]
 

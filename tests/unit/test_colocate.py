@@ -28,12 +28,12 @@ from megagrpo.planning.explain import explain
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
 from megagrpo.rollout.service.sleep import CACHE, WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.tiny.model import make_tiny_model
-from megagrpo.weights.copies.views import Place
-from megagrpo.weights.transports.reshard_plan import Message
+from megagrpo.weights.copies.views import ParameterSlice
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import PeerLost
 from megagrpo.weights.wire.handover import Handover, take_batches
 from megagrpo.weights.wire.mailbox import listening_store
+from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.shared_buffer import SharedBuffer, open_shared
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -159,7 +159,7 @@ def test_an_engine_rank_that_goes_away_holds_up_nobody():
     store = listening_store("127.0.0.1", 30)
     other = TCPStore("127.0.0.1", store.port, wait_for_workers=False, timeout=timedelta(seconds=10))
     live = {"a": torch.zeros(40)}
-    batches = {n: [Message(0, n, torch.float32, (Place("a", 10 * n, (10,), (1,)),))] for n in range(4)}
+    batches = {n: [Message(0, n, torch.float32, (ParameterSlice("a", 10 * n, (10,), (1,)),))] for n in range(4)}
     cut: list[str] = []
 
     def taking(of: list) -> None:
@@ -170,13 +170,13 @@ def test_an_engine_rank_that_goes_away_holds_up_nobody():
     engine.start()
     hand = Handover(store, "k", batches, CPU, Deadline(1000), 1000.0, lambda: "".join(cut))
     for number in (0, 1):
-        for _, values in hand.begin(number):
+        for _, values in hand.start(number):
             values.fill_(number + 1)
         hand.offer(number)
     engine.join()
     cut.append("the engine is gone")
     for number in (2, 3):
-        hand.begin(number)
+        hand.start(number)
         hand.offer(number)
     hand.close()
     assert hand.lost == "the engine is gone"

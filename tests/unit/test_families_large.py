@@ -136,7 +136,7 @@ from megagrpo.actor.host import prepare_host
 prepare_host()
 import torch
 from megatron.core import tensor_parallel
-from megagrpo.actor.megatron.config import transformer_config
+from megagrpo.actor.megatron.config import kernels_here, transformer_config
 from megagrpo.actor.megatron.model import build_chunks, chunk_parameters
 from megagrpo.actor.dry_run import pretended_world
 from megagrpo.config.actor import ActorConfig
@@ -147,7 +147,8 @@ for name, hf in json.load(sys.stdin).items():
     actor = ActorConfig(world_size=arch.num_experts, parallel={"ep": arch.num_experts}, dtype="bfloat16")
     with pretended_world(actor, 0), meta:
         tensor_parallel.model_parallel_cuda_manual_seed(0)
-        sizes = chunk_parameters(build_chunks(arch, actor, transformer_config(arch, actor), meta))
+        kernels = kernels_here(actor)
+        sizes = chunk_parameters(build_chunks(arch, actor, transformer_config(arch, actor, kernels), kernels, meta))
         expert = sum(p.numel() for n, p in sizes.items() if ".experts." in n)
         rest = sum(p.numel() for p in sizes.values()) - expert
         embedding = sum(p.numel() for n, p in sizes.items() if "word_embeddings" in n)

@@ -32,15 +32,14 @@ BUILD = """
 import json, sys
 from megagrpo.actor.host import prepare_host
 prepare_host("cpu", True)
-from megagrpo.actor.megatron.config import ddp_config, optimizer_config, transformer_config
+from megagrpo.actor.megatron.config import megatron_configs
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.actor.megatron.fields import expected_kernels
 for name, description, actor in json.load(sys.stdin):
     actor = ActorConfig.model_validate(actor)
     kernels = expected_kernels(actor)
-    model = transformer_config(architecture_of(description), actor, kernels)
-    ddp, optimizer = ddp_config(actor, kernels), optimizer_config(actor, kernels)
+    model, ddp, optimizer = megatron_configs(architecture_of(description), actor, kernels)
     print(json.dumps([name, model.moe_permute_fusion, model.moe_grouped_gemm, ddp.overlap_grad_reduce,
                       str(optimizer.exp_avg_dtype)]))
 """
@@ -214,14 +213,14 @@ def test_what_megatron_refuses_is_said_with_our_keys():
     code = """
 from megagrpo.actor.host import prepare_host
 prepare_host("cpu", False)
-from megagrpo.actor.megatron.config import transformer_config
+from megagrpo.actor.megatron.config import kernels_here, transformer_config
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import read_architecture
 import sys
 actor = ActorConfig(recompute="full", megatron={"recompute_method": "block", "distribute_saved_activations": True},
                     world_size=2, parallel={"tp": 2})
 try:
-    transformer_config(read_architecture(sys.argv[1]), actor)
+    transformer_config(read_architecture(sys.argv[1]), actor, kernels_here(actor))
 except ValueError as exc:
     print(exc)
 """

@@ -12,7 +12,8 @@ from megagrpo.planning.publish_bytes import plan_weights
 from megagrpo.planning.recordings import Recordings, record_both_sides, representative_ranks
 from megagrpo.tiny.description import hf_config
 from megagrpo.weights.transports.gather_plan import make_gather_plan
-from megagrpo.weights.transports.reshard_plan import Batches, Cover, make_cover, plan_transfer, trainer_atoms
+from megagrpo.weights.transports.reshard_plan import Cover, make_cover, plan_transfer, trainer_atoms
+from megagrpo.weights.wire.messages import Batches
 from tests.unit.test_weights_reshard_plan import SPECS, engine, trainers
 
 PLAIN = Rates(between_gb_s=1, inside_gb_s=10, efficiency=0.5, message_us=0, call_ms=0)
@@ -27,9 +28,9 @@ def staged(batches: Batches, cast: bool) -> int:
     """Bytes that send_batches and receive_batches hold at most: what they pack of two batches in a row."""
     sizes = [
         sum(
-            sum(place.numel for place in message.places) * 4
+            sum(place.numel for place in message.slices) * 4
             for message in batch
-            if cast or len(message.places) > 1 or not message.places[0].contiguous
+            if cast or len(message.slices) > 1 or not message.slices[0].contiguous
         )
         for batch in batches
     ]
@@ -40,7 +41,7 @@ def staged(batches: Batches, cast: bool) -> int:
 @pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize(("engines", "sizes"), [(1, (1, 1, 1, 1, 1)), (2, (2, 2, 2, 2, 2)), (3, (1, 2, 2, 4, 2))])
 def test_reshard_is_what_the_ranks_would_send(monkeypatch, engines, sizes, cast, alone):
-    monkeypatch.setattr("megagrpo.weights.transports.reshard_plan._ALONE_BYTES", alone)
+    monkeypatch.setattr("megagrpo.weights.transports.reshard_plan._UNPACKED_BYTES", alone)
     cover, tp, bucket = cover_of(*sizes), sizes[3], 400
     world = sizes[0] * sizes[1] * sizes[2]
     forecast = reshard_forecast(cover, place_ranks(world, engines, tp, 1, 8), bucket, PLAIN, same_dtype=not cast)
@@ -48,12 +49,12 @@ def test_reshard_is_what_the_ranks_would_send(monkeypatch, engines, sizes, cast,
     sent = [[plan.sent_by(rank) for plan in plans] for rank in range(world)]
     messages = [m for ends in sent for batches in ends for batch in batches for m in batch]
     assert forecast.messages == len(messages)
-    assert forecast.wire_bytes == sum(place.numel for m in messages for place in m.places) * 4
+    assert forecast.wire_bytes == sum(place.numel for m in messages for place in m.slices) * 4
     assert forecast.wire_bytes == forecast.needed_bytes == int(forecast.node_bytes.sum())
     assert forecast.trainer_staging_bytes == max(sum(staged(batches, cast) for batches in ends) for ends in sent)
     received = [plan.received_by(rank) for plan in plans for rank in range(tp)]
     assert forecast.engine_staging_bytes == max(staged(batches, False) for batches in received)
-    loads = [sum(p.numel * 4 for b in ends for batch in b for m in batch for p in m.places) for ends in sent]
+    loads = [sum(p.numel * 4 for b in ends for batch in b for m in batch for p in m.slices) for ends in sent]
     assert forecast.busiest_sender == (f"trainer {np.argmax(loads)}", max(loads))
 
 

@@ -90,7 +90,7 @@ import torch
 from megagrpo.actor.host import prepare_host
 prepare_host(transformer_engine=True)
 from megatron.core import tensor_parallel
-from megagrpo.actor.megatron.config import transformer_config
+from megagrpo.actor.megatron.config import kernels_here, transformer_config
 from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf
 from megagrpo.actor.dry_run import pretended_world
 from megagrpo.config.actor import ActorConfig
@@ -106,7 +106,8 @@ from megagrpo.weights.transports.reshard_plan import trainer_atoms
 def rank_of(arch, config, hf, rank):
     with pretended_world(config, rank):
         tensor_parallel.model_parallel_cuda_manual_seed(0)
-        chunks = build_chunks(arch, config, transformer_config(arch, config), torch.device("cpu"))
+        kernels = kernels_here(config)
+        chunks = build_chunks(arch, config, transformer_config(arch, config, kernels), kernels, torch.device("cpu"))
         live = chunk_parameters(chunks)
         copies = record_copies(lambda hf: load_hf(chunks, arch, hf), specs_of(hf), live)
         load_hf(chunks, arch, hf)

@@ -2,7 +2,6 @@
 
 import base64
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ from megagrpo.weights.copies.views import Box
 from megagrpo.weights.digests import batches as digest_batches
 from megagrpo.weights.digests.batches import CopyBatches, constant_steps
 from megagrpo.weights.digests.digest import batched_digest, slice_digest
-from megagrpo.weights.engines import loader as engine_loader
-from megagrpo.weights.wire.mailbox import encode
+from megagrpo.weights.engines.loader import EngineEnd
 
 EXPERTS, INNER, HIDDEN = 6, 4, 5
 REQUEST = {"specs": "", "allow_computed": False, "dummy_start": False}
@@ -178,11 +176,12 @@ def test_an_engine_answers_in_the_order_of_its_copies_and_names_what_no_digest_c
     hf = hf_tensors(torch.bfloat16) | {f"bias{k}": torch.arange(EXPERTS).bfloat16() for k in range(3)}
     engine = Engine()
     specs = {name: (tuple(tensor.shape), "bfloat16") for name, tensor in hf.items()}
-    record = engine_loader._record(engine, REQUEST, SimpleNamespace(get=lambda key: encode(specs)))
+    side = EngineEnd(engine)
+    record = side.record(REQUEST, specs)
     engine.load_weights(hf.items())
 
     def answer() -> tuple[list[int], list[str]]:
-        found = engine_loader._digest(engine, {}, None)
+        found = side.digest()
         return np.frombuffer(base64.b64decode(found["digests"]), "<i8").tolist(), found["problems"]
 
     boxes = [(name, Box(start, size)) for name, start, size, *_ in record["copies"]]

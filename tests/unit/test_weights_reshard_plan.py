@@ -93,14 +93,14 @@ def test_what_arrives_is_what_the_loader_would_have_written(trainer_layout, engi
         for rank in range(len(everyone)):
             for batch in plan.sent_by(rank):
                 for m in batch:
-                    values = torch.cat([place.view(ours[rank]).reshape(-1) for place in m.places])
+                    values = torch.cat([place.view(ours[rank]).reshape(-1) for place in m.slices])
                     assert (rank, m.peer, m.tag) not in wire
                     wire[rank, m.peer, m.tag] = values
         for rank, parameters in enumerate(live):
             for batch in plan.received_by(rank):
                 for m in batch:
                     values = wire.pop((m.peer, rank, m.tag))
-                    for part, place in zip(values.split([p.numel for p in m.places]), m.places, strict=True):
+                    for part, place in zip(values.split([p.numel for p in m.slices]), m.slices, strict=True):
                         target = place.view(parameters)
                         assert target.isnan().all(), "an element is written twice"
                         target.copy_(part.view(place.size))
@@ -151,7 +151,7 @@ def test_a_message_travels_in_one_dtype():
     plan = plan_transfer(cover, 0, 1, 1 << 20)
     for batches in [plan.sent_by(rank) for rank in range(2)] + [plan.received_by(rank) for rank in range(2)]:
         for message in (message for batch in batches for message in batch):
-            assert {kept.get(place.parameter, torch.bfloat16) for place in message.places} == {message.dtype}
+            assert {kept.get(place.parameter, torch.bfloat16) for place in message.slices} == {message.dtype}
 
 
 def test_a_tensor_that_no_trainer_holds_is_named():

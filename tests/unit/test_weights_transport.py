@@ -20,8 +20,8 @@ from megagrpo.config.schema import ExperimentConfig, WeightsConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
-from megagrpo.weights.engines import loader as engine_loader
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
+from megagrpo.weights.engines.loader import EngineEnd, engine_end
 from megagrpo.weights.exchange import TRANSPORTS, Exchange
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.wire.clock import Deadline
@@ -67,7 +67,7 @@ class ToyTransport:
 
 def take_toy(engine: FakeEngine, body: dict) -> None:
     """The engine's end: it knows by its own recording where the slice at `place` lies."""
-    copy = engine_loader._recordings[engine.model].copies[body["place"]]
+    copy = engine_end(engine.model).recorded.recording.copies[body["place"]]
     values = torch.tensor(body["values"])
     live = copy.view(dict(engine.model.named_parameters()))
     for dim, (start, first, size) in enumerate(zip(body["start"], copy.start, values.shape, strict=True)):
@@ -224,22 +224,22 @@ def test_reshard_sends_every_slice_once_and_leaves(engine, tmp_path):
             tensor.neg_()
     calls = [path for path in engine.calls if path == "/update_weights_from_tensor"]
     assert len(calls) == 1 + 2 * 2, "record once; receive and digest in every publish"
-    assert engine.model in engine_loader._ends
+    assert engine_end(engine.model).link
     trainer.exchange.close()
-    assert engine.model not in engine_loader._ends
+    assert not engine_end(engine.model).link
 
 
 def test_an_engine_that_dies_in_a_reshard_is_filled_after_its_restart(engine, tmp_path, monkeypatch):
-    trainer, deaths, receive = Trainer(tmp_path, engine, "reshard"), [], engine_loader._OPERATIONS["receive"]
+    trainer, deaths, receive = Trainer(tmp_path, engine, "reshard"), [], EngineEnd.receive
     trainer.exchange.publish(1)
 
-    def die_once(model, request, store):
+    def die_once(side, *request):
         if deaths:
-            return receive(model, request, store)
-        deaths.append(engine_loader._ends.pop(model).group.abort())
+            return receive(side, *request)
+        deaths.append(side.leave())
         raise SystemExit("the process is gone")  # the server drops the connection
 
-    monkeypatch.setitem(engine_loader._OPERATIONS, "receive", die_once)
+    monkeypatch.setattr(EngineEnd, "receive", die_once)
     for tensor in trainer.live.values():
         tensor.neg_()
     start = time.monotonic()

@@ -1,9 +1,9 @@
-"""Builds Megatron's three configuration objects from what fields.py says, and checks what they need here."""
+"""Builds Megatron's three configuration objects from the values of fields.py, and checks that packages are here."""
 
 import importlib.util
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -19,28 +19,23 @@ from megagrpo.config.libraries.megatron import DDP_SETTINGS, OPTIMIZER_SETTINGS,
 from megagrpo.config.schema import ActorConfig
 from megagrpo.families.architecture import Architecture
 
+C = TypeVar("C")
 _APEX_KERNEL = "fused_weight_gradient_mlp_cuda"
 
 
 def check_layout(arch: Architecture, config: ActorConfig) -> None:
-    """Raises ValueError with every clash when the model cannot be cut as the layout asks."""
+    """Raises ValueError with every reason why the model cannot be cut as the layout requires."""
     problems = layout_problems(arch, config)
     if problems:
         raise ValueError("the model does not fit the layout:\n  " + "\n  ".join(problems))
 
 
-def check_packages(config: ActorConfig) -> None:
-    """Raises ValueError when a package that the settings need is not installed where ranks start."""
-    settings = config.megatron
-    if settings.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
-        raise ValueError(
-            "actor.megatron.moe_token_dispatcher_type is flex, but DeepEP (the package deep_ep) is not installed here: "
-            "build it as its own pages say, or leave alltoall, which is enough where actor.parallel.ep stays in a node"
-        )
+def checked_kernels(arch: Architecture, config: ActorConfig) -> Kernels:
+    """Returns what this process computes with, resolved once for an actor.
 
-
-def check_transformer_engine(config: ActorConfig) -> None:
-    """Raises ValueError when Transformer Engine's layers are asked for, or needed, where it is not installed."""
+    Raises ValueError if the model cannot be cut as the layout requires or a package that the settings need is missing.
+    """
+    check_layout(arch, config)
     if config.transformer_engine is True and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
             "actor.transformer_engine is true, but the package transformer_engine is not installed here "
@@ -49,6 +44,12 @@ def check_transformer_engine(config: ActorConfig) -> None:
     kernels = kernels_here(config)
     if kernels.cuda and (problem := context_problem(config, kernels.transformer_engine)):
         raise ValueError(problem)
+    if config.megatron.get("moe_token_dispatcher_type") == "flex" and importlib.util.find_spec("deep_ep") is None:
+        raise ValueError(
+            "actor.megatron.moe_token_dispatcher_type is flex, but DeepEP (the package deep_ep) is not installed here: "
+            "build it as its own pages say, or keep alltoall, which is enough if actor.parallel.ep stays in a node"
+        )
+    return kernels
 
 
 def kernels_here(config: ActorConfig) -> Kernels:
@@ -60,37 +61,42 @@ def kernels_here(config: ActorConfig) -> Kernels:
     )
 
 
-def transformer_config(arch: Architecture, config: ActorConfig, kernels: Kernels | None = None) -> TransformerConfig:
-    """Returns Megatron's configuration of the model. Raises ValueError for what Megatron refuses."""
-    kernels = kernels or kernels_here(config)
-    kind = TransformerConfig if arch.mla is None else MLATransformerConfig
-    built = _built(kind, transformer_fields(arch, config, kernels), TRANSFORMER_SETTINGS, config)
+class MegatronConfigs(NamedTuple):
+    """Megatron's configuration objects of one actor."""
+
+    transformer: TransformerConfig
+    ddp: DistributedDataParallelConfig
+    optimizer: MegatronOptimizerConfig
+
+
+def megatron_configs(arch: Architecture, config: ActorConfig, kernels: Kernels) -> MegatronConfigs:
+    """Returns Megatron's configuration of model, gradient buffers and optimiser. Raises ValueError if Megatron does."""
+    return MegatronConfigs(
+        transformer_config(arch, config, kernels),
+        _built(DistributedDataParallelConfig, ddp_fields(config, kernels), DDP_SETTINGS, config),
+        _built(MegatronOptimizerConfig, optimizer_fields(config, kernels), OPTIMIZER_SETTINGS, config),
+    )
+
+
+def transformer_config(arch: Architecture, config: ActorConfig, kernels: Kernels) -> TransformerConfig:
+    """Returns Megatron's configuration of the model. Raises ValueError if Megatron refuses the settings."""
+    cls = TransformerConfig if arch.mla is None else MLATransformerConfig
+    built = _built(cls, transformer_fields(arch, config, kernels), TRANSFORMER_SETTINGS, config)
     if built.gradient_accumulation_fusion:
         if not (kernels.transformer_engine or kernels.fused_weight_gradient):
             raise ValueError(
                 "actor.megatron.gradient_accumulation_fusion needs Transformer Engine's layers "
                 f"(actor.transformer_engine) or Apex's extension {_APEX_KERNEL}, and neither is here"
             )
-        # Megatron's output layer asks for Apex's kernel. It is never called: our head reads its weight.
+        # Megatron's output layer requires Apex's kernel. It is never called: our head reads its weight.
         layers._grad_accum_fusion_available = True
     return built
 
 
-def ddp_config(config: ActorConfig, kernels: Kernels | None = None) -> DistributedDataParallelConfig:
-    """Returns Megatron's configuration of gradient buffers. Raises ValueError for what Megatron refuses."""
-    fields = ddp_fields(config, kernels or kernels_here(config))
-    return _built(DistributedDataParallelConfig, fields, DDP_SETTINGS, config)
-
-
-def optimizer_config(config: ActorConfig, kernels: Kernels | None = None) -> MegatronOptimizerConfig:
-    """Returns Megatron's configuration of the optimiser. Raises ValueError for what Megatron refuses."""
-    fields = optimizer_fields(config, kernels or kernels_here(config))
-    return _built(MegatronOptimizerConfig, fields, OPTIMIZER_SETTINGS, config)
-
-
-def _built(kind: Any, fields: Mapping[str, Any], table: SettingsTable, config: ActorConfig) -> Any:
+def _built(cls: type[C], fields: Mapping[str, object], table: SettingsTable, config: ActorConfig) -> C:
     try:
-        return kind(**{name: _as_object(name, value) for name, value in fields.items()})
+        build: Callable[..., C] = cls
+        return build(**{name: _as_object(name, value) for name, value in fields.items()})
     except (ValueError, AssertionError, RuntimeError, ImportError) as exc:
         ours = {
             name: refusal.instead
@@ -101,17 +107,17 @@ def _built(kind: Any, fields: Mapping[str, Any], table: SettingsTable, config: A
         given = ", ".join(f"{where}.{key}: {value}" for key, value in table.given(config).items())
         names = "".join(f"; {name} is {key} here" for name, key in ours.items())
         raise ValueError(
-            f"Megatron's {kind.__name__} refuses these settings: {exc}{names}"
+            f"Megatron's {cls.__name__} refuses these settings: {exc}{names}"
             + (f". Set here: {given}" if given else f". Nothing is set in {where}")
         ) from exc
 
 
-def _as_object(name: str, value: Any) -> Any:
+def _as_object(name: str, value: object) -> object:
     """Returns the object that a plain value stands for."""
     if name.endswith("dtype") and name != "moe_router_dtype" and value is not None:
-        return torch.uint8 if value == "fp8" else getattr(torch, value)
+        return torch.uint8 if value == "fp8" else getattr(torch, str(value))
     if name == "activation_func":
-        return getattr(torch.nn.functional, value)
+        return getattr(torch.nn.functional, str(value))
     if name == "attention_backend":
-        return AttnBackend[value]
+        return AttnBackend[str(value)]
     return list(value) if isinstance(value, list) else value  # Megatron changes some in place

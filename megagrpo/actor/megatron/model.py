@@ -4,19 +4,20 @@
 plan and the digests; there is no second description of where weights lie.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megagrpo.actor.host import uses_transformer_engine
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
 from megagrpo.actor.layers.specs import block_spec
+from megagrpo.actor.megatron.fields import Kernels
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.loading import RankPlace, Shard, load_vocabulary
@@ -91,11 +92,11 @@ def _mark_whole_weights(chunk: HiddenStatesModel) -> None:
 
 
 def build_chunks(
-    arch: Architecture, config: ActorConfig, transformer: TransformerConfig, device: torch.device
+    arch: Architecture, config: ActorConfig, transformer: TransformerConfig, kernels: Kernels, device: torch.device
 ) -> list[HiddenStatesModel]:
     """Builds this rank's models of all its pipeline stages on `device`, in the actor's dtype, uninitialised."""
     stages = range(config.parallel.vpp) if config.parallel.vpp > 1 else [None]
-    chunks = [build_chunk(arch, transformer, stage, uses_transformer_engine(config)).to(device) for stage in stages]
+    chunks = [build_chunk(arch, transformer, stage, kernels.transformer_engine).to(device) for stage in stages]
     if config.lora is not None:
         for chunk in chunks:
             add_adapters(chunk, arch, config.lora, _place(), transformer.params_dtype)
@@ -106,15 +107,15 @@ def build_chunks(
 def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
     """Casts a chunk but the biases of its routers: rounded, they would send tokens to other experts."""
     chunk.bfloat16()
-    for router in routers(chunk).values():
+    for router in routers([chunk]).values():
         router._maintain_float32_expert_bias()
     return chunk
 
 
-def routers(chunk: HiddenStatesModel) -> dict[int, TopKRouter]:
-    """Returns the routers of a chunk's layers by the layers' numbers in the whole model, from 0; some have none."""
-    found = {layer.layer_number - 1: getattr(layer.mlp, "router", None) for layer in chunk.decoder.layers}
-    return {index: router for index, router in found.items() if router is not None}
+def routers(chunks: Sequence[HiddenStatesModel]) -> dict[int, TopKRouter]:
+    """Returns the routers of the chunks by the numbers of their layers in the whole model, from 0."""
+    layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
+    return {layer.layer_number - 1: layer.mlp.router for layer in layers if isinstance(layer.mlp, MoELayer)}
 
 
 def chunk_parameters(chunks: list[HiddenStatesModel]) -> dict[str, Tensor]:

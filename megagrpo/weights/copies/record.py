@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megagrpo.weights.copies.concatenation import Concatenation, JoinedPart
-from megagrpo.weights.copies.views import Box, Place, Untraceable, factor, naming, overlap, row_major, split_into_boxes
+from megagrpo.weights.copies.storages import Computed, TracedStorages, storage_id
+from megagrpo.weights.copies.views import Box, ParameterSlice, naming, overlap, split_into_boxes
 
 Load = Callable[[Mapping[str, Tensor]], object]
 Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # HF tensors: name -> shape and dtype
@@ -65,28 +65,20 @@ class Copy:
         return Copy(self.hf, box.start, box.size, self.parameter, self.offset + shift, self.strides)
 
     @property
-    def place(self) -> Place:
+    def target(self) -> ParameterSlice:
         """Returns where it goes, without what is copied."""
-        return Place(self.parameter, self.offset, self.size, self.strides)
+        return ParameterSlice(self.parameter, self.offset, self.size, self.strides)
 
     def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Returns the parameter's elements as a view, shaped like the box."""
-        return self.place.view(parameters)
+        return self.target.view(parameters)
 
 
 @dataclass(frozen=True)
-class Fill(Place):
+class Fill(ParameterSlice):
     """Elements of a parameter that the loader sets to a constant, such as padding of a vocabulary."""
 
     value: float
-
-
-@dataclass
-class Computed:
-    """Says how a loader computes a parameter from HF tensors by more than copies, and from which."""
-
-    how: str
-    hf: set[str]
 
 
 @dataclass
@@ -137,38 +129,6 @@ def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_
 
 
 @dataclass(frozen=True)
-class _Traced:
-    """Describes a dense storage that holds elements of one HF tensor.
-
-    `sizes` and, in the HF tensor, `offset` and `hf_strides` of its dimensions, in elements.
-    """
-
-    hf: str
-    offset: int
-    sizes: tuple[int, ...]
-    hf_strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Strided:
-    """`size` elements, `hf_stride` apart in the HF tensor; one step is `scale` steps along `dim` of the view."""
-
-    size: int
-    hf_stride: int
-    dim: int
-    scale: int
-
-
-@dataclass(frozen=True)
-class _HfView:
-    """A view, of any tensor that was copied from an HF tensor, as a view of that HF tensor."""
-
-    hf: str
-    offset: int
-    pieces: list[_Strided]  # in the view's order of iteration
-
-
-@dataclass(frozen=True)
 class _Extent:
     """The elements of a storage from `start` to before `stop`, which are those of a parameter."""
 
@@ -181,124 +141,77 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, hf: Mapping[str, Tensor], parameters: Mapping[str, Tensor], allow_computed: bool):
         super().__init__()
         self.recording, self.allow_computed = Recording(), allow_computed
-        self.hf = hf
-        self.traced = {
-            _storage(t): _Traced(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()
-        }
-        self.joined: dict[int, Concatenation] = {}  # storages that are concatenations of traced tensors
-        self.lost: dict[int, Computed] = {}  # storages computed from HF tensors by something else than a copy
-        self.parameters: dict[int, list[_Extent]] = {}  # by storage: many may share one flat buffer
+        self.hf, self.storages = hf, TracedStorages(hf)
+        self.parameters: dict[int, list[_Extent]] = {}  # by storage: several may share one flat buffer
         for name, tensor in parameters.items():
             start = int(tensor.storage_offset())
             stop = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            self.parameters.setdefault(_storage(tensor), []).append(_Extent(start, stop, name))
-        self.keep: list[Tensor] = []  # a freed storage's address could come back as another tensor
+            self.parameters.setdefault(storage_id(tensor), []).append(_Extent(start, stop, name))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        kwargs, storages = kwargs or {}, self.storages
         if func is _aten.copy_.default:
             return self._copy(args[0], args[1])
         if func in _FILLS and self._is_parameter(args[0]):
             return self._fill(args[0], 0.0 if func is _aten.zero_.default else float(args[1]))
         sources = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         arguments = zip(args, func._schema.arguments, strict=False)
-        written = [value for value, a in arguments if a.alias_info and a.alias_info.is_write]
-        for tensor in written:
-            if isinstance(tensor, Tensor) and self._is_parameter(tensor):
-                raise ValueError(
-                    f"parameter {self._parameter(tensor)[0]} is written by {func}, "
-                    "which is no copy: it cannot be traced"
-                )
-        origin = next((t for t in sources if self._from_hf(t)), None)
+        written = [t for t, a in arguments if a.alias_info and a.alias_info.is_write and isinstance(t, Tensor)]
+        for tensor in filter(self._is_parameter, written):
+            raise ValueError(
+                f"parameter {self._parameter(tensor)[0]} is written by {func}, which is no copy: it cannot be traced"
+            )
+        origin = next(filter(storages.from_hf, sources), None)
         if origin is None:
             return func(*args, **kwargs)
-        if func in _REWRITES and _storage(origin) not in self.lost:
-            return self._rewrite(origin, kwargs.get("dtype"))
-        if func is _aten.cat.default and all(_storage(t) in self.traced for t in sources):
-            return self._concatenate(sources, *args[1:], **kwargs)
+        if func in _REWRITES and storages.computed(origin) is None:
+            return storages.rewrite(origin, kwargs.get("dtype"))
+        if func is _aten.cat.default and all(map(storages.is_traced, sources)):
+            return storages.concatenate(sources, *args[1:], **kwargs)
         out = func(*args, **kwargs)
-        for tensor in written:
-            if isinstance(tensor, Tensor) and self._from_hf(tensor):
-                self._lose(tensor, sources, str(func))
+        for tensor in filter(storages.from_hf, written):
+            storages.lose(tensor, sources, str(func))
         for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor) and not self._known(tensor):
-                self._lose(tensor, sources, str(func))
+            if isinstance(tensor, Tensor) and not (storages.from_hf(tensor) or self._is_parameter(tensor)):
+                storages.lose(tensor, sources, str(func))
         return out
-
-    def _rewrite(self, source: Tensor, dtype: torch.dtype | None) -> Tensor:
-        if pieces := self._pieces(source, source.shape):
-            return self._concatenate([self._rewrite(piece.source, dtype) for piece in pieces], pieces[0].dim)
-        out = torch.empty_like(source, dtype=dtype or source.dtype, memory_format=torch.preserve_format)
-        if _storage(source) in self.traced:
-            self.keep.append(out)
-            self._trace(out, source)
-        else:
-            self._lose(out, [source], "a rewritten tensor")
-        return out
-
-    def _concatenate(self, parts: list[Tensor], dim: int = 0) -> Tensor:
-        joined = Concatenation.of(parts, dim)
-        self.keep += [joined.whole, *parts]
-        self.joined[_storage(joined.whole)] = joined
-        return joined.whole
 
     def _copy(self, target: Tensor, source: Tensor) -> Tensor:
         if target.numel() == 0:
             return target
-        if self._is_parameter(target) and (pieces := self._pieces(source, target.shape)):
-            return self._copy_pieces(target, source, pieces)
-        lost = self.lost.get(_storage(source))
         if self._is_parameter(target):
-            if lost and self.allow_computed:
-                known = self.recording.computed.setdefault(self._parameter(target)[0], Computed(lost.how, set()))
-                known.hf |= lost.hf
-                return target
-            if lost or _storage(source) not in self.traced:
-                raise ValueError(
-                    f"parameter {self._parameter(target)[0]} is filled from "
-                    f"{lost.how if lost else 'a tensor that is no HF tensor'}"
-                )
-            self._record(target, source)
-        elif self._from_hf(source):  # through a temporary
-            self.keep.append(target)
-            whole = target.nbytes == target.untyped_storage().nbytes() and target.shape == source.shape
-            if whole and _storage(source) in self.traced:
-                self._trace(target, source)
-            else:
-                self._lose(target, [source, target], "a piecewise copy into a temporary")
+            self._copy_to_parameter(target, source)
+        elif self.storages.from_hf(source):
+            self.storages.copy_to_temporary(target, source)
         else:
             _aten.copy_.default(target, source)
         return target
 
-    def _pieces(self, source: Tensor, shape: torch.Size) -> list[JoinedPart]:
-        """Returns what a cut of a concatenation that is copied into this shape consists of, [] for another tensor."""
-        joined = self.joined.get(_storage(source))
-        if joined is None or source.numel() == 0:
-            return []
-        try:
-            return joined.pieces(source, shape)
-        except Untraceable as exc:
-            self._lose(source, [source], str(exc))
-            return []
-
-    def _copy_pieces(self, target: Tensor, source: Tensor, pieces: list[JoinedPart]) -> Tensor:
-        for piece in pieces:
-            self._copy(target.narrow(piece.dim, piece.start, piece.source.shape[piece.dim]), piece.source)
-        names = sorted(set(self._names(source)))
-        if len(names) > 1:
-            self.recording.together.add(tuple(names))
-        return target
+    def _copy_to_parameter(self, target: Tensor, source: Tensor) -> None:
+        if parts := self.storages.joined_parts(source, target.shape):
+            for part in parts:
+                self._copy(target.narrow(part.dim, part.start, part.source.shape[part.dim]), part.source)
+            names = sorted(set(self.storages.names(source)))
+            if len(names) > 1:
+                self.recording.together.add(tuple(names))
+            return
+        name, computed = self._parameter(target)[0], self.storages.computed(source)
+        if computed and self.allow_computed:
+            self.recording.computed.setdefault(name, Computed(computed.how, set())).hf |= computed.hf
+        elif computed or not self.storages.is_traced(source):
+            how = computed.how if computed else "a tensor that is no HF tensor"
+            raise ValueError(f"parameter {name} is filled from {how}")
+        elif source.numel() != target.numel():
+            (hf,) = self.storages.names(source)
+            raise ValueError(f"parameter {name} is filled by broadcasting {hf}: it cannot be traced")
+        else:
+            self._record(target, source)
 
     def _record(self, target: Tensor, source: Tensor) -> None:
-        if source.numel() != target.numel():
-            raise ValueError(
-                f"parameter {self._parameter(target)[0]} is filled by broadcasting {self.traced[_storage(source)].hf}: "
-                "it cannot be traced"
-            )
         pad = target.dim() - source.dim()
         name, offset = self._parameter(target)
         shape, strides = (1,) * pad + tuple(source.shape), (0,) * pad + tuple(source.stride())
-        view = self._hf_view(source, shape, strides)
+        view = self.storages.hf_view(source, shape, strides)
         with naming(f"HF tensor {view.hf} -> parameter {name}"):
             pairs = split_into_boxes(
                 offset=view.offset,
@@ -311,69 +224,22 @@ class _Recorder(TorchDispatchMode):
             copy = Copy(view.hf, pair.box.start, pair.box.size, name, offset + pair.offset, pair.strides)
             self.recording.copies.append(copy)
 
-    def _hf_view(self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> _HfView:
-        """Returns what a traced tensor, read with this shape and these strides, is of its HF tensor."""
-        origin = self.traced[_storage(tensor)]
-        with naming(f"HF tensor {origin.hf}"):
-            first, pieces = factor(int(tensor.storage_offset()), shape, strides, origin.sizes)
-        offset = origin.offset + sum(i * s for i, s in zip(first, origin.hf_strides, strict=True))
-        strided = [_Strided(p.size, origin.hf_strides[p.base] * p.step, p.dim, p.scale) for p in pieces]
-        return _HfView(origin.hf, offset, strided)
-
-    def _trace(self, out: Tensor, source: Tensor) -> None:
-        view = self._hf_view(source, tuple(source.shape), tuple(source.stride()))
-        dense = sorted(((out.stride(p.dim) * p.scale, p.size, p.hf_stride) for p in view.pieces), reverse=True)
-        self.traced[_storage(out)] = _Traced(
-            view.hf,
-            view.offset,
-            sizes=tuple(size for _, size, _ in dense),
-            hf_strides=tuple(hf_stride for _, _, hf_stride in dense),
-        )
-
     def _fill(self, target: Tensor, value: float) -> Tensor:
         if target.numel():
             name, offset = self._parameter(target)
             self.recording.fills.append(Fill(name, offset, tuple(target.shape), tuple(target.stride()), value))
         return target
 
-    def _lose(self, tensor: Tensor, origins: list[Tensor], how: str) -> None:
-        """Notes that a tensor is no view of one HF tensor. how: what made it of the `origins`."""
-        self.keep.append(tensor)
-        earlier = [self.lost[_storage(t)] for t in origins if _storage(t) in self.lost]
-        names = [name for t in origins for name in self._names(t)]
-        text = earlier[0].how if earlier else f"{how} of HF tensor {names[0]}"
-        self.lost[_storage(tensor)] = Computed(text, set(names).union(*(part.hf for part in earlier)))
-        for known in (self.traced, self.joined):
-            known.pop(_storage(tensor), None)
-
-    def _names(self, tensor: Tensor) -> list[str]:
-        """Returns the HF tensors that a traced tensor or a concatenation of such holds elements of."""
-        joined, origin = self.joined.get(_storage(tensor)), self.traced.get(_storage(tensor))
-        if joined is not None:
-            return [self.traced[_storage(part)].hf for part in joined.parts]
-        return [origin.hf] if origin else []
-
-    def _from_hf(self, tensor: Tensor) -> bool:
-        return any(_storage(tensor) in known for known in (self.traced, self.joined, self.lost))
-
-    def _known(self, tensor: Tensor) -> bool:
-        return self._from_hf(tensor) or self._is_parameter(tensor)
-
     def _is_parameter(self, tensor: Tensor) -> bool:
-        return _storage(tensor) in self.parameters
+        return storage_id(tensor) in self.parameters
 
     def _parameter(self, tensor: Tensor) -> tuple[str, int]:
-        """Returns the (first) name of the parameter that a view lies in, and where in it the view begins."""
+        """Returns the (first) name of the parameter that a view lies in, and the view's offset in it, in elements."""
         offset = int(tensor.storage_offset())
-        for extent in self.parameters[_storage(tensor)]:
+        for extent in self.parameters[storage_id(tensor)]:
             if extent.start <= offset < extent.stop:
                 return extent.parameter, offset - extent.start
         raise ValueError("the loader writes between the parameters of a shared buffer")
-
-
-def _storage(tensor: Tensor) -> int:
-    """Returns what tells storages apart, on the meta device too."""
-    return tensor.untyped_storage()._cdata
 
 
 def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) -> list[str]:
@@ -381,12 +247,12 @@ def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) ->
 
     What happens inside a parameter that is computed is not known.
     """
-    writes: dict[str, list[Place]] = {}
-    for write in [*(copy.place for copy in recording.copies), *recording.fills]:
+    writes: dict[str, list[ParameterSlice]] = {}
+    for write in [*(copy.target for copy in recording.copies), *recording.fills]:
         writes.setdefault(write.parameter, []).append(write)
     problems, seen = [], set()
     for name, tensor in parameters.items():
-        place = (_storage(tensor), tensor.storage_offset())
+        place = (storage_id(tensor), tensor.storage_offset())
         if place in seen or tensor.numel() == 0 or name in recording.computed:
             continue
         seen.add(place)

@@ -87,7 +87,7 @@ class BoxPair:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterSlice:
     """Elements of a parameter. `offset`, from its first element, and `strides` count elements."""
 
     parameter: str
@@ -191,7 +191,7 @@ def split_into_boxes(
     return [BoxPair(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]
 
 
-def overlap(places: Sequence[Place], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def overlap(places: Sequence[ParameterSlice], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Returns whether places share an element of a dense tensor [*shape]. Their sizes sum to the tensor's."""
     in_memory = tuple(shape[d] for d in sorted(range(len(shape)), key=strides.__getitem__, reverse=True))
     try:

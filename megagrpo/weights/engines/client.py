@@ -5,7 +5,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import httpx
@@ -204,7 +204,7 @@ class EngineConnection:
                 still_open = [connection for connection in self._sockets if connection.fileno() >= 0]
                 self._sockets = [*still_open, info["return_value"].get_extra_info("socket")]
 
-    def ask(self, operation: str, requests: list[dict], flush: bool = False) -> list[dict]:
+    def ask(self, operation: str, requests: Sequence[Mapping[str, object]], flush: bool = False) -> list[dict]:
         """Runs an operation of engine_loader on every rank, inside a weight-update session of its own.
 
         requests: one for each rank. flush: empties the KV cache too. Returns answers by rank. Raises EngineDown when
@@ -212,7 +212,7 @@ class EngineConnection:
         """
         keys = [self.mailbox.new_key(f"{operation}/{self.id}") for _ in range(self.tp)]
         base = {"operation": operation, "mailbox": [self.address, self.mailbox.port]}
-        payloads = [_pickled(base | request | {"reply": key}) for request, key in zip(requests, keys, strict=True)]
+        payloads = [_pickled({**base, **request, "reply": key}) for request, key in zip(requests, keys, strict=True)]
         self.begin()
         self.post(
             "/update_weights_from_tensor",

@@ -1,22 +1,20 @@
-"""Our only code inside an SGLang engine: `--custom-weight-loader megagrpo.weights.engines.loader.run`.
+"""The code that SGLang calls inside an engine: `--custom-weight-loader megagrpo.weights.engines.loader.run`.
 
-SGLang calls `run` in every rank of the engine, for what trainer rank 0 asks: "record" (what does this rank copy from
-which HF tensor?), "receive" (take these slices from these trainer ranks into the live parameters), "digest" (what do
-they hold now?) and "leave" (forget the trainers); "capture" and "read" are for `megagrpo bisect`. It never raises: an
-exception here ends the server.
+(engine_process.py and rollout/cpu run there too.) Every rank of the engine calls `run` for each request of trainer
+rank 0. An exception in it would end the server, so `run` reports errors to the mailbox and raises nothing.
 """
 
 import base64
 import sys
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from threading import Lock
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,36 +22,60 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.weights.copies.record import Copy, Recording, Specs, coverage_problems, record
-from megagrpo.weights.copies.views import Box, Place, row_major
+from megagrpo.weights.copies.views import Box, row_major
 from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest, slice_digest
 from megagrpo.weights.engines.hooks import Recorder, Tap, tapped_modules
-from megagrpo.weights.transports.reshard_plan import Batches, Message
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.wire.handover import take_batches
 from megagrpo.weights.wire.mailbox import address_towards, decode, encode
+from megagrpo.weights.wire.messages import Batches, ReceiveRequest, decode_batches
 from megagrpo.weights.wire.moving import receive_batches
 
 _CONNECT_S = 30.0
 _PATCHING = Lock()
-# By model: what `_record` found, for every later `_digest`.
-_recordings: weakref.WeakKeyDictionary[torch.nn.Module, Recording] = weakref.WeakKeyDictionary()
-_batches: weakref.WeakKeyDictionary[torch.nn.Module, CopyBatches] = weakref.WeakKeyDictionary()
+_ends: "weakref.WeakKeyDictionary[torch.nn.Module, EngineEnd]" = weakref.WeakKeyDictionary()  # by model
+
+
+def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Runs the request in `named_tensors` and puts the answer into the trainer's mailbox. Raises nothing.
+
+    The request is one uint8 tensor [bytes of the encoded message], called "request".
+    """
+    with _reported(lambda text: print(text, file=sys.stderr)):  # no way to answer: the trainer's deadline ends its wait
+        request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
+        mailbox: tuple[str, int] = tuple(request["mailbox"])
+        store = TCPStore(*mailbox, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
+
+        def reply(answer: dict) -> None:
+            store.set(request["reply"], encode(answer))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
+
+        with _reported(lambda text: reply({"error": text})):
+            reply({"answer": engine_end(model).answer(request, store)})
+
+
+@contextmanager
+def _reported(report: Callable[[str], None]) -> Iterator[None]:
+    """Passes the traceback of an exception inside to `report` instead of raising it."""
+    try:
+        yield
+    except Exception:
+        report(traceback.format_exc())
 
 
 @dataclass(frozen=True)
-class _EngineEnd:
-    """This rank's end of the link to the trainers, and what it receives in every publish."""
+class _Link:
+    """This rank's link to the trainers, and the batches that it receives in every publish."""
 
     name: str
-    group: EngineGroup | None  # None where batches come through memory
+    group: EngineGroup | None  # None if batches come through memory
     batches: Batches
 
 
 @dataclass
 class _WholeTensors:
-    """HF tensors from which the model's own loader computes parameters, and what came of them in the last transfer."""
+    """HF tensors from which the model's own loader computes parameters, and the digests of their last transfer."""
 
     copies: list[Copy]
     specs: Specs  # with published dtypes
@@ -61,38 +83,212 @@ class _WholeTensors:
     results: dict[str, int] = field(default_factory=dict)  # digests of the computed parameters, right after
 
 
-_whole: weakref.WeakKeyDictionary[torch.nn.Module, _WholeTensors] = weakref.WeakKeyDictionary()
-_ends: weakref.WeakKeyDictionary[torch.nn.Module, _EngineEnd] = weakref.WeakKeyDictionary()
-_recorders: weakref.WeakKeyDictionary[torch.nn.Module, Recorder] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Recorded:
+    """The result of the request "record", which later requests use."""
+
+    recording: Recording
+    batches: CopyBatches
+    whole: _WholeTensors
 
 
-def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Does what the request in `named_tensors` asks and answers through the trainer's mailbox.
+class EngineEnd:
+    """One engine rank's end of the exchange. In the order of its life, one method for each request:
 
-    The request is one uint8 tensor [bytes of the encoded message], called "request".
+    1. `record`: records once which slices of which HF tensors this rank's model copies.
+    2. `receive`: joins the trainers if their link is new, and writes their slices into the live parameters.
+    3. `digest`: digests the live parameters. 2 and 3 repeat in every publish.
+    4. `leave`: forgets the trainers; others may come.
+
+    `capture` and `read` are for `megagrpo bisect`.
     """
-    try:
-        request: dict[str, Any] = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
-        host, port = request["mailbox"]
-        store = TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
+
+    def __init__(self, model: torch.nn.Module):
+        # Weak, because _ends keeps this object as long as the model lives.
+        self._weak_model = weakref.ref(model)
+        self.recorded: _Recorded | None = None
+        self.link: _Link | None = None
+        self._capture: Recorder | None = None
+
+    def answer(self, request: dict, store: TCPStore) -> dict:
+        """Runs the operation that a request names."""
+        operations: dict[str, Callable[[], dict]] = {
+            "record": lambda: self.record(request, decode(store.get(request["specs"]))),
+            "receive": lambda: self.receive(cast(ReceiveRequest, request), store, tuple(request["mailbox"])),
+            "digest": self.digest,
+            "leave": self.leave,
+            "capture": lambda: self.capture(request["taps"]),
+            "read": lambda: self.read(request["file"]),
+        }
+        return operations[request["operation"]]()
+
+    @property
+    def _model(self) -> torch.nn.Module:
+        model = self._weak_model()
+        assert model is not None, "SGLang passes the model with every request"
+        return model
+
+    @property
+    def _known(self) -> _Recorded:
+        assert self.recorded is not None, "trainers record first"
+        return self.recorded
+
+    def record(self, request: dict, specs: dict) -> dict:
+        """Returns the copies of this rank. problems: elements that the HF tensors do not fill exactly once."""
+        model = self._model
+        hf = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in specs.items()}
+        recording, whole = record_engine_model(model, hf, request["allow_computed"])
+        self.recorded = _Recorded(recording, CopyBatches(recording.copies, hf), _WholeTensors(whole, hf))
+        problems = coverage_problems(recording, dict(model.named_parameters())) + _copies_of_the_start(model)
+        if request["dummy_start"]:
+            problems += _random_buffers(model, recording)
+        return {
+            "copies": [astuple(copy) for copy in [*recording.copies, *whole]],
+            "problems": problems,
+            "computed": {name: computed.how for name, computed in recording.computed.items()},
+            "together": sorted(recording.together),
+            "derived": _derived_tensors(model),
+            "proven": [f"{name} {tuple(live.shape)}" for name, live, _ in _absorbed(model)],
+            "post_load": hasattr(model, "post_load_weights"),
+        }
+
+    def receive(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int]) -> dict:
+        """Fills the live parameters from the trainers. Returns the peak staged bytes, or why the trainers were lost."""
+        live, lost = _live(self._model), ""
         try:
-            answer: dict[str, Any] = {"answer": _OPERATIONS[request["operation"]](model, request, store)}
-        except Exception:
-            answer = {"error": traceback.format_exc()}
-        store.set(request["reply"], encode(answer))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
-    except Exception:  # no way to answer: the trainer's deadline will say so
-        traceback.print_exc(file=sys.stderr)
+            staging_bytes = self._take(request, store, mailbox, live)
+        except PeerLost as exc:
+            lost = str(exc)
+        if lost:  # outside the handler: the exception keeps frames alive that keep the group alive
+            self.leave()
+            return {"lost": lost, "staging_bytes": 0}
+        for fill in self._known.recording.fills:  # an engine's parameters may start with any values
+            fill.view(live).fill_(fill.value)
+        if hasattr(self._model, "post_load_weights"):
+            self._model.post_load_weights()  # type: ignore[operator]  # torch takes it for a Tensor or a Module
+        return {"lost": "", "staging_bytes": staging_bytes}
+
+    def digest(self) -> dict:
+        """Returns the digests of all recorded copies' live values in the published dtype, in the order of `record`.
+
+        digests: int64, little-endian, as base64. problems: live values that the published dtype cannot represent,
+        constants that have changed, and matrices that differ from what they are computed from.
+        """
+        recording, whole, live = self._known.recording, self._known.whole, _live(self._model)
+        digests = np.zeros(len(recording.copies) + len(whole.copies), dtype="<i8")
+        digests[: len(recording.copies)], problems = self._digest_copies(live)
+        with torch.no_grad():
+            changed = [(fill.view(live) != fill.value).any() for fill in recording.fills]
+            absorbed = {name: (has != expected).any() for name, has, expected in _absorbed(self._model)}
+        problems += [
+            f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
+            for fill, differs in zip(recording.fills, torch.stack(changed).tolist() if changed else [], strict=True)
+            if differs
+        ]
+        problems += [f"{name}: not what the live kv_b_proj.weight gives" for name, bad in absorbed.items() if bad]
+        if whole.digests is not None:
+            digests[len(recording.copies) :] = whole.digests
+            problems += [
+                f"parameter {name}: not what the loader has computed of the weights that it was sent last"
+                for name, digest in _digests_of(recording.computed, live).items()
+                if digest != whole.results[name]
+            ]
+        return {"digests": base64.b64encode(digests.tobytes()).decode(), "problems": problems}
+
+    def leave(self) -> dict:
+        """Forgets the trainers, whatever state they are in."""
+        link, self.link = self.link, None
+        if link is not None and link.group is not None:
+            link.group.abort()
+        return {}
+
+    def capture(self, taps: list) -> dict:
+        """Starts to record what taps see. missing: modules that this rank's model does not have."""
+        if self._capture is not None:
+            self._capture.remove()
+        tapped, missing = tapped_modules(self._model, [Tap(*tap) for tap in taps])
+        self._capture = Recorder(tapped)
+        return {"missing": missing}
+
+    def read(self, file: str) -> dict:
+        """Ends the capture and writes it to a file: a list of tensors for each tap."""
+        capture, self._capture = self._capture, None
+        assert capture is not None, "capture comes first"
+        capture.remove()
+        torch.save(capture.seen, file)
+        return {"problems": capture.problems}
+
+    def _take(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int], live: dict[str, Tensor]) -> int:
+        """Receives all slices once, joining the trainers first if need be. Returns the peak staged bytes."""
+        deadline, patience_s = Deadline(request["left_s"]), request["patience_s"]
+        if self.link is None or self.link.name != request["group"]:
+            self.link = self._join(request, store, mailbox)
+        model, recording, whole = self._model, self._known.recording, self._known.whole
+        device = next(model.parameters()).device
+        sent = {
+            copy.parameter: torch.empty(copy.size, dtype=whole.specs[copy.hf][1], device=device)
+            for copy in whole.copies
+        }
+        staging_bytes, targets = 0, live | sent
+        if self.link.group is None:
+            take_batches(store, request["memory"], self.link.batches, targets, device, deadline, patience_s)
+        else:
+            traffic = receive_batches(self.link.group, self.link.batches, targets, deadline, patience_s)
+            staging_bytes = traffic.staging_bytes
+        if sent:  # these go through the model's own loader
+            whole.digests = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in whole.copies]
+            model.load_weights([(copy.hf, sent[copy.parameter]) for copy in whole.copies])  # type: ignore[operator]
+            whole.results = _digests_of(recording.computed, _live(model))
+        return staging_bytes + sum(tensor.nbytes for tensor in sent.values())
+
+    def _join(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int]) -> _Link:
+        """Replaces the link of earlier trainers: reads the new one's batches, and joins its group if it has one."""
+        self.leave()
+        batches = decode_batches(decode(store.get(request["plan"])))
+        store.delete_key(request["plan"])
+        name = request["group"]
+        if "memory" in request:
+            return _Link(name, None, batches)
+        device = next(self._model.parameters()).device
+        trainers = request["size"] - request["num_ranks"]
+        store.set(f"{name}/ready/{request['rank'] - trainers}", "")
+        address = address_towards(f"tcp://{mailbox[0]}:{mailbox[1]}")
+        group = join_group(store, name, request["rank"], request["size"], device, address, request["join_s"])
+        group.set_timeout(request["left_s"])
+        return _Link(name, group, batches)
+
+    def _digest_copies(self, live: dict[str, Tensor]) -> tuple[np.ndarray, list[str]]:
+        """Returns the digests of the recorded copies, int64 [copies], and a line for each that the published dtype
+        cannot represent."""
+        copies = self._known.recording.copies
+        digests, order = [], []
+        inexact: dict[int, torch.dtype] = {}  # by copy
+        with torch.no_grad():
+            for box, values, indices, dtype in self._known.batches.views(live):
+                published = values.to(dtype)
+                digests.append(batched_digest(published, box))
+                order.append(indices)
+                if values.dtype != dtype:
+                    wrong = (published.to(values.dtype) != values).unsqueeze(-1).flatten(1).any(1)
+                    inexact |= dict.fromkeys(indices[wrong.cpu().numpy()].tolist(), dtype)
+        in_order = np.zeros(len(copies), dtype="<i8")
+        if digests:
+            in_order[np.concatenate(order)] = torch.cat(digests).cpu().numpy()
+        return in_order, [
+            f"parameter {copies[k].parameter}, HF tensor {copies[k].source}: holds values that {dtype} cannot represent"
+            for k, dtype in sorted(inexact.items(), key=lambda item: item[0])
+        ]
 
 
-def _live(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the live parameters and buffers by name."""
-    return dict(model.named_parameters()) | dict(model.named_buffers())
+def engine_end(model: torch.nn.Module) -> EngineEnd:
+    """Returns the one EngineEnd of a model."""
+    return _ends.setdefault(model, EngineEnd(model))
 
 
 def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool) -> tuple[Recording, list[Copy]]:
     """Records what a model of SGLang copies from these HF tensors into its parameters and buffers. See `record`.
 
-    Returns too the copies of whole HF tensors that it needs for what it computes.
+    Returns also copies of the whole HF tensors from which its loader computes parameters.
     """
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
         # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
@@ -106,28 +302,9 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
     return recording, [_whole_copy(name, specs[name][0]) for name in names]
 
 
-def _record(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Returns the copies of this rank; problems: what the HF tensors do not fill exactly once."""
-    specs = {
-        name: (tuple(shape), getattr(torch, dtype))
-        for name, (shape, dtype) in decode(store.get(request["specs"])).items()
-    }
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-    recording, whole = record_engine_model(model, specs, request["allow_computed"])
-    _recordings[model], _batches[model] = recording, CopyBatches(recording.copies, specs)
-    _whole[model] = _WholeTensors(whole, specs)
-    problems = coverage_problems(recording, parameters) + _copies_of_the_start(model)
-    if request["dummy_start"]:
-        problems += _random_buffers(model, recording)
-    return {
-        "copies": [astuple(copy) for copy in [*recording.copies, *_whole[model].copies]],
-        "problems": problems,
-        "computed": {name: computed.how for name, computed in recording.computed.items()},
-        "together": sorted(recording.together),
-        "derived": _derived_tensors(model),
-        "proven": [f"{name} {tuple(live.shape)}" for name, live, _ in _absorbed(model)],
-        "post_load": hasattr(model, "post_load_weights"),
-    }
+def _live(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns the live parameters and buffers by name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 def _whole_copy(name: str, shape: tuple[int, ...]) -> Copy:
@@ -135,187 +312,27 @@ def _whole_copy(name: str, shape: tuple[int, ...]) -> Copy:
     return Copy(name, (0,) * len(shape), shape, f"HF tensor {name}", 0, row_major(shape))
 
 
-def _digest(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Returns the digests, in the published dtype, of what the live parameters hold of every recorded copy, in the
-    order of `_record`: int64, little-endian, as base64.
-
-    Problems: copies whose live values the published dtype cannot represent, constants that have changed, and matrices
-    that are not what they are computed from.
-    """
-    recording, batches = _recordings[model], _batches[model]
-    live = _live(model)
-    found, order = [], []
-    inexact: dict[int, torch.dtype] = {}  # by copy
-    with torch.no_grad():
-        for box, values, places, dtype in batches.views(live):
-            published = values.to(dtype)
-            found.append(batched_digest(published, box))
-            order.append(places)
-            if values.dtype != dtype:
-                wrong = (published.to(values.dtype) != values).unsqueeze(-1).flatten(1).any(1)
-                inexact |= dict.fromkeys(places[wrong.cpu().numpy()].tolist(), dtype)
-        changed = [(fill.view(live) != fill.value).any() for fill in recording.fills]
-        absorbed = {name: (has != wanted).any() for name, has, wanted in _absorbed(model)}
-    whole = _whole[model]
-    digests = np.zeros(len(recording.copies) + len(whole.copies), dtype="<i8")
-    if found:
-        digests[np.concatenate(order)] = torch.cat(found).cpu().numpy()
-    problems = [
-        f"parameter {copy.parameter}, HF tensor {copy.hf} {copy.box}: holds values that {dtype} cannot represent"
-        for copy, dtype in ((recording.copies[place], inexact[place]) for place in sorted(inexact))
-    ]
-    problems += [
-        f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
-        for fill, differs in zip(recording.fills, torch.stack(changed).tolist() if changed else [], strict=True)
-        if differs
-    ]
-    problems += [f"{name}: not what the live kv_b_proj.weight gives" for name, differs in absorbed.items() if differs]
-    if whole.digests is not None:
-        digests[len(recording.copies) :] = whole.digests
-        problems += [
-            f"parameter {name}: not what the loader has computed of the weights that it was sent last"
-            for name, digest in _digests_of_computed(model).items()
-            if digest != whole.results[name]
-        ]
-    return {"digests": base64.b64encode(digests.tobytes()).decode(), "problems": problems}
-
-
-def _digests_of_computed(model: torch.nn.Module) -> dict[str, int]:
-    live = _live(model)
-    found = {name: live[name].detach() for name in _recordings[model].computed}
-    return {name: int(slice_digest(t, Box((0,) * t.dim(), tuple(t.shape)))) for name, t in found.items()}
-
-
-def _receive(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Fills the live parameters from the trainers. Returns bytes staged at most, and why the trainers were lost."""
-    live = _live(model)
-    lost = ""
-    try:
-        staging_bytes = _take(model, request, store, live)
-    except PeerLost as exc:
-        lost = str(exc)
-    if lost:  # outside of the handler: the exception holds the frames that hold the group
-        _leave(model, request, store)
-        return {"lost": lost, "staging_bytes": 0}
-    for fill in _recordings[model].fills:  # an engine may have started with anything in its parameters
-        fill.view(live).fill_(fill.value)
-    if hasattr(model, "post_load_weights"):
-        model.post_load_weights()  # type: ignore[operator]  # torch takes it for a Tensor or a Module
-    return {"lost": "", "staging_bytes": staging_bytes}
-
-
-def _take(model: torch.nn.Module, request: dict, store: TCPStore, live: dict[str, Tensor]) -> int:
-    """Receives everything once, joining the trainers first if need be. Returns bytes staged at most."""
-    deadline = Deadline(request["left_s"])
-    end = _ends.get(model)
-    if end is None or end.name != request["group"]:
-        end = _join(model, request, store)
-    whole, device = _whole[model], next(model.parameters()).device
-    sent = {
-        copy.parameter: torch.empty(copy.size, dtype=whole.specs[copy.hf][1], device=device) for copy in whole.copies
-    }
-    staging_bytes, patience_s = 0, request["patience_s"]
-    if end.group is None:
-        take_batches(store, request["memory"], end.batches, live | sent, device, deadline, patience_s)
-    else:
-        staging_bytes = receive_batches(end.group, end.batches, live | sent, deadline, patience_s).staging_bytes
-    if sent:  # the stock way, for these alone
-        whole.digests = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in whole.copies]
-        model.load_weights([(copy.hf, sent[copy.parameter]) for copy in whole.copies])  # type: ignore[operator]
-        whole.results = _digests_of_computed(model)
-    return staging_bytes + sum(tensor.nbytes for tensor in sent.values())
-
-
-def _join(model: torch.nn.Module, request: dict, store: TCPStore) -> _EngineEnd:
-    """Learns the plan of a new link, which replaces that of earlier trainers, and joins its group if it has one."""
-    _leave(model, request, store)
-    batches = _read_plan(decode(store.get(request["plan"])))
-    store.delete_key(request["plan"])
-    if "memory" in request:
-        _ends[model] = _EngineEnd(request["group"], None, batches)
-        return _ends[model]
-    host, port = request["mailbox"]
-    device = next(model.parameters()).device
-    trainers = request["size"] - request["num_ranks"]
-    store.set(f"{request['group']}/ready/{request['rank'] - trainers}", "")
-    group = join_group(
-        store,
-        request["group"],
-        request["rank"],
-        request["size"],
-        device,
-        address_towards(f"tcp://{host}:{port}"),
-        request["join_s"],
-    )
-    group.set_timeout(request["left_s"])
-    _ends[model] = _EngineEnd(request["group"], group, batches)
-    return _ends[model]
-
-
-def _read_plan(plan: list) -> Batches:
-    return [
-        [
-            Message(
-                peer,
-                tag,
-                getattr(torch, dtype),
-                tuple(Place(name, at, tuple(n), tuple(s)) for name, at, n, s in places),
-            )
-            for peer, tag, dtype, places in batch
-        ]
-        for batch in plan
-    ]
-
-
-def _leave(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Forgets the trainers, whatever state they are in."""
-    end = _ends.pop(model, None)
-    if end is not None and end.group is not None:
-        end.group.abort()
-    return {}
-
-
-def _capture(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Records from now on what the request's taps see. Returns the modules that this rank's model has not."""
-    if (earlier := _recorders.pop(model, None)) is not None:
-        earlier.remove()
-    tapped, missing = tapped_modules(model, [Tap(*tap) for tap in request["taps"]])
-    _recorders[model] = Recorder(tapped)
-    return {"missing": missing}
-
-
-def _read(model: torch.nn.Module, request: dict, store: TCPStore) -> dict:
-    """Ends the capture and writes what it saw, a list of tensors for each tap, to the request's file."""
-    recorder = _recorders.pop(model)
-    recorder.remove()
-    torch.save(recorder.seen, request["file"])
-    return {"problems": recorder.problems}
-
-
-_OPERATIONS = {
-    "record": _record,
-    "receive": _receive,
-    "digest": _digest,
-    "leave": _leave,
-    "capture": _capture,
-    "read": _read,
-}
+def _digests_of(names: Iterable[str], live: dict[str, Tensor]) -> dict[str, int]:
+    """Returns the digest of each whole parameter."""
+    tensors = {name: live[name].detach() for name in names}
+    return {name: int(slice_digest(t, Box((0,) * t.dim(), tuple(t.shape)))) for name, t in tensors.items()}
 
 
 def _random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
     """Returns a line for each buffer that a dummy start fills with random values and no HF tensor overwrites."""
-    # SGLang's initialize_dummy_weights fills what the state dict lists, which leaves out non-persistent buffers.
-    kept = model.state_dict()
+    # SGLang's initialize_dummy_weights fills the state dict, which leaves out non-persistent buffers.
+    persistent = model.state_dict()
     filled = {copy.parameter for copy in recording.copies} | {fill.parameter for fill in recording.fills}
     return [
         f"buffer {name} {tuple(buffer.shape)}: random since the start; set rollout.load_format: model"
         for name, buffer in model.named_buffers()
-        if name in kept and buffer.is_floating_point() and name not in filled
+        if name in persistent and buffer.is_floating_point() and name not in filled
     ]
 
 
 def _derived_tensors(model: torch.nn.Module) -> list[str]:
-    """Returns the names of matrices beside parameters and buffers: perhaps computed from weights, seen by no digest."""
+    """Returns the names of matrices besides parameters and buffers, perhaps computed from weights: no digest covers
+    them."""
     storages = {t.untyped_storage()._cdata for t in _live(model).values()}
     found = []
     for path, module in model.named_modules():
@@ -327,7 +344,7 @@ def _derived_tensors(model: torch.nn.Module) -> list[str]:
 
 
 def _copies_of_the_start(model: torch.nn.Module) -> list[str]:
-    """Returns a line for each matrix that SGLang gathers once of what an engine starts with, for all ranks."""
+    """Returns a line for each matrix that SGLang gathers over ranks once, at the start of an engine."""
     return [
         f"{path}.{name}: no publish brings it up to date; leave out --dcp-replicate-q-proj"
         for path, module in model.named_modules()
@@ -337,11 +354,11 @@ def _copies_of_the_start(model: torch.nn.Module) -> list[str]:
 
 
 def _absorbed(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields name, live values and what they must be of the matrices that latent attention multiplies by instead of
-    kv_b_proj: w_kc [heads, nope, rank] and w_vc [heads, rank, v].
+    """Yields name, live values and expected values of the matrices that replace kv_b_proj in latent attention:
+    w_kc [heads, nope, rank] and w_vc [heads, rank, v].
 
     SGLang copies them from kv_b_proj.weight [heads * (nope + v), rank] at the end of load_weights and in
-    post_load_weights. Those that it computes otherwise (quantised) are left out.
+    post_load_weights. Left out: matrices that it computes in another way (quantised).
     """
     for path, module in model.named_modules():
         keys, values = getattr(module, "w_kc", None), getattr(module, "w_vc", None)
@@ -358,17 +375,13 @@ def _absorbed(model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
 @contextmanager
 def _threads_run_inline() -> Iterator[None]:
     """Makes every thread pool of this process run its work at once, in the thread that submits it."""
-    _PATCHING.acquire()  # what is patched belongs to the whole process
-    original = ThreadPoolExecutor.submit
 
     def submit(self, function, /, *args, **kwargs):
         future: Future = Future()
         future.set_result(function(*args, **kwargs))
         return future
 
-    ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]  # loaders have imported the class by its name
-    try:
+    with _PATCHING, ExitStack() as stack:  # the patch affects the whole process
+        stack.callback(setattr, ThreadPoolExecutor, "submit", ThreadPoolExecutor.submit)
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]  # loaders have imported the class by its name
         yield
-    finally:
-        ThreadPoolExecutor.submit = original  # type: ignore[method-assign]  # as above
-        _PATCHING.release()

@@ -1,81 +1,56 @@
-"""Which trainer rank sends which elements into which engine rank's parameters, and in which order.
+"""Plans a transfer: which trainer rank sends which elements into which engine rank's parameters, in which order.
 
-Both sides have recorded what they hold of every HF tensor, so a transfer is the intersection of two lists of boxes:
+Both sides have recorded which slices of every HF tensor they hold; a transfer is the intersection of two box lists:
 
 1. `trainer_atoms`: every HF tensor as disjoint boxes, each with all trainer ranks that hold it.
 2. `make_cover`: those boxes cut to what the ranks of an engine need: every element of every engine slice once.
 3. `plan_transfer`: one of its holders for every piece, and a batch to travel in. Engines share out the holders.
 
-All of it is computed alike on every rank, from the same lists; nothing here looks at a weight.
+Every rank computes the same plan from the same lists; no weight is read.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import ceil, prod
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from megagrpo.weights.copies.record import Copy, Specs
-from megagrpo.weights.copies.views import Box, Place
+from megagrpo.weights.copies.views import Box, ParameterSlice
+from megagrpo.weights.wire.messages import Batches, Message
 
-_ALONE_BYTES = 1 << 20  # from this size on a piece is a message of its own, which needs no packing
+_UNPACKED_BYTES = 1 << 20  # a piece of at least this size is a message of its own and needs no packing
 _PIECES_A_BATCH = 8  # at least, of one rank
 
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A box of an HF tensor, cut no finer than the trainers cut it. `copy`: its place in each of `ranks`."""
+    """A box of an HF tensor, cut no finer than the trainers cut it."""
 
-    copy: Copy
+    copy: Copy  # into the parameters of each of `ranks`
     ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What travels at once between two ranks: the elements of `places`, one after the other. `tag`: its number."""
-
-    peer: int
-    tag: int
-    dtype: torch.dtype  # in which they travel
-    places: tuple[Place, ...]
-
-    @property
-    def numel(self) -> int:
-        """Returns the number of elements."""
-        return sum(place.numel for place in self.places)
-
-    @property
-    def num_bytes(self) -> int:
-        """Returns the bytes on the wire."""
-        return self.numel * self.dtype.itemsize
-
-
-Batches = list[list[Message]]  # of one rank, in the order in which they travel
 
 
 @dataclass(frozen=True)
 class Cover:
-    """Pieces that together are what the ranks of one engine hold. Arrays have an entry for every piece.
+    """All slices of the ranks of one engine, in pieces. Arrays have an entry for every piece."""
 
-    holders: place in `ranks` of the trainer ranks that have the piece. targets: the engine rank that needs it. kinds:
-    place in `dtypes` of its published dtype.
-    """
-
-    sent: list[Place]
-    received: list[Place]
-    ranks: list[tuple[int, ...]]
-    dtypes: list[torch.dtype]
-    holders: np.ndarray  # int64 [pieces]
-    targets: np.ndarray  # int64 [pieces]
-    kinds: np.ndarray  # int64 [pieces]
+    sent: list[ParameterSlice]
+    received: list[ParameterSlice]
+    ranks: list[tuple[int, ...]]  # distinct sets of trainer ranks that hold the same pieces
+    dtypes: list[torch.dtype]  # distinct published ones
+    holders: np.ndarray  # int64 [pieces], indices into `ranks`
+    targets: np.ndarray  # int64 [pieces], engine ranks
+    dtype_indices: np.ndarray  # int64 [pieces], indices into `dtypes`
     num_bytes: np.ndarray  # int64 [pieces]
 
     @property
     def total_bytes(self) -> int:
-        """Returns the bytes of all elements that the engine needs: no transfer can move less."""
+        """Returns the bytes of all elements that the engine needs, the lower bound of any transfer."""
         return int(self.num_bytes.sum())
 
 
@@ -83,14 +58,14 @@ class Cover:
 class TransferPlan:
     """A whole transfer into one engine. Arrays have an entry for every piece of the cover.
 
-    Batches are numbered alike on all ranks. A rank starts those that it takes part in one after the other and never
-    waits for a later one, so the earliest unfinished batch can always finish: there is no deadlock.
+    Batch numbers are the same on all ranks. A rank starts its batches in ascending order and never waits for a later
+    one, so the earliest unfinished batch can always finish: there is no deadlock.
     """
 
     cover: Cover
     sources: np.ndarray  # int64 [pieces], trainer ranks
     batches: np.ndarray  # int64 [pieces]
-    messages: np.ndarray  # int64 [pieces], numbered alike on all ranks
+    messages: np.ndarray  # int64 [pieces], the same numbers on all ranks
 
     @property
     def trainers(self) -> list[int]:
@@ -98,22 +73,22 @@ class TransferPlan:
         return np.unique(self.sources).tolist()
 
     def sent_by(self, rank: int) -> Batches:
-        """Returns what a trainer rank sends, to which engine ranks."""
+        """Returns the batches that a trainer rank sends; peers are engine ranks."""
         return list(self.numbered_sent_by(rank).values())
 
     def received_by(self, rank: int) -> Batches:
-        """Returns what an engine rank receives, from which trainer ranks."""
+        """Returns the batches that an engine rank receives; peers are trainer ranks."""
         return list(self.numbered_received_by(rank).values())
 
     def numbered_sent_by(self, rank: int) -> dict[int, list[Message]]:
-        """Returns what sent_by does, by the number of the batch."""
+        """Returns sent_by, by batch number."""
         return self._messages(self.sources == rank, self.cover.targets, self.cover.sent)
 
     def numbered_received_by(self, rank: int) -> dict[int, list[Message]]:
-        """Returns what received_by does, by the number of the batch."""
+        """Returns received_by, by batch number."""
         return self._messages(self.cover.targets == rank, self.sources, self.cover.received)
 
-    def _messages(self, mine: np.ndarray, peers: np.ndarray, places: list[Place]) -> dict[int, list[Message]]:
+    def _messages(self, mine: np.ndarray, peers: np.ndarray, slices: list[ParameterSlice]) -> dict[int, list[Message]]:
         tags: Counter[int] = Counter()  # by peer, the next one
         batch_of, message_of = self.batches.tolist(), self.messages.tolist()
         pieces = np.flatnonzero(mine)
@@ -124,8 +99,8 @@ class TransferPlan:
             for _, together in groupby(batch, key=message_of.__getitem__):
                 message = list(together)
                 peer = int(peers[message[0]])
-                dtype = self.cover.dtypes[self.cover.kinds[message[0]]]
-                batches[number].append(Message(peer, tags[peer], dtype, tuple(places[piece] for piece in message)))
+                dtype = self.cover.dtypes[self.cover.dtype_indices[message[0]]]
+                batches[number].append(Message(peer, tags[peer], dtype, tuple(slices[piece] for piece in message)))
                 tags[peer] += 1
         return batches
 
@@ -133,8 +108,8 @@ class TransferPlan:
 def trainer_atoms(everyone: Sequence[Sequence[Copy]], specs: Specs) -> dict[str, list[Atom]]:
     """Cuts every HF tensor into disjoint boxes, each with all trainer ranks that hold it. The same result on all ranks.
 
-    everyone: the copies of every rank, by rank; ranks that hold the same may share one list, which saves time. Raises
-    ValueError naming an HF tensor of which no rank holds some elements.
+    everyone: copies by rank; ranks with equal copies may share one list, which saves time. Raises ValueError naming an
+    HF tensor with elements that no rank holds.
     """
     alike: dict[int, tuple[Sequence[Copy], list[int]]] = {}
     for rank, copies in enumerate(everyone):
@@ -150,7 +125,7 @@ def trainer_atoms(everyone: Sequence[Sequence[Copy]], specs: Specs) -> dict[str,
             rest = [box]
             for atom in atoms[name]:
                 rest = [piece for r in rest for piece in r.subtract(atom.copy.box)]
-            # Of several places that it has (tied weights on two stages), the one that most ranks share.
+            # Of several parameters that hold it (tied weights on two stages), the one that most ranks share.
             copy, ranks = max(holders[name][box].items(), key=lambda item: (len(item[1]), -min(item[1])))
             atoms[name] += [Atom(copy.restrict(piece), tuple(sorted(ranks))) for piece in rest]
         missing = prod(shape) - sum(atom.copy.box.numel for atom in atoms[name])
@@ -159,68 +134,82 @@ def trainer_atoms(everyone: Sequence[Sequence[Copy]], specs: Specs) -> dict[str,
     return atoms
 
 
+class _Piece(NamedTuple):
+    """Elements that travel from one of `ranks` into one engine rank."""
+
+    sent: ParameterSlice
+    received: ParameterSlice
+    ranks: tuple[int, ...]
+    target: int
+    dtype: torch.dtype
+
+    def joined(self, other: "_Piece", limit: int) -> "_Piece | None":
+        """Returns both as one piece if they are neighbours on both sides and have at most `limit` elements."""
+        sent = _joined(self.sent, other.sent, limit)
+        received = _joined(self.received, other.received, limit) if sent is not None else None
+        if sent is None or received is None or (self.ranks, self.dtype) != (other.ranks, other.dtype):
+            return None
+        return self._replace(sent=sent, received=received)
+
+
 def make_cover(
     atoms: Mapping[str, list[Atom]], engine: Sequence[Sequence[Copy]], specs: Specs, piece_bytes: int
 ) -> Cover:
     """Returns the pieces of every slice of an engine, in the order of its ranks' memory, none above `piece_bytes`.
 
-    engine: what it copies, by rank. specs: with published dtypes. Raises ValueError for a slice whose elements are not
-    all there exactly once.
+    engine: copies by rank. specs: with published dtypes. Raises ValueError for a slice that the trainers do not hold
+    exactly once.
     """
-    sent: list[Place] = []
-    received: list[Place] = []
-    holders: list[int] = []
-    targets: list[int] = []
-    kinds: list[int] = []
-    dtypes = list(dict.fromkeys(dtype for _, dtype in specs.values()))
-    numbers: dict[tuple[int, ...], int] = {}  # of sets of trainer ranks
+    pieces: list[_Piece] = []
     for target, copies in enumerate(engine):
-        first = len(sent)
+        of_target: list[_Piece] = []
         for copy in sorted(copies, key=lambda c: (c.parameter, c.offset)):
-            found, dtype = 0, specs[copy.hf][1]
-            limit, kind = max(piece_bytes // dtype.itemsize, 1), dtypes.index(dtype)
-            for atom in atoms[copy.hf]:
-                common = atom.copy.box.intersect(copy.box)
-                for box in _split(common, limit) if common is not None else ():
-                    found += box.numel
-                    holder = numbers.setdefault(atom.ranks, len(numbers))
-                    ours, theirs = atom.copy.restrict(box).place, copy.restrict(box).place
-                    if len(sent) > first and holders[-1] == holder and kinds[-1] == kind:
-                        joined = _joined(sent[-1], ours, limit), _joined(received[-1], theirs, limit)
-                        if joined[0] is not None and joined[1] is not None:
-                            sent[-1], received[-1] = joined[0], joined[1]
-                            continue
-                    sent.append(ours)
-                    received.append(theirs)
-                    holders.append(holder)
-                    targets.append(target)
-                    kinds.append(kind)
-            if found != copy.box.numel:
-                raise ValueError(f"{copy.source}: the trainers hold {found} of its {copy.box.numel} elements")
+            dtype = specs[copy.hf][1]
+            limit = max(piece_bytes // dtype.itemsize, 1)
+            for piece in _pieces(copy, atoms[copy.hf], target, dtype, limit):
+                joined = of_target[-1].joined(piece, limit) if of_target else None
+                if joined is None:
+                    of_target.append(piece)
+                else:
+                    of_target[-1] = joined
+        pieces += of_target
+    ranks = list(dict.fromkeys(piece.ranks for piece in pieces))
+    dtypes = list(dict.fromkeys(dtype for _, dtype in specs.values()))
+    rank_index = {each: index for index, each in enumerate(ranks)}
     return Cover(
-        sent=sent,
-        received=received,
-        ranks=list(numbers),
+        sent=[piece.sent for piece in pieces],
+        received=[piece.received for piece in pieces],
+        ranks=ranks,
         dtypes=dtypes,
-        holders=np.array(holders, dtype=np.int64),
-        targets=np.array(targets, dtype=np.int64),
-        kinds=np.array(kinds, dtype=np.int64),
-        num_bytes=np.array(
-            [place.numel * dtypes[kind].itemsize for place, kind in zip(sent, kinds, strict=True)], dtype=np.int64
-        ),
+        holders=np.array([rank_index[piece.ranks] for piece in pieces], dtype=np.int64),
+        targets=np.array([piece.target for piece in pieces], dtype=np.int64),
+        dtype_indices=np.array([dtypes.index(piece.dtype) for piece in pieces], dtype=np.int64),
+        num_bytes=np.array([piece.sent.numel * piece.dtype.itemsize for piece in pieces], dtype=np.int64),
     )
+
+
+def _pieces(copy: Copy, atoms: Sequence[Atom], target: int, dtype: torch.dtype, limit: int) -> Iterator[_Piece]:
+    """Yields a slice of an engine rank in pieces of at most `limit` elements. Raises ValueError for missing ones."""
+    found = 0
+    for atom in atoms:
+        common = atom.copy.box.intersect(copy.box)
+        for box in _split(common, limit) if common is not None else ():
+            found += box.numel
+            yield _Piece(atom.copy.restrict(box).target, copy.restrict(box).target, atom.ranks, target, dtype)
+    if found != copy.box.numel:
+        raise ValueError(f"{copy.source}: the trainers hold {found} of its {copy.box.numel} elements")
 
 
 def plan_transfer(
     cover: Cover, slot: int, slots: int, bucket_bytes: int, near: Sequence[int] | None = None
 ) -> TransferPlan:
-    """Returns the transfer into the engine number `slot` of `slots` that hold the same.
+    """Returns the transfer into engine number `slot` of `slots` with the same slices.
 
-    near: by engine rank, the trainer rank beside it, which gives what it holds itself.
+    near: by engine rank, the colocated trainer rank, which is the source of all that it holds. bucket_bytes: the most
+    that a rank stages, over two batches in flight and all engines that it serves concurrently.
 
-    What all engines need of what some trainer ranks hold is laid on one line, engine after engine, and the line is cut
-    into equal parts, one a rank: the ranks send equally much, and each of them to as few engines as that allows.
-    bucket_bytes: staged at most by a rank, two batches in flight and all engines that it serves at once counted.
+    For each set of trainer ranks, the pieces of all engines form one line, cut into equal parts, one per rank: the
+    ranks send equal amounts, each to as few engines as possible.
     """
     sources = np.zeros(len(cover.sent), dtype=np.int64)
     for number, ranks in enumerate(cover.ranks):
@@ -229,63 +218,61 @@ def plan_transfer(
         along = (np.cumsum(size) - size / 2) / size.sum()  # of each piece's middle, within (0, 1)
         sources[pieces] = np.array(ranks)[((slot % slots + along) / slots * len(ranks)).astype(np.int64)]
     if near is not None:
-        beside = np.array(near)[cover.targets]
+        colocated = np.array(near)[cover.targets]
         for number, ranks in enumerate(cover.ranks):
-            own = (cover.holders == number) & np.isin(beside, ranks)
-            sources[own] = beside[own]
+            own = (cover.holders == number) & np.isin(colocated, ranks)
+            sources[own] = colocated[own]
     engines_a_rank = ceil(slots / min(map(len, cover.ranks))) if cover.ranks else 1
     batches = _batches(cover, sources, bucket_bytes // (2 * engines_a_rank))
     return TransferPlan(cover, sources, batches, _number_messages(cover, sources, batches))
 
 
 def _batches(cover: Cover, sources: np.ndarray, limit: int) -> np.ndarray:
-    """Returns the batch of every piece, int64 [pieces]: as early as every rank stays within `limit` bytes a batch."""
+    """Returns the earliest batch of every piece, int64 [pieces], such that no rank has over `limit` bytes a batch."""
     pairs = sources * (int(cover.targets.max(initial=0)) + 1) + cover.targets
-    progress = np.zeros(len(sources))  # of its pair when a piece is sent: all pairs advance together
+    progress = np.zeros(len(sources))  # of its pair before a piece is sent, within [0, 1): all pairs advance together
     order = np.argsort(pairs, kind="stable")
     for pair in np.split(order, np.flatnonzero(np.diff(pairs[order])) + 1) if len(order) else ():
         size = cover.num_bytes[pair]
         progress[pair] = (np.cumsum(size) - size) / size.sum()
     batches = np.zeros(len(sources), dtype=np.int64)
-    now: dict[tuple[str, int], tuple[int, int]] = {}  # by end: its present batch and the bytes in it
-    ends = zip(sources.tolist(), cover.targets.tolist(), cover.num_bytes.tolist(), strict=True)
-    work = list(ends)
-    for piece in np.lexsort((np.arange(len(work)), progress)).tolist():
-        source, target, size = work[piece]
+    last: dict[tuple[str, int], tuple[int, int]] = {}  # by side and rank: its last batch and the bytes in it
+    ends = list(zip(sources.tolist(), cover.targets.tolist(), cover.num_bytes.tolist(), strict=True))
+    for piece in np.lexsort((np.arange(len(ends)), progress)).tolist():
+        source, target, size = ends[piece]
         keys = ("trainer", source), ("engine", target)
-        states = [now.get(key, (0, 0)) for key in keys]
+        states = [last.get(key, (0, 0)) for key in keys]
         batch = max(number for number, _ in states)
-        filled = [taken if number == batch else 0 for number, taken in states]
+        filled = [num_bytes if number == batch else 0 for number, num_bytes in states]
         if max(filled) and max(filled) + size > limit:
             batch, filled = batch + 1, [0, 0]
-        for key, taken in zip(keys, filled, strict=True):
-            now[key] = (batch, taken + size)
+        for key, num_bytes in zip(keys, filled, strict=True):
+            last[key] = (batch, num_bytes + size)
         batches[piece] = batch
     return batches
 
 
 def _number_messages(cover: Cover, sources: np.ndarray, batches: np.ndarray) -> np.ndarray:
-    """Returns the message of every piece, int64 [pieces]: large ones travel alone, others with those of their batch
-    that have their dtype."""
+    """Returns the message of every piece, int64 [pieces]: one per large piece, else per pair, batch and dtype."""
     num_pieces = len(sources)
     pairs = sources * (int(cover.targets.max(initial=0)) + 1) + cover.targets
-    together = (pairs * (int(batches.max(initial=0)) + 1) + batches) * len(cover.dtypes) + cover.kinds
-    alone = np.where(cover.num_bytes >= _ALONE_BYTES, np.arange(num_pieces) + 1, 0)
-    return np.unique(together * (num_pieces + 1) + alone, return_inverse=True)[1].reshape(-1)
+    together = (pairs * (int(batches.max(initial=0)) + 1) + batches) * len(cover.dtypes) + cover.dtype_indices
+    unpacked = np.where(cover.num_bytes >= _UNPACKED_BYTES, np.arange(num_pieces) + 1, 0)
+    return np.unique(together * (num_pieces + 1) + unpacked, return_inverse=True)[1].reshape(-1)
 
 
 def piece_limit(bucket_bytes: int) -> int:
-    """Returns the bytes of the largest piece: several fit into a batch of every rank."""
+    """Returns the most bytes of a piece, so that a batch of any rank has room for several."""
     return max(bucket_bytes // (2 * _PIECES_A_BATCH), 1)
 
 
-def _joined(first: Place, second: Place, limit: int) -> Place | None:
-    """Returns the two as one run of memory, None if they are none or more than `limit` elements."""
+def _joined(first: ParameterSlice, second: ParameterSlice, limit: int) -> ParameterSlice | None:
+    """Returns two slices as one run of memory, None if they are not adjacent or exceed `limit` elements."""
     numel = first.numel
     follows = first.parameter == second.parameter and second.offset == first.offset + numel
     if not follows or numel + second.numel > limit or not (first.contiguous and second.contiguous):
         return None
-    return Place(first.parameter, first.offset, (numel + second.numel,), (1,))
+    return ParameterSlice(first.parameter, first.offset, (numel + second.numel,), (1,))
 
 
 def _split(box: Box, limit: int) -> list[Box]:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]  # re-exported from torch._C
 
-from megagrpo.weights.transports.reshard_plan import Batches, Message
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import PeerLost
 from megagrpo.weights.wire.mailbox import decode, encode
+from megagrpo.weights.wire.messages import Batches, Message
 from megagrpo.weights.wire.moving import unpack
 from megagrpo.weights.wire.shared_buffer import SharedBuffer, open_shared
 
@@ -83,7 +83,7 @@ class Handover:
         """Returns the size of the shared memory."""
         return _HALVES * self._half
 
-    def begin(self, number: int) -> list[tuple[Message, Tensor]]:
+    def start(self, number: int) -> list[tuple[Message, Tensor]]:
         """Returns the messages of a batch and where their values [n] belong, once the engine has left that memory."""
         if number not in self._index:
             return []

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megagrpo.weights.transports.reshard_plan import Batches, Message
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, Receive, Send
+from megagrpo.weights.wire.messages import Batches, Message
 
 _IN_FLIGHT = 2  # batches: one is packed or unpacked while the other is on the wire
 
@@ -120,10 +120,10 @@ class _Flying:
 
 def _in_place(message: Message, parameters: Mapping[str, Tensor]) -> Tensor | None:
     """Returns the live elements themselves [n], None where they must be packed or cast."""
-    place = message.places[0]
-    if len(message.places) > 1 or not place.contiguous or parameters[place.parameter].dtype != message.dtype:
+    first = message.slices[0]
+    if len(message.slices) > 1 or not first.contiguous or parameters[first.parameter].dtype != message.dtype:
         return None
-    return place.view(parameters).reshape(-1)
+    return first.view(parameters).reshape(-1)
 
 
 def read_message(message: Message, parameters: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
@@ -131,7 +131,7 @@ def read_message(message: Message, parameters: Mapping[str, Tensor]) -> tuple[Te
     values = _in_place(message, parameters)
     if values is not None:
         return values, False
-    device = parameters[message.places[0].parameter].device
+    device = parameters[message.slices[0].parameter].device
     packed = torch.empty(message.numel, dtype=message.dtype, device=device)
     pack(message, packed, parameters)
     return packed, True
@@ -151,5 +151,6 @@ def _each(
     message: Message, values: Tensor, parameters: Mapping[str, Tensor], copy: Callable[[Tensor, Tensor], object]
 ) -> None:
     """Copies between the parts of a message [n] and the live elements that they belong to."""
-    for part, place in zip(values.split([place.numel for place in message.places]), message.places, strict=True):
-        copy(part.view(place.size), place.view(parameters))
+    parts = values.split([live.numel for live in message.slices])
+    for part, live in zip(parts, message.slices, strict=True):
+        copy(part.view(live.size), live.view(parameters))

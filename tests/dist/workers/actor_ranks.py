@@ -218,7 +218,7 @@ def difference(found: dict, expected: dict) -> float:
 def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -> Path:
     """Writes a checkpoint at once."""
     state = TrainState(step=job.get("step", 1), data_cursor=17)
-    return checkpoint.begin(
+    return checkpoint.start_save(
         Path(root), state, identity(job), Retention(2), lambda f: save_actor(actor, f, reshardable), actor.mesh
     ).finish()
 
@@ -301,7 +301,7 @@ def biases_job(actor: MegatronActor, weights: ActorWeights, job: dict, folder: P
 
     And the load of experts, of which layers without any have no part.
     """
-    actor.expert_load.enabled = True
+    actor.expert_load.begin()
     gradient(actor, batch_of(actor.mesh), RICH)
     actor.optimizer_step()
     counts = actor.expert_load.counts.clone()

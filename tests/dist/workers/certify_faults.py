@@ -16,8 +16,8 @@ from megagrpo.actor.layers import specs as layer_specs
 from megagrpo.actor.megatron import model
 from megagrpo.actor.megatron.model import build_chunk
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.routing import replay as routing_replay
-from megagrpo.actor.routing.replay import own_places
+from megagrpo.actor.routing import tokens as routed_tokens
+from megagrpo.actor.routing.tokens import own_places
 from megagrpo.algo.loss import objective
 from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
@@ -172,7 +172,7 @@ def _experts_of_token_before() -> Iterator[None]:
         rows, columns = own_places(micro)
         return rows, torch.where(columns > 0, columns - 1, columns)
 
-    with _replaced(routing_replay, own_places=places_before):
+    with _replaced(routed_tokens, own_places=places_before):
         yield
 
 

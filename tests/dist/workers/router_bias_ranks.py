@@ -26,7 +26,7 @@ from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of, config_of
 
 def biases(actor: MegatronActor) -> dict[int, list[float]]:
     """Of the routers of all pipeline stages, by layer."""
-    mine = {i: r.expert_bias.tolist() for chunk in actor.chunks for i, r in routers(chunk).items()}
+    mine = {i: r.expert_bias.tolist() for i, r in routers(actor.chunks).items()}
     everyone: list = [None] * actor.mesh.world_size
     dist.all_gather_object(everyone, mine)
     found: dict[int, list[float]] = {}
@@ -43,7 +43,7 @@ def counted_by_hand(actor: MegatronActor) -> dict[int, list[int]]:
     def hook(layer: int):
         return lambda module, inputs, output: counts.update({layer: counts.get(layer, 0) + output[1].sum(0)})
 
-    hooks = [r.register_forward_hook(hook(i)) for chunk in actor.chunks for i, r in routers(chunk).items()]
+    hooks = [r.register_forward_hook(hook(i)) for i, r in routers(actor.chunks).items()]
     step.token_logprobs(actor, batch_of(actor.mesh), 1.0)
     for handle in hooks:
         handle.remove()
@@ -64,7 +64,7 @@ def bias_job(actor: MegatronActor, job: dict) -> dict:
 def losses_by_hand(actor: MegatronActor, balance: float, z: float) -> dict[str, float]:
     """Leaves the gradients of both losses as plain torch has them: one sample a forward, every formula written out."""
     batch, logits, total = batch_of(actor.mesh), {}, {"balance": 0.0, "z": 0.0}
-    of_layer = {i: r for chunk in actor.chunks for i, r in routers(chunk).items()}
+    of_layer = routers(actor.chunks)
     for layer, router in of_layer.items():
         gating = router.gating
         router.gating = lambda x, layer=layer, gating=gating: (

@@ -81,7 +81,7 @@ def by_hand(actor: MegatronActor, batch: Batch) -> dict:
     seen: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
     logits: dict[int, Tensor] = {}
     undo = []
-    for layer, router in routers(actor.chunks[0]).items():
+    for layer, router in routers(actor.chunks[:1]).items():
 
         def gating(x, layer=layer, original=router.gating):
             logits[layer] = original(x)
@@ -93,7 +93,7 @@ def by_hand(actor: MegatronActor, batch: Batch) -> dict:
         router.gating = gating
         undo.append(router.register_forward_hook(hook))
     step.token_logprobs(actor, batch, 1.0)
-    for handle, router in zip(undo, routers(actor.chunks[0]).values(), strict=True):
+    for handle, router in zip(undo, routers(actor.chunks[:1]).values(), strict=True):
         handle.remove()
         del router.gating
     planted, arch = planted_experts(actor), actor.arch

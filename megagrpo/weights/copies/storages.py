@@ -1,0 +1,150 @@
+"""Storages that a loader fills from HF tensors while it is recorded: which elements of which HF tensor each holds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megagrpo.weights.copies.concatenation import Concatenation, JoinedPart
+from megagrpo.weights.copies.views import Untraceable, factor, naming, row_major
+
+
+@dataclass
+class Computed:
+    """How a loader computes a tensor from HF tensors by more than copies, and from which."""
+
+    how: str
+    hf: set[str]
+
+
+@dataclass(frozen=True)
+class Strided:
+    """`size` elements, `hf_stride` apart in the HF tensor; one step is `scale` steps along `dim` of the view."""
+
+    size: int
+    hf_stride: int
+    dim: int
+    scale: int
+
+
+@dataclass(frozen=True)
+class HfView:
+    """A view, of any tensor that was copied from an HF tensor, as a view of that HF tensor."""
+
+    hf: str
+    offset: int
+    pieces: list[Strided]  # in the view's order of iteration
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A dense storage with elements of one HF tensor.
+
+    `sizes` and, in the HF tensor, `offset` and `hf_strides` of its dimensions, in elements.
+    """
+
+    hf: str
+    offset: int
+    sizes: tuple[int, ...]
+    hf_strides: tuple[int, ...]
+
+
+class TracedStorages:
+    """Every storage that holds HF elements: traced to one HF tensor, a concatenation of such, or computed."""
+
+    def __init__(self, hf: Mapping[str, Tensor]):
+        self._traced = {
+            storage_id(t): _Traced(name, 0, tuple(t.shape), row_major(tuple(t.shape))) for name, t in hf.items()
+        }
+        self._joined: dict[int, Concatenation] = {}
+        self._computed: dict[int, Computed] = {}
+        self._keep: list[Tensor] = []  # a freed storage's address could come back as another tensor
+
+    def is_traced(self, tensor: Tensor) -> bool:
+        """Returns whether all elements are those of one HF tensor."""
+        return storage_id(tensor) in self._traced
+
+    def from_hf(self, tensor: Tensor) -> bool:
+        """Returns whether any element comes from an HF tensor."""
+        return any(storage_id(tensor) in known for known in (self._traced, self._joined, self._computed))
+
+    def computed(self, tensor: Tensor) -> Computed | None:
+        """Returns how the tensor was computed, None if it holds copies only."""
+        return self._computed.get(storage_id(tensor))
+
+    def names(self, tensor: Tensor) -> list[str]:
+        """Returns the HF tensors whose elements a traced tensor or a concatenation of such holds."""
+        joined, origin = self._joined.get(storage_id(tensor)), self._traced.get(storage_id(tensor))
+        if joined is not None:
+            return [self._traced[storage_id(part)].hf for part in joined.parts]
+        return [origin.hf] if origin else []
+
+    def rewrite(self, source: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Returns a new storage with the elements of `source` in the same order."""
+        if parts := self.joined_parts(source, source.shape):
+            return self.concatenate([self.rewrite(part.source, dtype) for part in parts], parts[0].dim)
+        out = torch.empty_like(source, dtype=dtype or source.dtype, memory_format=torch.preserve_format)
+        if self.is_traced(source):
+            self._trace(out, source)
+        else:
+            self.lose(out, [source], "a rewritten tensor")
+        return out
+
+    def concatenate(self, parts: list[Tensor], dim: int = 0) -> Tensor:
+        """Returns the concatenation of traced tensors."""
+        joined = Concatenation.of(parts, dim)
+        self._keep += [joined.whole, *parts]
+        self._joined[storage_id(joined.whole)] = joined
+        return joined.whole
+
+    def copy_to_temporary(self, target: Tensor, source: Tensor) -> None:
+        """Traces a copy into a tensor that is no parameter."""
+        whole = target.nbytes == target.untyped_storage().nbytes() and target.shape == source.shape
+        if whole and self.is_traced(source):
+            self._trace(target, source)
+        else:
+            self.lose(target, [source, target], "a piecewise copy into a temporary")
+
+    def joined_parts(self, source: Tensor, shape: torch.Size) -> list[JoinedPart]:
+        """Returns the parts of a view of a concatenation that is copied into this shape, [] for another tensor."""
+        joined = self._joined.get(storage_id(source))
+        if joined is None or source.numel() == 0:
+            return []
+        try:
+            return joined.pieces(source, shape)
+        except Untraceable as exc:
+            self.lose(source, [source], str(exc))
+            return []
+
+    def hf_view(self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> HfView:
+        """Returns a traced tensor, read with this shape and these strides, as a view of its HF tensor."""
+        origin = self._traced[storage_id(tensor)]
+        with naming(f"HF tensor {origin.hf}"):
+            first, pieces = factor(int(tensor.storage_offset()), shape, strides, origin.sizes)
+        offset = origin.offset + sum(i * s for i, s in zip(first, origin.hf_strides, strict=True))
+        return HfView(
+            origin.hf, offset, [Strided(p.size, origin.hf_strides[p.base] * p.step, p.dim, p.scale) for p in pieces]
+        )
+
+    def lose(self, tensor: Tensor, origins: list[Tensor], how: str) -> None:
+        """Notes that a tensor is no view of one HF tensor. how: what made it of the `origins`."""
+        self._keep.append(tensor)
+        earlier = [self._computed[storage_id(t)] for t in origins if storage_id(t) in self._computed]
+        names = [name for t in origins for name in self.names(t)]
+        text = earlier[0].how if earlier else f"{how} of HF tensor {names[0]}"
+        self._computed[storage_id(tensor)] = Computed(text, set(names).union(*(part.hf for part in earlier)))
+        self._traced.pop(storage_id(tensor), None)
+        self._joined.pop(storage_id(tensor), None)
+
+    def _trace(self, out: Tensor, source: Tensor) -> None:
+        self._keep.append(out)
+        view = self.hf_view(source, tuple(source.shape), tuple(source.stride()))
+        dense = sorted(((out.stride(p.dim) * p.scale, p.size, p.hf_stride) for p in view.pieces), reverse=True)
+        sizes, hf_strides = tuple(size for _, size, _ in dense), tuple(hf_stride for _, _, hf_stride in dense)
+        self._traced[storage_id(out)] = _Traced(view.hf, view.offset, sizes, hf_strides)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Returns what identifies a tensor's storage, on the meta device too."""
+    return tensor.untyped_storage()._cdata

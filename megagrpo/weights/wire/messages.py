@@ -1,0 +1,70 @@
+"""Messages of a transfer, and the requests by which trainer rank 0 starts it on the ranks of an engine."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import NotRequired, TypedDict
+
+import torch
+
+from megagrpo.weights.copies.views import ParameterSlice
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Values that travel together between two ranks: the elements of `slices`, one after the other."""
+
+    peer: int
+    tag: int  # its number among the messages of this pair of ranks
+    dtype: torch.dtype  # in which they travel
+    slices: tuple[ParameterSlice, ...]
+
+    @property
+    def numel(self) -> int:
+        """Returns the number of elements."""
+        return sum(part.numel for part in self.slices)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes on the wire."""
+        return self.numel * self.dtype.itemsize
+
+
+Batches = list[list[Message]]  # of one rank, in the order in which they travel
+
+
+class ReceiveRequest(TypedDict):
+    """Makes one engine rank receive its slices. With `memory` through a shared buffer, else in a process group."""
+
+    group: str  # name of the link
+    plan: str  # mailbox key of the encoded batches, "" if the engine rank has them already
+    patience_s: float  # for one batch
+    left_s: float  # for the whole transfer
+    memory: NotRequired[str]  # key of the handover in the store
+    rank: NotRequired[int]  # in the group, in which trainers come first
+    size: NotRequired[int]  # of the group
+    num_ranks: NotRequired[int]  # of the engine
+    join_s: NotRequired[float]  # for all ranks of the group to meet
+
+
+def encode_batches(batches: Iterable[Sequence[Message]], ranks: Mapping[int, int]) -> list:
+    """Returns the batches of an engine rank as JSON can express them. ranks: trainer rank -> rank in the group."""
+    return [
+        [(ranks[m.peer], m.tag, str(m.dtype).removeprefix("torch."), [astuple(part) for part in m.slices]) for m in one]
+        for one in batches
+    ]
+
+
+def decode_batches(encoded: list) -> Batches:
+    """Returns the batches that encode_batches encoded."""
+    return [
+        [
+            Message(
+                peer,
+                tag,
+                getattr(torch, dtype),
+                tuple(ParameterSlice(p, o, tuple(n), tuple(s)) for p, o, n, s in parts),
+            )
+            for peer, tag, dtype, parts in batch
+        ]
+        for batch in encoded
+    ]
