@@ -13,7 +13,7 @@ import pytest
 
 from megagrpo.certify import command
 from megagrpo.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
-from megagrpo.certify.report import failures, write_certificate
+from megagrpo.certify.report import GRADIENT_BOUND, failures, write_certificate
 from megagrpo.certify.subject import make_models
 from megagrpo.config.load import dump_config, load_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
@@ -181,8 +181,8 @@ def test_latent_attention_is_certified_and_its_fault_found(of_family: Callable[[
     results, found = failures_of_family(of_family("deepseek_v3"), cases)
     assert found[:2] == [[], []]
     assert results[2]["loss_error"] < 1e-6, "a loss that agrees proves nothing"
-    print("LATENT", {k: v for k, v in results[2]["gradients"].items() if v > 1e-5})
-    spoiled = {name for name, value in results[2]["gradients"].items() if value > 1e-2}
+    # half of the heads' part is missing, of the order of the gradient; far from what rounding makes of a right one
+    spoiled = {name for name, value in results[2]["gradients"].items() if value > 100 * GRADIENT_BOUND}
     assert any(name.endswith("kv_a_proj_with_mqa.weight") for name in spoiled)
     assert any("gradient of" in problem for problem in found[2])
     assert len(results[0]["gradients"]) > 100 and "router" not in str(results[0]["gradients"].keys())
