@@ -29,6 +29,12 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Returns the parser of every command, for the reference in docs/."""
+    (action,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
 class _Commands:
     """Collects the commands of the parser."""
 

@@ -1,6 +1,6 @@
 """The experiment: every section of the YAML, one frozen pydantic model each.
 
-A default and a description live on their field, nowhere else; docs/configuration.md is generated from them
+A default and a description live on their field, nowhere else; docs/reference/configuration.md is generated from them
 (`python -m megagrpo.config.describe`). Reading files, overrides and error messages are in config/load.py.
 """
 

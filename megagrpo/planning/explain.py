@@ -238,7 +238,7 @@ def _rollout(config: ExperimentConfig) -> list[str]:
 
 
 def _memory(config: ExperimentConfig, arch: Architecture | None, counts: ParameterCounts | None) -> list[str]:
-    """Says what the fullest ranks hold, by the closed forms of docs/planning_memory.md."""
+    """Says what the fullest ranks hold, by the closed forms of docs/planning.md."""
     if arch is None or counts is None:
         return ["memory     unknown without the model's config.json"]
     if layout_problems(arch, config.actor):

@@ -1,6 +1,6 @@
 """What one decoder layer costs a trainer rank: bytes kept for the backward, multiply-adds, bytes sent. Closed forms.
 
-docs/planning_memory.md states each formula. Counted for CUDA, where attention keeps no scores. Loads no torch.
+docs/planning.md states each formula. Counted for CUDA, where attention keeps no scores. Loads no torch.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """What the trainers of an experiment hold and compute, phase by phase, from the model's numbers alone. Loads no torch.
 
-Bytes of one rank are given by part; docs/planning_memory.md states the formula of each.
+Bytes of one rank are given by part; docs/planning.md states the formula of each.
 """
 
 from collections.abc import Mapping, Sequence

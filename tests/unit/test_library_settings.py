@@ -119,7 +119,7 @@ def test_refusals_name_keys_that_exist(table: SettingsTable):
 
 
 def test_the_page_has_every_refusal():
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "gpu.md").read_text()
     assert [row for row in refusal_rows() if row not in page] == []
 
 

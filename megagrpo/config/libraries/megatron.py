@@ -332,7 +332,7 @@ def _wrong_with_stages(actor: ActorConfig) -> Iterator[tuple[SettingsTable, str,
 
 
 def refusal_rows() -> list[str]:
-    """Returns the rows of docs/gpu.md's table: why fields are not set in an experiment, and which they are."""
+    """Returns the rows of docs/evidence/gpu.md's table: why fields are not set in an experiment, and which they are."""
     reasons: dict[str, list[str]] = {}
     for table in MEGATRON_SETTINGS:
         for name, refusal in table.refused.items():
