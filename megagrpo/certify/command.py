@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.certify.cases import Case, grid, layouts_of
-from megagrpo.certify.report import Result, write_certificate
+from megagrpo.certify.report import CaseResult, write_certificate
 from megagrpo.certify.subject import make_models
 from megagrpo.cluster.machine import train_ranks
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
@@ -36,7 +36,7 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
         left_out["Transformer Engine's layers"] = "they are off in float32 unless actor.transformer_engine is true"
     if config.actor.dtype != "float32":
         left_out[config.actor.dtype] = "its rounding exceeds the bounds"
-    results: list[Result] = []
+    results: list[CaseResult] = []
     for world in sorted({case.ranks for case in cases}):
         measured = _run_world(config, folder, world, [case for case in cases if case.ranks == world])
         if measured is None:
@@ -60,7 +60,7 @@ def certify_main(config: ExperimentConfig) -> int:
     return guarded(config, "certify", body)
 
 
-def _run_world(config: ExperimentConfig, folder: Path, world: int, cases: list[Case]) -> list[Result] | None:
+def _run_world(config: ExperimentConfig, folder: Path, world: int, cases: list[Case]) -> list[CaseResult] | None:
     """Returns the results of one world size's cases; None if its ranks failed, which the launcher has reported."""
     subfolder = folder / f"ranks{world}"
     subfolder.mkdir(parents=True)

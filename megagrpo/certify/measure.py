@@ -19,7 +19,7 @@ from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import plan_updates
 from megagrpo.certify.cases import REFERENCE, Case
-from megagrpo.certify.report import Measured
+from megagrpo.certify.report import CaseFigures
 from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, NUM_GROUPS, longest, make_groups, near
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.families.table import read_architecture
@@ -113,7 +113,7 @@ def certify_ranks(config: ExperimentConfig, device: torch.device) -> None:
         write_whole(folder / "results.json", json.dumps(results))
 
 
-def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, device: torch.device) -> Measured:
+def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, device: torch.device) -> CaseFigures:
     """Collective. Returns one case's loss, gradient norm, and differences from `folder`/reference.pt.
 
     The reference case writes that file.
@@ -207,7 +207,7 @@ def _step(
 
 def _reference(
     config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], file: Path
-) -> Measured:
+) -> CaseFigures:
     batch = _batch_of(config, actor, groups)
     base = torch.zeros(len(batch.lengths), MAX_PROMPT + MAX_RESPONSE)
     base[_inside(batch)] = token_logprobs(actor, batch, config.sampling.temperature)
@@ -224,7 +224,7 @@ def _compare(
     weights: ActorWeights,
     groups: list[RolloutGroup],
     reference: Reference,
-) -> Measured:
+) -> CaseFigures:
     def read(values: Mapping[str, Tensor], name: Literal["gradients", "weights"]) -> dict[str, float]:
         return ratios(weights, values, reference[name], actor.mesh)
 

@@ -10,7 +10,7 @@ from megagrpo import __version__
 LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-5, 1e-6
 
 
-class Measured(TypedDict):
+class CaseFigures(TypedDict):
     """One case's figures; errors are differences from the one-rank reference, `gradients` by HF name."""
 
     loss: float
@@ -21,14 +21,14 @@ class Measured(TypedDict):
     weights: float
 
 
-class Result(Measured):
+class CaseResult(CaseFigures):
     """Figures with their case: cases.Case as a mapping, and its variant."""
 
     case: dict[str, object]
     variant: str
 
 
-def failures(result: Measured) -> list[str]:
+def failures(result: CaseFigures) -> list[str]:
     """Returns a message with the figure for each error above its bound. NaN is above every bound."""
     messages = []
     if not result["loss_error"] <= LOSS_BOUND:
@@ -44,7 +44,7 @@ def failures(result: Measured) -> list[str]:
     return messages
 
 
-def worst_gradient(result: Measured) -> tuple[str, float]:
+def worst_gradient(result: CaseFigures) -> tuple[str, float]:
     """Returns the parameter with the largest max|g - g1| / max|g1| and that ratio; ("", 0) without gradients."""
     return max(
         result["gradients"].items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1], default=("", 0.0)
@@ -52,7 +52,7 @@ def worst_gradient(result: Measured) -> tuple[str, float]:
 
 
 def write_certificate(
-    folder: Path, *, name: str, family: str, results: list[Result], left_out: dict[str, str]
+    folder: Path, *, name: str, family: str, results: list[CaseResult], left_out: dict[str, str]
 ) -> tuple[str, bool]:
     """Writes both files; returns the text of report.md and whether every case is within the bounds."""
     passed = all(not failures(result) for result in results)
