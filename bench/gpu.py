@@ -111,7 +111,7 @@ def _preload() -> None:
     from megagrpo.data.torchvision_ops import define_torchvision_operators
 
     define_torchvision_operators()
-    for module in ("megagrpo.actor.step", "megagrpo.tiny.model", "transformers.models.qwen3.modeling_qwen3"):
+    for module in ("megagrpo.actor.step", "examples.laptop.model", "transformers.models.qwen3.modeling_qwen3"):
         import_module(module)
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import provenance, write_results
-from megagrpo.config.schema import TinyModelConfig
-from megagrpo.tiny.description import hf_config
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config
 from tests.dist.workers.launch import POOL, run_ranks
 
 HELD = ("parameters", "gradients", "optimiser")

@@ -110,7 +110,6 @@ def _add_submit(commands: _Commands) -> None:
 
 def _add_preparation(commands: _Commands) -> None:
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
-    commands.add_with_config("prepare", _prepare, "make the tiny model and data that the experiment asks for")
     check = commands.add_with_config("check", _check, "explain the experiment without starting anything")
     check.add_argument("--hardware", help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds")
     certify = commands.add_with_config(
@@ -282,13 +281,6 @@ def _sft(args: argparse.Namespace) -> int:
     from megagrpo.cluster.machine import train_ranks
 
     return train_ranks(config, ["sft"])
-
-
-def _prepare(args: argparse.Namespace) -> int:
-    from megagrpo.tiny.model import prepare
-
-    prepare(_config(args))
-    return 0
 
 
 def _check(args: argparse.Namespace) -> int:

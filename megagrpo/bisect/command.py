@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.cluster.machine import ranks_beside_service
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import ExperimentConfig, WeightsConfig
 from megagrpo.system.run_folder import RunFolder, write_whole
 from megagrpo.tasks.ranks import guarded
 
@@ -88,8 +88,10 @@ def experiment_of(config: ExperimentConfig, options: BisectOptions, folder: Path
             "sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled"),
         }
     )
-    transport = "reshard" if config.weights.transport == "ipc" else config.weights.transport
-    weights = config.weights.model_copy(update={"transport": transport})
+    # no GPU is shared here
+    weights = config.weights
+    if weights.traits.needs_colocation:
+        weights = weights.model_copy(update={"transport": WeightsConfig().transport})
     # a fused router cannot be told its experts
     actor = config.actor.model_copy(update={"megatron": config.actor.megatron | {"moe_router_fusion": False}})
     changes = {"output_dir": str(folder), "actor": actor, "rollout": rollout, "weights": weights}

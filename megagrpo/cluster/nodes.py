@@ -20,6 +20,7 @@ from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
 from megagrpo.system import environment
+from megagrpo.system.processes import route_address
 from megagrpo.system.run_folder import RunFolder
 
 _ONE_MACHINE = "rollout.colocate works on one machine so far: `megagrpo run`"
@@ -56,9 +57,7 @@ class Node:
         assert self.first_address is not None, "a single trainer node needs no address"
         if self.rank == 0:
             return self.first_address
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self.first_address, self.first_port))  # UDP: selects a route without sending
-            return probe.getsockname()[0]
+        return route_address(self.first_address, self.first_port)
 
 
 def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:

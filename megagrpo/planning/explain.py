@@ -66,10 +66,6 @@ def explain(config: ExperimentConfig, trial: Trial | None = None, at_once: Seque
     return "\n\n".join("\n".join(lines) for lines in ([title], *parts, verdict))
 
 
-def _makers(config: ExperimentConfig) -> str:
-    return " and ".join(name for name, section in (("prepare", config.prepare), ("sft", config.sft)) if section)
-
-
 def _trial(trial: Trial) -> list[str]:
     return [
         "loaded     as the trainers will; graders and tools are imported too",
@@ -82,9 +78,9 @@ def _model(config: ExperimentConfig, hf: dict[str, Any] | None, counts: Paramete
     family = None if hf is None else hf.get("model_type")
     if hf is None or counts is None:
         made = not Path(config.model.path).exists() and is_made(config, config.model.path)
-        missing = f"not there yet: made by megagrpo {_makers(config)}" if made else "no config.json there"
+        missing = "not there yet: made by megagrpo sft" if made else "no config.json there"
         return [f"model      {config.model.path} ({family or missing})"]
-    there = "" if Path(config.model.path).exists() else f", not there yet: made by megagrpo {_makers(config)}"
+    there = "" if Path(config.model.path).exists() else ", not there yet: made by megagrpo sft"
     active = f", {_count(counts.active)} active" if counts.expert else ""
     algorithm = config.algorithm
     off_policy = algorithm.loss.name == "gpg" and config.train.updates_of_step > 1

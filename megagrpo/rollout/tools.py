@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 
 ToolFunction = Callable[[str], str | None]  # (the response so far, as text) -> output, or None to end the response
 
-BUILT_IN = {"calculator": "megagrpo.tiny.arithmetic:calculator"}
+BUILT_IN = {"calculator": "megagrpo.rollout.calculator:calculator"}
 
 
 class Turn(Protocol):

@@ -15,8 +15,10 @@ from megagrpo.certify import command
 from megagrpo.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
 from megagrpo.certify.report import GRADIENT_BOUND, failures, write_certificate
 from megagrpo.certify.subject import make_models
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.load import dump_config, load_config
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
+from megagrpo.families.tiny import TinySizes
 from tests.dist.workers.launch import run_ranks
 
 pytestmark = pytest.mark.timeout(900)
@@ -55,6 +57,14 @@ SPOILED = {
 }
 
 
+def described(folder: Path, family: str = "qwen3_moe") -> list[str]:
+    """Settings that name a model of which there is only config.json: the certificate makes its own tensors."""
+    moe = {} if family in ("qwen3", "qwen3_moe") else {"experts_per_token": 4}
+    (folder / "real").mkdir(parents=True)
+    (folder / "real" / "config.json").write_text(json.dumps(hf_config(TinySizes(family=family, **moe))))
+    return [f"model.path={folder / 'real'}", "sft=null"]
+
+
 def case(layout: str, fault: str | None = None, **options) -> dict:
     """A case for `job`: a Case's fields, and the planted fault under its own key."""
     ranks, parallel = LAYOUTS[layout]
@@ -65,7 +75,7 @@ def case(layout: str, fault: str | None = None, **options) -> dict:
 def folders(tmp_path_factory) -> dict[str, Path]:
     """For each algorithm a folder with the tiny model and what one rank computes."""
     root = tmp_path_factory.mktemp("certify")
-    config = load_config(str(CONFIG), [])
+    config = load_config(str(CONFIG), described(root))
     places = {name: root / str(number) for number, name in enumerate(ALGORITHMS)}
     make_models(places[FIRST], config, ParallelConfig(), 0)
     for place in list(places.values())[1:]:
@@ -161,8 +171,7 @@ def of_family(tmp_path_factory) -> Callable[[str], dict]:
     @cache
     def base(family: str) -> dict:
         place = tmp_path_factory.mktemp(family)
-        settings = [f"prepare.model.family={family}", "prepare.model.experts_per_token=4"]
-        make_models(place, load_config(str(CONFIG), settings), ParallelConfig(), 0)
+        make_models(place, load_config(str(CONFIG), described(place, family)), ParallelConfig(), 0)
         common = {"config": str(CONFIG), "folder": str(place), "algorithm": ALGORITHMS[FIRST]}
         run_ranks(1, place / "one", [{**common, "case": asdict(REFERENCE)}], "certify_ranks.py")
         return common
@@ -199,8 +208,11 @@ def test_large_families_are_certified(of_family: Callable[[str], dict], family: 
     assert all(found), dict(zip(SPOILED, found, strict=True))
 
 
-def certify(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "megagrpo.cli", "certify", str(CONFIG), *arguments]
+def certify(folder: Path, *arguments: str, family: str = "qwen3_moe") -> subprocess.CompletedProcess:
+    """`megagrpo certify` of the quickstart with a model of `family`, in folder/run."""
+    settings = [f"output_dir={folder / 'run'}", *described(folder, family)]
+    words = [*arguments, *(word for setting in settings for word in ("--set", setting))]
+    command = [sys.executable, "-m", "megagrpo.cli", "certify", str(CONFIG), *words]
     return subprocess.run(command, cwd=CONFIG.parents[1], capture_output=True, text=True)
 
 
@@ -218,7 +230,8 @@ def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(command, "train_ranks", ranks_of_pool)
     folder = tmp_path / "run"
-    status = command.certify(load_config(str(CONFIG), [f"output_dir={folder}"]), ranks=2, only=["DP2"])
+    config = load_config(str(CONFIG), [f"output_dir={folder}", *described(tmp_path)])
+    status = command.certify(config, ranks=2, only=["DP2"])
     printed = capsys.readouterr()
     assert status == 1
     report = json.loads((folder / "certify" / "report.json").read_text())
@@ -233,7 +246,7 @@ def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path, monkeypat
 
 
 def test_the_command_passes_what_is_right(tmp_path: Path):
-    done = certify("--ranks", "1", "--set", f"output_dir={tmp_path / 'run'}")
+    done = certify(tmp_path, "--ranks", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "passed" in done.stdout and (tmp_path / "run" / "certify" / "report.md").read_text() in done.stdout
 
@@ -241,7 +254,7 @@ def test_the_command_passes_what_is_right(tmp_path: Path):
 @pytest.mark.slow
 def test_the_whole_certificate_passes(tmp_path: Path):
     folder = tmp_path / "run"
-    done = certify("--ranks", "4", "--set", f"output_dir={folder}")
+    done = certify(tmp_path, "--ranks", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((folder / "certify" / "report.json").read_text())
     assert report["passed"] and not report["not_run"]

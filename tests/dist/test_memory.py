@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config.schema import TinyModelConfig
-from megagrpo.tiny.description import hf_config
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config
 from tests.dist.workers.launch import run_ranks
 
 ALLOWED = 0.15

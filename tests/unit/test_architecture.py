@@ -21,7 +21,7 @@ LAYERS = (
     {"config"},
     {"mesh", "algo"},
     {"batching", "monitor", "data", "rewards", "weights"},
-    {"actor", "rollout", "view", "tiny"},
+    {"actor", "rollout", "view"},
     {"checkpoint"},
     {"check"},
     {"planning"},

@@ -7,17 +7,17 @@ import torch
 from fake_service import FakeService, running
 from sampling import MESH, Grader, experiment, source_of
 
+from examples.laptop.model import character_tokenizer
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ToolConfig
 from megagrpo.mesh import LeaderError
+from megagrpo.rollout.calculator import calculator
 from megagrpo.rollout.generation import sample_seed
 from megagrpo.rollout.response import Response
 from megagrpo.rollout.tools import Tool, load_tool, make_tool, respond_with_tool
-from megagrpo.tiny.arithmetic import calculator
-from megagrpo.tiny.model import character_tokenizer
 from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample
 
 TOKENIZER = character_tokenizer("0123456789+-*/=.()<># ")

@@ -15,14 +15,16 @@ from sampling import source_of as make_source
 from test_rollout_client import PARAMS, PROMPTS, QUICK
 from test_rollout_tools import CALCULATOR, EOS, PROMPT, TOKENIZER, ids, says
 
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.megatron.fields import Kernels, transformer_defaults
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.load import ConfigError, load_config
-from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.planning.explain import explain
@@ -34,7 +36,6 @@ from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tiny.description import hf_config
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -274,7 +275,7 @@ def test_who_replays_has_experts_no_fused_router_and_engines_that_tell():
 
 def test_check_says_what_experts_cost(model: Path):
     """Here of two layers with experts, of three."""
-    settings = [f"model.path={model}", "prepare=null", "sft=null"]
+    settings = [f"model.path={model}", "sft=null"]
     k = architecture_of(json.loads((model / "config.json").read_text())).experts_per_token
     text = explain(load_config(str(CONFIG), [*settings, REPLAY]))
     assert f"the actor takes the engine's experts: {2 * k} bytes a token of a replica, {16 * k} in an answer" in text

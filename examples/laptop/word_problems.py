@@ -8,7 +8,7 @@ import random
 from itertools import product
 from typing import NamedTuple
 
-from megagrpo.config.schema import DatasetConfig
+from examples.laptop.recipe import DatasetConfig
 
 Wordings = dict[str, tuple[str, ...]]  # sign -> ways to tell a problem
 
@@ -66,7 +66,7 @@ def word_problems(config: DatasetConfig, seed: int) -> tuple[dict[str, list[dict
         share += _SHARES[name]
         last = round(share * len(sums))
         wordings = _HELD_OUT_WORDINGS if name == "eval" else _WORDINGS
-        key = f"prepare.dataset.num_{name}"
+        key = f"dataset.num_{name}"
         files[name] = _rows(sums[first:last], wordings, number, key, choose, equations=name == "sft")
         first = last
     return files, {"different sums and differences": len(sums)}

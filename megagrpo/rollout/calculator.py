@@ -1,4 +1,4 @@
-"""Computes exact values of arithmetic expressions: the tiny tasks' right answers, and what the calculator tool says."""
+"""The built-in calculator tool: exact values of arithmetic expressions."""
 
 import ast
 import re
