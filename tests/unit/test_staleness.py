@@ -9,7 +9,7 @@ from fake_service import FakeService, running
 from sampling import MESH, source_of, take, until
 from sampling import experiment as short_experiment
 
-from megagrpo.algo.staleness import staleness_metrics
+from megagrpo.algo.correction import staleness_metrics
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
