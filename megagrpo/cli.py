@@ -121,7 +121,6 @@ def _add_preparation(commands: _Commands) -> None:
     certify.add_argument(
         "--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit"
     )
-    certify.add_argument("--plant", help=argparse.SUPPRESS)  # a fault that must be found, see certify/faults.py
     bisect = commands.add_with_config(
         "bisect", _bisect, "run the same tokens through an engine and the trainer, and name where they first differ"
     )
@@ -291,7 +290,7 @@ def _certify(args: argparse.Namespace) -> int:
     from megagrpo.certify.command import certify, certify_main
 
     config = _config(args)
-    return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts, args.plant)
+    return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts)
 
 
 def _bisect(args: argparse.Namespace) -> int:
