@@ -233,7 +233,7 @@ def _role(role: str, job: dict, folder: Path) -> list[str]:
         str(RANKS),
         role,
         str(file),
-    ]  # -P: bench/statistics.py is not Python's
+    ]
 
 
 def _environment(variables: dict[str, str], python_path: list) -> dict[str, str]:

@@ -32,7 +32,7 @@ def certificate(figures: Figures, setting: Setting) -> None:
     (folder / "real" / "config.json").write_text(json.dumps(hf_config(TinySizes())))
     make_models(folder, config, ParallelConfig(), config.seed)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder / "model")})})
-    cases, _ = grid(LAYOUTS, ranks=1, is_moe=True, only=["1 rank"], fault=None)
+    cases, _ = grid(LAYOUTS, ranks=1, is_moe=True, only=["1 rank"])
     cases = [case for case in cases if not setting.small or case.variant in _SMALL]
     results = [
         measure(config, case, folder=folder, store=folder / f"store{number}", device=DEVICE)

@@ -74,6 +74,14 @@ class _Waiting:
     admitted: "asyncio.Future[float]" = field(compare=False)  # the tokens that it occupies
 
 
+def tokens_in_cache(mean: float, mean_square: float) -> float:
+    """Returns E[L^2] / (2 E[L]), the mean response tokens of a running sample in an engine that is always busy.
+
+    At any moment long responses are the larger part, and half complete on average.
+    """
+    return mean_square / (2 * mean)
+
+
 class ResponseLengths:
     """Estimates response lengths from the responses so far. For one event loop.
 
@@ -92,11 +100,8 @@ class ResponseLengths:
         self._of_prompt[prompt_id] = count + 1, total + length
 
     def occupied(self) -> float:
-        """Returns the response tokens that a running sample occupies on average in an engine that is always busy.
-
-        E[L^2] / (2 E[L]): at any moment long responses are the larger part, and half complete on average.
-        """
-        return self._sums[2] / (2 * max(self._sums[1], 1.0))
+        """Returns the mean response tokens of a running sample."""
+        return tokens_in_cache(max(self._sums[1], 1.0), self._sums[2])
 
     def expected(self, prompt_id: int) -> float:
         """Returns the mean response length in tokens: of this prompt in earlier epochs, else of all prompts."""

@@ -9,7 +9,7 @@ view.html  trace.json.gz                         written by `megagrpo view`
 service.json    address of the rollout service   service.key    its key: readable by its owner, removed at its end
 wandb/          data for `wandb sync`            wandb_id       id of the W&B run (log.wandb)
 certify/        written by `megagrpo certify`    logs/          of every process
-bisect/         written by `megagrpo bisect`: report.md, report.json, report.png; its own run folder
+bisect/         written by `megagrpo bisect`: report.md, report.json; its own run folder
 logs/trainer.log, service.log, engine-0.node-0.log ...
 logs/trainer.stop_request                        stop request of one node, see stop_request.py
 logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": a restart would fail again

@@ -104,8 +104,8 @@ def test_planted_mistakes_are_found_and_named(names, service, pool, tiny_model, 
         assert (said.place, said.computed) == (one.place, one.computed), f"{name}:\n{said.report}"
         assert not [word for word in one.words if word not in said.text], f"{name}: {said.text}"
         assert "Not compared" not in said.report, f"{name}:\n{said.report}"
-        # twice embedding, both halves of two layers and norm, and the output
-        assert one.place or said.report.count("| ok |") == 15, said.report
+        # embedding, both halves of two layers, norm, and the output
+        assert one.place or said.report.count("| ok |") == 9, said.report
 
 
 @pytest.mark.slow
@@ -158,5 +158,5 @@ def test_the_command_compares_a_model_and_a_checkpoint(tmp_path: Path):
         done = megagrpo("bisect", config, "--prompts", "2", "--max-new-tokens", "8", *options)
         assert done.status == 0, done.stdout + done.stderr
         assert "nothing differs" in done.stdout and "| ok |" in done.stdout
-        for name in ("report.md", "report.json", "report.png"):
+        for name in ("report.md", "report.json"):
             (tmp_path / "run" / "bisect" / name).unlink()

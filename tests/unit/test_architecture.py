@@ -50,7 +50,7 @@ ONLY_IN = {
     "sglang": r"weights/engines/loader\.py|rollout/service/(engine_process|\w+_dry_run)\.py|rollout/cpu/",
     "sgl_kernel": r"rollout/cpu/",
     "triton": r"weights/digests/triton_kernel\.py",
-    "matplotlib": r"monitor/report\.py|bisect/report\.py",
+    "matplotlib": r"monitor/report\.py",
     "rich": r"monitor/console\.py|check/doctor\.py",
 }
 ALGO_MAY_IMPORT = {"torch", "megagrpo"}

@@ -15,7 +15,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.planning.concurrency import at_once_report
+from megagrpo.planning.engine_memory import concurrency_report
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -73,7 +73,7 @@ def test_order_of_a_batch(order, expected):
     ],
 )
 def test_check_says_how_many_samples_run_at_once(settings, said):
-    text = "\n".join(at_once_report(load_config(QUICKSTART, settings)))
+    text = "\n".join(concurrency_report(load_config(QUICKSTART, settings)))
     assert all(words in text for words in said), text
 
 

@@ -117,7 +117,7 @@ def test_pages_are_short_and_reachable():
     assert not {name: length for name, length in lengths.items() if length > MAX_PAGE_LINES}
     index = ROOT / "docs" / "index.md"
     targets = re.findall(r"\]\(([^)#\s]+)", index.read_text())
-    linked = {(index.parent / target).resolve() for target in [*targets, "planning_memory.md"]}
+    linked = {(index.parent / target).resolve() for target in targets}
     assert {page.resolve() for page in pages_of_docs} - linked == {index.resolve()}
 
 

@@ -17,7 +17,7 @@ from megagrpo.actor.megatron.fields import (
 from megagrpo.check.problems import model_description
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import architecture_of, read_architecture
-from megagrpo.planning.optimizer_bytes import optimizer_bytes
+from megagrpo.planning.layer_costs import optimizer_bytes
 from megagrpo.planning.settings_report import settings_report
 from megagrpo.system.environment import child_environment
 from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, ROOT, described

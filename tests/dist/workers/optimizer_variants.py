@@ -133,8 +133,8 @@ def main(folder: Path) -> None:
     plain = torch.load(folder / "plain.pt")
     for name in VARIANTS:
         weights = torch.load(folder / f"{name}.pt")
-        moved = max(float((weights[key].float() - plain[key].float()).abs().max()) for key in plain)
-        found[f"{name} True"]["from plain"] = moved
+        apart = torch.cat([(weights[key].float() - plain[key].float()).abs().flatten() for key in plain])
+        found[f"{name} True"] |= {"from plain": float(apart.max()), "share": float((apart > 0).float().mean())}
     (folder / "found.json").write_text(json.dumps({"runs": found, "refused": other_kind(folder)}))
 
 

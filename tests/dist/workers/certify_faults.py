@@ -1,10 +1,10 @@
-"""Plants mistakes that public systems really made, on request: a certificate that cannot fail proves nothing.
+"""Plants mistakes that public systems really made: a certificate that cannot fail proves nothing.
 
-Each is a context manager around one case; `after_build` acts on the actor that the case has built.
+Each fault is a context manager around one case of the certificate.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import ModuleType
 
@@ -21,27 +21,19 @@ from megagrpo.actor.routing.tokens import own_places
 from megagrpo.algo.loss import objective
 from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
+from megagrpo.certify import measure
 from megagrpo.families.loading import Shard
 from megagrpo.families.models import deepseek_v3
 
-Plant = Callable[[MegatronActor], None]
 
-
-@contextmanager
-def planted(fault: str | None) -> Iterator[Plant]:
-    """Builds and trains actors with the fault inside. Raises ValueError for an unknown name."""
-    if fault is None:
-        yield lambda actor: None
-        return
-    if fault not in FAULTS:
-        raise ValueError(f"no fault is called {fault!r}; there are: {', '.join(FAULTS)}")
-    with FAULTS[fault]() as after_build:
-        yield after_build
+def planted(fault: str | None) -> AbstractContextManager[None]:
+    """Actors that are built inside of the block have the fault."""
+    return FAULTS[fault]() if fault else nullcontext()
 
 
 @contextmanager
 def _replaced(module: ModuleType, **names: Callable) -> Iterator[None]:
-    """Puts other functions in the place of those that a module calls by these names."""
+    """Replaces the functions that a module calls by these names."""
     before = {name: getattr(module, name) for name in names}
     try:
         vars(module).update(names)
@@ -50,9 +42,21 @@ def _replaced(module: ModuleType, **names: Callable) -> Iterator[None]:
         vars(module).update(before)
 
 
+def _after_loading(change: Callable[[MegatronActor], None]) -> AbstractContextManager[None]:
+    """Calls `change` with each actor that has loaded its weights."""
+    load = measure.load_initial_weights
+
+    def load_and_change(actor, path):
+        weights = load(actor, path)
+        change(actor)
+        return weights
+
+    return _replaced(measure, load_initial_weights=load_and_change)
+
+
 @contextmanager
-def _experts_not_reduced_over_tp() -> Iterator[Plant]:
-    """Does as Megatron's own default at EP 1: expert gradients are summed over data-parallel ranks only."""
+def _experts_not_reduced_over_tp() -> Iterator[None]:
+    """As Megatron's own default at EP 1: expert gradients are summed over data-parallel ranks only."""
 
     def build_as_released(*args):
         chunk = build_chunk(*args)
@@ -62,23 +66,22 @@ def _experts_not_reduced_over_tp() -> Iterator[Plant]:
         return chunk
 
     with _replaced(model, build_chunk=build_as_released):
-        yield lambda actor: None
+        yield
 
 
-@contextmanager
-def _no_data_parallel_reduction() -> Iterator[Plant]:
-    """Leaves gradients those of this rank's own samples."""
+def _no_data_parallel_reduction() -> AbstractContextManager[None]:
+    """Each rank keeps the gradients of its own samples."""
 
-    def after_build(actor: MegatronActor) -> None:
+    def change(actor: MegatronActor) -> None:
         for chunk in actor.model:
             chunk.finish_grad_sync = lambda **_: None
 
-    yield after_build
+    return _after_loading(change)
 
 
 @contextmanager
-def _mean_of_micro_batch_means() -> Iterator[Plant]:
-    """Divides every micro-batch by its own tokens, and averages micro-batches and ranks."""
+def _mean_of_micro_batch_means() -> Iterator[None]:
+    """Every micro-batch is divided by its own tokens; micro-batches and ranks are averaged."""
     count = 1
 
     def counting_plan(batch, rows, budget, packed, layout, mesh, *rest):
@@ -94,28 +97,26 @@ def _mean_of_micro_batch_means() -> Iterator[Plant]:
         return loss / count, sums
 
     with _replaced(step, objective=local_objective, plan_micro_batches=counting_plan):
-        yield lambda actor: None
+        yield
 
 
-@contextmanager
-def _router_differs_between_ranks() -> Iterator[Plant]:
-    """Makes routers differ as a random initialisation without a broadcast does."""
+def _router_differs_between_ranks() -> AbstractContextManager[None]:
+    """Routers differ as after a random initialisation without a broadcast."""
 
-    def after_build(actor: MegatronActor) -> None:
+    def change(actor: MegatronActor) -> None:
         if actor.mesh.rank > 0:
             with torch.no_grad():
                 for name, parameter in actor.parameters().items():
                     if name.endswith("router.weight"):
-                        parameter += 0.05 * torch.randn(
-                            parameter.shape, generator=torch.Generator().manual_seed(actor.mesh.rank)
-                        )
+                        noise = torch.Generator().manual_seed(actor.mesh.rank)
+                        parameter += parameter.std() * torch.randn(parameter.shape, generator=noise)
 
-    yield after_build
+    return _after_loading(change)
 
 
 @contextmanager
-def _label_of_local_neighbour() -> Iterator[Plant]:
-    """Shifts labels inside this rank's part of a sequence: wrong at the seams that context parallelism cuts."""
+def _label_of_local_neighbour() -> Iterator[None]:
+    """Labels shift within this rank's part of a sequence: wrong at the seams of context parallelism."""
 
     def local_targets(rows, columns, *rest):
         found = targets(rows, columns, *rest)
@@ -124,11 +125,11 @@ def _label_of_local_neighbour() -> Iterator[Plant]:
         return replace(found, columns=torch.where(same_row, columns.flatten()[neighbour], found.columns))
 
     with _replaced(microbatch, targets=local_targets):
-        yield lambda actor: None
+        yield
 
 
 class _CutDownProjections(Mapping[str, Tensor]):
-    """Gives of latent attention's down projections a rank's rows alone."""
+    """A checkpoint whose down projections of latent attention have only this rank's rows."""
 
     def __init__(self, whole: Mapping[str, Tensor], shard: Shard):
         self._whole, self._shard = whole, shard
@@ -145,8 +146,8 @@ class _CutDownProjections(Mapping[str, Tensor]):
 
 
 @contextmanager
-def _latent_projections_cut_over_tp() -> Iterator[Plant]:
-    """Cuts latent attention's down projections over ranks, as Megatron's local layers do.
+def _latent_projections_cut_over_tp() -> Iterator[None]:
+    """Latent attention's down projections are cut over ranks, as Megatron's local layers do.
 
     The gradient of the rotary part of keys is then split where it has to be summed; the loss is right.
     """
@@ -160,19 +161,19 @@ def _latent_projections_cut_over_tp() -> Iterator[Plant]:
         _replaced(layer_specs, WholeLinear=megatrons),
         _replaced(deepseek_v3, load_layer=load_cut),
     ):
-        yield lambda actor: None
+        yield
 
 
 @contextmanager
-def _experts_of_token_before() -> Iterator[Plant]:
-    """Replays the experts that the engine chose for the token before each: off by one."""
+def _experts_of_token_before() -> Iterator[None]:
+    """Each token replays the experts of the token before it: off by one."""
 
     def places_before(micro):
         rows, columns = own_places(micro)
         return rows, torch.where(columns > 0, columns - 1, columns)
 
     with _replaced(routed_tokens, own_places=places_before):
-        yield lambda actor: None
+        yield
 
 
 FAULTS = {

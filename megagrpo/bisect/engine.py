@@ -1,9 +1,9 @@
-"""Asks one running engine: samples responses, and lets its model's hooks see prefills of given tokens."""
+"""One running engine: samples responses, and records prefills of given tokens by hooks on its model."""
 
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 import torch
@@ -16,30 +16,30 @@ from megagrpo.weights.engines.hooks import Tap
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, address_towards
 
-_PASSES = Tap("passes", "model.embed_tokens", "out")  # has a row for each token, whatever else is tapped
+_PASSES = Tap("passes", "model.embed_tokens", "out")  # has a row for each token
 
 
 class Sequenced(NamedTuple):
-    """Holds a prompt and the response that the engine sampled to it at temperature 1."""
+    """A prompt and the response that the engine sampled at temperature 1."""
 
     tokens: list[int]  # of both
     prompt_length: int  # tokens
-    logprobs: list[float]  # of the response's tokens, as decoding gave them
-    version: str  # of the weights, as the engine calls them
+    logprobs: list[float]  # of the response's tokens, from decoding
+    version: str  # of the weights, by the engine's own count
 
 
 class Prefilled(NamedTuple):
-    """Holds what one capture saw."""
+    """The records of one capture."""
 
     ranks: list[dict[str, list[Tensor]]]  # by engine rank: by tap, a tensor for each forward pass
     logprobs: list[list[float]]  # by sequence: of its tokens from the second on
     problems: list[str]
 
 
-class AskedEngine:
-    """Talks to one incarnation of an engine with `tp` ranks, which nobody else asks meanwhile.
+class ProbedEngine:
+    """Connection to one incarnation of an engine with `tp` ranks, which has no other requests meanwhile.
 
-    folder: where its ranks write, on a disk that this process sees too. limit_s: seconds for each answer.
+    folder: for its ranks' files, on a disk shared with this process. limit_s: seconds for each answer.
     """
 
     def __init__(self, info: EngineInfo, tp: int, api_key: str, folder: Path, limit_s: float):
@@ -49,7 +49,7 @@ class AskedEngine:
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers=bearer(api_key), timeout=limit_s)
 
     def sample(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Sequenced]:
-        """Returns the prompts with responses; one after the other, so that nothing else is in their batch."""
+        """Returns the prompts with responses; one after the other, so that each is alone in its batch."""
         found = []
         for prompt in map(list, prompts):
             out = self._generate(prompt, {"max_new_tokens": max_new_tokens, "temperature": 1.0})
@@ -59,16 +59,16 @@ class AskedEngine:
         return found
 
     def prefill(self, sequences: Sequence[Sequence[int]], taps: Sequence[Tap]) -> Prefilled:
-        """Computes whole sequences, nothing of them from the cache, and returns what taps saw meanwhile."""
+        """Computes whole sequences without the prefix cache; returns the records of the taps."""
         whole = [list(tokens) for tokens in sequences]
-        answers = self._ask("capture", [{"taps": [*taps, _PASSES]}] * self._engine.tp)
+        answers = self._request("capture", [{"taps": [*taps, _PASSES]}] * self._engine.tp)
         logprobs = []
         for tokens in whole:
             out = self._generate(tokens, {"max_new_tokens": 1, "temperature": 1.0}, logprob_start_len=0)
             logprobs.append([entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]])
         files = [self._folder / f"engine_rank{rank}.{secrets.token_hex(4)}.pt" for rank in range(self._engine.tp)]
         problems = [f"the engine's model has no {module}" for answer in answers for module in answer["missing"]]
-        for answer in self._ask("read", [{"file": str(file)} for file in files]):
+        for answer in self._request("read", [{"file": str(file)} for file in files]):
             problems += answer["problems"]
         ranks = [only_prefills(torch.load(file), list(map(len, whole))) for file in files]
         for file in files:
@@ -76,23 +76,23 @@ class AskedEngine:
         return Prefilled(ranks, logprobs, list(dict.fromkeys(problems)))
 
     def resume(self) -> None:
-        """Lets the engine compute again, should a failed verification have left it paused."""
+        """Resumes generation, which a failed verification leaves paused."""
         self._engine.deadline = Deadline(self._limit_s)
         self._engine.post("/continue_generation")
 
     def close(self) -> None:
-        """Ends the connections; the engine stays as it is."""
+        """Closes the connections; the engine keeps running."""
         self._http.close()
         self._engine.close()
 
-    def _ask(self, operation: str, requests: list[dict]) -> list[dict]:
+    def _request(self, operation: str, requests: list[dict]) -> list[dict]:
         self._engine.deadline = Deadline(self._limit_s)
         self._engine.pause()
         answers = self._engine.ask(operation, requests)
         self._engine.post("/continue_generation")
         return answers
 
-    def _generate(self, tokens: list[int], sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def _generate(self, tokens: list[int], sampling: dict[str, float], **more: int) -> dict:
         body = {
             "input_ids": tokens,
             "sampling_params": sampling,
@@ -102,15 +102,15 @@ class AskedEngine:
         }
         answer = self._http.post("/generate", json=body)
         if answer.status_code != 200:
-            raise RuntimeError(f"{self._engine} refuses to compute: {answer.status_code} {answer.text[:1000]}")
+            raise RuntimeError(f"{self._engine} rejects a request: {answer.status_code} {answer.text[:1000]}")
         return answer.json()
 
 
 def only_prefills(seen: dict[str, list[Tensor]], lengths: Sequence[int]) -> dict[str, list[Tensor]]:
-    """Returns what taps saw without the passes that decode, of sequences of these lengths prefilled one by one.
+    """Returns the records without decode passes, of sequences of these lengths prefilled one by one.
 
-    A scheduler that overlaps its work starts to decode before it knows that a response of one token has ended. Where
-    passes do not add up to the lengths, or a module was not called once in each, everything stays.
+    An overlapping scheduler starts a decode step before a response of one token has ended. If the passes do not add up
+    to the lengths, or a module was not called once in each, its records stay complete.
     """
     sizes = [len(rows) for rows in seen[_PASSES.key]]
     kept, at = [], 0

@@ -1,6 +1,6 @@
 """Exact group statistics + GRPO advantages against a plain vectorised float32 version, in the same run.
 
-    python bench/statistics.py [--out bench/results/statistics.json]
+    python bench/group_statistics.py [--out bench/results/statistics.json]
 
 Groups of 8 straddle the ranks (sample i lives on rank i mod DP). Times are the best of many, of the slowest rank, gloo.
 """
