@@ -15,11 +15,17 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megagrpo"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 40, 120
 MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS, MAX_ARROWS = 8, 12, 7, 170
-# Ceilings of what should become less: lower them when the code allows it, never raise them.
-MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES_PER_1000_LINES = 228, 16, 4.5
-FOLDERS_TOO_FULL: dict[str, int] = {"actor": 14, "algo": 13, "config": 13, "planning": 24}
-TOO_MANY_ARGUMENTS = {"layers/attention.py:__init__", "logprob.py:chunked_logprobs"}
-ASKS_FOR_A_TRANSPORT = ("bisect/command.py", "cluster/machine.py", "planning/")
+# Ceilings of what must become less: lower them whenever the code allows it, never raise them.
+MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES_PER_1000_LINES = 170, 14, 4.3
+MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
+    "actor/layers/attention.py:__init__": "Megatron-Core builds core attention with it",
+    "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
+    "algo/logprob.py:forward": "torch.autograd.Function takes its inputs one by one",
+    "algo/logprob.py:chunked_logprobs": "ours, to be shortened",
+    "algo/logprob.py:chunked_full_kl": "ours, to be shortened",
+    "batching/microbatch.py:plan_micro_batches": "ours, to be shortened",
+}
+NAMES_TRANSPORTS = {"planning/publish_bytes.py"}  # it compares the bytes of two transports
 
 # A part imports itself and parts on earlier lines; parts of one line do not know each other.
 LAYERS = (
@@ -238,11 +244,7 @@ def test_rooms_are_few_and_not_too_full():
     flat = [path for path in sources() if "/" not in path and path != "__init__.py"]
     assert len(flat) <= MAX_FLAT_MODULES, flat
     folders = Counter(str(Path(path).parent) for path in sources() if not path.endswith("__init__.py"))
-    wrong = {
-        folder: number
-        for folder, number in folders.items()
-        if folder != "." and number > FOLDERS_TOO_FULL.get(folder, MAX_FOLDER_FILES)
-    }
+    wrong = {folder: number for folder, number in folders.items() if folder != "." and number > MAX_FOLDER_FILES}
     assert not wrong, f"more than {MAX_FOLDER_FILES} files: {wrong}"
 
 
@@ -267,7 +269,7 @@ def test_functions_have_few_arguments():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
                 number = sum(argument.arg not in ("self", "cls", "ctx") for argument in arguments)
-                if number > MAX_ARGUMENTS:
+                if number > MAX_ARGUMENTS and f"{path}:{node.name}" not in MANY_ARGUMENTS:
                     wrong[f"{path}:{node.name}"] = number
     assert not wrong, f"more than {MAX_ARGUMENTS} arguments: {wrong}"
 
@@ -307,7 +309,7 @@ def test_no_transport_is_asked_by_name():
     wrong = [
         f"{path}:{node.lineno}: {node.value}"
         for path, tree in sources().items()
-        if not path.startswith(("weights/", "config/"))
+        if not path.startswith(("weights/", "config/")) and path not in NAMES_TRANSPORTS
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in names
     ]
