@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
-from common import call_megagrpo, provenance, write_results
+from common import call_megagrpo, prepare, provenance, write_results
 from dispatched import dispatched, not_once
 
 from megagrpo.monitor.record import read_metrics
@@ -83,10 +83,13 @@ def _prepare(folder: Path, seed: int, long_every: int) -> Path:
     experiment |= {"name": "async", "seed": seed, "sampling": {"max_response_tokens": _LONGEST + 4}}
     experiment["actor"] |= {"world_size": 1, "parallel": {}}
     experiment["eval"]["every"] = _EVALUATE_EVERY
-    experiment["prepare"]["dataset"]["num_eval"] = _EVALUATED
     experiment["sft"]["stop_at_loss"] = _WARM_LOSS[long_every]
     config.write_text(yaml.safe_dump(experiment))
-    call_megagrpo("prepare", config, [])
+    recipe = yaml.safe_load((ROOT / "examples" / "laptop" / "quickstart.yaml").read_text())
+    recipe["dataset"]["num_eval"] = _EVALUATED
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    prepare(config, file, [])
     for name in ("sft", "train", "eval"):
         _lengthen(folder / "data" / f"{name}.jsonl", random.Random(f"long tail {name} {seed}"), long_every)
     call_megagrpo("sft", config, [])

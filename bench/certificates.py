@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from common import provenance, write_results
+from common import prepare, provenance, write_results
 
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 
@@ -54,16 +54,16 @@ def _certify(preset: str, family: str, args: argparse.Namespace) -> dict:
     text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", text)
     assert found == 1, "quickstart.yaml has one algorithm section"
     text = text.replace("output_dir: runs/quickstart", f"output_dir: {folder}").replace("runs/quickstart", str(start))
-    text = text.replace("family: qwen3_moe", f"family: {family}").replace(
-        "path: " + str(start / "model"), f"path: {start / 'random'}"
-    )
+    text = text.replace("path: " + str(start / "model"), f"path: {start / 'random'}")
     if family == "qwen3":
         text, found = re.subn(r"parallel: \{ep: 2\}", "parallel: {tp: 2}", text)
         assert found == 1, "the shipped layout has experts"
     config = folder / "experiment.yaml"
     config.write_text(text)
     if not (start / "random" / "config.json").is_file():
-        _megagrpo("prepare", config, [])
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(f"model: {{family: {family}}}\n")
+        prepare(config, recipe, [])
     started = time.time()
     status = _megagrpo(
         "certify", config, ["--ranks", str(args.ranks), *(["--layouts", args.layouts] if args.layouts else [])]

@@ -20,10 +20,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.common import RESULTS, provenance, write_results
-from megagrpo.config.schema import ActorConfig, TinyModelConfig
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config
+from megagrpo.config.schema import ActorConfig
 from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
-from megagrpo.tiny.description import hf_config
 
 CASES: dict[str, tuple[str, int, dict[str, int]]] = {  # family, ranks, layout
     "DP2": ("qwen3", 2, {}),
@@ -94,7 +95,7 @@ def main() -> None:
 def case(name: str, layers: int, folder: Path) -> list[dict]:
     """Saves in both forms, resumes from each; one row a form."""
     family = CASES[name][0]
-    make = "import sys; from bench.checkpoints import *; from megagrpo.tiny.model import make_tiny_model; "
+    make = "import sys; from bench.checkpoints import *; from examples.laptop.model import make_tiny_model; "
     make += f"make_tiny_model(model_of({family!r}, {layers}, Path({str(folder)!r})), 0)"
     run([sys.executable, "-W", "ignore", "-c", make])
     rows = []
@@ -170,7 +171,7 @@ def as_rank(name: str, phase: str, layers: int, folder: Path) -> None:
             gradient.normal_()
         actor.optimizer_step()
         with measured() as figures:
-            checkpoint.begin(
+            checkpoint.start_save(
                 folder / form,
                 TrainState(step=1),
                 identity,

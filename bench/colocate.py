@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from common import ROOT, call_megagrpo, provenance, write_results
+from common import ROOT, call_megagrpo, prepare, provenance, write_results
 from learning import _write_config
 
 from megagrpo.monitor.record import read_metrics
@@ -37,8 +37,8 @@ def main() -> None:
     common = [f"seed={args.seed}", f"train.num_steps={args.steps}", "rollout.deterministic=true"]
     warm = args.folder / "warm.yaml"
     _write_config("quickstart", warm, {"runs/quickstart": str(args.folder / "warm")})
-    for command in ("prepare", "sft"):
-        call_megagrpo(command, warm, common)
+    prepare(warm, "quickstart", common)
+    call_megagrpo("sft", warm, common)
 
     def run(number: int, words: list[str]) -> RunFolder:
         folder, config = args.folder / f"run{number}", args.folder / f"run{number}.yaml"

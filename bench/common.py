@@ -37,6 +37,14 @@ def write_results(
     print("\n".join(table))
 
 
+def prepare(config: Path, recipe: str | Path, overrides: Sequence[str]) -> None:
+    """Makes the experiment's model and data. recipe: a file, or the name of one in examples/laptop."""
+    file = recipe if isinstance(recipe, Path) else ROOT / "examples" / "laptop" / f"{recipe}.yaml"
+    words = [*("--recipe", str(file)), *(part for override in overrides for part in ("--set", override))]
+    script = ROOT / "examples" / "laptop" / "prepare.py"
+    subprocess.run([sys.executable, "-W", "ignore", str(script), str(config), *words], check=True, cwd=ROOT)
+
+
 def call_megagrpo(command: str, config: Path, overrides: Sequence[str]) -> None:
     """Runs `megagrpo COMMAND CONFIG --set OVERRIDE ...`; raises CalledProcessError when it fails."""
     settings = [part for override in overrides for part in ("--set", override)]

@@ -15,18 +15,16 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-import torch
 from common import provenance, write_results
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "e2e")]
 from running_service import RunningService, start_service, wait_for_service  # noqa: E402
+from sampling import source_of  # noqa: E402
 
 from megagrpo.config.load import load_config  # noqa: E402
 from megagrpo.config.schema import ExperimentConfig  # noqa: E402
 from megagrpo.data.prompts import load_prompts, load_tokenizer  # noqa: E402
-from megagrpo.mesh import make_mesh  # noqa: E402
-from megagrpo.rollout.source import RolloutSource  # noqa: E402
 from megagrpo.types import Outcome, Prompt  # noqa: E402
 
 ORDERS = ("arrival", "long_prompts_first", "shortest_expected_first")
@@ -63,9 +61,7 @@ def _measure(configs: dict[str, ExperimentConfig], service: RunningService, args
     prompts = load_prompts(config.data, tokenizer)
     grader = _Clock()
     sources = {
-        order: RolloutSource(
-            each, make_mesh(0, 1, torch.device("cpu"), 60.0), service.control, grader, lambda ids: tokenizer.decode(ids)
-        )
+        order: source_of(service.control, each, grader, lambda ids: tokenizer.decode(ids))
         for order, each in configs.items()
     }
     seconds: dict[str, list[float]] = {order: [] for order in ORDERS}
@@ -77,7 +73,7 @@ def _measure(configs: dict[str, ExperimentConfig], service: RunningService, args
             for order, source in sources.items():
                 grader.times.clear()
                 start = time.perf_counter()
-                groups = source.next(batch, wanted, 0, lambda ids: None)
+                groups = source.next(batch, wanted, 0)
                 if again:
                     seconds[order].append(time.perf_counter() - start)
                     half[order].append(sorted(grader.times)[len(grader.times) // 2] - start)

@@ -41,11 +41,11 @@ RANKS = Path(__file__).with_name("exchange_ranks.py")
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "e2e")]
 from engine_process import START_S, free_ports  # noqa: E402
 
-from megagrpo.config.preparation import TinyModelConfig  # noqa: E402
+from examples.laptop.model import write_model  # noqa: E402
+from examples.laptop.recipe import TinyModelConfig  # noqa: E402
+from megagrpo.certify.tiny_model import hf_config, random_tensors  # noqa: E402
 from megagrpo.families.table import architecture_of  # noqa: E402
 from megagrpo.system.processes import spawn, stop_tree  # noqa: E402
-from megagrpo.tiny.description import hf_config  # noqa: E402
-from megagrpo.tiny.model import random_tensors, write_model  # noqa: E402
 
 TRANSPORTS = ("reshard", "broadcast", "disk")
 API_KEY, WORLD, LIMIT_S, SAMPLE_S = "of a bench", 2, 300.0, 0.02
@@ -233,7 +233,7 @@ def _role(role: str, job: dict, folder: Path) -> list[str]:
         str(RANKS),
         role,
         str(file),
-    ]  # -P: bench/statistics.py is not Python's
+    ]
 
 
 def _environment(variables: dict[str, str], python_path: list) -> dict[str, str]:

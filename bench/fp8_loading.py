@@ -17,8 +17,8 @@ from common import provenance, write_results
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megagrpo.config.schema import TinyModelConfig
-from megagrpo.tiny.model import make_tiny_model
+from examples.laptop.model import make_tiny_model
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.launch import POOL, run_ranks
 from tests.fp8_checkpoint import quantise_folder

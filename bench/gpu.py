@@ -3,8 +3,8 @@
     python bench/gpu.py [--sections NAME ...] [--out FOLDER] [--limit-s 480]
     python bench/gpu.py --device cpu --small     the same sections at small sizes, to see that they run
 
-Needs torch >= 2.11, megatron-core and what docs/gpu.md lists; what else it can compare with, it uses where it is
-installed. Every section runs in a process of its own under a time limit. Writes bench/results/gpu_<device>.md and
+Needs torch >= 2.11, megatron-core and the packages listed in docs/evidence/gpu.md; other libraries are compared if they
+are installed. Every section runs in a process of its own under a time limit. Writes bench/results/gpu_<device>.md and
 .json; with --device cpu only where --out says. Exit status 1: a section failed, or a figure is above its bound.
 """
 
@@ -111,7 +111,7 @@ def _preload() -> None:
     from megagrpo.data.torchvision_ops import define_torchvision_operators
 
     define_torchvision_operators()
-    for module in ("megagrpo.actor.step", "megagrpo.tiny.model", "transformers.models.qwen3.modeling_qwen3"):
+    for module in ("megagrpo.actor.step", "examples.laptop.model", "transformers.models.qwen3.modeling_qwen3"):
         import_module(module)
 
 

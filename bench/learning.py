@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from common import ROOT, call_megagrpo, provenance, write_results
+from common import ROOT, call_megagrpo, prepare, provenance, write_results
 
 from megagrpo.monitor.record import read_metrics
 from megagrpo.system.run_folder import RunFolder
@@ -65,7 +65,8 @@ def _seed(name: str, seed: int, root: Path, overrides: list[str]) -> dict:
     shutil.rmtree(folder, ignore_errors=True)
     _write_config(name, config, {f"runs/{name}": str(folder)})
     started = time.time()
-    for command in ("prepare", "sft", "run"):
+    prepare(config, name, [f"seed={seed}", *overrides])
+    for command in ("sft", "run"):
         call_megagrpo(command, config, [f"seed={seed}", *overrides])
     return _measure(f"seed {seed}", folder, time.time() - started)
 

@@ -1,15 +1,15 @@
-"""What does `megagrpo plan` say of the layouts and times that others have published?
+"""Is the roofline of `megagrpo plan` below every step that others have published, and do their layouts fit?
 
-    python bench/plan_published.py [--quick]
+    python bench/plan_published.py
 
-Plans each published run on its own GPUs with its own layout, batch and lengths: whether both sides fit, and where a
-step or a publish was timed, how the prediction compares. Where nothing was published, the cell says so. Runs that share
-their GPUs between the sides are planned phase by phase, each with all of them. Writes
-bench/results/plan_published.{json,md}.
+Plans each published run on its own GPUs with its own layout, batch and lengths, and compares the bound with published
+seconds. Writes bench/results/plan_published.{json,md}; ends with status 1 if a published step or publish is faster than
+the bound.
 """
 
-import argparse
+import math
 import os
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,9 +17,10 @@ import numpy as np
 from common import RESULTS, provenance, write_results
 
 from megagrpo.config.load import load_config
-from megagrpo.planning.lengths import Lengths
-from megagrpo.planning.plan import Options, exact_plan, target_of
-from megagrpo.planning.step_time import Plan, plan_step, training_of, usable_bytes
+from megagrpo.planning.engine_memory import Lengths
+from megagrpo.planning.hardware import usable_bytes
+from megagrpo.planning.roofline import Plan, plan_step, train_seconds
+from megagrpo.planning.search import Options, target_of
 from megagrpo.planning.trainer_memory import Load, trainer_side
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,10 +28,10 @@ NEMO = "NeMo-RL docs/about/performance-summary.md, v0.4, DGX-H100, bf16"
 VERL = "verl examples/grpo_trainer/"
 MILES = "miles docs/en/advanced/p2p-weight-transfer.md, H100, RDMA between ranks"
 HEADER = (
-    "run", "GPUs", "trainers", "engines", "trainer GB of", "engine cache tokens", "step s: published", "predicted",
-    "ratio", "publish s: published", "predicted", "ratio", "source",
+    "run", "GPUs", "trainers", "engines", "trainer GB of", "engine cache tokens", "step s: published", "bound",
+    "ratio", "publish s: published", "bound", "ratio", "source",
 )  # fmt: skip
-TRAINED = ("pretraining", "GPUs", "trainers", "update s: published", "predicted", "ratio", "different there", "source")
+TRAINED = ("pretraining", "GPUs", "trainers", "update s: published", "bound", "ratio", "different there", "source")
 RULE = ("---",) * len(TRAINED)
 
 
@@ -112,7 +113,7 @@ NOT_PUBLISHED = "not published"
 AUTOMODEL = "NeMo AutoModel docs/performance-summary.md, April 2026, H100, bf16, balanced experts, DeepEP"
 # model, ranks, layout, samples of an update, samples of a micro-batch, seconds of an update, what is different there
 PRETRAINED = (
-    ("Qwen3-30B-A3B", 8, "ep=8", 512, 4, 21.77, "efficiency `experts` is fitted to this"),
+    ("Qwen3-30B-A3B", 8, "ep=8", 512, 4, 21.77, "-"),
     ("DeepSeek-V3-0324", 256, "pp=4 ep=64 first_stage_layers=15 last_stage_layers=14", 512, 1, 8.18,
      "8 virtual stages"),
     ("DeepSeek-V3-0324", 1024, "pp=4 ep=64 first_stage_layers=15 last_stage_layers=14", 8192, 1, 37.87,
@@ -122,20 +123,24 @@ PRETRAINED = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="closed forms alone: no process is started")
-    args = parser.parse_args()
-    found = [_plan(run, args.quick) for run in RUNS]
+    found = [_plan(run) for run in RUNS]
     lines = [_line(run, plan) for run, plan in zip(RUNS, found, strict=True)]
-    data = provenance() | {"quick": args.quick, "load": os.getloadavg()[1]}
+    data = provenance() | {"load": os.getloadavg()[1]}
     data["runs"] = [_record(run, plan) for run, plan in zip(RUNS, found, strict=True)]
     write_results("plan_published", data, HEADER, lines)
     trained = [_pretrained(*row) for row in PRETRAINED]
     with (RESULTS / "plan_published.md").open("a") as file:
         file.write("\n".join(["", NOTES, *(f"| {' | '.join(cells)} |" for cells in (TRAINED, RULE, *trained)), ""]))
+    faster = [
+        run.name
+        for run, plan in zip(RUNS, found, strict=True)
+        if (run.step_s or math.inf) < _step(run, plan) or (run.publish_s or math.inf) < plan.seconds["publish"]
+    ]
+    if faster:
+        sys.exit(f"published faster than the bound: {faster}")
 
 
-def _plan(run: Run, quick: bool) -> Plan:
+def _plan(run: Run) -> Plan:
     prompt = min(2048, run.longest // 8)
     ranks, layout = run.trainers
     engines, tp = run.engines
@@ -173,8 +178,7 @@ def _plan(run: Run, quick: bool) -> Plan:
     lengths = None if run.mean is None else str(run.mean - prompt // 4)
     options = Options(hardware=run.hardware, lengths=lengths)
     target = target_of(config, options)
-    # piece by piece only where a publish was timed: recording both sides takes minutes
-    return plan_step(config, target) if quick or run.publish_s is None else exact_plan(config, target, options)
+    return plan_step(config, target)
 
 
 def _pretrained(
@@ -191,7 +195,7 @@ def _pretrained(
     config = load_config(ROOT / "configs/qwen3_235b_a22b.yaml", words)
     target = replace(target_of(config, Options()), lengths=Lengths(0.0, np.full(2, 4096.0), "given"))
     side = trainer_side(target.arch, config.actor, Load(4096 * rows, 4096))
-    compared = _compared(published, training_of(config, target, side).update)
+    compared = _compared(published, sum(train_seconds(config, target, side.stages)[1].values()))
     return [model, str(ranks), layout.replace("=", " ").replace("_stage_layers", ""), *compared, other, AUTOMODEL]
 
 
@@ -202,13 +206,13 @@ def _trainer_bytes(run: Run, plan: Plan) -> float:
 
 
 def _step(run: Run, plan: Plan) -> float:
-    return plan.asynchronous if run.off_policy else plan.step
+    return plan.off_policy if run.off_policy else plan.synchronous
 
 
 def _line(run: Run, plan: Plan) -> list[str]:
     engines, tp = run.engines
     ranks, layout = run.trainers
-    room, used = usable_bytes(plan.target), _trainer_bytes(run, plan)
+    room, used = usable_bytes(plan.target.hardware), _trainer_bytes(run, plan)
     host = " (optimiser on the host)" if run.off_host else ""
     fits = "" if used <= room else " DOES NOT FIT"
     gpus = f"{ranks} {run.hardware}, shared" if run.shared else f"{ranks} + {engines * tp} {run.hardware}"
@@ -233,25 +237,23 @@ def _record(run: Run, plan: Plan) -> dict:
         "name": run.name,
         "source": run.source,
         "trainer_bytes": _trainer_bytes(run, plan),
-        "usable_bytes": usable_bytes(plan.target),
+        "usable_bytes": usable_bytes(plan.target.hardware),
         "engine_problems": list(plan.engine.problems),
         "seconds": dict(plan.seconds),
-        "rollout_parts": dict(plan.rollout.parts),
-        "update_parts": dict(plan.train.parts),
-        "step": _step(run, plan),
+        "parts": {phase: dict(parts) for phase, parts in plan.parts.items()},
+        "bound": _step(run, plan),
         "published_step": run.step_s,
         "publish": plan.seconds["publish"],
         "published_publish": run.publish_s,
     }
 
 
-NOTES = """Times are of different systems: other engines (vLLM in NeMo-RL), weights that are swapped on shared GPUs and
-gathered before they are sent, which their step times have and the predictions have not. Trainer memory is what this
-program would need, with float32 gradients; NeMo-RL's are bf16. Lengths where none were published: assumed, see
-docs/planning.md. Recomputation where a script does not state it: full.
+NOTES = """Ratio: bound over published. Other systems: vLLM in NeMo-RL; weights swapped on shared GPUs and gathered
+before they are sent. Trainer memory is what this program needs, with float32 gradients; NeMo-RL's are bf16. Lengths
+that were not published: assumed, see docs/planning.md. Recomputation that a script does not state: full.
 
-Training alone, without recomputation. Between nodes their all-to-all is DeepEP's and overlaps; ours is NCCL's and does
-not.
+Training only, without recomputation. The bound is of this program's schedule and all-to-all, planned without virtual
+stages; theirs have some, and DeepEP, which sends a token once to each node and overlaps: hence ratios above 1.
 """
 
 if __name__ == "__main__":

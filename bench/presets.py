@@ -14,7 +14,7 @@ import shutil
 import time
 from pathlib import Path
 
-from common import RESULTS, ROOT, call_megagrpo, provenance, write_results
+from common import RESULTS, ROOT, call_megagrpo, prepare, provenance, write_results
 
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
@@ -46,8 +46,9 @@ def main() -> None:
     args = parser.parse_args()
     start = args.folder.resolve() / "start"
     if not (start / "model" / "config.json").is_file():
-        for command in ("prepare", "sft"):
-            call_megagrpo(command, _experiment(start, start, "grpo"), [])
+        config = _experiment(start, start, "grpo")
+        prepare(config, "quickstart", [])
+        call_megagrpo("sft", config, [])
     written = RESULTS / "presets.json"
     rows = {row["preset"]: row for row in json.loads(written.read_text())["rows"]} if written.is_file() else {}
     for name in args.presets:

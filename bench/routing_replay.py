@@ -33,15 +33,16 @@ import numpy as np
 import torch
 from engine_process import OneEngine
 
+from examples.laptop.model import make_tiny_model
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.megatron_actor import MegatronActor, leave_distributed
 from megagrpo.actor.step import token_logprobs
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
-from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, TinyModelConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig
 from megagrpo.families.table import read_architecture
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.routed_experts import RoutedExperts
-from megagrpo.tiny.model import make_tiny_model
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder

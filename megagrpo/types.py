@@ -1,12 +1,12 @@
 """The data that flows through the loop: Prompt -> RolloutGroup(Sample) -> Batch -> MicroBatch -> metrics.
 
 Dimensions: N samples of this rank, T tokens of their prompts and responses, S tokens of the longest; b rows and s
-columns of a micro-batch. Values of tokens are flat, [T]: one sample after the other, without padding. Position t is
-about tokens[t]; `targets` in batching/microbatch.py is the one place that shifts. Log-probabilities are natural
+columns of a micro-batch. Per-token values are flat, [T]: one sample after the other, without padding. Index t belongs
+to tokens[t]; `targets` in batching/microbatch.py is the one place that shifts. Log-probabilities are natural
 logarithms.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,16 +16,15 @@ if TYPE_CHECKING:  # this file loads without torch
     import torch
     from torch import Tensor
 
-GroupIds = tuple[int, ...]  # ascending: the groups that one optimiser update trains on
+GroupIds = tuple[int, ...]  # ascending: the groups that one optimiser update trains on, as in Batch.group_ids
 Pass = tuple[GroupIds, ...]  # the updates of one pass over a step's groups
 Updates = tuple[Pass, ...]  # all updates of a step, over all ranks
-Refresh = Callable[[Sequence[str]], None]  # engine ids -> publishes the present weights to them and marks them ready
 
 
 class WithArrays:
-    """Keeps fields of a dataclass as arrays of one type, whatever sequence they were made of, and compares them whole.
+    """Converts fields of a dataclass from any sequence to numpy arrays, and compares by their values.
 
-    A token takes 8 bytes so, its id and its log-probability; as Python numbers in tuples it took 83.
+    A token's id and log-probability take 8 bytes; as Python numbers in tuples they took 83.
     """
 
     _types: ClassVar[dict[str, type]] = {}  # by field; None stays None
@@ -41,26 +40,26 @@ class WithArrays:
             np.array_equal(mine, getattr(other, name)) for name, mine in vars(self).items()
         )
 
-    __hash__ = None  # type: ignore[assignment]  # as for every class that says what is equal
+    __hash__ = None  # type: ignore[assignment]  # as for every class that defines __eq__
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt(WithArrays):
-    """Holds one problem of a data file, and what its grader needs."""
+    """One problem of a data file, with what its grader needs."""
 
     _types: ClassVar[dict[str, type]] = {"token_ids": np.int32}
 
-    id: int  # line in the data file, from 0; with several files counted over all of them
+    id: int  # line in the data file, from 0; numbered over all files if there are several
     text: str  # as tokenised, chat template included
     token_ids: np.ndarray  # [T] int32
-    answer: str  # the reference answer, handed to the grader
+    answer: str  # the reference answer, passed to the grader
     grader: str | None = None  # replaces the experiment's grader for this prompt
     place: str = ""  # file:line, for messages
 
 
 @dataclass(frozen=True, eq=False)
 class Sample(WithArrays):
-    """Holds one response as the engine returned it: token ids are never re-tokenised. T response tokens."""
+    """One response as the engine returned it: token ids are never re-tokenised. T response tokens."""
 
     _types: ClassVar[dict[str, type]] = {"token_ids": np.int32, "logprobs": np.float32, "loss_mask": np.bool_}
 
@@ -71,14 +70,14 @@ class Sample(WithArrays):
     weight_version: int  # of the weights that sampled its first token: the number of finished steps
     text: str  # decoded without special tokens; what the grader sees
     loss_mask: np.ndarray | None = None  # [T] bool, False on a tool's tokens; None: every token was sampled
-    # (token, version): from which token on which newer weights went on with it, ascending
+    # (token, version), ascending: from this token on, newer weights sampled the rest
     newer: tuple[tuple[int, int], ...] = ()
-    # [prompt + T - 1, layers with experts, k] uint8 or int16: the experts that the engine chose for every token, of the
-    # prompt too, but the last, which it never read; actor.routing_replay: rollout
+    # [prompt + T - 1, MoE layers, k] uint8 or int16: the engine's experts of every token of prompt and response except
+    # the last, which it never read; actor.routing_replay: rollout
     routed_experts: np.ndarray | None = None
 
     def token_versions(self) -> np.ndarray:
-        """Returns the version of the weights that sampled each token, [T] int32; a tool's have that before them."""
+        """Returns the version of the weights that sampled each token, [T] int32; a tool's repeat the previous."""
         versions = np.full(len(self.token_ids), self.weight_version, np.int32)
         for start, version in self.newer:
             versions[start:] = version
@@ -87,34 +86,34 @@ class Sample(WithArrays):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds what a grader said about one response: a score, or why there is none."""
+    """A grader's verdict on one response: a score, or the reason why there is none."""
 
     status: str  # "score" | "error" | "timeout"
     value: float = 0.0  # the score; meaningful for status "score" only
-    detail: str = ""  # why there is no score, or what the grader says of it
-    parts: "dict[str, Outcome]" = field(default_factory=dict)  # of several graders, by name; {} for one alone
+    detail: str = ""  # why there is no score, or the grader's note on it
+    parts: "dict[str, Outcome]" = field(default_factory=dict)  # of several graders, by name; {} for a single one
 
     @property
     def ok(self) -> bool:
-        """Tells whether there is a score."""
+        """Returns whether there is a score."""
         return self.status == "score"
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """Holds the responses to one prompt, which are each other's baseline, with their outcomes. G samples."""
+    """The G responses to one prompt, which are each other's baseline, with their outcomes."""
 
-    group_id: int  # dense over the step and all data-parallel ranks: 0 .. num_groups - 1
+    group_id: int  # the index of its prompt in the run, over all epochs; in an evaluation, in its prompts
     prompt: Prompt
     samples: tuple[Sample, ...]  # [G], in order of their index
     outcomes: tuple[Outcome, ...]  # [G], of the samples
-    greedy: Sample | None = None  # advantage "remax" alone: a response at temperature 0, never trained on
+    greedy: Sample | None = None  # only with advantage "remax": a response at temperature 0, never trained on
     greedy_outcome: Outcome | None = None
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """Holds the state of one engine as the rollout service reports it."""
+    """The state of one engine as the rollout service reports it."""
 
     id: str
     url: str  # of its HTTP server; "" while starting
@@ -127,19 +126,19 @@ class EngineInfo:
 
     @property
     def alive(self) -> bool:
-        """Tells whether it answers, so that weights may be published to it."""
+        """Returns whether it answers, so that weights may be published to it."""
         return self.state in ("stale", "ready", "asleep")
 
 
 @dataclass(frozen=True)
 class ReferenceStates:
-    """Holds what the exact KL needs of the reference model: last hidden states of this rank's R trained positions.
+    """The reference model's side of the exact KL: last hidden states of this rank's R trained positions.
 
     H: hidden size, V: padded vocabulary size. Empty before the last pipeline stage.
     """
 
     hidden: "Tensor"  # [R, H]
-    index: "Tensor"  # [T] int64, on the host: the row of `hidden` that predicts tokens[t]; -1 where none on this rank
+    index: "Tensor"  # [T] int64, on the host: the row of `hidden` that predicts tokens[t]; -1 if on no row of this rank
     output_weight: "Tensor | None"  # [V / tp, H]; None before the last stage
 
 
@@ -170,10 +169,10 @@ class Correction:
 
 @dataclass(frozen=True)
 class Batch:
-    """Holds this data-parallel rank's samples of one step, on the host; a MicroBatch brings its own to the device."""
+    """This data-parallel rank's samples of one step, on the host; each MicroBatch copies its own to the device."""
 
-    sample_ids: "Tensor"  # [N] int64, group_id * group_size + index: the order that does not depend on the layout
-    group_ids: "Tensor"  # [N] int64
+    sample_ids: "Tensor"  # [N] int64, RolloutGroup.group_id * group_size + index: an order that no layout changes
+    group_ids: "Tensor"  # [N] int64, dense: the order of the groups among those of the step, 0 .. num_groups - 1
     num_groups: int  # over all ranks
     tokens: "Tensor"  # [T] int32
     lengths: "Tensor"  # [N] int64, tokens of prompt + response
@@ -193,7 +192,7 @@ class Batch:
 
     @property
     def starts(self) -> "Tensor":
-        """Where each sample begins in values of tokens, [N] int64."""
+        """Index of each sample's first token, [N] int64."""
         return self.lengths.cumsum(0) - self.lengths
 
     @property
@@ -203,41 +202,41 @@ class Batch:
 
 
 def on_device(tensor: "Tensor", device: "torch.device") -> "Tensor":
-    """Returns a tensor of the host on `device`, without waiting for it."""
+    """Copies a host tensor to `device` without waiting for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Holds the positions of a micro-batch whose next token the policy sampled, R of them, and where those tokens are.
+    """The R positions of a micro-batch whose next token the policy sampled, and where those tokens are.
 
-    Under context parallelism those of this rank's part.
+    Under context parallelism only those of this rank's part.
     """
 
-    flat: "Tensor"  # [R] int64, ascending: places in the flattened [b, s]
+    flat: "Tensor"  # [R] int64, ascending: indices into the flattened [b, s]
     rows: "Tensor"  # [R] int64, the sample of the token that each predicts
-    columns: "Tensor"  # [R] int64, its place in the sample
+    columns: "Tensor"  # [R] int64, its index in the sample
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Holds what one forward pass sees: samples of a Batch, laid out [b, s] padded or as one packed row [1, s].
+    """The input of one forward pass: samples of a Batch, laid out [b, s] padded or as one packed row [1, s].
 
-    Under context parallelism [b, s / cp]: this rank's part; what follows `targets` is of the whole. On the host until
+    Under context parallelism [b, s / cp], this rank's part; fields after `targets` are of the whole. On the host until
     `to`; members and places stay there.
     """
 
     tokens: "Tensor"  # [b, s] int64, 0 as padding
     positions: "Tensor"  # [b, s] int64, from 0 in every sequence
-    cu_seqlens: "Tensor | None"  # [k + 1] int32 when packed: where each of k sequences begins, and the end; else None
+    cu_seqlens: "Tensor | None"  # [k + 1] int32 if packed: starts of the k sequences and the end; else None
     rows: "Tensor"  # [b, s] int64, the sample each position belongs to; -1 padding
-    columns: "Tensor"  # [b, s] int64, the place in the sample; -1 padding
+    columns: "Tensor"  # [b, s] int64, the index in the sample; -1 padding
     targets: Targets
     members: "Tensor"  # [n] int64, ascending: the samples in it
-    places: "Tensor"  # [t] int64, of their tokens among the Batch's: one sample after the other
-    grid: "Tensor"  # [t] int64, of the same in the flattened [n, S]
-    target_grid: "Tensor"  # [R] int64, of the targets in the flattened [n, S]
-    longest: int  # S, of the whole Batch: a sum over a row is the same in whatever micro-batch a sample lies
+    places: "Tensor"  # [t] int64, indices of their tokens in the Batch: one sample after the other
+    grid: "Tensor"  # [t] int64, indices of the same tokens in the flattened [n, S]
+    target_grid: "Tensor"  # [R] int64, indices of the targets in the flattened [n, S]
+    longest: int  # S, of the whole Batch: a sum over a row has the same bits in every micro-batch
     max_seqlen: int = 0  # tokens of the longest sequence, padding included
 
     def to(self, device: "torch.device") -> "MicroBatch":
@@ -258,7 +257,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class RewardMoments:
-    """Moments of all valid rewards so far. A root and not the sum itself: squares of huge rewards overflow."""
+    """Moments of all valid rewards so far; the root of the sum, because squares of huge rewards overflow."""
 
     count: int = 0  # rewards
     mean: float = 0.0
@@ -267,23 +266,23 @@ class RewardMoments:
 
 @dataclass(frozen=True)
 class AlgoState:
-    """What the algorithm carries from step to step; the functions that change it return a new one."""
+    """State that the algorithm carries from step to step; the functions that change it return a new one."""
 
     reward_moments: RewardMoments = RewardMoments()
-    kl_coef: float | None = None  # reached by the adaptive KL coefficient; None before the first step
+    kl_coef: float | None = None  # the adaptive KL coefficient; None before the first step
 
 
 @dataclass
 class TrainState:
-    """Holds all that a checkpoint keeps beside weights and optimiser."""
+    """Everything in a checkpoint besides weights and optimiser."""
 
     step: int = 0  # steps finished; also the version of the weights
     data_cursor: int = 0  # prompts consumed so far, over all epochs
     algo_state: AlgoState = AlgoState()
-    # Dynamic sampling: groups for the next step, ids dense over all ranks. This rank's; in a checkpoint those of all.
+    # Dynamic sampling: groups for the next step. This rank's; in a checkpoint those of all ranks.
     surplus: list[RolloutGroup] = field(default_factory=list)
-    # rollout.max_staleness: finished groups of batches that no step has taken, ids counted over the run's prompts. In a
-    # checkpoint alone, those of all ranks: while a run goes on its source has them
+    # rollout.max_staleness: finished groups that no step has consumed, of all ranks. Only in a checkpoint: while a run
+    # goes on its source has them
     ahead: list[RolloutGroup] = field(default_factory=list)
-    # rollout.extra_groups: (place in the run, for how many steps) of groups that were left behind
+    # rollout.extra_groups: (id, number of steps) of deferred groups
     deferred: list[tuple[int, int]] = field(default_factory=list)

@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.skips import reason_is_known
+
 TIMEOUT_S = {
     "unit": 300,
     "dist": 900,
@@ -42,16 +44,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     here = Path(__file__).parent
     for item in items:
-        folder = item.path.relative_to(here).parts[0]
+        folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
         if folder in TIMEOUT_S and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S[folder]))
 
 
+_unknown_skips: list[str] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not reason_is_known(reason):
+            _unknown_skips.append(f"{report.nodeid}: {reason}")
+
+
 @pytest.hookimpl(trylast=True)  # after the workers of `pytest -n` have ended
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process left behind fails the session: it holds memory and ports, and says that some clean-up does not work."""
+    """A skip without a known reason fails a session, and a process left behind, which holds memory and ports."""
     if IS_WORKER:
         return
+    if _unknown_skips:
+        print("\nskipped for a reason that tests/skips.py does not list:", *_unknown_skips, sep="\n  ")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     deadline = time.monotonic() + GRACE_S
     while (left := processes_of_session()) and time.monotonic() < deadline:
         time.sleep(0.2)

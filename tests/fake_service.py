@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from megagrpo.rollout.control import ServiceControl
 from megagrpo.system.environment import ENGINE_HEADER
 
 NO_WORKERS = {
@@ -35,6 +36,10 @@ class FakeService:
     hang: Callable[[dict], bool] = lambda body: False
     requests: list[dict] = field(default_factory=list)
     marked: list[tuple] = field(default_factory=list)
+
+    @property
+    def control(self) -> ServiceControl:
+        return ServiceControl(self.url, "key")
 
     async def status(self, request: web.Request) -> web.Response:
         verified = self.version if self.state == "ready" else None

@@ -25,12 +25,42 @@ E2E = {
     "e2e-faults": ("clone_names", "restart", "run_failures", "soak"),  # runs of their own
     "e2e-weights": ("exchange", "transports"),  # engines without a service
 }
+# Other processors round in another order. These repeat the tests that compare numbers: unit tests in each, and files of
+# ranks pairwise, each with what rests on that library most; without `-m "not slow"` all of DIST_NUMERIC in each.
+ARITHMETIC = {
+    "arithmetic-default": {"ATEN_CPU_CAPABILITY": "default"},  # no vector instructions in torch's own kernels
+    "arithmetic-avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "arithmetic-onednn": {"ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"},  # matrix products; bfloat16 too
+    "arithmetic-threads": {"OMP_NUM_THREADS": "2"},  # of unit tests: ranks set actor.threads
+}
+UNIT_NUMERIC = ("algo_*", "golden_*", "batch", "weights_digest", "weights_digest_batches")
+DIST_NUMERIC = {
+    "certify": "arithmetic-avx2",  # float32 gradients of every layout to 1e-5
+    "optimizer_variants": "arithmetic-default",  # Adam's own kernels, bfloat16 weights
+    "shared_kv_heads": "arithmetic-onednn",  # gradients of attention, by matrix products
+    "actor_layouts": None,
+    "full_kl": None,
+    "logprob_ranks": None,
+    "overlap": None,
+    "router_bias": None,
+}
 UNIT_WORKERS = min(len(os.sched_getaffinity(0)), 8)
 
 
 def parts_alone() -> dict[str, list[str]]:
     """What pytest is given for each part that fills all cores by itself."""
     return {"unit": ["-n", str(UNIT_WORKERS), "--dist", "worksteal", str(TESTS / "unit")]}
+
+
+def parts_of_arithmetic(full: bool) -> dict[str, list[str]]:
+    """What pytest is given for each repetition under ARITHMETIC."""
+    unit = [str(path) for name in UNIT_NUMERIC for path in sorted((TESTS / "unit").glob(f"test_{name}.py"))]
+    parts = {}
+    for part in ARITHMETIC:
+        dist = [name for name, own in DIST_NUMERIC.items() if part == own or (full and part != "arithmetic-threads")]
+        ranks = ["arithmetic", *dist] if dist else []
+        parts[part] = [*unit, *(str(TESTS / "dist" / f"test_{name}.py") for name in ranks)]
+    return parts
 
 
 def parts_together() -> dict[str, list[str]]:
@@ -54,8 +84,11 @@ class Part:
     def __init__(self, name: str, options: list[str], logs: Path):
         self.name, self.log, self.started = name, logs / f"{name}.log", time.monotonic()
         command = [sys.executable, "-m", "pytest", "--durations=25", *options]
+        env = os.environ | ARITHMETIC.get(name, {})
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env
+            )
 
     def progress(self) -> str:
         shares = re.findall(r"\[ *(\d+)%\]", self.log.read_text(errors="replace"))
@@ -108,7 +141,8 @@ def main(arguments: list[str]) -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tests-") as logs:
         results = run(parts_alone(), 1, arguments, Path(logs))
-        results |= run(parts_together(), SIDE_BY_SIDE, arguments, Path(logs))
+        together = parts_together() | parts_of_arithmetic(full="not slow" not in arguments)
+        results |= run(together, SIDE_BY_SIDE, arguments, Path(logs))
     failed = [name for name, (status, _) in results.items() if status not in (0, NO_TESTS)]
     for name, (_, line) in results.items():
         print(f"[test] {name}: {line.strip('= ') or 'ended without a count'}")

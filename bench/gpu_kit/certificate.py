@@ -1,5 +1,6 @@
 """The certificate's cases of one rank: padding, packing, micro-batches and recomputing change nothing here."""
 
+import json
 import math
 
 from bench.gpu_kit.figures import Figures, Setting
@@ -8,7 +9,9 @@ from megagrpo.certify.cases import LAYOUTS, grid
 from megagrpo.certify.measure import measure
 from megagrpo.certify.report import GRADIENT_BOUND, LOSS_BOUND, NORM_BOUND, WEIGHT_BOUND, worst_gradient
 from megagrpo.certify.subject import make_models
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.schema import ExperimentConfig, ParallelConfig
+from megagrpo.families.tiny import TinySizes
 
 _SMALL = ("padded, 4096 tokens", "packed, 48 tokens, recompute full")
 
@@ -20,15 +23,16 @@ def certificate(figures: Figures, setting: Setting) -> None:
         {
             "name": "kit",
             "output_dir": str(folder),
-            "prepare": {"model": {"path": str(folder / "real"), "family": "qwen3_moe"}},
             "model": {"path": str(folder / "real")},
             "data": {"path": "none.jsonl"},
             "algorithm": {"kl": {"loss_coef": 0.1}, "entropy_coef": 0.01},
         }
     )
+    (folder / "real").mkdir(parents=True, exist_ok=True)
+    (folder / "real" / "config.json").write_text(json.dumps(hf_config(TinySizes())))
     make_models(folder, config, ParallelConfig(), config.seed)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder / "model")})})
-    cases, _ = grid(LAYOUTS, ranks=1, is_moe=True, only=["1 rank"], fault=None)
+    cases, _ = grid(LAYOUTS, ranks=1, is_moe=True, only=["1 rank"])
     cases = [case for case in cases if not setting.small or case.variant in _SMALL]
     results = [
         measure(config, case, folder=folder, store=folder / f"store{number}", device=DEVICE)

@@ -30,7 +30,7 @@ def checkpoints(figures: Figures, setting: Setting) -> None:
             root = setting.folder / f"checkpoints_{reshardable}"
             start = time.perf_counter()
             plan = partial(_plan, actor, reshardable=reshardable)
-            saved = checkpoint.begin(root, TrainState(step=1), identity, Retention(1), plan, actor.mesh).finish()
+            saved = checkpoint.start_save(root, TrainState(step=1), identity, Retention(1), plan, actor.mesh).finish()
             seconds, num_bytes = time.perf_counter() - start, _bytes_below(saved)
             figures.add(
                 f"{form}: save", num_bytes / seconds / 1e9, "GB/s", f"{num_bytes / 1e9:.2f} GB in {seconds:.2f} s"

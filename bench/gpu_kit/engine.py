@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_kit.figures import Figures, Setting, Unavailable
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.rollout import RolloutConfig
-from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.engine_command import CPU_SHIMS, ServerPlace, engine_command, engine_environment
 from megagrpo.system.environment import child_environment
 
@@ -52,14 +53,21 @@ def loop(figures: Figures, setting: Setting) -> None:
     file = setting.folder / "loop.yaml"
     file.write_text(json.dumps(experiment))  # JSON is YAML
     paths, variables = _without_kernels(setting)
-    for command in ("prepare", "run"):
-        words = [sys.executable, "-m", "megagrpo.cli", command, str(file)]
+    recipe = setting.folder / "recipe.yaml"
+    recipe.write_text(json.dumps({"model": {"family": "qwen3"}, "dataset": {"kind": "arithmetic", "num_train": 256}}))
+    script = str(ROOT / "examples" / "laptop" / "prepare.py")
+    commands = {
+        "prepare": [script, str(file), "--recipe", str(recipe)],
+        "run": ["-m", "megagrpo.cli", "run", str(file)],
+    }
+    for command, arguments in commands.items():
+        words = [sys.executable, *arguments]
         start = time.perf_counter()
         done = subprocess.run(words, env=child_environment(variables, paths), capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
             print("\n".join((done.stdout + done.stderr).splitlines()[-_LAST_LINES:]))
-            raise RuntimeError(f"`megagrpo {command}` ended with status {done.returncode}")
-        figures.add(f"megagrpo {command}", time.perf_counter() - start, "s")
+            raise RuntimeError(f"{command} ended with status {done.returncode}")
+        figures.add(command, time.perf_counter() - start, "s")
     metrics = Path(config.output_dir) / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     figures.add("steps on record", len(lines))
@@ -153,10 +161,6 @@ def _experiment(setting: Setting) -> dict[str, Any]:
     return {
         "name": "kit",
         "output_dir": str(folder / "run"),
-        "prepare": {
-            "model": {"path": str(folder / "model"), "family": "qwen3"},
-            "dataset": {"kind": "arithmetic", "folder": str(folder / "data"), "num_train": 256},
-        },
         "model": {"path": str(folder / "model")},
         "data": {"path": str(folder / "data" / "train.jsonl"), "max_prompt_tokens": 8},
         "sampling": {"max_response_tokens": 8},
@@ -187,7 +191,6 @@ def _config(setting: Setting) -> ExperimentConfig:
 
 
 def _make_model(config: ExperimentConfig) -> None:
-    from megagrpo.tiny.model import make_tiny_model
+    from examples.laptop.model import make_tiny_model
 
-    assert config.prepare is not None and isinstance(config.prepare.model, TinyModelConfig), "as written above"
-    make_tiny_model(config.prepare.model, seed=0)
+    make_tiny_model(TinyModelConfig(path=config.model.path, family="qwen3"), seed=0)

@@ -20,7 +20,7 @@ from bench.gpu_kit.timing import peak_bytes, seconds_of, synchronisations, wait_
 from megagrpo.actor import step
 from megagrpo.families.architecture import Architecture
 from megagrpo.planning.hardware import HARDWARE
-from megagrpo.planning.work import model_work
+from megagrpo.planning.layer_costs import model_work
 
 _SHOWN = 12  # places of synchronisations, the most frequent ones
 

@@ -1,10 +1,10 @@
-"""Shows what the live model computes inside for given samples, for `megagrpo bisect`: hooks in the actor's own layout.
+"""Shows the values inside the actor's live model for given samples, for `megagrpo bisect`: hooks in its own layout.
 
-What a rank saw is told by rows and columns of the batch, which undoes packing, sequence and context parallelism.
+Values come with rows and columns of the batch, which undoes packing, sequence and context parallelism.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -17,11 +17,11 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.routing.tokens import RouterScope
 from megagrpo.actor.step import micro_batches, token_logprobs
 from megagrpo.types import Batch, MicroBatch
-from megagrpo.weights.engines.hooks import LayerTap, Recorder, SeenTokens, Tap, experts_key
+from megagrpo.weights.engines.hooks import Recorder, SeenTokens, Tap, experts_key
 
 
 class CapturedForward(NamedTuple):
-    """Holds what a forward over a batch gave."""
+    """The result of a forward over a batch."""
 
     logprobs: Tensor  # [T] float32, 0 off the loss mask; on every rank
     pieces: list[SeenTokens]  # of this rank
@@ -29,20 +29,20 @@ class CapturedForward(NamedTuple):
 
 
 def captured_forward(
-    actor: MegatronActor, batch: Batch, taps: Sequence[LayerTap], forced: Tensor | None = None
+    actor: MegatronActor, batch: Batch, taps: Sequence[Tap], forced: Tensor | None = None
 ) -> CapturedForward:
-    """Collective. Computes log-probabilities at temperature 1 and records what taps see, as far as it is on this rank.
+    """Collective. Computes log-probabilities at temperature 1 and records the taps whose modules are on this rank.
 
-    forced: experts [N, S, layers, k] int64 that routers take instead of their own, -1 where they choose; None: they do
-    everywhere. What taps called `experts_key` see is always their own choice.
+    taps: by Megatron's module names, with the layers of the whole model counted from 0. forced: experts
+    [N, S, layers, k] int64 that routers take instead of their own choice, which stays at -1 and without `forced`. Taps
+    called `experts_key` always record the routers' own choice.
     """
     micros = list(micro_batches(actor, batch, range(len(batch.lengths))))
-    recorder = Recorder(list(_tapped(actor, taps)))
-    try:
-        with _forced_routing(actor, forced) as own:
-            logprobs = token_logprobs(actor, batch, 1.0)
-    finally:
-        recorder.remove()
+    recorder = Recorder(_modules(actor), taps)
+    with ExitStack() as stack:
+        stack.callback(recorder.remove)
+        own = stack.enter_context(_forced_routing(actor, forced))
+        logprobs = token_logprobs(actor, batch, 1.0)
     recorder.seen.update({key: maps for key, maps in own.items() if key in recorder.seen})
     pieces = []
     for key, calls in recorder.seen.items():
@@ -52,8 +52,8 @@ def captured_forward(
 
 
 def head_logprobs(actor: MegatronActor, hidden: Tensor, tokens: Tensor) -> Tensor | None:
-    """Collective over tensor-parallel ranks. Returns log-probabilities [T] of tokens [T], at temperature 1, of what the
-    actor's head makes of any hidden states [T, h]; None before the last pipeline stage.
+    """Collective over tensor-parallel ranks. Returns log-probabilities [T] of tokens [T] at temperature 1, computed by
+    the actor's head from hidden states [T, h]; None before the last pipeline stage.
     """
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return None
@@ -66,40 +66,31 @@ def head_logprobs(actor: MegatronActor, hidden: Tensor, tokens: Tensor) -> Tenso
         return token_values(actor, actor.chunks[-1], mine, flat, tokens.to(weight.device), 1.0)[0]
 
 
-def speaks_for_tokens() -> bool:
-    """Tells whether pieces of this rank are wanted: other data-parallel ranks compute the same of the same batch."""
+def first_replica() -> bool:
+    """Returns whether this rank's pieces are needed: other data-parallel ranks compute the same of the same batch."""
     return mpu.get_data_parallel_rank() == 0
 
 
-def _tapped(actor: MegatronActor, taps: Sequence[LayerTap]) -> Iterator[tuple[Tap, nn.Module]]:
-    """Yields the taps whose modules are on this rank, with these."""
+def _modules(actor: MegatronActor) -> dict[str, nn.Module]:
+    """Returns this rank's modules by name, with the layers of the whole model counted from 0."""
+    found = {}
     for chunk in actor.chunks:
-        layers = {layer.layer_number - 1: layer for layer in chunk.decoder.layers}
-        for tap, index in taps:
-            holder = chunk if index is None else layers.get(index)
-            module = dict(holder.named_modules()).get(tap.module) if holder is not None else None
-            if module is not None:
-                yield tap, module
-
-
-def _places(micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Returns rows and columns [s / cp, b] of this rank's part before sequence parallelism, in Megatron's order."""
-    return micro.rows.transpose(0, 1), micro.columns.transpose(0, 1)
+        for name, module in chunk.named_modules():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
+                parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)
+            found[".".join(parts)] = module
+    return found
 
 
 def _piece(key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
-    """Says which tokens `values` are of: [s / cp, b, ...] or flattened [s b / cp, ...], or a tp-th of these tokens.
-
-    Raises ValueError for any other shape.
-    """
+    """Returns the real tokens of values [s / cp, b, ...] or [s b / cp, ...], or of a tp-th of them."""
     tp, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    rows, columns = _places(micro)
-    length, height = rows.shape
-    flat = values.flatten(0, 1) if values.dim() > 2 and values.shape[1] == height else values
-    if len(flat) == length * height // tp != length * height:
+    rows, columns = micro.rows.transpose(0, 1), micro.columns.transpose(0, 1)  # [s / cp, b], Megatron's order
+    flat = values.flatten(0, 1) if values.dim() > 2 and values.shape[1] == rows.shape[1] else values
+    if len(flat) == rows.numel() // tp != rows.numel():  # sequence parallel
         rows, columns = rows.chunk(tp)[tp_rank], columns.chunk(tp)[tp_rank]
-    elif len(flat) != length * height:
-        raise ValueError(f"{key}: shape {list(values.shape)} is not that of {length} x {height} tokens or a part")
+    assert len(flat) == rows.numel(), f"{key}: shape {list(values.shape)} does not fit {list(micro.rows.shape)} tokens"
     rows, columns = rows.flatten(), columns.flatten()
     real = rows >= 0
     return SeenTokens(key, tp_rank, rows[real], columns[real], flat.reshape(len(flat), -1)[real])
@@ -108,18 +99,14 @@ def _piece(key: str, micro: MicroBatch, values: Tensor) -> SeenTokens:
 @contextmanager
 def _forced_routing(actor: MegatronActor, forced: Tensor | None) -> Iterator[dict[str, list[Tensor]]]:
     """Makes routers take given experts inside. Yields the maps of their own choices by key, filled by the forwards."""
-    found = routers(actor.chunks)
-    before = [router.router_replay for router in found.values()]
     own: dict[str, list[Tensor]] = {}
-    try:
+    with ExitStack() as stack:
         if forced is not None:
-            for index, router in found.items():
-                router.router_replay = given = _GivenExperts(forced[:, :, index], actor.router_scope)
-                own[experts_key(index)] = given.own
+            for layer, router in routers(actor.chunks).items():
+                stack.callback(setattr, router, "router_replay", router.router_replay)
+                router.router_replay = given = _GivenExperts(forced[:, :, layer], actor.router_scope)
+                own[experts_key(layer)] = given.own
         yield own
-    finally:
-        for router, replay in zip(found.values(), before, strict=True):
-            router.router_replay = replay
 
 
 class _GivenExperts:

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from megagrpo.algo.correction import kept, policy_weights
+from megagrpo.algo.correction import kept, policy_weights, staleness_metrics
 from megagrpo.algo.estimators import EstimatorInputs, estimate, whiten
 from megagrpo.algo.kl import adapted_kl_coef, token_kl
 from megagrpo.algo.reward_shaping import RewardInputs, shape_greedy_rewards, shape_rewards
-from megagrpo.algo.staleness import staleness_metrics
 from megagrpo.algo.statistics import GroupStatistics, Reduce, exact_row_sums, group_statistics, moments
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import AlgoState, Batch, Correction

@@ -81,3 +81,20 @@ def _log_ratio_over(
 def _row_means(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
     """Returns the means [N] of each sample over its mask, off which values [T] are 0."""
     return exact_row_sums(values, lengths) / row_sums(mask.long(), lengths).clamp(min=1)
+
+
+def staleness_metrics(lags: Tensor, log_ratio: Tensor, mask: Tensor, reduce: Reduce) -> dict[str, float]:
+    """Collective. Returns lag/mean, lag/max and, for every lag present, lag/fraction_L and the mismatch.
+
+    lags: [T] integer, versions. log_ratio: [T] float64, old - rollout. mask: [T] bool, the tokens counted.
+    mismatch/logprob_abs_mean_lag_L is the mean of |log_ratio|; at lag 0 only numerics differ.
+    """
+    of_all = moments(lags[mask].double(), reduce)
+    largest = max(int(of_all.max), 0) if of_all.count else 0
+    metrics = {"lag/mean": of_all.mean, "lag/max": float(largest)}
+    for lag in range(largest + 1):
+        found = moments(log_ratio.abs()[mask & (lags == lag)], reduce)
+        metrics[f"lag/fraction_{lag}"] = found.count / max(of_all.count, 1)
+        if found.count:
+            metrics[f"mismatch/logprob_abs_mean_lag_{lag}"] = found.mean
+    return metrics

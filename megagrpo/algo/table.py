@@ -1,4 +1,4 @@
-"""The check that a table of functions and the variants that a configuration offers belong together."""
+"""Checks that a table of functions has one row for every variant that a configuration offers."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 def check_complete(table: Mapping[type, object], variants: Iterable[type], table_name: str, union_name: str) -> None:
     """Raises ImportError, naming what is missing, unless every variant has a row in the table and every row a variant.
 
-    Called when the module of the table is imported: a choice that cannot run must not wait for a run to say so.
+    Called when the module of the table is imported, so that a choice without a function fails before any run.
     """
     offered = tuple(variants)
     without_row = [variant.__name__ for variant in offered if variant not in table]

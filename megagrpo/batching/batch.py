@@ -59,9 +59,11 @@ def build_batch(
     sizes = sorted(
         pair for part in mesh.gather_dp([(r.sample_id, r.group_id, len(r.tokens)) for r in mine]) for pair in part
     )
+    # Statistics and updates number the groups of a step densely, in the order of their ids in the run.
+    dense = {group_id: number for number, group_id in enumerate(sorted({group_id for _, group_id, _ in sizes}))}
     owner: dict[int, int] = {}
-    for group_ids in map(frozenset, updates[0]):
-        members = [s for s in sizes if s[1] in group_ids]
+    for numbers in map(frozenset, updates[0]):
+        members = [s for s in sizes if dense[s[1]] in numbers]
         costs = [sample_cost(length, attention_length) for _, _, length in members]
         for rank, part in enumerate(balanced_parts(costs, mesh.dp_size)):
             owner.update((members[i][0], rank) for i in part)
@@ -70,7 +72,7 @@ def build_batch(
     has_greedy = any(g.greedy_outcome is not None for g in groups)
     has_greedy = any(mesh.gather_dp(has_greedy))
     in_order = sorted(received, key=lambda r: r.sample_id)
-    batch = _to_tensors(in_order, updates, has_greedy, trained_version)
+    batch = _to_tensors(in_order, dense, updates, has_greedy, trained_version)
     if routed_layers is not None:
         batch = _with_routed_experts(batch, in_order, len(routed_layers))
     return batch
@@ -100,7 +102,9 @@ def _rows(
     ]
 
 
-def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool, trained_version: int | None) -> Batch:
+def _to_tensors(
+    rows: Sequence[_Row], dense: dict[int, int], updates: Updates, has_greedy: bool, trained_version: int | None
+) -> Batch:
     def of_responses(
         values: Iterable[np.ndarray | None], kind: type[np.generic], default: object = None
     ) -> torch.Tensor:
@@ -117,7 +121,7 @@ def _to_tensors(rows: Sequence[_Row], updates: Updates, has_greedy: bool, traine
         lags = of_responses((trained_version - r.versions for r in rows if r.versions is not None), np.int32)
     return Batch(
         sample_ids=torch.tensor([r.sample_id for r in rows], dtype=torch.int64),
-        group_ids=torch.tensor([r.group_id for r in rows], dtype=torch.int64),
+        group_ids=torch.tensor([dense[r.group_id] for r in rows], dtype=torch.int64),
         num_groups=sum(map(len, updates[0])),
         tokens=torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(r.tokens for r in rows)])),
         lengths=torch.tensor([len(r.tokens) for r in rows], dtype=torch.int64),

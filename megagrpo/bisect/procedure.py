@@ -1,36 +1,33 @@
-"""Bisects: the same tokens through the engine and the actor, coarse first, then inside the first layer that differs."""
+"""Runs the same tokens through the engine and the actor: the residual stream, then the first layer that differs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from megagrpo.actor.capture import CapturedForward, captured_forward, head_logprobs, speaks_for_tokens
+from megagrpo.actor.capture import CapturedForward, captured_forward, first_replica, head_logprobs
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.bisect.compare import (
-    BOUNDS,
-    Bounds,
-    bound_at,
-    compare_points,
-    difference,
-)
-from megagrpo.bisect.engine_side import AskedEngine, Prefilled, Sequenced
-from megagrpo.bisect.findings import OUTPUT, Findings, Pass, layer_to_open
+from megagrpo.bisect.compare import BOUNDS, Bounds, bound_at, compare_points, difference
+from megagrpo.bisect.engine import Prefilled, ProbedEngine, Sequenced
 from megagrpo.bisect.points import FINAL_NORM, Point, final_norm, layer_points, residual_points
+from megagrpo.bisect.report import OUTPUT, Findings, Pass, layer_to_open
 from megagrpo.bisect.sides import from_engine, from_trainer
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch, Rewards
 from megagrpo.weights.engines.hooks import SeenTokens
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class _Job:
-    """Holds what every step of one bisection needs."""
+    """The inputs of every step of one bisection."""
 
     actor: MegatronActor
-    engine: AskedEngine | None  # on the main rank
+    engine: ProbedEngine | None  # on the main rank
     folder: Path  # on a disk of all ranks
     batch: Batch
     sequences: list[Sequenced]
@@ -48,32 +45,27 @@ class _Job:
 
 def bisect_pair(
     actor: MegatronActor,
-    engine: AskedEngine | None,
+    engine: ProbedEngine | None,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     folder: Path,
     bounds: Bounds | None = None,
     version: int | None = None,
 ) -> Findings | None:
-    """Collective. Compares an engine (on the main rank) with the actor; returns what was found, on the main rank.
+    """Collective. Compares an engine (on the main rank) with the actor; returns the findings, on the main rank.
 
-    prompts: token ids. folder: on a disk of all ranks. bounds: default, those of the actor's dtype. version: of the
-    weights, by which the engine must call its own; None: whatever it says.
+    prompts: token ids. folder: on a disk of all ranks. bounds: default, those of the actor's dtype. version: expected
+    of the engine's weights; None: any.
     """
     mesh = actor.mesh
-    sequences = mesh.from_main(lambda: _asked(engine).sample(prompts, max_new_tokens), "sample responses")
-    job = _Job(
-        actor, engine, folder, batch_of_sequences(sequences), sequences, bounds or BOUNDS[actor.config.dtype], []
-    )
+    sequences = mesh.from_main(lambda: _on_main(engine).sample(prompts, max_new_tokens), "sample responses")
+    bounds = bounds or BOUNDS[actor.config.dtype]
+    job = _Job(actor, engine, folder, batch_of_sequences(sequences), sequences, bounds, [])
     points = residual_points(actor.arch)
     prefilled, ids = _prefill(job, points, with_experts=True)
-    passes, logprobs = [], None
-    if ids is not None:
-        replayed, logprobs = _compare(job, "residual stream, the engine's experts replayed", points, prefilled, ids)
-        passes.append(replayed)
-    title = "residual stream" if ids is None else "residual stream, the actor's own experts"
-    natural, natural_logprobs = _compare(job, title, points, prefilled, None)
-    passes += [natural, _outputs(job, prefilled, natural_logprobs if logprobs is None else logprobs)]
+    title = "residual stream" if ids is None else "residual stream, the engine's experts replayed"
+    stream, logprobs = _compare(job, title, points, prefilled, ids)
+    passes = [stream, _outputs(job, prefilled, logprobs)]
     if (layer := layer_to_open(passes)) is not None:
         inside = layer_points(actor.arch, layer)
         again, _ = _prefill(job, inside, with_experts=False)
@@ -86,20 +78,19 @@ def bisect_pair(
     return Findings(stale, passes, list(dict.fromkeys(job.notes)), job.lengths, job.bounds)
 
 
-def _asked(engine: AskedEngine | None) -> AskedEngine:
-    assert engine is not None, "the main rank has the engine"
-    return engine
+def _on_main(value: T | None) -> T:
+    assert value is not None, "only the main rank has it"
+    return value
 
 
 def _prefill(job: _Job, points: Sequence[Point], with_experts: bool) -> tuple[Prefilled | None, Tensor | None]:
-    """Collective. Returns what the engine's hooks saw, on the main rank, and on every rank the experts of all layers
-    [N, S, layers, k], -1 where there are none; None for a model without experts or ids, and where they are not asked.
+    """Collective. Returns the engine's records, on the main rank, and on every rank the experts of all layers
+    [N, S, layers, k], -1 in dense layers and padding; None without `with_experts`, experts or records of them.
     """
-
-    kept: list[Prefilled] = []  # what hooks saw stays on the main rank
+    kept: list[Prefilled] = []  # not sent to other ranks
 
     def ask() -> Tensor | None:
-        kept.append(_asked(job.engine).prefill([s.tokens for s in job.sequences], [point.engine for point in points]))
+        kept.append(_on_main(job.engine).prefill([s.tokens for s in job.sequences], [point.engine for point in points]))
         return _routed(job, kept[0]) if with_experts else None
 
     ids = job.mesh.from_main(ask, "compute on the engine")
@@ -115,7 +106,9 @@ def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
     for layer in range(arch.dense_layers, arch.num_layers):
         calls = seen.get(f"layers.{layer}.experts", [])
         if sum(map(len, calls)) != sum(job.lengths):
-            job.notes.append(f"experts replayed: the engine has not shown those of layer {layer} of every token")
+            job.notes.append(
+                f"experts are not replayed: the engine has no record of those of layer {layer} for every token"
+            )
             return None
         flat = torch.cat(list(calls))[:, : arch.experts_per_token].long()
         for row, part in enumerate(flat.split(job.lengths)):
@@ -126,71 +119,68 @@ def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
 def _compare(
     job: _Job, title: str, points: Sequence[Point], prefilled: Prefilled | None, ids: Tensor | None
 ) -> tuple[Pass, Tensor]:
-    """Collective. Runs the actor over the batch and compares. Returns the actor's log-probabilities [T] too."""
+    """Collective. Runs the actor over the batch and compares. Also returns the actor's log-probabilities [T]."""
     found = captured_forward(job.actor, job.batch, [point.trainer for point in points], ids)
     pieces, arch = _gather(job, found), job.actor.arch
 
     def both() -> Pass:
-        assert prefilled is not None, "runs on the main rank"
-        engine = from_engine(points, prefilled.ranks, sum(job.lengths), arch)
+        seen = _on_main(prefilled)
+        engine = from_engine(points, seen.ranks, sum(job.lengths), arch)
         trainer = from_trainer(points, pieces, job.lengths, arch)
-        differences, flips, unlike = compare_points(
-            points, engine.values, trainer.values, job.lengths, job.bounds, forced=ids is not None
-        )
-        job.notes.extend([*prefilled.problems, *found.problems, *engine.notes, *trainer.notes, *unlike])
-        return Pass(title, differences, flips, ids is not None)
+        differences, flips, unlike = compare_points(points, engine.values, trainer.values, job.lengths, job.bounds)
+        job.notes.extend([*seen.problems, *found.problems, *engine.notes, *trainer.notes, *unlike])
+        return Pass(title, differences, flips)
 
     return job.mesh.from_main(both, f"compare: {title}"), found.logprobs
 
 
 def _gather(job: _Job, found: CapturedForward) -> list[SeenTokens]:
-    """Collective. Returns the pieces of all ranks on the main rank, by way of files: they may be gigabytes."""
+    """Collective. Returns the pieces of all ranks on the main rank, through files: they may be gigabytes."""
     file = job.folder / f"trainer_rank{job.mesh.rank}.pt"
-    if speaks_for_tokens():
+    if first_replica():
         torch.save([tuple(piece) for piece in found.pieces], file)
-    written = job.mesh.gather_world(speaks_for_tokens())
+    written = job.mesh.gather_world(first_replica())
     pieces: list[SeenTokens] = []
     if job.mesh.is_main:
         for rank in (rank for rank, has in enumerate(written) if has):
             other = job.folder / f"trainer_rank{rank}.pt"
             pieces += [SeenTokens(*fields) for fields in torch.load(other)]
             other.unlink()
-    job.mesh.gather_world(None)  # nobody writes the next file before this one is read
+    job.mesh.gather_world(None)  # the next files are written after these are read
     return pieces
 
 
 def _outputs(job: _Job, prefilled: Prefilled | None, logprobs: Tensor) -> Pass:
-    """Collective. Compares log-probabilities: the head alone on the engine's last hidden states, the whole way, and
-    decoding with prefill inside the engine. logprobs: the actor's, [T].
+    """Collective. Compares log-probabilities: of the head on the engine's last hidden states, of the whole forward, and
+    of decoding with prefill inside the engine. logprobs: the actor's, [T].
     """
-    hidden, tokens = job.mesh.from_main(lambda: _head_inputs(job, prefilled), "hand over hidden states")
+    hidden, tokens = job.mesh.from_main(lambda: _head_inputs(job, _on_main(prefilled)), "send hidden states")
     head = head_logprobs(job.actor, hidden, tokens) if hidden is not None else None
     heads = [values for values in job.mesh.gather_world(None if head is None else head.cpu()) if values is not None]
-    return job.mesh.from_main(lambda: _output_pass(job, prefilled, heads, logprobs), "compare log-probabilities")
+    return job.mesh.from_main(
+        lambda: _output_pass(job, _on_main(prefilled), heads, logprobs), "compare log-probabilities"
+    )
 
 
-def _output_pass(job: _Job, prefilled: Prefilled | None, heads: Sequence[Tensor], logprobs: Tensor) -> Pass:
-    assert prefilled is not None, "runs on the main rank"
+def _output_pass(job: _Job, prefilled: Prefilled, heads: Sequence[Tensor], logprobs: Tensor) -> Pass:
     found, shorter = [], [length - 1 for length in job.lengths]
     engine = torch.cat([torch.tensor(row, dtype=torch.float64) for row in prefilled.logprobs])[:, None]
     if heads:
         says = "output layer and log-softmax, on the engine's last hidden states"
-        found.append(difference("head", says, None, engine, heads[0][:, None], shorter, job.bounds.head))
+        found.append(difference("head", says, engine, heads[0][:, None], shorter, job.bounds.head))
     bound = bound_at(job.bounds.relative, job.actor.arch.num_layers)
-    ours = torch.cat([of_one[1:] for of_one in logprobs.split(job.lengths)])[:, None]
-    found.append(difference("logprobs", "log-probabilities", None, engine, ours, shorter, bound))
+    ours = torch.cat([sequence[1:] for sequence in logprobs.split(job.lengths)])[:, None]
+    found.append(difference("logprobs", "log-probabilities", engine, ours, shorter, bound))
     decoded = [torch.tensor(sequence.logprobs, dtype=torch.float64) for sequence in job.sequences]
     again = [row[-len(part) :] for row, part in zip(engine[:, 0].split(shorter), decoded, strict=True)]
     says = "log-probabilities of decoding against prefill, inside the engine"
-    lengths = [len(part) for part in decoded]
     decode, prefill = torch.cat(decoded)[:, None], torch.cat(again)[:, None]
-    found.append(difference("decode", says, None, prefill, decode, lengths, bound))
+    found.append(difference("decode", says, prefill, decode, list(map(len, decoded)), bound))
     return Pass(OUTPUT, found)
 
 
-def _head_inputs(job: _Job, prefilled: Prefilled | None) -> tuple[Tensor | None, Tensor]:
-    """Returns the engine's last hidden states that predict a token, and these tokens; None without the former."""
-    assert prefilled is not None, "runs on the main rank"
+def _head_inputs(job: _Job, prefilled: Prefilled) -> tuple[Tensor | None, Tensor]:
+    """Returns the engine's last hidden states [n, h] that predict a token, None without a record, and these tokens."""
     tokens = torch.tensor([token for sequence in job.sequences for token in sequence.tokens[1:]])
     side = from_engine([final_norm(job.actor.arch)], prefilled.ranks, sum(job.lengths), job.actor.arch)
     if FINAL_NORM not in side.values:

@@ -1,35 +1,120 @@
-"""Says what a bisection found: one table for people, JSON for programs, a picture of the difference by layer."""
+"""The findings of a bisection: the first point that differs, a table for people, JSON for programs."""
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from megagrpo.bisect.compare import Difference
-from megagrpo.bisect.findings import OUTPUT, Findings, verdict
+from megagrpo.bisect.compare import Bounds, Difference, Flips
 from megagrpo.system.run_folder import write_whole
 
-_INK, _LINE, _BOUND = "#0b0b0b", "#2a78d6", "#e34948"
+OUTPUT = "output"  # title of the pass that is about no layer
+UNSEEN = "nothing compared"  # the verdict if hooks have recorded nothing
+_EXPLAINED = {  # by the last part of a point's name
+    **dict.fromkeys(("input_norm", "mlp_norm", "final_norm"), "the norm's weight or epsilon"),
+    "qkv": "the projection's weight or bias",
+    "core_attention": "the rotary embedding, the scale, the mask or the kernel",
+    "attention_out": "the projection's weight",
+    "after_attention": "attention",
+    "router_logits": "the router's weight or precision",
+    "expert_shares": "how scores become weights",
+    **dict.fromkeys(("mlp_out", "output"), "the MLP, or the experts and how they are combined"),
+    "head": "the output layer's weight or precision, or the log-softmax",
+    "decode": "kernels and cache of decoding; prefill of the same tokens is another matter",
+}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The result of one comparison of both sides."""
+
+    title: str
+    differences: list[Difference]
+    flips: list[Flips] = field(default_factory=list)
+    inside: bool = False  # whether it is of the modules of one layer
+
+
+@dataclass
+class Findings:
+    """The results of a bisection, on the main rank."""
+
+    weights: list[str]  # the verification's message, a line each after the first; [] if digests agree
+    passes: list[Pass]
+    notes: list[str]  # points that were not compared, and why
+    lengths: list[int]  # of the sequences, in tokens
+    bounds: Bounds
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first point at which engine and trainers differ."""
+
+    place: str | None  # "weights", "nothing compared" or the name of a point; None: nothing differs
+    text: str
+    computed: str | None  # the first computed value that differs, also if weights do
+
+
+def verdict(findings: Findings) -> Verdict:
+    """Returns the first cause, in the order weights, layers, choice of experts, output."""
+    place, text = _computed(findings.passes)
+    if findings.weights:
+        also = f"\nand what is computed: {text}" if place is not None else ""
+        return Verdict("weights", "\n".join(findings.weights[:2]) + also, place)
+    if place is None and not any(one.differences for one in findings.passes if one.title != OUTPUT):
+        why = f": {findings.notes[0]}" if findings.notes else ""
+        return Verdict(UNSEEN, f"log-probabilities agree, but nothing inside the model could be compared{why}", None)
+    return Verdict(place, text, place)
+
+
+def layer_to_open(passes: list[Pass]) -> int | None:
+    """Returns the first layer that differs, else the first that chooses other experts too often; None also if the
+    embedding differs.
+    """
+    layers = [one for one in passes if one.title != OUTPUT]
+    differing = [found for one in layers for found in one.differences if found.beyond]
+    flipping = [flips.layer for one in layers for flips in one.flips if flips.beyond]
+    return differing[0].layer if differing else next(iter(flipping), None)
+
+
+def _computed(passes: list[Pass]) -> tuple[str | None, str]:
+    layers = sorted((one for one in passes if one.title != OUTPUT), key=lambda one: not one.inside)  # finest first
+    for one in layers:
+        if any(found.beyond for found in one.differences):
+            return _first_beyond(one.differences)
+    for flips in (flips for one in layers for flips in one.flips if flips.beyond):
+        return f"layers.{flips.layer}.experts", (
+            f"layer {flips.layer} takes other experts for {flips.flipped} of {flips.tokens} tokens, though its output "
+            "with the same experts is equal: look at the router's bias, its groups and the number of experts"
+        )
+    for one in passes:
+        if any(found.beyond for found in one.differences):
+            return _first_beyond(one.differences)
+    return None, "nothing differs beyond the bounds"
+
+
+def _first_beyond(differences: list[Difference]) -> tuple[str, str]:
+    at = next(at for at, found in enumerate(differences) if found.beyond)
+    found = differences[at]
+    upto = f"equal up to {differences[at - 1].says}; " if at else ""
+    cause = _EXPLAINED.get(found.name.rpartition(".")[2])
+    look = f": look at {cause}" if cause else ""
+    return found.name, f"{upto}the first difference is {found.says} ({found.error:.2g}, bound {found.bound:.2g}){look}"
 
 
 def table(findings: Findings) -> str:
     """Returns the report for people, in Markdown."""
-    tokens, found = sum(findings.lengths), verdict(findings)
-    lines = [
-        f"# Engine against trainer: {found.place or 'nothing differs'}",
-        "",
-        *found.text.splitlines(),
-        "",
-        f"{len(findings.lengths)} sequences, {tokens} tokens. Errors are relative to the engine's values; worst token: "
-        "SEQUENCE:TOKEN, both counted from 0.",
+    found = verdict(findings)
+    lines = [f"# Engine against trainer: {found.place or 'nothing differs'}", "", *found.text.splitlines(), ""]
+    lines += [
+        f"{len(findings.lengths)} sequences, {sum(findings.lengths)} tokens. Errors are relative to the engine's "
+        "values; worst token: SEQUENCE:TOKEN, both counted from 0.",
         "",
         f"weights: {'digests agree' if not findings.weights else findings.weights[0]}",
     ]
     for one in findings.passes:
-        lines += ["", f"## {one.title}", "", "| place | error | bound | largest | worst token | tokens | |"]
-        lines += ["|---|---|---|---|---|---|---|", *map(_row, one.differences)]
+        lines += ["", f"## {one.title}", "", "| place | error | bound | largest | worst token | |"]
+        lines += ["|---|---|---|---|---|---|", *map(_row, one.differences), ""]
         flips = [flip for flip in one.flips if flip.flipped]
-        lines += [""] if flips else []
         lines += [
             f"layer {f.layer}: other experts for {f.flipped} of {f.tokens} tokens, first {f.first}" for f in flips
         ]
@@ -38,59 +123,25 @@ def table(findings: Findings) -> str:
 
 
 def _row(found: Difference) -> str:
-    where = f"{found.worst_sequence}:{found.worst_token}"
-    mark = "**differs**" if found.beyond else "ok" if found.tokens else "not compared"
-    return (
-        f"| {found.says} | {found.error:.1e} | {found.bound:.1e} | {found.largest:.1e} | {where} | {found.tokens} "
-        f"| {mark} |"
-    )
+    sizes = f"{found.error:.1e} | {found.bound:.1e} | {found.largest:.1e}"
+    mark = "**differs**" if found.beyond else "ok"
+    return f"| {found.says} | {sizes} | {found.worst_sequence}:{found.worst_token} | {mark} |"
 
 
 def write_findings(folder: Path, findings: Findings) -> str:
-    """Writes report.md, report.json and report.png into `folder`; returns the table."""
+    """Writes report.md and report.json into `folder`; returns the table."""
     found = verdict(findings)
     record = {"place": found.place, "computed": found.computed, "verdict": found.text, **asdict(findings)}
     write_whole(folder / "report.json", json.dumps(_plain(record), indent=1))
     text = table(findings)
     write_whole(folder / "report.md", text)
-    _draw(findings, folder / "report.png")
     return text
 
 
-def _plain(value):
-    """Returns the value with what JSON has no number for, NaN and infinities, as text."""
+def _plain(value: object) -> object:
+    """Returns the value with NaN and infinities, which JSON does not have, as text."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _draw(findings: Findings, path: Path) -> None:
-    """Draws the error of the residual stream by layer, with experts replayed and without, and its bound."""
-    import matplotlib  # a second of import
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.ticker import MaxNLocator
-
-    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=140, layout="constrained")
-    errors: list[tuple[int, Difference]] = []
-    layers: list[int] = []
-    for one in (one for one in findings.passes if not one.inside and one.title != OUTPUT):
-        errors = [(found.layer or 0, found) for found in one.differences if found.name.endswith(".output")]
-        layers = [layer for layer, _ in errors]
-        # what is equal has no place on a logarithmic axis
-        values = [max(found.error, 1e-12) for _, found in errors]
-        line = "-" if one.forced else "--"
-        axes.plot(layers, values, color=_LINE, linestyle=line, marker="o", markersize=3, label=one.title)
-    if errors:
-        axes.plot(layers, [found.bound for _, found in errors], color=_BOUND, linewidth=1, label="bound")
-    axes.set_yscale("log")
-    axes.set_xlabel("layer")
-    axes.set_ylabel("relative error of the residual stream after it")
-    axes.set_title(verdict(findings).place or "nothing differs", color=_INK, fontsize=10)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False)
-    figure.savefig(path)
-    plt.close(figure)

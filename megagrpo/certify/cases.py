@@ -1,19 +1,16 @@
-"""Lists what the certificate runs, and what it does not.
-
-Cases are layouts x {padded, packed} x {small, large token budget} x {no recompute, full}.
-"""
+"""The cases of a certificate: layouts x {padded, packed} x {small, large token budget} x {no recompute, full}."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
 
 from megagrpo.config.schema import ActorConfig, ParallelConfig
 
 _RECOMPUTE: tuple[Literal["none", "full"], ...] = ("none", "full")
-SMALL_BUDGET, LARGE_BUDGET = 48, 4096  # tokens of a micro-batch: one to three samples, or all of them
+SMALL_BUDGET, LARGE_BUDGET = 48, 4096  # tokens of a micro-batch: one to three samples, or all
 
-# name -> sizes; ranks that tp, pp and ep leave over are data parallel
+# name -> (ranks, parallel sizes); remaining ranks are data parallel
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "1 rank": (1, {}),
     "DP2": (2, {}),
@@ -34,7 +31,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Describes one run of the same batch; the distributed optimizer leaves only loss and weights to compare."""
+    """One run of the batch. With the distributed optimizer only loss, norm and weights are compared."""
 
     layout: str
     ranks: int
@@ -43,11 +40,10 @@ class Case:
     budget: int = LARGE_BUDGET
     recompute: Literal["none", "full"] = "none"
     distributed: bool = False
-    fault: str | None = None  # planted, see faults.py
 
     @property
     def variant(self) -> str:
-        """Says how the case differs from others of its layout, as the report prints it."""
+        """The options in which the case differs from others of its layout, for the report."""
         parts = ["packed" if self.packing else "padded", f"{self.budget} tokens"]
         parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         return ", ".join(parts + (["distributed optimizer"] if self.distributed else []))
@@ -57,11 +53,11 @@ REFERENCE = Case(layout="1 rank", ranks=1)
 
 
 def layouts_of(config: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
-    """Returns the standing layouts and the experiment's, with even stages: the tiny model has its own layers."""
+    """Returns LAYOUTS and the experiment's own, with even stages: the tiny model has its own number of layers."""
     sizes = config.parallel.model_dump(exclude={"first_stage_layers", "last_stage_layers"})
     own = {name: size for name, size in sizes.items() if size > 1}
-    known = [entry for entry in LAYOUTS.values() if entry == (config.world_size, own)]
-    return LAYOUTS if known else LAYOUTS | {"the experiment's": (config.world_size, own)}
+    is_standard = (config.world_size, own) in LAYOUTS.values()
+    return LAYOUTS if is_standard else LAYOUTS | {"the experiment's": (config.world_size, own)}
 
 
 def grid(
@@ -69,11 +65,10 @@ def grid(
     ranks: int,
     is_moe: bool,
     only: Sequence[str] | None,
-    fault: str | None,
 ) -> tuple[list[Case], dict[str, str]]:
-    """Returns the cases to run, the reference first, and for every layout that is left out the reason.
+    """Returns the cases to run, the reference first, and the reason for each layout that is left out.
 
-    Raises ValueError for a name in `only` that is no layout.
+    Raises ValueError for a name in `only` that is not a layout.
     """
     unknown = sorted(set(only or ()) - layouts.keys())
     if unknown:
@@ -86,30 +81,14 @@ def grid(
         if reason is not None:
             left_out[name] = reason
             continue
-        planted = fault if name != REFERENCE.layout else None
+        plain = Case(layout=name, ranks=needed, parallel=parallel)
         for recompute, packing, budget in product(_RECOMPUTE, (False, True), (LARGE_BUDGET, SMALL_BUDGET)):
-            cases.append(
-                Case(
-                    layout=name,
-                    ranks=needed,
-                    parallel=parallel,
-                    packing=packing,
-                    budget=budget,
-                    recompute=recompute,
-                    fault=planted,
-                )
-            )
-        if needed > _replica(parallel):
-            cases.append(
-                Case(layout=name, ranks=needed, parallel=parallel, packing=True, distributed=True, fault=planted)
-            )
+            cases.append(replace(plain, packing=packing, budget=budget, recompute=recompute))
+        sizes = ParallelConfig(**parallel)
+        if needed > sizes.tp * sizes.pp * sizes.cp:  # more than one replica
+            cases.append(replace(plain, packing=True, distributed=True))
     assert cases[0] == REFERENCE
     return cases, left_out
-
-
-def _replica(parallel: dict[str, int]) -> int:
-    p = ParallelConfig(**parallel)
-    return p.tp * p.pp * p.cp
 
 
 def _reason_against(needed: int, parallel: dict[str, int], ranks: int, is_moe: bool) -> str | None:

@@ -1,10 +1,12 @@
-"""Measures the same batch under one case after another, on one rank, against the one-rank reference."""
+"""Runs the cases of one world size on a rank and compares each with the one-rank reference."""
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import plan_updates
 from megagrpo.certify.cases import REFERENCE, Case
-from megagrpo.certify.faults import planted
+from megagrpo.certify.report import CaseFigures
 from megagrpo.certify.subject import MAX_PROMPT, MAX_RESPONSE, NUM_GROUPS, longest, make_groups, near
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.families.table import read_architecture
@@ -32,6 +34,17 @@ from megagrpo.weights.transports.gather_plan import gather_buckets, make_gather_
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)
 _CHUNK_TOKENS = 32
+Read = TypeVar("Read")
+
+
+class Reference(TypedDict):
+    """reference.pt: what one rank computed; tensors by HF name."""
+
+    base: Tensor
+    loss: float
+    norm: float
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
 
 
 @contextmanager
@@ -44,7 +57,7 @@ def joined(
     device: torch.device,
     num_updates: int = 10,
 ) -> Iterator[MegatronActor]:
-    """Makes this process a rank of a fresh world with this layout. `store`: a path that no world has used yet."""
+    """Makes this process a rank of a new world with this layout. `store`: a path not used by another world."""
     world, rank = environment.get_int("WORLD_SIZE", 1), environment.get_int("RANK", 0)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     meeting = dist.FileStore(str(store), world)  # type: ignore[attr-defined]  # torch does not declare the export
@@ -69,46 +82,39 @@ def whole(weights: ActorWeights, values: Mapping[str, Tensor], mesh: Mesh) -> di
 def ratios(
     weights: ActorWeights, values: Mapping[str, Tensor], reference: Mapping[str, Tensor], mesh: Mesh
 ) -> dict[str, float]:
-    """Collective. Returns max|v - r| / max|r| by HF tensor, the largest of all ranks: replicas are compared too."""
-    found: dict[str, float] = {}
+    """Collective. Returns max|v - r| / max|r| per HF tensor, the maximum over all ranks and replicas."""
+    worst: dict[str, float] = {}
     for copy in weights.copies:
         whole_tensor = reference[copy.hf]
         part = whole_tensor[tuple(slice(a, a + n) for a, n in zip(copy.start, copy.size, strict=True))]
         largest = float(whole_tensor.abs().max())
         error = float((copy.view(values).cpu() - part).abs().max())
         ratio = error / largest if largest else (0.0 if error == 0 else float("inf"))
-        found[copy.hf] = max(
-            found.get(copy.hf, 0.0), ratio if ratio == ratio else float("inf")
-        )  # NaN compares with nothing
-    everyone: list = [found] * mesh.world_size
+        ratio = float("inf") if math.isnan(ratio) else ratio
+        worst[copy.hf] = max(worst.get(copy.hf, 0.0), ratio)
+    of_ranks = [worst] * mesh.world_size
     if mesh.world_size > 1:
-        dist.all_gather_object(everyone, found)
-    return {name: max(part.get(name, 0.0) for part in everyone) for name in reference}
+        dist.all_gather_object(of_ranks, worst)
+    return {name: max(part.get(name, 0.0) for part in of_ranks) for name in reference}
 
 
 def certify_ranks(config: ExperimentConfig, device: torch.device) -> None:
-    """Collective. Runs the cases of `<output_dir>/cases.json` and writes results.json beside it."""
+    """Collective. Runs the cases of `<output_dir>/cases.json`; the main rank writes results.json there."""
     folder = Path(config.output_dir)
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
     results = []
     for number, case in enumerate(cases):
-        results.append(
-            {
-                "case": asdict(case),
-                "variant": case.variant,
-                **measure(config, case, folder=folder.parent, store=folder / f"store{number}", device=device),
-            }
-        )
+        measured = measure(config, case, folder=folder.parent, store=folder / f"store{number}", device=device)
+        results.append({"case": asdict(case), "variant": case.variant, **measured})
         if environment.get_int("RANK", 0) == 0:
-            print(
-                f"certify: {case.ranks} ranks, {number + 1} of {len(cases)}: {case.layout}, {case.variant}", flush=True
-            )
+            progress = f"{number + 1} of {len(cases)}"
+            print(f"certify: {case.ranks} ranks, {progress}: {case.layout}, {case.variant}", flush=True)
     if environment.get_int("RANK", 0) == 0:
         write_whole(folder / "results.json", json.dumps(results))
 
 
-def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, device: torch.device) -> dict:
-    """Collective. Returns one case's loss, gradient norm, and differences to `folder`/reference.pt.
+def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, device: torch.device) -> CaseFigures:
+    """Collective. Returns one case's loss, gradient norm, and differences from `folder`/reference.pt.
 
     The reference case writes that file.
     """
@@ -125,37 +131,32 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
         router_losses=config.actor.router_losses,
         routing_replay=config.actor.routing_replay,
     )
-    changes: dict = {"distributed": case.distributed}
-    if config.actor.lora is not None:
-        changes["adam_eps"] = 1e-3  # smaller than weights, adapters would show the same rounding as a larger share
-    optimizer = OPTIMIZER.model_copy(update=changes)
+    # adapters are smaller than weights: the same rounding is a larger share of them
+    adam_eps = OPTIMIZER.adam_eps if config.actor.lora is None else 1e-3
+    optimizer = OPTIMIZER.model_copy(update={"distributed": case.distributed, "adam_eps": adam_eps})
     groups = make_groups(config, config.seed, read_architecture(config.model.path))
-    with (
-        planted(case.fault) as plant,
-        joined(store, config=actor_config, optimizer=optimizer, model_path=config.model.path, device=device) as actor,
-    ):
+    model = config.model.path
+    with joined(store, config=actor_config, optimizer=optimizer, model_path=model, device=device) as actor:
         if config.algorithm.uses_reference:
             actor.load_hf(HfFolder(folder / "reference"))
             actor.keep_reference()
-        weights = load_initial_weights(actor, config.model.path)
-        weights = actor.trained_weights(weights)
+        weights = actor.trained_weights(load_initial_weights(actor, model))
         if config.actor.lora is not None:
             actor.load_adapters(_trained_a_little(actor))
             actor.weights_loaded()
-        plant(actor)
         if case == REFERENCE:
             return _reference(config, actor, weights, groups, folder / "reference.pt")
         reference = torch.load(folder / "reference.pt")
-        return _compare(config, actor, weights, groups, reference, readable_gradients=not case.distributed)
+        return _compare(config, actor, weights, groups, reference)
 
 
 def _trained_a_little(actor: MegatronActor) -> dict[str, Tensor]:
-    """Returns whole adapters of a model that has learned: with B still 0, A would have no gradient."""
+    """Returns whole adapters with noise: while B is 0, A has no gradient."""
     initial = InitialAdapters(actor.adapter_specs(), seed=0)
     return {name: near(values, 0.05, number) for number, (name, values) in enumerate(initial.items())}
 
 
-def _placed(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
+def _batch_of(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
     train = config.train.model_copy(update={"num_prompts_per_step": NUM_GROUPS})
     updates = plan_updates(train, config.seed, step=0)
     layers = actor.routing.layers if actor.routing is not None else None
@@ -163,15 +164,15 @@ def _placed(config: ExperimentConfig, actor: MegatronActor, groups: list[Rollout
 
 
 def _prepared(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup], base: Tensor) -> Batch:
-    """Collective. Returns this rank's share with all that the experiment's loss needs.
+    """Collective. Returns this rank's share of the batch with everything that the experiment's loss needs.
 
-    base: [samples, S] log-probabilities of the one-rank model. Those of the rollout and of the old policy are noise
-    around it, far enough for clips to act; the reference's are computed.
+    base: [samples, S] log-probabilities of the one-rank model. Those of the old policy and the rollout are base plus
+    noise, enough to reach the clip bounds; the reference model's are computed.
     """
     algorithm, temperature, mesh = config.algorithm, config.sampling.temperature, actor.mesh
-    batch = _placed(config, actor, groups)
-    everyone = [old := near(base, 0.15, seed=7), near(old, 0.02, seed=8)]
-    old, rollout = (t[batch.sample_ids][_inside(batch)] * batch.loss_mask for t in everyone)
+    batch = _batch_of(config, actor, groups)
+    of_all = [old := near(base, 0.15, seed=7), near(old, 0.02, seed=8)]
+    old, rollout = (t[batch.sample_ids][_inside(batch)] * batch.loss_mask for t in of_all)
     reference = algorithm.kl.estimator if algorithm.uses_reference else None
     batch = with_logprobs(actor, batch, temperature, config.actor.routing_replay == "old", reference)
     batch = replace(batch, old_logprobs=old, rollout_logprobs=rollout)
@@ -179,41 +180,42 @@ def _prepared(config: ExperimentConfig, actor: MegatronActor, groups: list[Rollo
 
 
 def _inside(batch: Batch) -> Tensor:
-    """Returns where in [N, longest of any batch] the batch's tokens are."""
+    """Returns the mask of the batch's tokens in [N, MAX_PROMPT + MAX_RESPONSE]."""
     return torch.arange(MAX_PROMPT + MAX_RESPONSE) < batch.lengths[:, None]
 
 
-def _backward(config: ExperimentConfig, actor: MegatronActor, batch: Batch) -> float:
-    """Collective. Computes the gradients of the experiment's loss over all samples; returns the loss."""
-    rows, algorithm = range(len(batch.lengths)), config.algorithm
-    denominators = denominators_of(actor, batch, rows, algorithm, longest(config))
-    return backward(actor, batch, rows, algorithm, config.sampling.temperature, denominators)["loss/total"]
+def _step(
+    config: ExperimentConfig,
+    actor: MegatronActor,
+    batch: Batch,
+    read: Callable[[Mapping[str, Tensor], Literal["gradients", "weights"]], Read],
+) -> tuple[float, float, Read | None, Read]:
+    """Collective. Makes one update over all samples, then the step's own if it passes over its samples several times.
 
-
-def _take_passes(config: ExperimentConfig, actor: MegatronActor, batch: Batch) -> None:
-    """Collective. Makes the step's own updates where it passes over its samples several times.
-
-    With one pass they are updates like the one that was measured.
+    Returns the loss, the gradient norm and what `read` returns for "gradients" and for updated "weights". The
+    distributed optimizer leaves each rank a shard of the summed gradient: then there is no result for gradients.
     """
+    rows, algorithm, temperature = range(len(batch.lengths)), config.algorithm, config.sampling.temperature
+    denominators = denominators_of(actor, batch, rows, algorithm, longest(config))
+    loss = backward(actor, batch, rows, algorithm, temperature, denominators)["loss/total"]
+    gradients = None if actor.optimizer_config.distributed else read(actor.gradients(), "gradients")
+    norm = actor.optimizer_step()["optim/grad_norm"]
     if config.train.num_epochs_per_step > 1:
-        update(actor, batch, config.algorithm, config.sampling.temperature, longest(config))
+        update(actor, batch, algorithm, temperature, longest(config))
+    return loss, norm, gradients, read(actor.trained(), "weights")
 
 
 def _reference(
     config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], file: Path
-) -> dict:
-    batch = _placed(config, actor, groups)
+) -> CaseFigures:
+    batch = _batch_of(config, actor, groups)
     base = torch.zeros(len(batch.lengths), MAX_PROMPT + MAX_RESPONSE)
     base[_inside(batch)] = token_logprobs(actor, batch, config.sampling.temperature)
     batch = _prepared(config, actor, groups, base)
-    loss = _backward(config, actor, batch)
-    gradients = whole(weights, actor.gradients(), actor.mesh)
-    norm = actor.optimizer_step()["optim/grad_norm"]
-    _take_passes(config, actor, batch)
-    moved = whole(weights, actor.trained(), actor.mesh)
+    loss, norm, gradients, moved = _step(config, actor, batch, lambda values, _: whole(weights, values, actor.mesh))
     torch.save({"base": base, "loss": loss, "norm": norm, "gradients": gradients, "weights": moved}, file)
-    none = dict.fromkeys(gradients, 0.0)
-    return {"loss": loss, "loss_error": 0.0, "grad_norm": norm, "norm_error": 0.0, "gradients": none, "weights": 0.0}
+    zeros = dict.fromkeys(gradients or {}, 0.0)
+    return {"loss": loss, "loss_error": 0.0, "grad_norm": norm, "norm_error": 0.0, "gradients": zeros, "weights": 0.0}
 
 
 def _compare(
@@ -221,27 +223,20 @@ def _compare(
     actor: MegatronActor,
     weights: ActorWeights,
     groups: list[RolloutGroup],
-    reference: dict,
-    readable_gradients: bool,
-) -> dict:
-    """Compares with the reference.
+    reference: Reference,
+) -> CaseFigures:
+    def read(values: Mapping[str, Tensor], name: Literal["gradients", "weights"]) -> dict[str, float]:
+        return ratios(weights, values, reference[name], actor.mesh)
 
-    The distributed optimizer leaves each rank its shard of the summed gradient: then updated weights speak for them.
-    """
     batch = _prepared(config, actor, groups, reference["base"])
-    loss = _backward(config, actor, batch)
-    gradients = ratios(weights, actor.gradients(), reference["gradients"], actor.mesh) if readable_gradients else {}
-    norm = actor.optimizer_step()["optim/grad_norm"]
-    _take_passes(config, actor, batch)
-    tokens = (
-        MAX_RESPONSE if config.algorithm.aggregation == "seq-mean-token-sum" else 1
-    )  # a sum of as many terms rounds more
-    moved = ratios(weights, actor.trained(), reference["weights"], actor.mesh)
+    loss, norm, gradients, moved = _step(config, actor, batch, read)
+    # a sum over tokens rounds with the number of its terms
+    terms = MAX_RESPONSE if config.algorithm.aggregation == "seq-mean-token-sum" else 1
     return {
         "loss": loss,
-        "loss_error": abs(loss - reference["loss"]) / tokens,
+        "loss_error": abs(loss - reference["loss"]) / terms,
         "grad_norm": norm,
         "norm_error": abs(norm / reference["norm"] - 1),
-        "gradients": gradients,
+        "gradients": gradients or {},
         "weights": max(moved.values()),
     }

@@ -1,41 +1,60 @@
-"""Gives the certificate's verdict: report.json with every figure, report.md for people."""
+"""The certificate: report.json with every figure, report.md as a table."""
 
 import json
 import math
 from pathlib import Path
+from typing import TypedDict
 
 from megagrpo import __version__
 
 LOSS_BOUND, NORM_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-6, 1e-5, 1e-5, 1e-6
 
 
-def failures(result: dict) -> list[str]:
-    """Returns what of one case is above its bound, with the figure. NaN is above every bound."""
-    found = []
+class CaseFigures(TypedDict):
+    """One case's figures; errors are differences from the one-rank reference, `gradients` by HF name."""
+
+    loss: float
+    loss_error: float
+    grad_norm: float
+    norm_error: float
+    gradients: dict[str, float]
+    weights: float
+
+
+class CaseResult(CaseFigures):
+    """Figures with their case: cases.Case as a mapping, and its variant."""
+
+    case: dict[str, object]
+    variant: str
+
+
+def failures(result: CaseFigures) -> list[str]:
+    """Returns a message with the figure for each error above its bound. NaN is above every bound."""
+    messages = []
     if not result["loss_error"] <= LOSS_BOUND:
-        found.append(f"loss off by {result['loss_error']:.2g}")
+        messages.append(f"loss off by {result['loss_error']:.2g}")
     if not result["norm_error"] <= NORM_BOUND:
-        found.append(f"gradient norm off by {result['norm_error']:.2g} of it")
+        messages.append(f"gradient norm off by {result['norm_error']:.2g} of it")
     name, worst = worst_gradient(result)
     if not worst <= GRADIENT_BOUND:
         wrong = sum(not value <= GRADIENT_BOUND for value in result["gradients"].values())
-        found.append(f"gradient of {wrong} parameters, worst {name}: {worst:.2g} of its largest")
+        messages.append(f"gradient of {wrong} parameters, worst {name}: {worst:.2g} of its largest")
     if not result["weights"] <= WEIGHT_BOUND:
-        found.append(f"updated weights off by {result['weights']:.2g}")
-    return found
+        messages.append(f"updated weights off by {result['weights']:.2g}")
+    return messages
 
 
-def worst_gradient(result: dict) -> tuple[str, float]:
-    """Returns the parameter with the largest max|g - g1| / max|g1|, and that; ("", 0) without gradients."""
+def worst_gradient(result: CaseFigures) -> tuple[str, float]:
+    """Returns the parameter with the largest max|g - g1| / max|g1| and that ratio; ("", 0) without gradients."""
     return max(
         result["gradients"].items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1], default=("", 0.0)
     )
 
 
 def write_certificate(
-    folder: Path, *, name: str, family: str, results: list[dict], left_out: dict[str, str]
+    folder: Path, *, name: str, family: str, results: list[CaseResult], left_out: dict[str, str]
 ) -> tuple[str, bool]:
-    """Writes both files; returns the table and whether every case is within the bounds."""
+    """Writes both files; returns the text of report.md and whether every case is within the bounds."""
     passed = all(not failures(result) for result in results)
     lines = [
         f"# Certificate of {name} ({family}): {'passed' if passed else 'FAILED'}",
@@ -59,8 +78,9 @@ def write_certificate(
     lines += ["", *(f"Not run: {layout}: {reason}." for layout, reason in left_out.items())]
     text = "\n".join(lines) + "\n"
     bounds = {"loss": LOSS_BOUND, "norm": NORM_BOUND, "gradient": GRADIENT_BOUND, "weights": WEIGHT_BOUND}
-    record = {"experiment": name, "family": family, "version": __version__, "passed": passed, "bounds": bounds}
-    record |= {"cases": [result | {"failures": failures(result)} for result in results], "not_run": left_out}
-    (folder / "report.json").write_text(json.dumps(record, indent=1))
+    cases = [{**result, "failures": failures(result)} for result in results]
+    report = {"experiment": name, "family": family, "version": __version__, "passed": passed, "bounds": bounds}
+    report |= {"cases": cases, "not_run": left_out}
+    (folder / "report.json").write_text(json.dumps(report, indent=1))
     (folder / "report.md").write_text(text)
     return text, passed

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.check.problems import model_description
-from megagrpo.config.schema import ExperimentConfig, ParallelConfig, TinyModelConfig
+from megagrpo.config.schema import ExperimentConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import FAMILIES, architecture_of
-from megagrpo.tiny.description import hf_config
-from megagrpo.tiny.model import random_tensors
+from megagrpo.families.tiny import TinySizes
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.hf_folder import write_hf_folder
 
@@ -28,7 +28,7 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
 
     Returns their architecture. The reference is the model with a little noise, as if some updates had been made. All
     tensors are random, norms and biases too: a mistake that leaves one of them out must show. Raises ValueError when
-    the experiment's model is neither there nor in its prepare section.
+    the experiment's model has no config.json.
     """
     real = model_description(config)
     if real is None:
@@ -40,8 +40,7 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
     # fewer key/value heads than the experiment's ranks stay fewer
     kv_heads = shards if arch.num_kv_heads >= parallel.tp else math.gcd(arch.num_kv_heads, parallel.tp)
     grouped = arch.num_heads != arch.num_kv_heads
-    sizes = TinyModelConfig(
-        path=str(folder / "model"),
+    sizes = TinySizes(
         family=arch.family,
         hidden_size=16 * shards * (1 + grouped),
         num_layers=math.lcm(4, parallel.pp * parallel.vpp),
@@ -72,7 +71,7 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
     return small
 
 
-def _description(real: dict[str, Any], sizes: TinyModelConfig) -> dict[str, Any]:
+def _description(real: dict[str, Any], sizes: TinySizes) -> dict[str, Any]:
     """Returns config.json of a model of these sizes with the options of a real one."""
     of_family = FAMILIES[real["model_type"]].SIZE_KEYS
     options = {key: value for key, value in real.items() if key not in of_family}

@@ -17,8 +17,6 @@ from megagrpo.rewards.graders.code import read_tests
 from megagrpo.rewards.graders.table import check_grader, load_group_grader
 from megagrpo.rollout.tools import load_tool
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tiny.description import hf_config as tiny_hf_config
-from megagrpo.tiny.package_file import find_gguf
 
 
 def preflight(config: ExperimentConfig) -> list[str]:
@@ -39,16 +37,15 @@ def preflight(config: ExperimentConfig) -> list[str]:
 
 
 def model_description(config: ExperimentConfig) -> dict[str, Any] | None:
-    """Returns the model's config.json, or that of the tiny model that will be made; None when neither is known.
+    """Returns the model's config.json, or that of the model from which the warm-up will make it; None without both.
 
-    A warm-up writes the kind of model that it starts from. Raises ValueError for a config.json that is not JSON.
+    Raises ValueError for a config.json that is not JSON.
     """
     for folder in (config.model.path, config.sft.model if config.sft is not None else config.model.path):
         path = Path(folder) / "config.json"
         if path.is_file():
             return read_description(path)
-    tiny = config.prepare.model if config.prepare is not None else None
-    return tiny_hf_config(tiny) if tiny is not None and is_made(config, config.model.path) else None
+    return None
 
 
 def check_against_model(config: ExperimentConfig, hf: dict[str, Any], largest_token_id: int | None = None) -> list[str]:
@@ -145,9 +142,6 @@ def _missing_packages(config: ExperimentConfig) -> list[str]:
     # without an origin it is a folder of that name where Python was started
     if wandb is not None and wandb.mode != "disabled" and (spec is None or spec.origin is None):
         problems.append("log.wandb: the package wandb is not installed; `pip install wandb`, or remove log.wandb")
-    pretrained = config.prepare.pretrained if config.prepare is not None else None
-    if pretrained is not None and not Path(pretrained.path).exists():
-        problems += _complaint(find_gguf, pretrained.package)
     return problems
 
 
@@ -218,15 +212,8 @@ def _complaint(load: Callable[..., object], *arguments: object) -> list[str]:
 
 
 def is_made(config: ExperimentConfig, path: str) -> bool:
-    """Tells whether `megagrpo prepare` or `megagrpo sft` of this very experiment writes `path`."""
-    if config.sft is not None and Path(path) == Path(config.model.path):
-        return True
-    prepare = config.prepare
-    if prepare is None:
-        return False
-    models = [Path(section.path) for section in (prepare.model, prepare.pretrained) if section is not None]
-    data_made = prepare.dataset is not None and Path(path).parent == Path(prepare.dataset.folder)
-    return Path(path) in models or (data_made and Path(path).name in ("sft.jsonl", "train.jsonl", "eval.jsonl"))
+    """Returns whether this experiment's own `megagrpo sft` writes `path`."""
+    return config.sft is not None and Path(path) == Path(config.model.path)
 
 
 def _largest_token_id(folder: Path) -> int | None:

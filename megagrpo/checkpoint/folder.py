@@ -1,4 +1,4 @@
-"""Reads what lies in a folder of checkpoints, without loading any: which are finished, their form and bytes.
+"""Lists the checkpoints in a folder without loading them: finished ones, their form and bytes.
 
 step_000010/   finished: state.json says what it is, manifest.json what its files have
 step_000020.partial/   being written, or interrupted
@@ -36,7 +36,7 @@ def is_reshardable(folder: Path) -> bool:
 
 
 def layout_problem(folder: Path, own: Layout) -> str:
-    """Returns why a run of the layout `own` cannot load a finished checkpoint, and what to do; "" where it can."""
+    """Returns why a run of the layout `own` cannot load a finished checkpoint, and what to do; "" if it can."""
     saved = json.loads((folder / "state.json").read_text()).get("layout", own)
     if is_reshardable(folder) or saved == own:
         return ""
@@ -56,6 +56,6 @@ def _in_words(layout: Layout) -> str:
 
 
 def manifest_bytes(folder: Path) -> int:
-    """Returns what a checkpoint's files have together; 0 where no manifest says so."""
+    """Returns the bytes of a checkpoint's files; 0 without a manifest."""
     manifest = folder / "manifest.json"
     return sum(size for size, _ in json.loads(manifest.read_text()).values()) if manifest.is_file() else 0

@@ -1,4 +1,4 @@
-"""Keeps groups in one binary file: what they have of their tokens as arrays, everything else as JSON."""
+"""Groups in one binary file: the values of tokens as arrays, everything else as JSON."""
 
 import json
 import os
@@ -10,7 +10,8 @@ import numpy as np
 
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
-_RECORDS = "records"  # in the file: the JSON text; beside it all arrays of a type in one, flat, named after the type
+Record = dict[str, Any]  # JSON
+_RECORDS = "records"  # in the file: the JSON text; in addition one flat array per type, named after the type
 
 
 def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
@@ -18,15 +19,15 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
     parts: dict[str, list[np.ndarray]] = {}
     sizes: dict[str, int] = {}
 
-    def place(array: np.ndarray) -> dict[str, Any]:
+    def reference(array: np.ndarray) -> Record:
         kind = array.dtype.name
         start = sizes.get(kind, 0)
         parts.setdefault(kind, []).append(array.reshape(-1))
         sizes[kind] = start + array.size
         return {"array": [kind, start, sizes[kind]], **({"shape": array.shape} if array.ndim != 1 else {})}
 
-    def plain(value: Any) -> dict[str, Any]:
-        return place(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else vars(value)
+    def plain(value: object) -> Record:
+        return reference(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else vars(value)
 
     records = json.dumps(list(groups), default=plain).encode()
     arrays = {kind: np.concatenate(found) for kind, found in parts.items()}
@@ -41,8 +42,8 @@ def read_groups(path: Path) -> list[RolloutGroup]:
     with np.load(path, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
 
-    def fetch(record: dict[str, Any]) -> Any:
-        # a grader may be called so
+    def fetch(record: Record) -> Record | np.ndarray:
+        # A grader may be named "array".
         if record.keys() - {"shape"} != {"array"} or not isinstance(record["array"], list):
             return record
         kind, start, end = record["array"]
@@ -51,7 +52,7 @@ def read_groups(path: Path) -> list[RolloutGroup]:
     return [_group(record) for record in json.loads(arrays[_RECORDS].tobytes(), object_hook=fetch)]
 
 
-def _group(record: dict[str, Any]) -> RolloutGroup:
+def _group(record: Record) -> RolloutGroup:
     greedy, of_greedy = record["greedy"], record["greedy_outcome"]
     return RolloutGroup(
         group_id=record["group_id"],
@@ -63,9 +64,9 @@ def _group(record: dict[str, Any]) -> RolloutGroup:
     )
 
 
-def _sample(record: dict[str, Any]) -> Sample:
+def _sample(record: Record) -> Sample:
     return Sample(**{**record, "newer": tuple(map(tuple, record["newer"]))})
 
 
-def _outcome(record: dict[str, Any]) -> Outcome:
+def _outcome(record: Record) -> Outcome:
     return Outcome(**{**record, "parts": {name: _outcome(part) for name, part in record["parts"].items()}})

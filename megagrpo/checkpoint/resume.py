@@ -1,6 +1,6 @@
-"""What a run starts from: its actor, the model's weights, a checkpoint of its own or of another run."""
+"""The start of a run: its actor, the model's weights, and the checkpoint it continues from."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from megagrpo.weights.hf_folder import HfFolder
 
 
 def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
-    """Collective. Returns what a checkpoint must share with the run that loads it."""
+    """Collective. Returns the properties that a checkpoint must share with the run that loads it."""
     model: dict = {
         "model": asdict(actor.arch),
         "dtype": config.actor.dtype,
@@ -47,14 +47,14 @@ def make_actor(config: ExperimentConfig, num_steps: int, device: torch.device) -
 
 
 def load_checkpoint(config: ExperimentConfig, source: Path, actor: MegatronActor) -> TrainState:
-    """Collective. Loads a checkpoint of this experiment's model into the actor. LeaderError where it is another's."""
+    """Collective. Loads a checkpoint of this experiment's model into the actor. LeaderError if the model differs."""
     return checkpoint.load(source, run_identity(config, actor), lambda part: load_actor(actor, part), actor.mesh)
 
 
 def initial_weights(
     config: ExperimentConfig, algorithm: AlgorithmConfig, source: Path | None, actor: MegatronActor
 ) -> ActorWeights:
-    """Loads the model of the configuration, as reference too where the algorithm uses one.
+    """Loads the model of the configuration, also as the reference if the algorithm uses one.
 
     Where the checkpoint `source` comes next with all weights and no reference is kept, only names and shapes are read.
     """
@@ -107,5 +107,5 @@ def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, act
     if len(young) < len(state.surplus) and actor.mesh.is_main:
         left_out = f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left out"
         print(f"{left_out}: their weights are older than rollout.max_staleness allows now", flush=True)
-    state.surplus = deal_surplus([replace(g, group_id=number) for number, g in enumerate(young)], actor.mesh)
+    state.surplus = deal_surplus(young, actor.mesh)
     return state

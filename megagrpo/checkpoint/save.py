@@ -80,14 +80,21 @@ class SavePlan(Protocol):
 PlanSave = Callable[[Path], SavePlan]  # collective; given an existing empty folder
 
 
+@dataclass(frozen=True)
+class SaveSchedule:
+    """When a run saves. background: training continues while a save is written, which requires plan_save's copy."""
+
+    num_steps: int  # after which the run ends
+    start_step: int  # of the checkpoint it starts from
+    background: bool = False
+
+
 class Checkpointer:
-    """Saves one run when its schedule asks for it, one save at a time, perhaps in the background.
+    """Saves one run on schedule, one save at a time, perhaps in the background.
 
     Every method is collective over the world and raises LeaderError on every rank when any could not write.
     plan_save: collective; given an existing empty folder and whether another layout must be able to load it.
-    gather_state: collective; returns, on the main rank at least, the state with what other ranks hold of it.
-    num_steps: the step after which the run ends. saved_step: that of the checkpoint it starts from.
-    background: whether training goes on while a save is written, which takes plan_save's copy.
+    gather_state: collective; returns, on the main rank at least, the state with the other ranks' groups.
     """
 
     def __init__(
@@ -98,40 +105,37 @@ class Checkpointer:
         plan_save: Callable[[Path, bool], SavePlan],
         gather_state: Callable[[TrainState], TrainState],
         mesh: Mesh,
-        *,
-        num_steps: int,
-        saved_step: int,
-        background: bool,
+        schedule: SaveSchedule,
     ):
-        self._options, self._root, self._identity = options, root, identity
+        self._options, self._root, self._identity, self._schedule = options, root, identity, schedule
         self._retention = Retention(options.keep, options.keep_gb * 1e9 if options.keep_gb is not None else None)
         self._plan_save, self._gather_state, self._mesh = plan_save, gather_state, mesh
-        self._num_steps, self._saved_step, self._background = num_steps, saved_step, background
-        self._pending: PendingSave | None = None  # being written while training goes on
+        self._saved_step = schedule.start_step
+        self._pending: PendingSave | None = None  # being written while training continues
 
     def on_schedule(self, state: TrainState) -> None:
-        """Collective. Saves after every options.every steps and after the last; finishes a save that is written."""
+        """Collective. Saves after every options.every steps and after the last; completes a save that is written."""
         if self._pending is not None and self._pending.ready():
-            self._finish()
-        last = state.step == self._num_steps
+            self._complete()
+        last = state.step == self._schedule.num_steps
         if (self._options.every and state.step % self._options.every == 0) or last:
-            self._begin(state, last)
-        if last or not self._background:
-            self._finish()
+            self._save(state, last)
+        if last or not self._schedule.background:
+            self._complete()
 
     def save_now(self, state: TrainState) -> None:
-        """Collective. Saves `state`, the last of this start, unless that is done already; waits until it is written."""
-        self._begin(state, last=True)
-        self._finish()
+        """Collective. Saves `state`, the last of this start, unless it is saved already; returns when it is written."""
+        self._save(state, last=True)
+        self._complete()
 
-    def _begin(self, state: TrainState, last: bool) -> None:
+    def _save(self, state: TrainState, last: bool) -> None:
         choice = self._options.reshardable
         reshardable = choice == "always" or (choice == "last" and last)
         if self._saved_step == state.step and not (reshardable and self._saved_for_one_layout(state.step)):
             return
-        self._finish()  # one at a time: it holds a copy of the whole state
+        self._complete()  # one at a time: it has a copy of the whole state
         whole = self._gather_state(state)
-        self._pending = begin(
+        self._pending = start_save(
             self._root,
             whole,
             self._identity,
@@ -142,27 +146,27 @@ class Checkpointer:
         self._saved_step = state.step
 
     def _saved_for_one_layout(self, step: int) -> bool:
-        """Collective. Whether the finished checkpoint of a step cannot be loaded by other layouts."""
-        self._finish()
+        """Collective. Returns whether other layouts cannot load the finished checkpoint of a step."""
+        self._complete()
         folder = checkpoint_folder(self._root, step)
         return self._mesh.from_main(lambda: folder.is_dir() and not is_reshardable(folder), f"checkpoint {folder}")
 
-    def _finish(self) -> None:
+    def _complete(self) -> None:
         if self._pending is not None:
             self._pending.finish()
             self._pending = None
 
 
-def begin(
+def start_save(
     root: Path, state: TrainState, identity: RunIdentity, retention: Retention, plan_save: PlanSave, mesh: Mesh
 ) -> "PendingSave":
-    """Collective. Begins to write a checkpoint of `state`; a thread of every rank does so until `PendingSave.finish`.
+    """Collective. Starts to write a checkpoint of `state`, in a thread of every rank, until `PendingSave.finish`.
 
-    Training may go on meanwhile if plan_save took a copy. A failure on any rank (disk full, say), here or in `finish`,
-    raises LeaderError on every rank and leaves older checkpoints as they were.
+    Training may continue meanwhile if plan_save took a copy. A failure on any rank (disk full, say), here or in
+    `finish`, raises LeaderError on every rank and leaves older checkpoints as they were.
     """
     pending = PendingSave(root, state, identity, retention, mesh)
-    pending.begin(plan_save)
+    pending.write_in_thread(plan_save)
     return pending
 
 
@@ -183,7 +187,7 @@ class PendingSave:
         self._retention, self._mesh = retention, mesh
         self._written: Future[dict[str, SizeAndCrc]] = Future()  # this rank's files, for the manifest
 
-    def begin(self, plan_save: PlanSave) -> None:
+    def write_in_thread(self, plan_save: PlanSave) -> None:
         """Collective. Makes the folder and starts the thread that writes this rank's files into it."""
         with self._all_or_nothing():
             self._mesh.from_main(self._make_folder, f"checkpoint {self.target}")

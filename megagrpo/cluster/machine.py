@@ -42,9 +42,7 @@ def _refuse_what_cannot_run(config: ExperimentConfig) -> None:
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
     unmade = [path for path in _inputs(config) if not Path(path).exists()]
     if unmade:  # preflight accepts paths that this experiment itself creates
-        makers = [name for name, section in (("prepare", config.prepare), ("sft", config.sft)) if section is not None]
-        first = ", then ".join(f"`megagrpo {name}`" for name in makers)
-        raise ValueError(f"missing: {', '.join(unmade)}; run {first} first")
+        raise ValueError(f"missing: {', '.join(unmade)}; run `megagrpo sft` first")
 
 
 @contextmanager
@@ -139,7 +137,8 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
     ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
     colocate = config.rollout.colocate
     needed = max(ranks, engine_ranks) if colocate else ranks + engine_ranks
-    if not on_gpus(config, len(visible)) or (len(visible) < needed and config.weights.transport == "disk"):
+    may_share = not (config.weights.traits.uses_groups or config.weights.traits.needs_colocation)
+    if not on_gpus(config, len(visible)) or (len(visible) < needed and may_share):
         return {}, {}
     if colocate and engine_ranks > ranks:
         raise ValueError(

@@ -20,6 +20,7 @@ from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
 from megagrpo.system import environment
+from megagrpo.system.processes import route_address
 from megagrpo.system.run_folder import RunFolder
 
 _ONE_MACHINE = "rollout.colocate works on one machine so far: `megagrpo run`"
@@ -56,9 +57,7 @@ class Node:
         assert self.first_address is not None, "a single trainer node needs no address"
         if self.rank == 0:
             return self.first_address
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self.first_address, self.first_port))  # UDP: selects a route without sending
-            return probe.getsockname()[0]
+        return route_address(self.first_address, self.first_port)
 
 
 def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
@@ -124,7 +123,8 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     end, unheard = [signal.SIGINT, signal.SIGUSR2], [signal.SIGTERM]
     if environment.get("SLURM_JOB_ID") is None:
         end, unheard = end + unheard, []
-    with Launch(folder, "serve", end=end, unheard=unheard, grace_s=_GRACE_S, scratch=temporary) as launch:
+    with Launch(folder, "serve", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
+        launch.remove_at_end(temporary)
         env = _ray_environment(node)
         ray = _start_ray(launch, config, node, temporary, env)
         if node.rank > 0:

@@ -36,7 +36,7 @@ class Launch:
     A signal of `end` leaves the block, with `status` 128 + its number as in a shell. A signal of `ask` creates the
     stop request; a TERM after the request also leaves the block. A signal of `unheard` does nothing. During clean-up
     all signals are ignored: it ends the children in reverse order with their descendants, by force after `grace_s`
-    seconds, and removes the folder `scratch`.
+    seconds, and removes the folders of `remove_at_end`.
 
     `command` is the megagrpo command of this launcher. `ranks` names the log, the stop request and the error reports
     of start_ranks.
@@ -52,12 +52,11 @@ class Launch:
         unheard: Sequence[signal.Signals] = (),
         ranks: str = "trainer",
         grace_s: float = 5.0,
-        scratch: Path | None = None,
     ):
         self.status = 1
         self._folder, self._command, self._ranks = folder, command, ranks
         self._end, self._ask, self._unheard = end, ask, unheard
-        self._grace_s, self._scratch = grace_s, scratch
+        self._grace_s, self._scratch = grace_s, list[Path]()
         self._request = StopRequest(folder.stop_request(ranks))
         self._children: list[Child] = []
 
@@ -80,11 +79,15 @@ class Launch:
             self.status = exc.status
         while self._children:
             self.end(self._children[-1])
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        for folder in self._scratch:
+            shutil.rmtree(folder, ignore_errors=True)
         for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
         return isinstance(exc, _Ended)
+
+    def remove_at_end(self, folder: Path) -> None:
+        """Removes `folder` after all children have ended."""
+        self._scratch.append(folder)
 
     def start(self, command: list[str], name: str, env: dict[str, str] | None = None) -> Child:
         """Starts a subcommand of megagrpo as one process with the log `name`."""

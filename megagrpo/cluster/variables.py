@@ -1,6 +1,6 @@
 """Environment variables of trainer ranks, in addition to those of every process (Launch) and of the user.
 
-docs/gpu.md lists the environment of every process of a run.
+docs/evidence/gpu.md lists the environment of every process of a run.
 """
 
 from megagrpo.config.schema import ExperimentConfig

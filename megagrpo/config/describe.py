@@ -1,6 +1,6 @@
 """Writes the reference of every configuration key, from the schema.
 
-python -m megagrpo.config.describe > docs/configuration.md
+python -m megagrpo.config.describe > docs/reference/configuration.md
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,13 @@ _HEAD = """\
 # Configuration
 
 Every key of an experiment, with its type, default and meaning. This page is generated from the schema
-(`python -m megagrpo.config.describe > docs/configuration.md`), and a test compares the two.
+(`python -m megagrpo.config.describe > docs/reference/configuration.md`), and a test compares the two.
 
 An experiment is one YAML file. Unknown keys, wrong types and impossible combinations are refused at start, all of them
 at once, each with its line, the nearest valid name and the remedy. On the command line, `--set section.key=value`
-wins over the file, and the file wins over its `preset: NAME` (see [algorithms](algorithms.md)). `megagrpo check CONFIG`
-explains what an experiment amounts to and starts nothing. Numbers follow YAML 1.2: `1e-6` is a number, `no` is a text.
+wins over the file, and the file wins over its `preset: NAME` (see [algorithms](../algorithms.md)).
+`megagrpo check CONFIG` explains what an experiment amounts to and starts nothing. Numbers follow YAML 1.2: `1e-6` is a
+number, `no` is a text.
 
 A *required* key has no default; *none* is written `null`.
 """
@@ -40,7 +41,7 @@ _SCALARS = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 
 def reference() -> str:
-    """Returns docs/configuration.md."""
+    """Returns docs/reference/configuration.md."""
     lines = [_HEAD]
     _add_section(lines, "", ExperimentConfig, seen=set())
     for grader, options in OPTIONS.items():

@@ -14,7 +14,7 @@ GraderArgs = dict[str, Scalar | dict[str, Scalar]]
 
 
 class CodeOptions(Section):
-    """Runs the response's Python program against the test cases in the answer; see [graders](graders.md)."""
+    """Runs the response's Python program against the answer's test cases; see [rewards](../data-and-rewards.md)."""
 
     score: Literal["fraction", "all"] = Field(
         default="fraction", description="Fraction of the tests that pass, or 1 if all do, else 0."
@@ -67,7 +67,7 @@ class ServiceOptions(Section):
 
 
 class HttpOptions(ServiceOptions):
-    """Asks a reward service for the scores of batches of responses; see [graders](graders.md)."""
+    """Asks a reward service for the scores of batches of responses; see [rewards](../data-and-rewards.md)."""
 
     batch_size: PositiveInt = Field(default=32, description="Most responses in one request.")
     batch_wait_s: NonNegativeFloat = Field(
@@ -76,7 +76,7 @@ class HttpOptions(ServiceOptions):
 
 
 class JudgeOptions(ServiceOptions):
-    """Asks a model behind an OpenAI-compatible endpoint, .../v1/chat/completions; see [graders](graders.md)."""
+    """Asks a model behind an OpenAI endpoint, .../v1/chat/completions; see [rewards](../data-and-rewards.md)."""
 
     model: str = Field(description="Name of the model, as the endpoint knows it.")
     prompt_file: str = Field(description="File with the judge's prompt: {prompt}, {response} and {answer} are put in.")

@@ -1,6 +1,6 @@
 """The sections of the sampling side: `sampling`, `rollout`, `weights`."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -182,6 +182,21 @@ class RolloutConfig(Section):
         return self
 
 
+class TransportTraits(NamedTuple):
+    """What the rest of the program must know of a weight transport."""
+
+    uses_groups: bool  # process groups of trainer and engine ranks: NCCL refuses two of them on one GPU
+    needs_colocation: bool  # every engine rank is on the machine and GPU of a trainer rank
+
+
+_TRANSPORTS = {
+    "disk": TransportTraits(uses_groups=False, needs_colocation=False),
+    "broadcast": TransportTraits(uses_groups=True, needs_colocation=False),
+    "reshard": TransportTraits(uses_groups=True, needs_colocation=False),
+    "ipc": TransportTraits(uses_groups=False, needs_colocation=True),
+}
+
+
 class WeightsConfig(Section):
     """How the actor's weights reach the engines after every step."""
 
@@ -197,6 +212,11 @@ class WeightsConfig(Section):
         "their tokens and go on with the new weights, which read them again (retract), or are waited for (drain): "
         "then a deterministic run repeats bit by bit.",
     )
+
+    @property
+    def traits(self) -> TransportTraits:
+        """What others must know of the transport."""
+        return _TRANSPORTS[self.transport]
 
     @field_validator("in_flight", mode="before")
     @classmethod

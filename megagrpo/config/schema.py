@@ -1,6 +1,6 @@
 """The experiment: every section of the YAML, one frozen pydantic model each.
 
-A default and a description live on their field, nowhere else; docs/configuration.md is generated from them
+A default and a description live on their field, nowhere else; docs/reference/configuration.md is generated from them
 (`python -m megagrpo.config.describe`). Reading files, overrides and error messages are in config/load.py.
 """
 
@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
-from megagrpo.config.preparation import DatasetConfig, PrepareConfig, PretrainedConfig, SftConfig, TinyModelConfig
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, ToolConfig, WeightsConfig
 from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
@@ -21,7 +20,6 @@ __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
     "DataConfig",
-    "DatasetConfig",
     "EvalConfig",
     "ExperimentConfig",
     "GraderConfig",
@@ -29,13 +27,10 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
-    "PrepareConfig",
-    "PretrainedConfig",
     "RewardConfig",
     "RolloutConfig",
     "SamplingConfig",
     "SftConfig",
-    "TinyModelConfig",
     "ToolConfig",
     "TrainConfig",
     "WandbConfig",
@@ -163,6 +158,19 @@ class LogConfig(Section):
     )
 
 
+class SftConfig(Section):
+    """Supervised warm-up with the same actor: it learns `answer` after `prompt`, and writes `model.path`."""
+
+    data: DataConfig = Field(description="Prompts and the answers to learn; same keys as `data`.")
+    model: str = Field(description="Hugging Face folder to start from.")
+    num_steps: PositiveInt = Field(default=100, description="Most optimizer updates.")
+    stop_at_loss: PositiveFloat | None = Field(
+        default=None, description="End as soon as the running mean of the loss is below this; default: never."
+    )
+    batch_size: PositiveInt = Field(default=64, description="Rows of one update.")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(lr=1e-3), description="Same keys as `actor.optimizer`.")
+
+
 class ExperimentConfig(Section):
     """One experiment: one YAML file. `preset: NAME` at its top level lays a published algorithm under it."""
 
@@ -182,12 +190,11 @@ class ExperimentConfig(Section):
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Saving and resuming.")
     log: LogConfig = Field(default=LogConfig(), description="What is recorded.")
     sft: SftConfig | None = Field(default=None, description="Supervised warm-up; default: none.")
-    prepare: PrepareConfig | None = Field(default=None, description="Tiny model and data to make; default: none.")
 
     @model_validator(mode="after")
     def _sampling_and_training(self) -> Self:
         rollout, mismatch = self.rollout, self.algorithm.mismatch
-        if rollout.colocate and self.weights.transport not in ("ipc", "disk"):
+        if rollout.colocate and self.weights.traits.uses_groups:
             raise ValueError(
                 f"rollout.colocate with weights.transport {self.weights.transport}: NCCL takes no two ranks on one GPU;"
                 " set weights.transport: ipc, or disk"

@@ -1,7 +1,7 @@
 """Lists the model families, and answers what their users ask of a model.
 
-To add a family: one module here with the names of `Family`, and its row in FAMILIES. The actor, `megagrpo check`, the
-tiny models and the certificate then know it.
+To add a family: one module here with the names of `Family`, and its row in FAMILIES. The actor, `megagrpo check` and
+the certificate then support it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,6 @@ class Family(Protocol):
 
     def tiny_options(self, sizes: TinySizes, /) -> dict[str, Any]:
         """Returns what the config.json of a tiny model has beside, or instead of, the common keys."""
-
-    def tiny_problems(self, sizes: TinySizes, /) -> list[str]:
-        """Returns what of these sizes the family cannot have."""
 
 
 # model_type of config.json -> the family's module

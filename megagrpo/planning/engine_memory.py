@@ -1,31 +1,127 @@
-"""What one rank of an engine holds: weights, the cache and how many tokens are in it, and what is left."""
+"""Memory of an engine rank: weights, cache and its tokens; how many samples of which lengths run concurrently."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from pathlib import Path
+from statistics import NormalDist
 
+import numpy as np
+from pydantic import BaseModel
+
+from megagrpo.check.problems import longest_samples, model_description
 from megagrpo.config.rollout import RolloutConfig
-from megagrpo.planning.hardware import Hardware, efficiency
-from megagrpo.planning.lengths import Lengths
-from megagrpo.planning.work import ITEM, ModelWork
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.table import architecture_of
+from megagrpo.monitor.rollouts import read_rollouts
+from megagrpo.planning.hardware import CONTEXT_BYTES, Hardware, hardware_of
+from megagrpo.planning.layer_costs import ITEM, ModelWork, model_work
+from megagrpo.planning.recordings import describe_model, resolve_all
+from megagrpo.rollout.admission import tokens_in_cache
+from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
+from megagrpo.system.run_folder import RunFolder
 
-_CACHE_WIDTHS = {"auto": None, "bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value
+_CACHE_WIDTHS = {"bfloat16": 2, "bf16": 2, "fp8_e5m2": 1, "fp8_e4m3": 1}  # bytes of a value
+_POINTS = 4096  # of a distribution that is given by numbers
+_MEDIAN = 0.3  # of the longest response, if nothing is known
+_SPREAD = math.log(1 / _MEDIAN) / NormalDist().inv_cdf(0.99)  # sigma of a log-normal with 1 % above the longest
+_PROMPT_SHARE = 0.25  # of data.max_prompt_tokens that a prompt has
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of responses, float64 [points], ascending, equally probable; of a prompt the mean."""
+
+    prompt: float
+    responses: np.ndarray
+    origin: str
+
+    @property
+    def mean(self) -> float:
+        """Returns the mean response in tokens."""
+        return float(self.responses.mean())
+
+    @property
+    def running(self) -> float:
+        """Returns the mean tokens of one running sample in a cache that is always full."""
+        return self.prompt + tokens_in_cache(self.mean, float((self.responses**2).mean()))
+
+    def spread(self, count: int) -> np.ndarray:
+        """Returns `count` lengths with this distribution, ascending, float64 [count]: evenly spaced quantiles."""
+        return np.quantile(self.responses, (np.arange(count) + 0.5) / count)
+
+
+def assumed_lengths(config: ExperimentConfig, mean: float | None = None) -> Lengths:
+    """Returns a log-normal distribution, cut at the limit; mean: in tokens, else 1 % of responses reach the limit."""
+    longest = config.sampling.max_response_tokens
+    median = _MEDIAN * longest if mean is None else mean / math.exp(_SPREAD**2 / 2)
+    responses = np.clip(median * np.exp(_SPREAD * _normal_quantiles()), 1.0, longest)
+    origin = f"assumed: log-normal, half of them up to {median:.0f}, 1 % at the limit"
+    if mean is not None:
+        origin = f"log-normal with mean {mean:g} before the cut at {longest}"
+    return Lengths(_PROMPT_SHARE * config.data.max_prompt_tokens, responses, origin)
+
+
+@cache
+def _normal_quantiles() -> np.ndarray:
+    return np.array([NormalDist().inv_cdf((point + 0.5) / _POINTS) for point in range(_POINTS)])
+
+
+def given_lengths(text: str, config: ExperimentConfig) -> Lengths:
+    """Reads `--lengths`: a mean, or a file with one number of tokens a line. Raises ValueError for other text."""
+    if Path(text).is_file():
+        prompt = _PROMPT_SHARE * config.data.max_prompt_tokens
+        return Lengths(prompt, _sorted([float(word) for word in Path(text).read_text().split()], text), f"file {text}")
+    if not text.replace(".", "", 1).isdigit() or not 0 < float(text) <= config.sampling.max_response_tokens:
+        raise ValueError(
+            f"--lengths {text}: no such file, and no mean between 0 and sampling.max_response_tokens "
+            f"{config.sampling.max_response_tokens}"
+        )
+    return assumed_lengths(config, float(text))
+
+
+def lengths_of_run(folder: Path, config: ExperimentConfig) -> Lengths:
+    """Reads the lengths of all samples in the rollouts of a run folder. Raises ValueError if it has none."""
+    responses = [
+        sample["num_tokens"]
+        for files in RunFolder(folder).rollout_files().values()
+        for group in read_rollouts(files.values())
+        for sample in group["samples"]
+    ]
+    # the record has prompts as text only
+    prompt = _PROMPT_SHARE * config.data.max_prompt_tokens
+    return Lengths(prompt, _sorted(responses, f"{folder}/rollouts"), f"{len(responses):,} samples of {folder}")
+
+
+def _sorted(numbers: Sequence[float], where: str) -> np.ndarray:
+    if not numbers or min(numbers) < 0 or max(numbers) == 0:
+        raise ValueError(f"{where}: no positive numbers of tokens")
+    return np.maximum(np.sort(np.array(numbers, dtype=np.float64)), 1.0)
 
 
 @dataclass(frozen=True)
 class Server:
-    """The settings of an engine that decide about its memory, as SGLang resolved them."""
+    """The settings of an engine that decide about its memory."""
 
     tp: int
-    ep: int
     attention_tp: int  # ranks that share the heads: tp / dp with data-parallel attention
     memory_fraction: float  # of weights and cache together
     running_requests: int  # of one engine
-    prefill_tokens: int  # in one forward pass
     cache_width: int  # bytes of a value
     max_tokens: int | None
-    backend: str
-    resolved: bool  # by SGLang, rather than read off the experiment
+
+
+class ServerValues(BaseModel):
+    """The fields of SGLang's resolved ServerArgs that memory depends on."""
+
+    tp_size: int
+    dp_size: int
+    enable_dp_attention: bool
+    mem_fraction_static: float
+    max_running_requests: int
+    kv_cache_dtype: str
+    max_total_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -36,7 +132,7 @@ class EngineSide:
     parts: Mapping[str, float]  # "weights", "cache", "context", "graphs and activations"
     capacity: float  # bytes of the GPU
     cache_tokens: int  # of one engine
-    at_once: int  # samples that run at the same time in an engine that always has work
+    concurrent: int  # samples that run at the same time in an engine that always has work
     problems: tuple[str, ...]
 
     @property
@@ -50,27 +146,27 @@ class EngineSide:
         return sum(self.parts.values())
 
 
-def server_of(rollout: RolloutConfig, found: Mapping[str, Any] | None = None) -> Server:
-    """Returns the settings of an experiment's engines; found: what SGLang resolved, else what the experiment says."""
+def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = None) -> Server:
+    """Returns the settings of an experiment's engines. resolved: SGLang's own arguments on a GPU, if it was asked."""
     width = 2 if rollout.dtype == "bfloat16" else 4
-    if found is None:
-        dp = _data_parallel(rollout)
+    if resolved is None:
+        width = _CACHE_WIDTHS.get(str(rollout.sglang.get("kv_cache_dtype")), width)
         return Server(
-            rollout.tp, rollout.ep, rollout.tp // dp, rollout.mem_fraction, rollout.max_running_requests, 8192, width,
-            rollout.max_total_tokens, "not resolved", resolved=False,
-        )  # fmt: skip
-    dp = found["dp_size"] if found["enable_dp_attention"] else 1
+            tp=rollout.tp,
+            attention_tp=rollout.tp // _data_parallel(rollout),
+            memory_fraction=rollout.mem_fraction,
+            running_requests=rollout.max_running_requests,
+            cache_width=width,
+            max_tokens=rollout.max_total_tokens,
+        )
+    values = ServerValues.model_validate(resolved)
     return Server(
-        tp=found["tp_size"],
-        ep=found["ep_size"],
-        attention_tp=found["tp_size"] // dp,
-        memory_fraction=found["mem_fraction_static"],
-        running_requests=found["max_running_requests"],
-        prefill_tokens=found["chunked_prefill_size"],
-        cache_width=_CACHE_WIDTHS.get(found["kv_cache_dtype"]) or width,
-        max_tokens=found["max_total_tokens"],
-        backend=found["attention_backend"],
-        resolved=True,
+        tp=values.tp_size,
+        attention_tp=values.tp_size // (values.dp_size if values.enable_dp_attention else 1),
+        memory_fraction=values.mem_fraction_static,
+        running_requests=values.max_running_requests,
+        cache_width=_CACHE_WIDTHS.get(values.kv_cache_dtype, width),
+        max_tokens=values.max_total_tokens,
     )
 
 
@@ -80,10 +176,7 @@ def _data_parallel(rollout: RolloutConfig) -> int:
     words = rollout.extra_args
     if "--enable-dp-attention" not in words:
         return 1
-    for name in ("--dp-size", "--dp"):
-        if name in words[:-1]:
-            return int(words[words.index(name) + 1])
-    return 1
+    return next((int(words[words.index(name) + 1]) for name in ("--dp-size", "--dp") if name in words[:-1]), 1)
 
 
 def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
@@ -103,7 +196,7 @@ def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
 
 
 def _with_whole_attention(work: ModelWork, cut: float, tp: int, attention_tp: int) -> float:
-    """Counts the cut dense weights where attention is divided over fewer ranks than the rest."""
+    """Counts the cut dense weights if attention is divided over fewer ranks than the rest."""
     attention = work.attention * len(work.layers)
     return attention / attention_tp + max(cut - attention, 0.0) / tp
 
@@ -111,11 +204,10 @@ def _with_whole_attention(work: ModelWork, cut: float, tp: int, attention_tp: in
 def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int, hardware: Hardware) -> EngineSide:
     """Returns an engine rank's memory.
 
-    SGLang gives the cache what `memory_fraction` of the memory that was free at the start leaves beside the weights.
-    longest: tokens of the longest sample, prompt included.
+    Cache and weights together fill `memory_fraction` of the memory that was free at the start. longest: tokens of the
+    longest sample, prompt included.
     """
-    context = efficiency("context bytes")
-    free = hardware.memory_bytes - context
+    free = hardware.memory_bytes - CONTEXT_BYTES
     width = ITEM if server.cache_width == 1 else server.cache_width
     weights = weight_elements(work, server.tp, server.attention_tp) * width
     cell = work.cache_bytes(server.attention_tp, server.cache_width)
@@ -125,7 +217,7 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
     if server.max_tokens is not None:
         tokens = min(tokens, server.max_tokens)
     rest = free * (1 - server.memory_fraction)
-    at_once = min(server.running_requests, int(replicas * tokens / lengths.held))
+    concurrent = min(server.running_requests, int(replicas * tokens / lengths.running))
     problems = []
     if weights > free * server.memory_fraction:
         problems.append(
@@ -134,5 +226,56 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
         )
     elif tokens < longest:
         problems.append(f"an engine's cache holds {tokens:,} tokens, but a sample may have {longest:,}")
-    parts = {"weights": weights, "cache": float(tokens * cell), "context": context, "graphs and activations": rest}
-    return EngineSide(server, parts, hardware.memory_bytes, tokens * replicas, at_once, tuple(problems))
+    parts = {
+        "weights": weights,
+        "cache": float(tokens * cell),
+        "context": CONTEXT_BYTES,
+        "graphs and activations": rest,
+    }
+    return EngineSide(server, parts, hardware.memory_bytes, tokens * replicas, concurrent, tuple(problems))
+
+
+_DEFAULT_GPU, _GPUS_PER_NODE = "H100", 8
+
+
+def concurrency_report(config: ExperimentConfig, hardware: str | None = None) -> list[str]:
+    """Returns the lines of `megagrpo check` about concurrent samples; [] for a model that is not there yet.
+
+    hardware: kind of GPU on which SGLang resolves the engines' arguments, which takes some seconds. Without it the
+    closed forms take the experiment's own. Engines on a CPU have what their arguments say.
+    """
+    if model_description(config) is None:
+        return []
+    folder, rollout = Path(config.output_dir), config.rollout
+    lengths = lengths_of_run(folder, config) if RunFolder(folder).rollout_files() else assumed_lengths(config)
+    tokens, how = _cache_tokens(config, lengths, hardware)
+    by_cache = int(tokens / lengths.running)
+    concurrent = min(rollout.max_running_requests, by_cache)
+    samples = config.train.num_prompts_per_step * config.train.group_size / rollout.num_engines
+    limit = "its cache" if by_cache < rollout.max_running_requests else "rollout.max_running_requests"
+    lines = [
+        f"cache      {tokens:,} tokens an engine, {how}",
+        f"  responses  {lengths.origin}; a running sample holds {lengths.running:,.0f} tokens on average",
+        f"  at once    {concurrent:,} samples an engine, by {limit}, of {samples:,.0f} that it gets a step; the others "
+        "wait at the trainers, and leave as there is room",
+    ]
+    longest = longest_samples(config)["data"]
+    if tokens < longest:
+        lines.append(f"  ADVICE   a sample may have {longest:,} tokens, more than an engine's cache holds")
+    return lines
+
+
+def _cache_tokens(config: ExperimentConfig, lengths: Lengths, hardware: str | None) -> tuple[int, str]:
+    rollout = config.rollout
+    on_gpus = hardware is not None or config.actor.device == "cuda" or rollout.dtype == "bfloat16"
+    if not on_gpus or (config.actor.device == "cpu" and hardware is None):
+        place = ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=False, num_cores=1)
+        return engine_settings(config, place)["max_total_tokens"], "as its arguments on a CPU say"
+    kind = hardware or _DEFAULT_GPU
+    gpu, server = hardware_of(kind), server_of(rollout)
+    how = f"on an {kind} by the closed forms; `--hardware {kind}` asks SGLang for its arguments"
+    if hardware is not None:
+        server = server_of(rollout, resolve_all([config], (gpu, _GPUS_PER_NODE))[0])
+        how = f"on an {kind}, as SGLang resolves its arguments"
+    work = model_work(architecture_of(describe_model(config)))
+    return engine_side(work, server, lengths, longest_samples(config)["data"], gpu).cache_tokens, how

@@ -13,9 +13,9 @@ from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
-from megagrpo.planning.colocated_memory import residency
+from megagrpo.planning.hardware import gigabytes
 from megagrpo.planning.settings_report import engine_report, settings_report
-from megagrpo.planning.trainer_memory import Load, TrainerSide, trained_elements, trainer_side
+from megagrpo.planning.trainer_memory import Load, TrainerSide, colocated_memory, trained_elements, trainer_side
 from megagrpo.rewards.graders.table import SERVICES
 from megagrpo.rewards.sandbox.sandbox import isolation
 
@@ -29,10 +29,10 @@ def check_command(config: ExperimentConfig, hardware: str | None) -> int:
     hardware: see planning/concurrency.py.
     """
     from megagrpo.check.loading import try_loading
-    from megagrpo.planning.concurrency import at_once_report
+    from megagrpo.planning.engine_memory import concurrency_report
 
     trial, problems = try_loading(config), preflight(config)
-    print(explain(config, trial, [] if problems else at_once_report(config, hardware)))
+    print(explain(config, trial, [] if problems else concurrency_report(config, hardware)))
     return 1 if problems or trial.problems else 0
 
 
@@ -66,10 +66,6 @@ def explain(config: ExperimentConfig, trial: Trial | None = None, at_once: Seque
     return "\n\n".join("\n".join(lines) for lines in ([title], *parts, verdict))
 
 
-def _makers(config: ExperimentConfig) -> str:
-    return " and ".join(name for name, section in (("prepare", config.prepare), ("sft", config.sft)) if section)
-
-
 def _trial(trial: Trial) -> list[str]:
     return [
         "loaded     as the trainers will; graders and tools are imported too",
@@ -82,9 +78,9 @@ def _model(config: ExperimentConfig, hf: dict[str, Any] | None, counts: Paramete
     family = None if hf is None else hf.get("model_type")
     if hf is None or counts is None:
         made = not Path(config.model.path).exists() and is_made(config, config.model.path)
-        missing = f"not there yet: made by megagrpo {_makers(config)}" if made else "no config.json there"
+        missing = "not there yet: made by megagrpo sft" if made else "no config.json there"
         return [f"model      {config.model.path} ({family or missing})"]
-    there = "" if Path(config.model.path).exists() else f", not there yet: made by megagrpo {_makers(config)}"
+    there = "" if Path(config.model.path).exists() else ", not there yet: made by megagrpo sft"
     active = f", {_count(counts.active)} active" if counts.expert else ""
     algorithm = config.algorithm
     off_policy = algorithm.loss.name == "gpg" and config.train.updates_of_step > 1
@@ -238,7 +234,7 @@ def _rollout(config: ExperimentConfig) -> list[str]:
 
 
 def _memory(config: ExperimentConfig, arch: Architecture | None, counts: ParameterCounts | None) -> list[str]:
-    """Says what the fullest ranks hold, by the closed forms of docs/planning_memory.md."""
+    """Says what the fullest ranks hold, by the closed forms of docs/planning.md."""
     if arch is None or counts is None:
         return ["memory     unknown without the model's config.json"]
     if layout_problems(arch, config.actor):
@@ -246,15 +242,15 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, counts: Paramet
     side = _trainer_side(config, arch, config.actor)
     r, held, (phase, fullest) = config.rollout, side.phases["rollout"].parts, side.peak
     engine = counts.total / r.tp * (2 if r.dtype == "bfloat16" else 4)
-    parts = ", ".join(f"{name} {_bytes(size)}" for name, size in fullest.parts.items())
-    weights_and_gradients = _bytes(held["parameters"] + held["gradients"])
+    parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in fullest.parts.items())
+    weights_and_gradients = gigabytes(held["parameters"] + held["gradients"])
     return [
         f"memory     a trainer rank holds about {weights_and_gradients} of weights and gradients"
-        f" + {_bytes(held.get('optimiser', 0))} of optimiser state"
-        + (f", its node {_bytes(on_host)} more on the host" if (on_host := side.host_bytes["optimiser"]) else ""),
-        f"  at most  {_bytes(fullest.total)} on a GPU, in {phase}, rank {fullest.rank} ({fullest.kind}): {parts}",
+        f" + {gigabytes(held.get('optimiser', 0))} of optimiser state"
+        + (f", its node {gigabytes(on_host)} more on the host" if (on_host := side.host_bytes["optimiser"]) else ""),
+        f"  at most  {gigabytes(fullest.total)} on a GPU, in {phase}, rank {fullest.rank} ({fullest.kind}): {parts}",
         *_lora(config, arch, side),
-        f"  an engine rank holds about {_bytes(engine)} of weights, before its cache",
+        f"  an engine rank holds about {gigabytes(engine)} of weights, before its cache",
         *(_colocated(config, side, engine) if r.colocate else ()),
     ]
 
@@ -263,11 +259,11 @@ def _colocated(config: ExperimentConfig, side: TrainerSide, engine: float) -> li
     """Says what is on a GPU that trainer and engine share, by phase; engine: bytes of weights of one of its ranks."""
     r, ranks = config.rollout, config.actor.world_size
     lines = ["  colocated  on the fullest GPU, by phase"]
-    for phase, parts, awake in residency(side, engine, r.mem_fraction, config.algorithm.uses_reference):
-        held = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
-        lines.append(f"    {phase:<10} trainer {_bytes(sum(parts.values()))} ({held}); engine {awake}")
+    for phase, parts, awake in colocated_memory(side, engine, r.mem_fraction, config.algorithm.uses_reference):
+        held = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
+        lines.append(f"    {phase:<10} trainer {gigabytes(sum(parts.values()))} ({held}); engine {awake}")
     optimiser = side.phases["rollout"].parts.get("optimiser", 0.0)
-    lines.append(f"    on the host, pinned, while engines are awake: {_bytes(optimiser)} of optimiser state a rank")
+    lines.append(f"    on the host, pinned, while engines are awake: {gigabytes(optimiser)} of optimiser state a rank")
     if r.num_engines * r.tp != ranks:
         lines.append(
             f"  ADVICE   {r.num_engines} engines of tp {r.tp} are {r.num_engines * r.tp} ranks beside {ranks} trainer "
@@ -299,9 +295,9 @@ def _lora(config: ExperimentConfig, arch: Architecture, side: TrainerSide) -> li
         f"  lora       rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(lora.targets)}: "
         f"{_count(trained_elements(arch, config.actor))} of {_count(trained_elements(arch, all_weights))} "
         "parameters are trained",
-        f"  saved      of a trainer rank: gradients {_bytes(held['gradients'])} + optimiser "
-        f"{_bytes(held.get('optimiser', 0))} "
-        f"instead of {_bytes(whole['gradients'])} + {_bytes(whole.get('optimiser', 0))}: {_bytes(saved)} less",
+        f"  saved      of a trainer rank: gradients {gigabytes(held['gradients'])} + optimiser "
+        f"{gigabytes(held.get('optimiser', 0))} "
+        f"instead of {gigabytes(whole['gradients'])} + {gigabytes(whole.get('optimiser', 0))}: {gigabytes(saved)} less",
         "  publish    merges the adapters into the weights and keeps a copy of the targeted ones meanwhile",
     ]
 
@@ -339,14 +335,14 @@ def _checkpoints(config: ExperimentConfig, arch: Architecture | None) -> list[st
         for reshardable in shown:
             seconds = cost.file_bytes / c.disk_gb_s / 1e9
             lines.append(
-                f"  a save {forms[reshardable]}: {_bytes(cost.file_bytes)}, {_seconds(seconds)} {speed}; "
-                f"{_bytes(cost.save_host_bytes[reshardable])} of host memory on the fullest node ({per_node} ranks)"
+                f"  a save {forms[reshardable]}: {gigabytes(cost.file_bytes)}, {_seconds(seconds)} {speed}; "
+                f"{gigabytes(cost.save_host_bytes[reshardable])} of host memory on the fullest node ({per_node} ranks)"
             )
         lines.append(
-            f"  a resume: reads {_bytes(cost.read_bytes)} (checksums, then the state), "
+            f"  a resume: reads {gigabytes(cost.read_bytes)} (checksums, then the state), "
             f"{_seconds(cost.read_bytes / c.disk_gb_s / 1e9)} {speed}"
             + (
-                f"; {_bytes(cost.resume_host_bytes[True])} of host memory a node from one for any layout"
+                f"; {gigabytes(cost.resume_host_bytes[True])} of host memory a node from one for any layout"
                 if True in shown
                 else ""
             )
@@ -361,13 +357,6 @@ def _count(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:g}"
-
-
-def _bytes(number: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number / 1e3:.3g} kB"
 
 
 def _seconds(number: float) -> str:

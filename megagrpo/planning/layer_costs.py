@@ -1,6 +1,6 @@
-"""What one decoder layer costs a trainer rank: bytes kept for the backward, multiply-adds, bytes sent. Closed forms.
+"""Costs of a decoder layer, an optimizer element and a token, from config.json: bytes, FLOPs, bytes sent. No torch.
 
-docs/planning_memory.md states each formula. Counted for CUDA, where attention keeps no scores. Loads no torch.
+docs/planning.md states each formula. Layers are counted for CUDA, where attention keeps no scores.
 """
 
 from collections.abc import Mapping
@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture, LatentAttention
+from megagrpo.families.table import model_tensors
+
+ITEM = 2  # bytes of a bf16 value
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 
 _FP32 = 4
 
@@ -132,3 +136,138 @@ def _gathers(arch: Architecture, actor: ActorConfig, at: _Tokens, count: int) ->
 def _gathered(arch: Architecture, actor: ActorConfig, at: _Tokens) -> float:
     """Returns the bytes of hidden states gathered along the sequence, where it is cut."""
     return arch.hidden_size * at.whole * at.width if actor.parallel.tp > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """Bytes of one trained element."""
+
+    gradient: float  # of the buffer that every rank holds
+    state: float  # on the GPU, of the ranks that share it
+    host: float  # on the host, of the ranks that share it
+
+
+def optimizer_bytes(actor: ActorConfig) -> OptimizerBytes:
+    """Returns the bytes of main gradients, float32 copies of bfloat16 weights, and both moments.
+
+    The host has float32 weights, gradients and moments, whatever the types on the GPU. By default the optimizer keeps
+    remainders (the 16 bits that bfloat16 leaves out) instead of float32 weights.
+    """
+    given = actor.optimizer.megatron
+    if actor.dtype == "float32":
+        return OptimizerBytes(gradient=4, state=8, host=0)
+    aware = bool(given.get("use_precision_aware_optimizer"))
+    gradient = _BYTES[given.get("main_grads_dtype", "float32")]
+    master = _BYTES[given.get("main_params_dtype", "float32")]
+    if aware and master == 4 and given.get("store_param_remainders", True):
+        master = 2
+    moments = sum(_BYTES[given.get(name, "float32")] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    if given.get("optimizer_cpu_offload"):
+        share = given.get("optimizer_offload_fraction", 1.0)
+        return OptimizerBytes(gradient, state=12 * (1 - share), host=16 * share)
+    return OptimizerBytes(gradient, state=master + moments, host=0)
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Counts the weights of one decoder layer."""
+
+    dense: int  # attention, norms, router, shared experts or the MLP: every token meets them
+    expert: int  # of all routed experts
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """Counts what the forward pass of one token needs; FLOPs are two a multiply-add."""
+
+    layers: tuple[LayerWork, ...]
+    embedding: int  # weights
+    head: int  # weights of the output layer, which a tied model shares with the embedding
+    tied: bool
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    experts: int
+    experts_per_token: int
+    qk_dim: int  # of one head, as the trainer multiplies them
+    v_dim: int
+    latent: int  # values a token and layer of a latent cache; 0: keys and values of heads
+    attention: int  # of a layer's weights, projections that attention's heads divide
+    whole: int  # of a layer's weights, those that every tensor-parallel rank holds whole
+    rope_dim: int = 0  # of a latent, what no value is computed from
+
+    @property
+    def share(self) -> float:
+        """Returns the part of the routed experts that a token meets."""
+        return self.experts_per_token / self.experts if self.experts else 0.0
+
+    def forward_flops(self, layer: LayerWork) -> tuple[float, float]:
+        """Returns a token's FLOPs in one layer without attention's own products: dense, experts."""
+        return 2.0 * layer.dense, 2.0 * layer.expert * self.share
+
+    @property
+    def attention_flops(self) -> float:
+        """Returns the FLOPs of one token with one earlier token, of one layer: scores and their sum."""
+        return 2.0 * self.num_heads * (self.qk_dim + self.v_dim)
+
+    @property
+    def decode_attention_flops(self) -> float:
+        """Returns the same in an engine, which multiplies with the latent itself where the cache holds latents."""
+        if not self.latent:
+            return self.attention_flops
+        return 2.0 * self.num_heads * (2 * self.latent - self.rope_dim)
+
+    def cache_bytes(self, attention_tp: int, width: int = ITEM) -> int:
+        """Returns the bytes of one token in one rank's cache.
+
+        Heads are divided over the ranks and repeated where there are fewer than ranks; a latent is on every rank.
+        """
+        if self.latent:
+            return len(self.layers) * self.latent * width
+        return len(self.layers) * 2 * max(1, self.num_kv_heads // attention_tp) * self.qk_dim * width
+
+    @property
+    def total(self) -> int:
+        """Counts all weights."""
+        layers = sum(layer.dense + layer.expert for layer in self.layers)
+        return layers + self.embedding + (0 if self.tied else self.head) + self.hidden  # and the last norm
+
+
+def model_work(arch: Architecture) -> ModelWork:
+    """Counts the tensors of a model."""
+    dense, expert = [0] * arch.num_layers, [0] * arch.num_layers
+    whole = attention = 0
+    for spec in model_tensors(arch):
+        words = spec.name.split(".")
+        if words[:2] != ["model", "layers"]:
+            continue
+        index = int(words[2])
+        if spec.expert:
+            expert[index] += spec.size
+        else:
+            dense[index] += spec.size
+            if index < arch.num_layers - 1:
+                continue
+            if spec.whole:
+                whole += spec.size
+            elif words[3] == "self_attn":
+                attention += spec.size
+    mla = arch.mla
+    vocabulary = arch.vocab_size * arch.hidden_size
+    return ModelWork(
+        layers=tuple(LayerWork(*counts) for counts in zip(dense, expert, strict=True)),
+        embedding=vocabulary,
+        head=vocabulary,
+        tied=arch.tied,
+        hidden=arch.hidden_size,
+        num_heads=arch.num_heads,
+        num_kv_heads=arch.num_kv_heads,
+        experts=arch.num_experts,
+        experts_per_token=arch.experts_per_token,
+        qk_dim=mla.nope_dim + mla.rope_dim if mla else arch.head_dim,
+        v_dim=mla.v_dim if mla else arch.head_dim,
+        latent=mla.kv_lora_rank + mla.rope_dim if mla else 0,
+        attention=attention,
+        whole=whole,
+        rope_dim=mla.rope_dim if mla else 0,
+    )

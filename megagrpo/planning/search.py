@@ -1,70 +1,189 @@
-"""Proposes layouts of both sides for a number of nodes: closed forms over all that fit, the best ones planned again."""
+"""Runs `megagrpo plan`: memory and roofline of an experiment, and the layouts of both sides with the best bound."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import product
+from json import dumps
+from pathlib import Path
 
-from megagrpo.check.problems import longest_samples
+import megagrpo
+from megagrpo.check.problems import model_description
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.rollout import RolloutConfig
-from megagrpo.config.schema import ExperimentConfig
-from megagrpo.planning.optimizer_bytes import optimizer_bytes
-from megagrpo.planning.rollout_time import RolloutTime
-from megagrpo.planning.step_time import (
+from megagrpo.config.schema import ExperimentConfig, ModelConfig
+from megagrpo.families.table import architecture_of
+from megagrpo.planning.engine_memory import assumed_lengths, engine_side, given_lengths, server_of
+from megagrpo.planning.hardware import hardware_of, usable_bytes
+from megagrpo.planning.publish_bytes import place_ranks, table_lines
+from megagrpo.planning.recordings import describe_model
+from megagrpo.planning.roofline import (
     Plan,
     Target,
-    engines_of,
     load_of,
+    make_target,
+    measured_efficiency,
     plan_step,
-    publish_seconds,
-    sampling_of,
-    usable_bytes,
+    rollout_seconds,
+    train_seconds,
 )
-from megagrpo.planning.train_time import Schedule, TrainSpeed, schedule_of, train_time
-from megagrpo.planning.trainer_memory import Held, stage_sides
+from megagrpo.planning.trainer_memory import tensor_groups, trainer_stages
+from megagrpo.system.run_folder import write_whole
 
+_SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
 _DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # pipeline stages
 _ROUNDS = (1, 2, 3, 4, 6)  # virtual stages
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_KEPT = 4  # of each side, for each split of the nodes
-_PLANNED = 12  # exactly
-_PROPOSED = 5
-_REQUESTS = (1, 2, 4)  # times rollout.max_running_requests
+_KEPT, _PROPOSED = 2, 5  # layouts of each side for each split of the nodes; proposals
 
 
 @dataclass(frozen=True)
-class _Trained:
-    seconds: float
-    config: ExperimentConfig
+class Options:
+    """The command line of `megagrpo plan`."""
+
+    hardware: str = "H100"
+    gpus_per_node: int = 8
+    lengths: str | None = None  # mean or file
+    measured: Path | None = None  # run folder
+    search: int | None = None  # nodes
+    json: Path | None = None
 
 
-@dataclass(frozen=True)
-class _Sampled:
-    rollout: RolloutTime
-    config: ExperimentConfig
+def plan_command(config: ExperimentConfig, options: Options) -> tuple[str, bool]:
+    """Returns the plan as text, and whether the experiment fits; writes all figures to `options.json`.
+
+    Raises ValueError for an unknown model, and for layouts that do not suit the model or the nodes.
+    """
+    config = with_model(config)
+    target = target_of(config, options)
+    plan = plan_step(config, target)
+    lines = report(plan, options.hardware)
+    proposals = [] if options.search is None else best_layouts(config, target, options.search)
+    if proposals:
+        lines += ["", *_proposals(proposals, plan)]
+    if options.json is not None:
+        data = {"plan": as_json(plan), "proposals": [as_json(other) for other in proposals]}
+        write_whole(options.json, dumps(data, indent=1, default=float) + "\n")
+    return "\n".join(lines), not plan.problems
+
+
+def with_model(config: ExperimentConfig) -> ExperimentConfig:
+    """Returns the experiment with a folder that has the model's config.json: its own, or the shipped one."""
+    shipped = _SHIPPED_MODELS / Path(config.model.path).name
+    if model_description(config) is None and (shipped / "config.json").is_file():
+        return config.model_copy(update={"model": ModelConfig(path=str(shipped))})
+    return config
+
+
+def target_of(config: ExperimentConfig, options: Options) -> Target:
+    """Returns the target of a plan. Raises ValueError with everything that does not fit together."""
+    rollout, hardware = config.rollout, hardware_of(options.hardware)
+    arch = architecture_of(describe_model(config))
+    place_ranks(
+        config.actor.world_size, rollout.num_engines, rollout.tp, rollout.nodes_per_engine, options.gpus_per_node
+    )
+    lengths, efficiency = assumed_lengths(config), dict[str, float]()
+    if options.measured is not None:
+        efficiency, lengths = measured_efficiency(options.measured, hardware, options.gpus_per_node)
+    if options.lengths is not None:
+        lengths = given_lengths(options.lengths, config)
+    return replace(make_target(arch, hardware, options.gpus_per_node, lengths), efficiency=efficiency)
+
+
+def report(plan: Plan, hardware_name: str) -> list[str]:
+    """Returns the plan as lines: memory of both sides, the bound of a step, and what does not fit."""
+    config, target, engine = plan.config, plan.target, plan.engine
+    actor, rollout, lengths, room = config.actor, config.rollout, target.lengths, usable_bytes(target.hardware)
+    nodes = [-(-ranks // target.gpus_per_node) for ranks in (actor.world_size, rollout.num_engines * rollout.tp)]
+    rows = [["trainers", "fullest rank", "GB", f"of {room / 1e9:.1f}", "parts in GB"]]
+    for phase, rank in plan.trainers.phases.items():
+        cells = f"{rank.rank} ({rank.kind})", f"{rank.total / 1e9:.1f}", f"{rank.total / room:.0%}", _parts(rank.parts)
+        rows.append([phase, *cells])
+    samples = config.train.num_prompts_per_step * config.train.group_size / rollout.num_engines
+    lines = [
+        f"{config.name} on {hardware_name} nodes of {target.gpus_per_node}: {target.work.total / 1e9:.1f} B parameters",
+        f"lengths    {lengths.origin}: mean {lengths.mean:,.0f}; prompts {lengths.prompt:,.0f}",
+        f"trainers   {actor.world_size} ranks on {nodes[0]} nodes ({_layout(actor)}), "
+        f"{actor.micro_batch_tokens:,} tokens a micro-batch, recompute {actor.recompute}",
+        f"engines    {rollout.num_engines} on {nodes[1]} nodes, each tp {rollout.tp}, ep {rollout.ep}",
+        "",
+        *table_lines(rows),
+        f"host memory of the fullest trainer node, in GB: {_parts(plan.trainers.host_bytes)}",
+        f"engine rank {engine.total / 1e9:.1f} of {engine.capacity / 1e9:.1f} GB: {_parts(engine.parts)}",
+        f"  cache    {engine.cache_tokens:,} tokens an engine; {engine.concurrent} samples of these lengths run "
+        f"concurrently in a full engine, of {samples:,.0f} that it gets a step",
+        "",
+        *_step_lines(plan),
+    ]
+    if plan.problems:
+        lines += ["", "DOES NOT FIT", *(f"  {problem}" for problem in plan.problems)]
+        lines.append(f"  --search {sum(nodes)} proposes layouts of as many nodes that fit")
+    return lines
+
+
+def _layout(actor: ActorConfig) -> str:
+    names = ("tp", "pp", "vpp", "cp", "ep", "etp", "first_stage_layers", "last_stage_layers")
+    values = {name: getattr(actor.parallel, name) for name in names}
+    return " ".join(f"{name} {value}" for name, value in values.items() if value not in (None, 1)) + f" dp {actor.dp}"
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size) or "none"
+
+
+def _step_lines(plan: Plan) -> list[str]:
+    efficiency = plan.target.efficiency
+    rows = [["phase", "seconds", "share", "of the bound", "largest parts of the bound, in seconds"]]
+    for phase, seconds in plan.seconds.items():
+        if seconds:
+            largest = sorted(plan.parts[phase].items(), key=lambda part: -part[1])[:4]
+            parts = ", ".join(f"{name} {number:.2g}" for name, number in largest if number)
+            share = f"{efficiency[phase]:.1%} measured" if phase in efficiency else "100%"
+            rows.append([phase, f"{seconds:.3g}", f"{seconds / plan.synchronous:.0%}", share, parts])
+    return [
+        "A roofline: an upper bound on speed, no forecast; phases that a run measured are divided by what it reached",
+        *table_lines(rows),
+        f"step       {plan.synchronous:.3g} s; {plan.off_policy:.3g} s if engines sample for the next step meanwhile",
+        f"limit      {plan.limit}",
+    ]
+
+
+def as_json(plan: Plan) -> dict[str, object]:
+    """Returns all figures of a plan."""
+    return {
+        "name": plan.config.name,
+        "hardware": plan.target.hardware.device_name,
+        "actor": plan.config.actor.model_dump(),
+        "rollout_config": plan.config.rollout.model_dump(),
+        "lengths": {"origin": plan.target.lengths.origin, "mean": plan.target.lengths.mean},
+        "trainers": {phase: {**asdict(rank), "total": rank.total} for phase, rank in plan.trainers.phases.items()},
+        "host_bytes": dict(plan.trainers.host_bytes),
+        "engine": asdict(plan.engine),
+        "efficiency": dict(plan.target.efficiency),
+        "bound": {phase: dict(parts) for phase, parts in plan.parts.items()},
+        "seconds": plan.seconds,
+        "step": plan.synchronous,
+        "off_policy": plan.off_policy,
+        "limit": plan.limit,
+        "problems": list(plan.problems),
+    }
 
 
 def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[Plan]:
-    """Returns the plans with the shortest steps among those that fit on `nodes` nodes, the best first.
+    """Returns the plans with the best bound of a step among those that fit on `nodes` nodes, the best first.
 
-    Raises ValueError where nothing fits.
+    Raises ValueError if nothing fits.
     """
     if nodes < 2:
         raise ValueError(f"--search {nodes}: trainers and engines have nodes of their own, so 2 at least")
-    found: list[tuple[float, ExperimentConfig, RolloutTime]] = []
-    trainers = _TrainerSearch(config, target)
-    for count in _splits(nodes):
-        for trained, sampled in product(trainers.best(count), _best_engines(config, target, nodes - count)):
-            both = trained.config.model_copy(update={"rollout": sampled.config.rollout})
-            publish, _ = publish_seconds(both, target, engines_of(both, target))
-            found.append((trained.seconds + sampled.rollout.seconds + publish, both, sampled.rollout))
-    found.sort(key=lambda entry: entry[0])
-    plans = [
-        plan_step(both, target, schedule=trainers.schedule(both.actor), rollout=rollout)
-        for _, both, rollout in found[:_PLANNED]
-    ]
+    stride = 1 if nodes <= 12 else 2 if nodes <= 48 else 4
+    plans = []
+    for count in range(stride, nodes, stride):
+        engines = _best_engines(config, target, nodes - count)
+        trainers = _best_trainers(config, target, count) if engines else []
+        for actor, rollout in product(trainers, engines):
+            plans.append(plan_step(config.model_copy(update={"actor": actor, "rollout": rollout}), target))
     fitting = sorted((plan for plan in plans if not plan.problems), key=lambda plan: plan.step)
     if not fitting:
         raise ValueError(
@@ -74,89 +193,31 @@ def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[P
     return fitting[:_PROPOSED]
 
 
-def _splits(nodes: int) -> list[int]:
-    """Returns the numbers of trainer nodes that are tried: all of a few nodes, every second or fourth of many."""
-    stride = 1 if nodes <= 12 else 2 if nodes <= 48 else 4
-    return list(range(stride, nodes, stride))
+def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list[ActorConfig]:
+    groups, room = tensor_groups(target.arch, config.actor), usable_bytes(target.hardware)
+    found: list[tuple[float, ActorConfig]] = []
+    for actor in _trainer_layouts(config.actor, target, nodes * target.gpus_per_node):
+        changed = config.model_copy(update={"actor": actor})
+        stages = trainer_stages(target.arch, actor, load_of(changed, target), groups)
+        if max(stage.memory("update", 0.0).total for stage in stages) <= room:
+            _, update = train_seconds(changed, target, tuple(stage.cost() for stage in stages))
+            found.append((sum(update.values()), actor))
+    return [actor for _, actor in sorted(found, key=lambda entry: entry[0])[:_KEPT]]
 
 
-class _TrainerSearch:
-    """Layouts of the trainers, with what many of them have in common computed once."""
-
-    def __init__(self, config: ExperimentConfig, target: Target):
-        self._config, self._target = config, target
-        self._longest = longest_samples(config)["data"]
-        train = config.train
-        samples = max(1, train.num_prompts_per_step * train.group_size // train.num_updates_per_step)
-        self._samples = target.lengths.spread(samples) + target.lengths.prompt
-        self._schedules: dict[tuple[int, int], Schedule] = {}
-        self._room = usable_bytes(target)
-
-    def best(self, nodes: int) -> list[_Trained]:
-        """Returns the fastest layouts of so many nodes that fit by their closed forms."""
-        world = nodes * self._target.gpus_per_node
-        sides = [side for actor in self._layouts(world) if (side := self._side(actor)) is not None]
-        best: dict[str, _Trained] = {}
-        for side in sorted(sides, key=lambda side: side.seconds):
-            best.setdefault(side.config.actor.parallel.model_dump_json(), side)
-        return list(best.values())[:_KEPT]
-
-    def _layouts(self, world: int) -> Iterator[ActorConfig]:
-        arch, actor = self._target.arch, self._config.actor
-        gpus = self._target.gpus_per_node
-        tps = [tp for tp in _POWERS if tp <= gpus]
-        eps = [ep for ep in _POWERS if arch.num_experts % ep == 0] if arch.is_moe else [1]
-        # without Transformer Engine, context-parallel attention on a GPU builds whole masks
-        cps = (1, 2, 4, 8) if actor.expects_transformer_engine else (1,)
-        for tp, pp, cp, ep in product(tps, _DEPTHS, cps, eps):
-            if world % (tp * pp * cp) or world % (ep * pp) or pp > arch.num_layers:
-                continue
-            if world // (tp * pp * cp) > len(self._samples) or not self._static_fits(world, tp, pp, ep):
-                continue
-            for parallel in _pipelines(arch.num_layers, tp, pp, cp, ep):
-                layout = actor.model_copy(update={"world_size": world, "parallel": parallel})
-                if not layout_problems(arch, layout):
-                    yield from self._variants(layout)
-
-    def _variants(self, layout: ActorConfig) -> Iterator[ActorConfig]:
-        budgets = sorted({self._config.actor.micro_batch_tokens, self._longest, 2 * self._longest})
-        for recompute, budget in product(("full", "none"), budgets):
-            yield layout.model_copy(update={"recompute": recompute, "micro_batch_tokens": budget})
-
-    def _static_fits(self, world: int, tp: int, pp: int, ep: int) -> bool:
-        """Tells whether weights, gradients and optimiser of an average stage leave any room at all."""
-        work, actor = self._target.work, self._config.actor
-        dense = sum(layer.dense for layer in work.layers) / (tp * pp)
-        expert = sum(layer.expert for layer in work.layers) / (ep * pp)
-        if actor.lora is not None:
-            return 2 * (dense + expert) < self._room
-        copies = (world // (tp * pp), world // (ep * pp)) if actor.optimizer.distributed else (1, 1)
-        each = optimizer_bytes(actor)
-        shards = dense / copies[0] + expert / copies[1]
-        return (2 + each.gradient) * (dense + expert) + each.state * shards < self._room
-
-    def _side(self, actor: ActorConfig) -> _Trained | None:
-        target, config = self._target, self._config
-        held = _held(target, actor)
-        load = load_of(config.model_copy(update={"actor": actor}), target)
-        stages = stage_sides(target.arch, actor, load, held)
-        if max(memory.total for memory, _ in stages) > self._room:
-            return None
-        speed = TrainSpeed(target.work, actor, target.hardware, target.gpus_per_node)
-        train, algorithm = config.train, config.algorithm
-        time = train_time(
-            speed, [cost for _, cost in stages], self.schedule(actor), actor,
-            train.updates_of_step, train.num_epochs_per_step,
-        )  # fmt: skip
-        passes = int(train.updates_of_step > 1 or algorithm.needs_old_logprobs) + int(algorithm.uses_reference)
-        return _Trained(time.update + passes * time.forward, config.model_copy(update={"actor": actor}))
-
-    def schedule(self, actor: ActorConfig) -> Schedule:
-        """Returns the micro-batches of one update, which many layouts share."""
-        key = actor.dp, actor.micro_batch_tokens
-        if key not in self._schedules:
-            self._schedules[key] = schedule_of(self._samples, self._target.arch, actor)
-        return self._schedules[key]
+def _trainer_layouts(actor: ActorConfig, target: Target, world: int) -> Iterator[ActorConfig]:
+    arch = target.arch
+    tps = [tp for tp in _POWERS if tp <= target.gpus_per_node]
+    eps = [ep for ep in _POWERS if arch.num_experts % ep == 0] if arch.is_moe else [1]
+    # without Transformer Engine, context-parallel attention on a GPU builds whole masks
+    cps = (1, 2, 4, 8) if actor.expects_transformer_engine else (1,)
+    for tp, pp, cp, ep in product(tps, _DEPTHS, cps, eps):
+        if world % (tp * pp * cp) or world % (ep * pp) or pp > arch.num_layers:
+            continue
+        for parallel, recompute in product(_pipelines(arch.num_layers, tp, pp, cp, ep), ("none", "full")):
+            layout = actor.model_copy(update={"world_size": world, "parallel": parallel, "recompute": recompute})
+            if not layout_problems(arch, layout):
+                yield layout
 
 
 def _pipelines(layers: int, tp: int, pp: int, cp: int, ep: int) -> Iterator[ParallelConfig]:
@@ -168,81 +229,65 @@ def _pipelines(layers: int, tp: int, pp: int, cp: int, ep: int) -> Iterator[Para
         return
     middle = math.ceil(layers / pp)
     ends = layers - middle * (pp - 2)
-    first = ends // 2
-    if first >= 1 and ends - first <= middle:
-        yield ParallelConfig(
-            tp=tp, pp=pp, cp=cp, ep=ep, first_stage_layers=first, last_stage_layers=ends - first
-        )  # fmt: skip
+    first, last = ends // 2, ends - ends // 2
+    if first >= 1 and last <= middle:
+        yield ParallelConfig(tp=tp, pp=pp, cp=cp, ep=ep, first_stage_layers=first, last_stage_layers=last)
 
 
-def _held(target: Target, actor: ActorConfig) -> list[Held]:
-    """Counts what a rank of each stage holds, from the sums of each layer; adapters are taken as nothing."""
-    work, p = target.work, actor.parallel
-    stages, layer = [], 0
-    counts = p.stage_layers(len(work.layers))
-    for number, count in enumerate(counts):
-        layers = work.layers[layer : layer + count]  # virtual stages hold as many, of a kind
-        layer += count
-        dense = sum(work.whole + (one.dense - work.whole) / p.tp for one in layers)
-        dense += work.embedding / p.tp if number == 0 else 0.0
-        dense += work.head / p.tp if number == len(counts) - 1 and not (work.tied and p.pp == 1) else 0.0
-        expert = sum(one.expert for one in layers) / (p.ep * p.etp)
-        trained = (0.0, 0.0) if actor.lora is not None else (dense, expert)
-        stages.append(Held(dense, expert, *trained))
-    return stages
-
-
-def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[_Sampled]:
-    """Returns the fastest engines on so many nodes, one of each size."""
-    best: dict[int, _Sampled] = {}
-    for rollout in _engines(config.rollout, target, nodes):
+def _best_engines(config: ExperimentConfig, target: Target, nodes: int) -> list[RolloutConfig]:
+    found: list[tuple[float, RolloutConfig]] = []
+    for rollout in _engine_layouts(config.rollout, target, nodes):
         changed = config.model_copy(update={"rollout": rollout})
-        engine = engines_of(changed, target)
-        before = best.get(rollout.tp)
-        if engine.problems or (before is not None and before.rollout.most_at_once < rollout.max_running_requests // 2):
-            continue  # more requests at once would not come
-        found = _Sampled(sampling_of(changed, target, engine), changed)
-        if before is None or found.rollout.seconds < before.rollout.seconds * 0.999:
-            best[rollout.tp] = found
-    return sorted(best.values(), key=lambda side: side.rollout.seconds)[:_KEPT]
+        longest = load_of(changed, target).longest
+        engine = engine_side(target.work, server_of(rollout), target.lengths, longest, target.hardware)
+        if not engine.problems:
+            found.append((sum(rollout_seconds(changed, target, engine).values()), rollout))
+    return [rollout for _, rollout in sorted(found, key=lambda entry: entry[0])[:_KEPT]]
 
 
-def _engines(rollout: RolloutConfig, target: Target, nodes: int) -> Iterator[RolloutConfig]:
+def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Iterator[RolloutConfig]:
     arch, gpus = target.arch, target.gpus_per_node
     total = nodes * gpus
-    for tp in _POWERS:
+    for tp in (tp for tp in _POWERS if tp <= total and arch.num_heads % tp == 0):
         across = max(1, tp // gpus)
-        if tp > total or nodes % across or arch.num_heads % tp:
-            continue
-        if arch.num_kv_heads % tp and tp % arch.num_kv_heads and not target.work.latent:
-            continue
-        ep = math.gcd(tp, arch.num_experts) if arch.is_moe else 1
-        for times in _REQUESTS:
-            yield rollout.model_copy(
-                update={
-                    "tp": tp,
-                    "ep": ep,
-                    "nodes_per_engine": across,
-                    "num_engines": total // tp,
-                    "max_running_requests": times * rollout.max_running_requests,
-                    "min_healthy_engines": max(1, min(rollout.min_healthy_engines, total // tp)),
-                }
-            )
+        shared_heads = arch.num_kv_heads % tp and tp % arch.num_kv_heads and not target.work.latent
+        if nodes % across == 0 and not shared_heads:
+            engines = {
+                "tp": tp,
+                "ep": math.gcd(tp, arch.num_experts) if arch.is_moe else 1,
+                "nodes_per_engine": across,
+                "num_engines": total // tp,
+                "min_healthy_engines": max(1, min(rollout.min_healthy_engines, total // tp)),
+            }
+            yield rollout.model_copy(update=engines)
+
+
+def _proposals(plans: Sequence[Plan], before: Plan) -> list[str]:
+    """Returns the table of a search, and below it the words of `--set` that make each proposal of the experiment."""
+    rows = [["", "nodes", "step s", "rollout", "logprobs", "update", "publish", "off-policy s", "trainer GB", "cache"]]
+    words = []
+    for number, plan in enumerate(plans, 1):
+        gpus, rollout = plan.target.gpus_per_node, plan.config.rollout
+        nodes = f"{plan.config.actor.world_size // gpus} + {rollout.num_engines * rollout.tp // gpus}"
+        seconds = [f"{value:.3g}" for value in (plan.synchronous, *plan.seconds.values(), plan.off_policy)]
+        rows.append(
+            [str(number), nodes, *seconds, f"{plan.trainers.peak[1].total / 1e9:.1f}", f"{plan.engine.cache_tokens:,}"]
+        )
+        set_words = " ".join(f"--set {word}" for word in changes(before.config, plan.config))
+        words.append(f"{number}: {set_words or 'the experiment as it is'}")
+    return ["layouts with the best bound of a step:", *table_lines(rows), *words]
 
 
 def changes(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
-    """Returns what a proposal sets differently, as words of `--set`."""
-    found: list[str] = []
-    for section in ("actor", "rollout"):
-        found += _changes(section, getattr(before, section).model_dump(), getattr(after, section).model_dump())
-    return found
+    """Returns the settings of a proposal that differ, as words of `--set`."""
+    sides = (before.actor, after.actor, "actor"), (before.rollout, after.rollout, "rollout")
+    return [word for old, new, name in sides for word in _changes(name, old.model_dump(), new.model_dump())]
 
 
-def _changes(where: str, before: dict, after: dict) -> list[str]:
-    out: list[str] = []
+def _changes(where: str, before: Mapping[str, object], after: Mapping[str, object]) -> Iterator[str]:
     for key, value in after.items():
-        if isinstance(value, dict) and isinstance(before[key], dict):
-            out += _changes(f"{where}.{key}", before[key], value)
-        elif value != before[key]:
-            out.append(f"{where}.{key}={'null' if value is None else value}")
-    return out
+        old = before[key]
+        if isinstance(value, dict) and isinstance(old, dict):
+            yield from _changes(f"{where}.{key}", old, value)
+        elif value != old:
+            yield f"{where}.{key}={'null' if value is None else value}"

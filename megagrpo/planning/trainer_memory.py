@@ -1,18 +1,19 @@
-"""What the trainers of an experiment hold and compute, phase by phase, from the model's numbers alone. Loads no torch.
+"""Memory and work of the trainers, phase by phase, from config.json only: closed forms. Loads no torch.
 
-Bytes of one rank are given by part; docs/planning_memory.md states the formula of each.
+Bytes of one rank are given by part; docs/planning.md states the formula of each.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import model_tensors
 from megagrpo.families.tensors import TensorSpec, adapter_tensors
-from megagrpo.planning.checkpoint_cost import checkpoint_cost
-from megagrpo.planning.layer_costs import LayerCost, layer_cost
-from megagrpo.planning.optimizer_bytes import optimizer_bytes
+from megagrpo.planning.checkpoint_cost import checkpoint_cost, stage_of_layer, stages_of
+from megagrpo.planning.layer_costs import LayerCost, layer_cost, optimizer_bytes
 
 PHASES = ("load", "rollout", "logprobs", "reference", "update", "publish", "checkpoint", "resume")
 _TILE_COLUMNS = 8192  # of algo/logprob.py, which loads torch
@@ -32,12 +33,6 @@ class Load:
     def tokens(self) -> int:
         """Returns the most tokens of a micro-batch."""
         return max(self.micro_batch_tokens, self.longest)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Returns the sequences of a full micro-batch: as many of the longest as fit, and the rest."""
-        whole, rest = divmod(self.tokens, self.longest)
-        return (self.longest,) * whole + ((rest,) if rest else ())
 
 
 @dataclass(frozen=True)
@@ -96,11 +91,7 @@ def trainer_side(
 
     reference: whether the loss needs a second model, which is swapped in.
     """
-    held = stage_parameters(arch, actor)
-    stages = [
-        _Stage(arch, actor, load, number, layers, held[number])
-        for number, layers in enumerate(actor.parallel.stage_layers(arch.num_layers))
-    ]
+    stages = trainer_stages(arch, actor, load)
     ranks = {
         phase: tuple(stage.memory(phase, bucket_mb * 2**20) for stage in stages)
         for phase in PHASES
@@ -123,17 +114,16 @@ def trainer_side(
     )
 
 
-def stage_sides(
-    arch: Architecture, actor: ActorConfig, load: Load, held: Sequence["Held"]
-) -> list[tuple[RankMemory, StageCost]]:
-    """Returns of every pipeline stage the memory of its update and its work, for weights that were counted before."""
-    layers = actor.parallel.stage_layers(arch.num_layers)
-    stages = [_Stage(arch, actor, load, number, layers[number], held[number]) for number in range(actor.parallel.pp)]
-    return [(stage.memory("update", 0.0), stage.cost()) for stage in stages]
+def trainer_stages(
+    arch: Architecture, actor: ActorConfig, load: Load, groups: Mapping[TensorSpec, int] | None = None
+) -> list["Stage"]:
+    """Returns every pipeline stage. groups: tensor_groups(arch, actor), for callers with many layouts of one model."""
+    elements = stage_parameters(arch, actor, groups)
+    return [Stage(arch, actor, load, number, elements[number]) for number in range(actor.parallel.pp)]
 
 
 @dataclass(frozen=True)
-class Held:
+class StageElements:
     """Counts elements on one rank of a pipeline stage."""
 
     dense: float
@@ -153,25 +143,35 @@ def in_flight(parallel: ParallelConfig, stage: int) -> float:
     return min((p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp + 1, 2 * p.pp * p.vpp) / p.vpp
 
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the inputs: their A is, and B is whole; of the others it is B
 
 
-def stage_parameters(arch: Architecture, actor: ActorConfig) -> list[Held]:
-    """Counts what a rank of each pipeline stage holds, and what of it has gradients."""
-    p = actor.parallel
+def tensor_groups(arch: Architecture, actor: ActorConfig) -> Counter[TensorSpec]:
+    """Counts the model's and its adapters' tensors; the experts of a layer, which are alike, are one tensor."""
     model = list(model_tensors(arch))
-    adapters = [] if actor.lora is None else list(adapter_tensors(model, actor.lora.targets, actor.lora.rank))
-    stage_of_layer = _stage_of_layer(arch, actor)
-    counts = [{"dense": 0.0, "expert": 0.0, "trained_dense": 0.0, "trained_expert": 0.0} for _ in range(p.pp)]
-    for spec in [*model, *adapters]:
+    lora = actor.lora
+    adapters = [] if lora is None else list(adapter_tensors(model, lora.targets, lora.rank))
+    return Counter(
+        replace(spec, name=_EXPERT.sub(".experts.0.", spec.name)) if spec.expert else spec for spec in model + adapters
+    )
+
+
+def stage_parameters(
+    arch: Architecture, actor: ActorConfig, groups: Mapping[TensorSpec, int] | None = None
+) -> list[StageElements]:
+    """Counts the elements of a rank of each pipeline stage, all and those with gradients."""
+    layers = stage_of_layer(arch, actor.parallel)
+    counts = [
+        dict.fromkeys(("dense", "expert", "trained_dense", "trained_expert"), 0.0) for _ in range(max(layers) + 1)
+    ]
+    for spec, number in (tensor_groups(arch, actor) if groups is None else groups).items():
         trained = spec.trained and (actor.lora is None or ".lora_" in spec.name)
-        for stage in _stages_of(spec, arch, p.pp, stage_of_layer):
-            size = elements_held(spec, arch, actor)
-            kind = "expert" if spec.expert else "dense"
+        size, kind = number * elements_held(spec, arch, actor), "expert" if spec.expert else "dense"
+        for stage in stages_of(spec, arch, layers):
             counts[stage][kind] += size
-            if trained:
-                counts[stage]["trained_" + kind] += size
-    return [Held(**count) for count in counts]
+            counts[stage]["trained_" + kind] += size * trained
+    return [StageElements(**count) for count in counts]
 
 
 def trained_elements(arch: Architecture, actor: ActorConfig) -> int:
@@ -180,22 +180,6 @@ def trained_elements(arch: Architecture, actor: ActorConfig) -> int:
     if actor.lora is not None:
         tensors = adapter_tensors(tensors, actor.lora.targets, actor.lora.rank)
     return sum(spec.size for spec in tensors if spec.trained)
-
-
-def _stage_of_layer(arch: Architecture, actor: ActorConfig) -> list[int]:
-    p = actor.parallel
-    layers = p.stage_layers(arch.num_layers)
-    rounds = range(p.vpp)  # each stage has one chunk of every round
-    return [stage for _ in rounds for stage, number in enumerate(layers) for _ in range(number // p.vpp)]
-
-
-def _stages_of(spec: TensorSpec, arch: Architecture, pp: int, stage_of_layer: list[int]) -> list[int]:
-    words = spec.name.split(".")
-    if words[:2] == ["model", "layers"]:
-        return [stage_of_layer[int(words[2])]]
-    if words[1] == "embed_tokens":
-        return [0, pp - 1] if arch.tied and pp > 1 else [0]
-    return [pp - 1]
 
 
 def elements_held(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> float:
@@ -212,23 +196,21 @@ def elements_held(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> f
     return spec.size / (cut * (p.ep if spec.expert else 1))
 
 
-class _Stage:
+class Stage:
     """One pipeline stage: the memory of each of its ranks, which are alike, and its work."""
 
-    def __init__(self, arch: Architecture, actor: ActorConfig, load: Load, number: int, layers: int, held: Held):
-        self.arch, self.actor, self.load, self.number, self.held = arch, actor, load, number, held
+    def __init__(self, arch: Architecture, actor: ActorConfig, load: Load, number: int, elements: StageElements):
+        self.arch, self.actor, self.load, self.number, self.elements = arch, actor, load, number, elements
         p = actor.parallel
         self.width = 2 if actor.dtype == "bfloat16" else 4
         self.part = load.tokens / p.cp / p.tp
         self.first, self.last = number == 0, number == p.pp - 1
-        stage_of_layer = _stage_of_layer(arch, actor)
         self.layers: list[LayerCost] = [
             layer_cost(arch, actor, load.tokens, arch.is_moe and layer >= arch.dense_layers, load.expert_imbalance)
-            for layer, stage in enumerate(stage_of_layer)
+            for layer, stage in enumerate(stage_of_layer(arch, p))
             if stage == number
         ]
-        assert len(self.layers) == layers
-        self.weights = (held.dense + held.expert) * self.width
+        self.weights = (elements.dense + elements.expert) * self.width
 
     def memory(self, phase: str, bucket_bytes: float) -> RankMemory:
         """Returns the bytes of a rank of this stage in one of PHASES."""
@@ -247,9 +229,9 @@ class _Stage:
         return RankMemory(self._rank(), self._kind(), {name: size for name, size in parts.items() if size})
 
     def _training_state(self) -> dict[str, float]:
-        held, shards, each = self.held, self._shards(), optimizer_bytes(self.actor)
+        elements, shards, each = self.elements, self._shards(), optimizer_bytes(self.actor)
         return {
-            "gradients": (held.trained_dense + held.trained_expert) * each.gradient,
+            "gradients": (elements.trained_dense + elements.trained_expert) * each.gradient,
             "optimiser": shards * each.state,
         }
 
@@ -259,10 +241,10 @@ class _Stage:
 
     def _shards(self) -> float:
         """Returns the trained elements whose state this rank keeps."""
-        p, actor, held = self.actor.parallel, self.actor, self.held
+        p, actor, elements = self.actor.parallel, self.actor, self.elements
         stage = actor.world_size // p.pp
         copies = (stage // p.tp, stage // (p.etp * p.ep)) if actor.optimizer.distributed else (1, 1)
-        return held.trained_dense / copies[0] + held.trained_expert / copies[1]
+        return elements.trained_dense / copies[0] + elements.trained_expert / copies[1]
 
     def _communicators(self) -> float:
         p, actor = self.actor.parallel, self.actor
@@ -322,5 +304,27 @@ class _Stage:
             pair_flops=sum(layer.pair_flops for layer in self.layers),
             sent=sent,
             recomputed=float(actor.recompute == "full"),
-            gradient_bytes={"dp": self.held.trained_dense * _FP32, "edp": self.held.trained_expert * _FP32},
+            gradient_bytes={"dp": self.elements.trained_dense * _FP32, "edp": self.elements.trained_expert * _FP32},
         )
+
+
+_AWAY = ("gradients", "optimiser")  # while engines are awake, and until the first backward of an update
+
+
+def colocated_memory(
+    side: TrainerSide, engine_weights: float, mem_fraction: float, reference: bool
+) -> Iterator[tuple[str, Mapping[str, float], str]]:
+    """Yields phase, bytes of the trainer's parts on the fullest GPU, and what the engine has there (rollout.colocate).
+
+    engine_weights: bytes of an engine rank. mem_fraction: of the GPU, for its weights and cache together.
+    """
+    for phase in ("rollout", "logprobs", "reference", "update", "publish"):
+        if phase == "reference" and not reference:
+            continue
+        away = () if phase == "update" else _AWAY
+        parts = {name: size for name, size in side.phases[phase].parts.items() if name not in away}
+        engine = "asleep, its context alone"
+        if phase in ("publish", "rollout"):
+            engine = f"weights {engine_weights / 1e9:.3g} GB"
+            engine += f" and cache, {mem_fraction:.0%} of the GPU" if phase == "rollout" else ", then its cache"
+        yield phase, parts, engine

@@ -11,8 +11,9 @@ from megagrpo.config.reward import GraderArgs, GraderConfig, RewardConfig
 from megagrpo.rewards.graders.http import HttpGrader
 from megagrpo.rewards.graders.judge import JudgeGrader
 from megagrpo.rewards.graders.table import SERVICES, check_grader, load_group_grader
-from megagrpo.rewards.services import ServiceGrader, ServiceLoop
+from megagrpo.rewards.services import ServiceGrader, graded
 from megagrpo.rewards.workers import Call, Graded, WorkerPool
+from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import Outcome, Prompt
 
 _T = TypeVar("_T")
@@ -44,9 +45,8 @@ class RewardPool:
             self._stack = stack
             if preload:
                 self._worker_pool(preload)
-            self._loop = ServiceLoop() if self._services else None
-            if self._loop is not None:
-                stack.callback(self._loop.close, list(self._services.values()))
+            self._loop = BackgroundLoop("reward services")
+            stack.callback(self._loop.close, *(service.close for service in self._services.values()))
             self._stack = stack.pop_all()
 
     def submit(self, prompt: Prompt, text: str) -> Future[Outcome]:
@@ -113,8 +113,8 @@ class RewardPool:
         return self._workers
 
     def _start(self, entry: GraderConfig, prompt: Prompt, text: str) -> Future[Graded]:
-        if self._loop is not None and entry.short_name in self._services:
-            return self._loop.submit(self._services[entry.short_name], prompt, text)
+        if entry.short_name in self._services:
+            return self._loop.submit(graded(self._services[entry.short_name].grade(prompt, text)))
         return self._worker_pool().submit(("grade", entry.grader, dict(entry.args)), (text, prompt.answer))
 
     def _combined(self, entries: Sequence[GraderConfig], graded: Sequence[Graded]) -> Outcome:

@@ -3,10 +3,8 @@
 import asyncio
 import json
 import random
-import threading
 import time
 from collections.abc import Coroutine
-from concurrent.futures import Future
 from typing import Protocol
 
 import httpx
@@ -18,7 +16,6 @@ from megagrpo.types import Prompt
 
 _BASE_S, _CAP_S = 0.25, 15.0  # first and longest wait before another attempt
 _LARGEST_ANSWER = 16 * 2**20  # bytes
-_CLOSE_S = 10.0
 
 
 class ServiceError(RuntimeError):
@@ -34,7 +31,7 @@ class Refusal(Exception):
 
 
 class ServiceGrader(Protocol):
-    """Grades over the network, in the event loop of a ServiceLoop."""
+    """Grades over the network, in the event loop of a BackgroundLoop."""
 
     async def grade(self, prompt: Prompt, text: str) -> Graded:
         """Returns the outcome of one response. Raises ServiceError or TimeoutError."""
@@ -121,47 +118,13 @@ def _retry_after_s(answer: httpx.Response) -> float:
     return float(text) if text.isdecimal() else 0.0
 
 
-class ServiceLoop:
-    """An asyncio loop in a background thread, in which service graders run. Close it to end all requests."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[Graded]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="reward services")
-        self._thread.start()
-
-    def submit(self, grader: ServiceGrader, prompt: Prompt, text: str) -> Future[Graded]:
-        """Returns a future of one response's outcome."""
-        return asyncio.run_coroutine_threadsafe(self._graded(grader.grade(prompt, text)), self._loop)
-
-    async def _graded(self, work: Coroutine[object, None, Graded]) -> Graded:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            return await work
-        except ServiceError as exc:
-            return Graded("error", detail=str(exc))
-        except TimeoutError as exc:
-            return Graded("timeout", detail=str(exc))
-        except asyncio.CancelledError:
-            return Graded("error", detail="the reward pool was closed")
-        finally:
-            self._tasks.discard(task)
-
-    def close(self, graders: list[ServiceGrader]) -> None:
-        """Ends all requests; responses in flight get an error outcome. Idempotent."""
-        if self._loop.is_closed():
-            return
-        asyncio.run_coroutine_threadsafe(self._end(graders), self._loop).result(_CLOSE_S)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
-        self._loop.close()
-
-    async def _end(self, graders: list[ServiceGrader]) -> None:
-        pending = list(self._tasks)
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for grader in graders:
-            await grader.close()
+async def graded(work: Coroutine[object, None, Graded]) -> Graded:
+    """Returns the outcome of a service's work; an error outcome if it fails or the pool is closed."""
+    try:
+        return await work
+    except ServiceError as exc:
+        return Graded("error", detail=str(exc))
+    except TimeoutError as exc:
+        return Graded("timeout", detail=str(exc))
+    except asyncio.CancelledError:
+        return Graded("error", detail="the reward pool was closed")

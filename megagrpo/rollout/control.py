@@ -18,7 +18,7 @@ _NO_IDLE_CONNECTIONS = httpx.Limits(max_keepalive_connections=0)
 
 
 class ServiceUnreachable(RuntimeError):
-    """Raised when nobody answers where the service, its router or an engine should be, or when it refuses the key."""
+    """Raised when the service, its router or an engine does not answer, or refuses the key."""
 
 
 class ServiceFailed(RuntimeError):
@@ -27,7 +27,7 @@ class ServiceFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class ServiceStatus:
-    """Holds what GET /status of a service says."""
+    """The answer of GET /status of a service."""
 
     router: str  # URL, for requests for samples
     failed: str | None  # why the service gave up; None while it has not
@@ -36,7 +36,7 @@ class ServiceStatus:
 
 
 class ServiceControl:
-    """Talks to the control endpoint of a running service. Every call raises ServiceUnreachable when nobody answers."""
+    """Talks to the control endpoint of a running service. Every call raises ServiceUnreachable without an answer."""
 
     def __init__(self, url: str, api_key: str):
         self.url, self.api_key = url, api_key
@@ -66,7 +66,7 @@ class ServiceControl:
         return list(self.healthy_status().engines)
 
     def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        """Announces that weights are about to be written into an engine, so that its silence is no sign of a hang.
+        """Announces that weights are about to be written into an engine, so that silence does not count as a hang.
 
         Returns False when that incarnation is gone.
         """
@@ -92,14 +92,14 @@ class ServiceControl:
         return self._call("POST", f"/engines/{engine_id}/wake", {"incarnation": incarnation}).status_code == 200
 
     def sleep(self, limit_s: float) -> None:
-        """Has all engines release their GPUs' memory; returns when they have. One that is just starting is waited for.
+        """Makes all engines release their GPUs' memory; returns when they have, those that are starting included.
 
         limit_s: seconds that this may take. Engines that die from now on start again after `let_start`.
         """
         self._call("POST", "/sleep", limit_s=limit_s)
 
     def let_start(self) -> None:
-        """Lets engines that died in their sleep start again."""
+        """Allows engines that died in their sleep to start again."""
         self._call("POST", "/may_start")
 
     def add_engine(self) -> str:
@@ -137,7 +137,7 @@ class ServiceControl:
 
 
 def engine_cache_tokens(engine_url: str, api_key: str) -> int | None:
-    """Returns the tokens that fit into an engine's cache, as it says itself; None where it does not answer."""
+    """Returns the capacity of an engine's cache in tokens; None if it does not answer."""
     try:
         answer = httpx.get(
             f"{engine_url}/server_info", headers=bearer(api_key), timeout=_ENGINE_TIMEOUT_S, trust_env=False
@@ -151,7 +151,7 @@ def engine_cache_tokens(engine_url: str, api_key: str) -> int | None:
 
 
 def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) -> ServiceControl:
-    """Returns the service of this run, or the one at `url`, as soon as it answers: files may be what a killed one left.
+    """Returns the service of this run, or the one at `url`, as soon as it answers: files of a killed one may remain.
 
     Its key is the environment's, else the run folder's. Raises ServiceUnreachable after `timeout_s` seconds.
     """

@@ -6,39 +6,38 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Literal
 
 import aiohttp
 import numpy as np
 import orjson
 
 from megagrpo.config.schema import ExperimentConfig, SamplingConfig
-from megagrpo.rollout.background import Turnstile
+from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.control import bearer
+from megagrpo.rollout.response import Response
 from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts
-from megagrpo.rollout.streaming import StreamedAnswer, events
+from megagrpo.rollout.streaming import Answer, StreamedAnswer, events, version_number
 from megagrpo.system.environment import ENGINE_HEADER
-from megagrpo.types import WithArrays
 
 _JSON = {"Content-Type": "application/json"}
-_STREAM_INTERVAL = 32  # tokens of a piece: what a cut response loses at most
+_STREAM_INTERVAL = 32  # tokens of a piece: the most that a cut response loses
 
 # engine id ("": unknown), start and end in seconds since the epoch, tokens (0: no sample)
 OnRequest = Callable[[str, float, float, int], None]
 
 
 class GenerationFailed(RuntimeError):
-    """Raised when a sample did not come within its retries or its deadline."""
+    """Raised if a sample did not arrive within its retries or its deadline."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Says how one response is drawn."""
+    """The sampling parameters of one response."""
 
     temperature: float  # 0: greedy
     max_tokens: int  # of the response
@@ -63,44 +62,48 @@ class SamplingParams:
         """Returns the same limits and stops without randomness."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
+    def body(self, seed: int, num_sampled: int) -> dict[str, object]:
+        """Returns SGLang's `sampling_params` for the rest of a response that has `num_sampled` tokens."""
+        body: dict[str, object] = {
+            "temperature": self.temperature,
+            "max_new_tokens": self.max_tokens - num_sampled,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "sampling_seed": seed,  # used in deterministic mode only
+        }
+        if self.stop_token_ids:
+            body["stop_token_ids"] = list(self.stop_token_ids)
+        if self.stop:
+            body["stop"] = list(self.stop)
+        return body
 
-@dataclass(frozen=True, eq=False)
-class Response(WithArrays):
-    """Holds T token ids as sampled, the one that ended the response included."""
 
-    _types: ClassVar[dict[str, type]] = {"token_ids": np.int32, "logprobs": np.float32}
+@dataclass(frozen=True)
+class SampleRequest:
+    """A request for one response to a prompt.
 
-    token_ids: np.ndarray  # [T] int32
-    logprobs: np.ndarray  # [T] float32, the engine's, of each token, in nats, after temperature
-    finish_reason: str  # "stop" | "length"
-    weight_version: int  # of the weights that sampled its first token
-    newer: tuple[tuple[int, int], ...] = ()  # as in Sample
-    routed_experts: np.ndarray | None = None  # [tokens, layers with experts, k], from the first token asked for on
+    or_newer: weights that are published meanwhile may sample too. experts_from: the first token whose experts are
+    returned; None: no experts. order, tokens: see Turnstile.
+    """
 
-    @property
-    def newest_version(self) -> int:
-        """Returns that of the weights that sampled its last token."""
-        return self.newer[-1][1] if self.newer else self.weight_version
+    prompt: Sequence[int] | np.ndarray  # token ids
+    params: SamplingParams
+    seed: int  # of 63 bits: the same seed and weights give the same response in deterministic mode
+    version: int = 0  # of the weights that must sample
+    or_newer: bool = False
+    experts_from: int | None = None
+    order: tuple[float, ...] = ()
+    tokens: Callable[[], float] = lambda: 0.0
 
-    def then(self, rest: "Response") -> "Response":
-        """Returns this one, which was cut, with what another request added to it.
-
-        That has read all of this one again, and tells the experts of the whole.
-        """
-        at = len(self.token_ids)
-        spans = [(0, self.weight_version), *self.newer, (at, rest.weight_version)]
-        spans += [(at + start, version) for start, version in rest.newer]
-        newer = tuple(now for before, now in pairwise(spans) if before[1] != now[1])
-        token_ids, logprobs = (
-            np.concatenate(pair) for pair in ((self.token_ids, rest.token_ids), (self.logprobs, rest.logprobs))
-        )
-        return Response(token_ids, logprobs, rest.finish_reason, self.weight_version, newer, rest.routed_experts)
+    def accepts(self, version: int) -> bool:
+        """Returns whether weights of this version may sample the response."""
+        return version == self.version or (self.or_newer and version > self.version)
 
 
 def sample_seed(run_seed: int, purpose: str, step: int, prompt_id: int, index: int) -> int:
-    """Returns 63 bits that depend on the arguments alone: not on the process, the engine or the order of arrival.
+    """Returns 63 bits that depend only on the arguments, not on the process, the engine or the order of arrival.
 
-    purpose: what the sample is for ("train", "greedy", "evaluate", ...). index: of the sample within its group.
+    purpose: "train", "greedy", "evaluate" and so on. index: of the sample within its group.
     """
     key = json.dumps([run_seed, purpose, step, prompt_id, index]).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
@@ -112,7 +115,7 @@ class RetryPolicy:
 
     retries: int  # of one sample, after its first attempt
     request_timeout_s: float  # of one attempt
-    streaming: bool = False  # a response that is cut goes on from the tokens that came
+    streaming: bool = False  # a cut response continues from the tokens received
     base_s: float = 0.25  # first wait
     cap_s: float = 15.0  # longest wait
 
@@ -127,10 +130,7 @@ class RetryPolicy:
 
 
 class _Refused(Exception):
-    """Raised by an attempt that gave no usable sample.
-
-    `waiting`: no engine is ready, which is no fault of the request.
-    """
+    """Raised by an attempt that gave no usable sample; waiting: only because no engine is ready."""
 
     def __init__(self, text: str, waiting: bool = False):
         super().__init__(text)
@@ -138,10 +138,10 @@ class _Refused(Exception):
 
 
 class GenerationClient:
-    """Asks the router for samples, one request each. Belongs to one event loop; use as an async context manager.
+    """Requests samples from the router, one HTTP request each. For one event loop; an async context manager.
 
-    turnstile: requests wait there and not in an engine's queue, where they would use up their time limit. on_request:
-    is told of every attempt when it ends. experts: how engines tell those that they chose, where anybody asks.
+    turnstile: requests wait there and not in an engine's queue, which would use up their time limit. on_request: called
+    at the end of every attempt. experts: the format in which engines return routed experts.
     """
 
     def __init__(
@@ -153,230 +153,207 @@ class GenerationClient:
         on_request: OnRequest = lambda engine, start, end, num_tokens: None,
         experts: RoutedExperts | None = None,
     ):
-        self._experts = experts
-        self._url, self._headers, self._retry = f"{router_url}/generate", bearer(api_key), retry
-        self._on_request = on_request
-        self._turnstile = turnstile
-        self._attempts: set[asyncio.Task] = set()
+        self.url, self.retry, self.on_request, self.experts = f"{router_url}/generate", retry, on_request, experts
+        self._headers, self._turnstile = bearer(api_key), turnstile
+        self._attempts: set[Attempt] = set()
         self.num_retries = 0
-        self.num_discarded = 0  # tokens that came and are of no sample
+        self.num_discarded = 0  # tokens received that belong to no sample
         self.last_problem = ""
 
     async def __aenter__(self) -> "GenerationClient":
-        timeout = aiohttp.ClientTimeout(total=self._retry.request_timeout_s)
+        timeout = aiohttp.ClientTimeout(total=self.retry.request_timeout_s)
         self._loop = asyncio.get_running_loop()
-        self._http = aiohttp.ClientSession(
+        self.http = aiohttp.ClientSession(
             timeout=timeout, connector=aiohttp.TCPConnector(limit=0), headers=self._headers
         )
         return self
 
-    async def __aexit__(self, *exc_info) -> None:
-        await self._http.close()
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.http.close()
 
-    async def generate(
-        self,
-        prompt: np.ndarray,
-        params: SamplingParams,
-        seed: int,
-        weight_version: int,
-        or_newer: bool = False,
-        *,
-        experts_from: int | None = None,
-        order: tuple[float, ...] = (),
-        tokens: Callable[[], float] = lambda: 0.0,
-    ) -> Response:
-        """Returns one response to ids `prompt` [T] by weights of exactly `weight_version`. Raises GenerationFailed.
+    async def generate(self, request: SampleRequest) -> Response:
+        """Returns one response, after as many attempts as it takes. Raises GenerationFailed.
 
-        or_newer: by such or newer weights, which may change in the middle of it. experts_from: the token of the prompt
-        from which on the experts come with it; after a change of weights those of the new ones, which read all tokens
-        again. order, tokens: see Turnstile. Failed
-        attempts are repeated with back-off, and where responses are streamed go on from the tokens that came. Time
-        without any ready engine or without the router (one is being restarted) does not count against the retries; the
-        caller's deadline bounds it.
+        An attempt that found no engine ready is repeated without limit; the caller has the deadline.
         """
-        caller = asyncio.current_task()
-        assert caller is not None
-        failures = waits = 0
-        pieces: list[Response] = []  # of the attempts that were cut
-        async with self._turnstile.passing(order, tokens):
+        pieces: list[Response] = []
+        waits = failures = 0
+        async with self._turnstile.passing(request.order, request.tokens):
             while True:
-                versions = weight_version, or_newer
-                attempt = asyncio.create_task(self._attempt(prompt, params, seed, versions, pieces, experts_from))
+                attempt = Attempt(self, request, pieces)
                 self._attempts.add(attempt)
-                try:
-                    rest = await attempt
-                    return reduce(Response.then, [*pieces, rest])
-                except asyncio.CancelledError:
-                    if caller.cancelling():  # not the attempt alone
-                        attempt.cancel()
-                        raise
-                    problem, waiting = "the host of an engine was lost", True
-                except _Refused as exc:
-                    problem, waiting = str(exc), exc.waiting
-                except (aiohttp.ClientError, TimeoutError) as exc:
-                    # No router there: it is being started again.
-                    problem, waiting = f"{type(exc).__name__}: {exc}", isinstance(exc, aiohttp.ClientConnectorError)
-                finally:
-                    self._attempts.discard(attempt)
-                self.last_problem = problem
+                with ExitStack() as stack:
+                    stack.callback(self._attempts.discard, attempt)
+                    await attempt.run()
+                if attempt.outcome == "done":
+                    return reduce(Response.then, pieces)
+                self.last_problem = attempt.problem
                 self.num_retries += 1
-                waits, failures = (waits + 1, failures) if waiting else (waits, failures + 1)
-                if failures > self._retry.retries:
+                if attempt.outcome == "wait":
+                    waits += 1
+                    pause_s = self.retry.wait_s(min(waits, 3))
+                else:
+                    failures += 1
+                    pause_s = self.retry.wait_s(failures)
+                if failures > self.retry.retries:
                     raise GenerationFailed(
-                        f"{self._url} gave no sample in {failures} tries of at most "
-                        f"{self._retry.request_timeout_s:.0f} s (rollout.retries, rollout.request_timeout_s); "
-                        f"the last problem: {problem}"
+                        f"{self.url} gave no sample in {failures} tries of at most "
+                        f"{self.retry.request_timeout_s:.0f} s (rollout.retries, rollout.request_timeout_s); "
+                        f"the last problem: {attempt.problem}"
                     )
-                await asyncio.sleep(self._retry.wait_s(min(waits, 3) if waiting else failures))
+                await asyncio.sleep(pause_s)
 
     def ask_again(self) -> None:
-        """Abandons the present attempt of every request and makes another. In any thread.
+        """Abandons the present attempt of every request and starts another. May be called from any thread.
 
         A request whose engine went down with its host would otherwise wait for its whole time limit, and the router
-        does not tell which those are.
+        does not report which those are.
         """
-        self._loop.call_soon_threadsafe(lambda: [attempt.cancel() for attempt in self._attempts])
+        self._loop.call_soon_threadsafe(self._abandon_all)
 
-    async def _attempt(
-        self,
-        prompt: np.ndarray,
-        params: SamplingParams,
-        seed: int,
-        versions: tuple[int, bool],
-        pieces: list[Response],
-        experts_from: int | None,
-    ) -> Response:
-        """Returns what is missing after `pieces`; adds to them what came, where it fails."""
-        ids = np.concatenate([prompt, *(piece.token_ids for piece in pieces)]) if pieces else prompt
-        sampling = _sampling_body(params, seed)
-        sampling["max_new_tokens"] -= sum(len(piece.token_ids) for piece in pieces)
-        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
-        if experts_from is not None:
-            body["return_routed_experts"] = True  # for who asks an engine; the router drops it, see engine_process.py
-        if self._retry.streaming:
+    def _abandon_all(self) -> None:
+        for attempt in self._attempts:
+            attempt.abandon()
+
+
+class Attempt:
+    """One HTTP request for a response, or for the rest of one; `run` sets its outcome.
+
+    pieces: the parts so far; `run` appends the last one ("done"), or the usable tokens of a cut one.
+    """
+
+    def __init__(self, client: GenerationClient, request: SampleRequest, pieces: list[Response]):
+        self._client, self._request, self._pieces = client, request, pieces
+        self._num_sampled = sum(len(piece.token_ids) for piece in pieces)
+        self._num_unchecked = 0  # tokens of a whole answer
+        self._stream = StreamedAnswer(pieces[-1].newest_version if pieces else request.version)
+        self._limit = asyncio.timeout(None)
+        self.engine, self.num_tokens = "", 0
+        self.outcome: Literal["done", "retry", "wait"] = "retry"  # wait: no engine is ready
+        self.problem = ""  # of an attempt that is not done
+
+    def abandon(self) -> None:
+        """Ends it because the host of an engine was lost, perhaps its own."""
+        if not self._limit.expired():
+            self._limit.reschedule(0.0)
+
+    async def run(self) -> None:
+        """Sends the request and sets `outcome`. Raises GenerationFailed for a request that is itself wrong."""
+        start = time.time()
+        try:
+            async with self._limit:
+                self._pieces.append(await self._last_piece())
+            self.outcome = "done"
+        except (_Refused, WrongExperts) as exc:
+            self.problem = str(exc)
+            self.outcome = "wait" if isinstance(exc, _Refused) and exc.waiting else "retry"
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            lost = self._limit.expired()
+            self.problem = "the host of an engine was lost" if lost else f"{type(exc).__name__}: {exc}"
+            # A router that refuses connections is being restarted.
+            self.outcome = "wait" if lost or isinstance(exc, aiohttp.ClientConnectorError) else "retry"
+        finally:
+            self.num_tokens = self.num_tokens or len(self._stream)
+            self._keep_tokens()
+            self._client.on_request(self.engine, start, time.time(), self.num_tokens)
+
+    async def _last_piece(self) -> Response:
+        request, client = self._request, self._client
+        ids = np.concatenate([np.asarray(request.prompt), *(piece.token_ids for piece in self._pieces)])
+        data = orjson.dumps(self._body(ids), option=orjson.OPT_SERIALIZE_NUMPY)
+        async with client.http.post(client.url, data=data, headers=_JSON) as answer:
+            self.engine = answer.headers.get(ENGINE_HEADER, "")
+            if answer.status != 200:
+                why = await answer.text()
+                if answer.status == 400:  # the request itself is wrong: another attempt would fail alike
+                    raise GenerationFailed(f"{client.url} refused a request: {why[:1000]}")
+                no_engine = answer.status == 503 and "no_available_workers" in why
+                raise _Refused(f"status {answer.status}: {why[:500]}", waiting=no_engine)
+            if client.retry.streaming:
+                whole = await self._read_stream(answer.content)
+                response = _checked(whole, request)
+            else:
+                text = await answer.read()
+                with collector_paused():
+                    whole = orjson.loads(text)
+                    self._num_unchecked = len(whole["meta_info"].get("output_token_logprobs") or ())
+                    response = _checked(whole, request)
+                    self._num_unchecked = 0
+        self.num_tokens = len(response.token_ids)
+        if request.experts_from is not None:
+            assert client.experts is not None, "requested only for models whose experts are described"
+            # In a thread: for a long response of a large model it takes a noticeable part of a second.
+            encoded, num_read = whole["meta_info"].get("routed_experts"), len(ids) + self.num_tokens - 1
+            experts = await asyncio.to_thread(client.experts.read, encoded, num_read)
+            response = replace(response, routed_experts=experts[request.experts_from :])
+        self._stream.clear()
+        return response
+
+    def _body(self, ids: np.ndarray) -> dict[str, object]:
+        sampling = self._request.params.body(self._request.seed, self._num_sampled)
+        body: dict[str, object] = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+        if self._request.experts_from is not None:
+            body["return_routed_experts"] = True  # for engines without a router, which drops it: engine_process.py
+        if self._client.retry.streaming:
             sampling["stream_interval"] = _STREAM_INTERVAL
             body["stream"] = True
-        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        engine, start, num_tokens = "", time.time(), 0
-        stream = StreamedAnswer(pieces[-1].newest_version if pieces else versions[0])
-        try:
-            async with self._http.post(self._url, data=data, headers=_JSON) as answer:
-                engine = answer.headers.get(ENGINE_HEADER, "")
-                if answer.status == 400:  # the request itself is wrong: trying again would say the same
-                    raise GenerationFailed(f"{self._url} refused a request: {(await answer.text())[:1000]}")
-                if answer.status != 200:
-                    why = (await answer.text())[:500]
-                    no_engine = answer.status == 503 and "no_available_workers" in why
-                    raise _Refused(f"status {answer.status}: {why}", waiting=no_engine)
-                if self._retry.streaming:
-                    found = await self._read_stream(answer.content, stream)
-                    response = self._checked(found, versions)
-                else:
-                    text = await answer.read()
-                    with collector_paused():
-                        found = orjson.loads(text)
-                        response = self._checked(found, versions)
-                num_tokens = len(response.token_ids)
-                if experts_from is not None:
-                    # in a thread: of a long response of a large model it takes a noticeable part of a second
-                    told, num_read = found["meta_info"].get("routed_experts"), len(ids) + num_tokens - 1
-                    experts = await asyncio.to_thread(self._read_experts, told, num_read)
-                    response = replace(response, routed_experts=experts[experts_from:])
-                stream.clear()
-                return response
-        finally:
-            num_tokens = num_tokens or len(stream)
-            self._keep(stream, params, versions, pieces)
-            self._on_request(engine, start, time.time(), num_tokens)
+        return body
 
-    async def _read_stream(self, content: aiohttp.StreamReader, stream: StreamedAnswer) -> dict[str, Any]:
+    async def _read_stream(self, content: aiohttp.StreamReader) -> Answer:
         async for chunk in events(content):
-            if "error" in chunk:
-                error = chunk["error"]
+            if error := chunk.get("error"):
                 if error.get("code") == 400:
-                    raise GenerationFailed(f"{self._url} refused a request: {error.get('message')}")
+                    raise GenerationFailed(f"{self._client.url} refused a request: {error.get('message')}")
                 raise _Refused(f"the engine ended the request: {error}")
-            if (whole := stream.add(chunk)) is not None:
+            if (whole := self._stream.add(chunk)) is not None:
                 return whole
         raise _Refused("the stream ended before the response")
 
-    def _read_experts(self, text: str | None, num_tokens: int) -> np.ndarray:
-        assert self._experts is not None, "asked for by those alone who know the model's experts"
-        try:
-            return self._experts.read(text, num_tokens)
-        except WrongExperts as exc:  # another engine may tell them
-            raise _Refused(str(exc)) from exc
+    def _keep_tokens(self) -> None:
+        """Appends the tokens of a cut response to `pieces`, without its end, if acceptable weights sampled them.
 
-    def _checked(self, answer: dict[str, Any], versions: tuple[int, bool]) -> Response:
-        try:
-            return _read_response(answer, *versions)
-        except _Refused:
-            if not self._retry.streaming:
-                self.num_discarded += len(answer["meta_info"].get("output_token_logprobs") or ())
-            raise
-
-    def _keep(
-        self, stream: StreamedAnswer, params: SamplingParams, versions: tuple[int, bool], pieces: list[Response]
-    ) -> None:
-        """Adds what came of a cut response to `pieces`, but for its end, where weights that may sample it did.
-
-        The end may have come where experts were told wrongly, or the attempt was abandoned while they were read.
-        Nothing is added where texts end responses: one may begin in what came, and the next engine would not see it.
+        The end may have arrived if its experts were wrong, or the attempt was abandoned while they were read. Nothing
+        is kept if texts end responses: one may start in these tokens, and the next engine would not see it.
         """
-        oldest, or_newer = versions
-        spans = stream.spans()
-        left = params.max_tokens - sum(len(piece.token_ids) for piece in pieces) - 1
-        number = 0 if params.stop or not spans else max(min(len(stream) - stream.ended, left), 0)
-        sampled_by = [at for _, at in spans] + ([int(stream.version)] if stream.version.isdigit() else [oldest - 1])
-        if any(at < oldest if or_newer else at != oldest for at in sampled_by):
-            number = 0
-        self.num_discarded += len(stream) - number
+        stream, params = self._stream, self._request.params
+        versions = [version for _, version in stream.spans] + [stream.version]
+        number = 0
+        if stream.spans and not params.stop and all(map(self._request.accepts, versions)):
+            number = max(min(len(stream) - stream.ended, params.max_tokens - self._num_sampled - 1), 0)
+        self._client.num_discarded += self._num_unchecked + len(stream) - number
         if number > 0:
-            newer = tuple((start, version) for start, version in spans[1:] if start < number)
+            newer = tuple((start, version) for start, version in stream.spans[1:] if start < number)
             token_ids, logprobs = stream.tokens()
-            pieces.append(Response(token_ids[:number], logprobs[:number], "cut", spans[0][1], newer))
+            first_version = stream.spans[0][1]
+            self._pieces.append(Response(token_ids[:number], logprobs[:number], "cut", first_version, newer))
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keeps Python's garbage collector from looking at the inside's many small lists, and each time at all of Megatron.
+    """Pauses Python's garbage collector: the block makes many small lists, and each collection would scan Megatron.
 
-    Nothing in JSON refers to itself, so that reference counts free it.
+    JSON has no reference cycles, so reference counts free it.
     """
-    gc.disable()
-    try:
+    with ExitStack() as stack:
+        stack.callback(gc.enable)
+        gc.disable()
         yield
-    finally:
-        gc.enable()
 
 
-def _sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
-    body: dict[str, Any] = {
-        "temperature": params.temperature,
-        "max_new_tokens": params.max_tokens,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "sampling_seed": seed,  # heeded in deterministic mode only
-    }
-    if params.stop_token_ids:
-        body["stop_token_ids"] = list(params.stop_token_ids)
-    if params.stop:
-        body["stop"] = list(params.stop)
-    return body
-
-
-def _read_response(answer: dict[str, Any], weight_version: int, or_newer: bool = False) -> Response:
-    """Checks and unpacks what /generate answers. Raises _Refused when it is cut off or sampled by other weights."""
+def _checked(answer: Answer, request: SampleRequest) -> Response:
+    """Returns the response of an /generate answer. Raises _Refused if it is cut off or sampled by other weights."""
     meta = answer["meta_info"]
-    reason = meta["finish_reason"]["type"]
-    if reason not in ("stop", "length"):  # "abort": the engine was paused or is going down
-        raise _Refused(f"the engine ended the request: {meta['finish_reason']}")
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
-    found = {span["version"] for span in spans} | {meta["weight_version"]}
-    known = {int(version) for version in found if version.isdigit()}
-    if len(known) < len(found) or min(known) < weight_version or (not or_newer and known != {weight_version}):
-        wanted = f"{weight_version}{' or newer' if or_newer else ''}"
-        raise _Refused(f"sampled by weights of version {sorted(found)}, wanted {wanted}")
-    logprobs, token_ids, *_ = list(zip(*meta["output_token_logprobs"], strict=True)) or [(), ()]
-    newer = tuple((span["start"], int(span["version"])) for span in spans[1:])
-    return Response(np.array(token_ids), np.array(logprobs), reason, int(spans[0]["version"]), newer)
+    reason = meta["finish_reason"]
+    if reason is None or reason["type"] not in ("stop", "length"):  # "abort": the engine was paused or is ending
+        raise _Refused(f"the engine ended the request: {reason}")
+    texts = [(span["start"], span["version"]) for span in meta.get("weight_versions") or ()]
+    texts = texts or [(0, meta["weight_version"])]
+    spans = [(start, version_number(text)) for start, text in texts]
+    versions = [version for _, version in spans] + [version_number(meta["weight_version"])]
+    if not all(map(request.accepts, versions)):
+        found = sorted({text for _, text in texts} | {meta["weight_version"]})
+        needed = f"{request.version}{' or newer' if request.or_newer else ''}"
+        raise _Refused(f"sampled by weights of version {found}, wanted {needed}")
+    pairs = meta.get("output_token_logprobs") or []
+    logprobs, token_ids = np.array([pair[0] for pair in pairs]), np.array([pair[1] for pair in pairs])
+    return Response(token_ids, logprobs, reason["type"], spans[0][1], tuple(spans[1:]))

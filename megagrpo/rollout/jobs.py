@@ -1,83 +1,82 @@
-"""What the source asks of the engines: jobs, the places of their prompts, and batches that are being sampled."""
+"""What is sampled: jobs, the prompts of a batch with the ids of their groups, and batches in flight."""
 
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from megagrpo.rollout.background import Patience
+from megagrpo.rollout.admission import Patience
 from megagrpo.rollout.generation import SamplingParams
 from megagrpo.types import Prompt, RolloutGroup
 
 
 @dataclass
-class BegunBatch:
-    """Holds what is sampled in the background of a batch of prompts, until a step has begun with all of it."""
+class SampledBatch:
+    """A batch of prompts that is sampled in the background, until steps have consumed all of its groups."""
 
-    places: list[int]  # of its prompts in the run, of all leaders, by place in the batch
-    finished: dict[int, RolloutGroup]  # of this leader, by place in the batch; grows in the other thread
-    patience: Patience  # begins when somebody waits for it
-    work: "Future[None] | None" = None  # None on ranks that are no leaders
-    taken: set[int] = field(default_factory=set)  # places, of all leaders
+    group_ids: list[int]  # of all leaders
+    finished: dict[int, RolloutGroup]  # this leader's, by id; filled by the other thread
+    patience: Patience  # runs while the trainers wait for it
+    work: "Future[None] | None" = None  # None on ranks that are not leaders
+    consumed: set[int] = field(default_factory=set)  # ids, of all leaders
 
     @property
     def done(self) -> bool:
-        """Tells whether this rank has nothing to wait for."""
+        """Returns whether this rank has nothing to wait for."""
         return self.work is None or self.work.done()
 
     @property
     def ready(self) -> dict[int, RolloutGroup]:
-        """Returns this leader's finished groups that were not taken, by place in the run."""
+        """Returns this leader's finished groups that are not consumed, by id."""
         finished = self.finished.copy()
-        return {self.places[i]: group for i, group in finished.items() if self.places[i] not in self.taken}
+        return {group_id: group for group_id, group in finished.items() if group_id not in self.consumed}
 
     @property
     def problem(self) -> str:
-        """Returns why it failed, "" where it has not."""
+        """Returns why it failed, or ""."""
         if self.work is None or not self.work.done() or self.work.cancelled():
             return ""
-        if (exc := self.work.exception()) is None:
-            return ""
-        return f"{type(exc).__name__}: {exc}"
+        exc = self.work.exception()
+        return "" if exc is None else f"{type(exc).__name__}: {exc}"
 
 
 @dataclass(frozen=True)
-class PromptSlot:
-    """Holds a prompt's place in its batch, for which a group is sampled."""
+class NumberedPrompt:
+    """A prompt of a batch and the id of the group that is sampled for it."""
 
     group_id: int
     prompt: Prompt
-    again: int  # how often the prompt has come before in the same batch; part of its seeds
+    repeats: int  # earlier occurrences of the prompt in the batch; part of its seeds
 
 
-def prompt_slots(prompts: Sequence[Prompt]) -> list[PromptSlot]:
-    """Returns the places of a batch's prompts."""
+def numbered_prompts(prompts: Sequence[Prompt], group_ids: Sequence[int]) -> list[NumberedPrompt]:
+    """Returns the prompts of a batch with their group ids."""
     seen: Counter[int] = Counter()
-    slots = []
-    for group_id, prompt in enumerate(prompts):
-        slots.append(PromptSlot(group_id, prompt, seen[prompt.id]))
+    numbered = []
+    for group_id, prompt in zip(group_ids, prompts, strict=True):
+        numbered.append(NumberedPrompt(group_id, prompt, seen[prompt.id]))
         seen[prompt.id] += 1
-    return slots
+    return numbered
 
 
 @dataclass(frozen=True)
 class SamplingJob:
-    """Holds what one call asks for: the same for every prompt."""
+    """How all prompts of a batch are sampled."""
 
     purpose: str  # part of every seed
     step: int
     version: int  # of the weights that sample
     params: SamplingParams
     num_samples: int  # responses to each prompt
-    again: str = ""  # which of a step's batches, where it has several
+    attempt: str = ""  # which of a step's batches, if it has several
     regrade: bool = False  # by reward.group_grader
-    or_newer: bool = False  # weights that are published meanwhile may go on
-    with_experts: bool = False  # those that the engines chose come with the tokens
+    or_newer: bool = False  # weights that are published meanwhile may sample too
+    with_experts: bool = False  # the engines return the experts of each token
 
     def __str__(self) -> str:
         return f"{self.purpose} step {self.step}, weights {self.version}"
 
     @property
-    def waited_for(self) -> bool:
-        """Tells whether the trainers wait for it alone, so that its requests pass those of coming steps."""
+    def is_urgent(self) -> bool:
+        """Returns whether trainers wait for this job only, so that its requests pass those of coming steps."""
         return not self.purpose.startswith("train")

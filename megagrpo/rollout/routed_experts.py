@@ -1,4 +1,4 @@
-"""Reads which experts an engine chose out of its answer, and checks them: not every kernel tells them."""
+"""Reads the experts that an engine chose from its answer and checks them: not every kernel reports them."""
 
 import base64
 import binascii
@@ -11,12 +11,12 @@ from megagrpo.types import RolloutGroup
 
 
 class WrongExperts(ValueError):
-    """Says that an answer holds no experts, or some that no router can have chosen."""
+    """Raised if an answer has no experts, or some that no router can have chosen."""
 
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Knows how a model's engines tell the experts: all layers, dense ones too, as base64 of int32."""
+    """The format of a model's experts in an answer: all layers, dense ones too, as base64 of int32."""
 
     num_layers: int
     dense_layers: int  # the first ones, which have no experts
@@ -73,7 +73,8 @@ class RoutedExperts:
 
 
 def for_other_ranks(group: RolloutGroup) -> RolloutGroup:
-    """Returns the group as ranks get it that do not sample: of experts they get their own layers' with the batch, and
-    texts are graded and recorded where they were sampled.
+    """Returns the group without experts and texts, for ranks that do not sample.
+
+    They get the experts of their own layers with the batch; the leader grades and records the texts.
     """
     return replace(group, samples=tuple(replace(sample, routed_experts=None, text="") for sample in group.samples))

@@ -1,13 +1,13 @@
-"""The choice of the groups that a step trains on, and what is measured of them before any tensor is built.
+"""The choice of the groups that a step trains on, and the metrics of them that need no tensors.
 
 Without dynamic sampling they are the groups of the next prompts. With it (DAPO, arXiv 2503.14476, section 3.2) they are
-the next groups that teach something. Complete groups beyond the batch are the surplus: they come first in the next
+the next groups whose rewards differ. Complete groups beyond the batch are the surplus: they come first in the next
 step, sampled one step earlier, which the mismatch metrics and corrections see. Every decision is on all-reduced values.
 """
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -18,235 +18,208 @@ from megagrpo.config.schema import ExperimentConfig, RewardConfig, TrainConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, RunStopped
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.types import Prompt, Refresh, RolloutGroup, TrainState
+from megagrpo.types import Prompt, RolloutGroup, TrainState
 
 
 class GroupSource(Protocol):
     """Samples and grades responses, as rollout/source.py does."""
 
     def next(
-        self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int
+        self, step: int, prompts: Sequence[Prompt], version: int, first_id: int, attempt: int
     ) -> list[RolloutGroup]:
-        """Collective. Returns this rank's share of the groups; a group's id is its prompt's place in `prompts`."""
+        """Collective. Returns this rank's share of the groups, whose ids count from `first_id`."""
         ...
 
-    def begin(
-        self, batch: int, places: Sequence[int], prompts: Sequence[Prompt], version: int, oldest: int = 0
+    def start(
+        self, batch: int, group_ids: Sequence[int], prompts: Sequence[Prompt], version: int, oldest: int = 0
     ) -> None:
-        """Begins to sample what `next` will ask for as step `batch`, or `first`; does nothing where that has begun."""
+        """Starts to sample a batch for `next` (as step `batch`) or `first`, unless it is in flight."""
         ...
 
-    def first(
-        self, wanted: int, must: AbstractSet[int], version: int, refresh: Refresh
-    ) -> tuple[list[int], list[RolloutGroup]]:
-        """Collective. Returns the places of the groups that are finished first, and this rank's share of them."""
+    def first(self, wanted: int, must: AbstractSet[int], version: int) -> tuple[list[int], list[RolloutGroup]]:
+        """Collective. Returns the ids of the groups that are complete first, and this rank's share of them."""
         ...
 
     def newly_discarded(self) -> int:
-        """Returns the tokens that came to this rank since the last call, and are of no sample."""
+        """Returns the tokens received since the last call that belong to no sample."""
         ...
 
 
 @dataclass(frozen=True)
 class StepGroups:
-    """Holds what one step takes from the source, and where the next one goes on."""
+    """The groups of one step, and where the next one continues."""
 
-    groups: list[RolloutGroup]  # this rank's, ids dense over all ranks: 0 .. num_prompts_per_step - 1
+    groups: list[RolloutGroup]  # this rank's
     data_cursor: int  # prompts consumed so far, over all epochs
-    surplus: list[RolloutGroup]  # this rank's groups for the next step, ids dense over all ranks
+    surplus: list[RolloutGroup]  # this rank's groups for the next step
     deferred: list[tuple[int, int]] = field(default_factory=list)  # as in TrainState
 
 
-def next_groups(
-    source: GroupSource,
-    prompts: PromptSet,
-    state: TrainState,
-    config: ExperimentConfig,
-    mesh: Mesh,
-    refresh: Refresh,
-    metrics: Metrics,
-    steps_left: int = 1,
-) -> StepGroups:
-    """Collective. Returns this rank's groups of the step that `state` is about to take; `state` stays as it is.
+@dataclass(frozen=True)
+class GroupChoice:
+    """Chooses the groups of each step from those that `source` samples of `prompts`."""
 
-    With rollout.max_staleness it first begins the batches of coming steps, of which there are `steps_left` with this
-    one. Raises RunStopped on every rank when max_num_gen_batches batches hold too few groups whose responses differ.
-    """
-    if config.rollout.extra_groups or state.deferred:
-        return _first_groups(source, prompts, state, config, refresh, metrics, steps_left)
-    wanted, cursor = config.train.num_prompts_per_step, state.data_cursor
-    options, algorithm = config.algorithm.dynamic_sampling, config.algorithm
-    now = cursor // wanted  # batches are counted over the run: which step will take one is not known beforehand
-    # A step takes one batch at least, so that what is begun at version v is taken by version v + ahead at the latest.
-    # What dynamic sampling leaves over is trained on one step later (its max_staleness is 0, or 2 and more).
-    ahead = max(config.rollout.max_staleness - (options is not None), 0)
+    source: GroupSource
+    prompts: PromptSet
+    config: ExperimentConfig
+    mesh: Mesh
 
-    def places(later: int) -> range:
-        return range(cursor + later * wanted, cursor + (later + 1) * wanted)
+    def next_groups(self, state: TrainState, metrics: Metrics, steps_left: int = 1) -> StepGroups:
+        """Collective. Returns this rank's groups of the step after `state`, which stays as it is.
 
-    def batch(later: int) -> list[Prompt]:
-        return prompts.batch(places(later).start, wanted, config.seed)
+        With rollout.max_staleness it first starts the batches of coming steps; steps_left: this step included. Raises
+        RunStopped on every rank when max_num_gen_batches batches hold too few groups whose responses differ.
+        """
+        config, source, wanted = self.config, self.source, self.config.train.num_prompts_per_step
+        if config.rollout.extra_groups or state.deferred:
+            return self._first_groups(state, metrics, steps_left)
+        options, algorithm = config.algorithm.dynamic_sampling, config.algorithm
+        # Batches are counted over the run: which step will consume one is not known beforehand.
+        cursor, now = state.data_cursor, state.data_cursor // wanted
+        # A step consumes one batch at least, so a batch started at version v is consumed by version v + ahead at the
+        # latest. The surplus of dynamic sampling is one step older (its max_staleness is 0, or 2 and more).
+        ahead = max(config.rollout.max_staleness - (options is not None), 0)
 
-    def begin(first: int) -> None:
-        """Begins a batch for each of the next `ahead` steps, the first of them the one `first` after this step's."""
-        for number in range(min(ahead, steps_left - 1)):
-            later, oldest = first + number, state.step + 1 + number - ahead
-            source.begin(now + later, places(later), batch(later), state.step, oldest)
+        def batch(later: int) -> list[Prompt]:
+            return self.prompts.batch(cursor + later * wanted, wanted, config.seed)
 
-    def generate(attempt: int) -> list[RolloutGroup]:
-        if not ahead:
-            return source.next(state.step, batch(attempt), state.step, refresh, attempt)
-        source.begin(now + attempt, places(attempt), batch(attempt), state.step, oldest=state.step - ahead)
-        return source.next(now + attempt, batch(attempt), state.step, refresh, 0)
+        def start(later: int, oldest: int) -> None:
+            first_id = cursor + later * wanted
+            source.start(now + later, range(first_id, first_id + wanted), batch(later), state.step, oldest)
 
-    if ahead and not algorithm.needs_greedy_response:  # before it waits for the first: engines are never empty
-        source.begin(now, places(0), batch(0), state.step, oldest=state.step - ahead)
-        begin(1)
-    if options is None:
-        groups, num_taken, surplus = generate(0), 1, state.surplus
-    else:
-        groups, num_taken, surplus = _choose(generate, state.surplus, config, mesh, metrics)
-    if algorithm.needs_greedy_response:  # greedy requests would change what others draw beside them
-        begin(num_taken)
-    return StepGroups(groups, cursor + num_taken * wanted, surplus)
+        def start_ahead(first: int) -> None:
+            """Starts sampling the next `ahead` batches, beginning `first` batches from now."""
+            for number in range(min(ahead, steps_left - 1)):
+                start(first + number, state.step + 1 + number - ahead)
 
+        def generate(attempt: int) -> list[RolloutGroup]:
+            first_id = cursor + attempt * wanted
+            if not ahead:
+                return source.next(state.step, batch(attempt), state.step, first_id, attempt)
+            start(attempt, state.step - ahead)
+            return source.next(now + attempt, batch(attempt), state.step, first_id, 0)
 
-def _first_groups(
-    source: GroupSource,
-    prompts: PromptSet,
-    state: TrainState,
-    config: ExperimentConfig,
-    refresh: Refresh,
-    metrics: Metrics,
-    steps_left: int,
-) -> StepGroups:
-    """Collective. Returns the groups that are finished first of rollout.extra_groups more than the step takes.
+        if ahead and not algorithm.needs_greedy_response:  # before it waits for the first: engines are never empty
+            start(0, state.step - ahead)
+            start_ahead(1)
+        if options is None:
+            groups, num_consumed, surplus = generate(0), 1, state.surplus
+        else:
+            groups, num_consumed, surplus = self._choose(generate, state.surplus, metrics)
+        if algorithm.needs_greedy_response:  # greedy requests would change what others draw in the same engine
+            start_ahead(num_consumed)
+        return StepGroups(groups, cursor + num_consumed * wanted, surplus)
 
-    Those that were left behind are among them, and are waited for where that was max_deferrals times. At the end of the
-    run nothing is left behind.
-    """
-    wanted, limit = config.train.num_prompts_per_step, config.rollout.max_deferrals
-    times = dict(state.deferred)
-    open_places = min(wanted + config.rollout.extra_groups, wanted * steps_left)
-    end = state.data_cursor + max(open_places - len(times), 0)
-    places = [*times, *range(state.data_cursor, end)]
-    source.begin(
-        state.step,
-        places,
-        [prompts.batch(place, 1, config.seed)[0] for place in places],
-        state.step,
-        oldest=state.step - config.rollout.max_lag,
-    )
-    must = {place for place, deferrals in times.items() if deferrals >= limit}
-    taken, groups = source.first(wanted, must, state.step, refresh)
-    # How much longer those are that were left behind tells how short the others would have been without them.
-    for kind, was_left in (("on_time", False), ("deferred", True)):
-        samples = [sample for g in groups if (taken[g.group_id] in times) == was_left for sample in g.samples]
-        tokens = sum(len(sample.token_ids) for sample in samples)
-        metrics.add_mean(f"extra_groups/length_{kind}_mean", tokens, len(samples))
-    metrics.add_mean("extra_groups/deferrals_mean", sum(times.get(taken[g.group_id], 0) for g in groups), len(groups))
-    metrics.add_sum("extra_groups/discarded_tokens", source.newly_discarded())
-    left = [(place, times.get(place, 0) + 1) for place in places if place not in set(taken)]
-    metrics.add_max("extra_groups/left_behind", len(left))
-    return StepGroups(groups, end, state.surplus, left)
+    def _first_groups(self, state: TrainState, metrics: Metrics, steps_left: int) -> StepGroups:
+        """Collective. Starts rollout.extra_groups more groups than the step takes; returns those complete first.
 
+        Groups deferred by earlier steps are among them, and are waited for after max_deferrals times. The last steps
+        defer none.
+        """
+        config, source = self.config, self.source
+        wanted, limit = config.train.num_prompts_per_step, config.rollout.max_deferrals
+        times = dict(state.deferred)
+        num_open = min(wanted + config.rollout.extra_groups, wanted * steps_left)
+        end = state.data_cursor + max(num_open - len(times), 0)
+        group_ids = [*times, *range(state.data_cursor, end)]
+        prompts = [self.prompts.batch(group_id, 1, config.seed)[0] for group_id in group_ids]
+        source.start(state.step, group_ids, prompts, state.step, oldest=state.step - config.rollout.max_lag)
+        must = {group_id for group_id, deferrals in times.items() if deferrals >= limit}
+        consumed, groups = source.first(wanted, must, state.step)
+        # The lengths of deferred groups show how much shorter the others are for being chosen first.
+        for kind, was_deferred in (("on_time", False), ("deferred", True)):
+            samples = [sample for g in groups if (g.group_id in times) == was_deferred for sample in g.samples]
+            tokens = sum(len(sample.token_ids) for sample in samples)
+            metrics.add_mean(f"extra_groups/length_{kind}_mean", tokens, len(samples))
+        metrics.add_mean("extra_groups/deferrals_mean", sum(times.get(g.group_id, 0) for g in groups), len(groups))
+        metrics.add_sum("extra_groups/discarded_tokens", source.newly_discarded())
+        left = [(group_id, times.get(group_id, 0) + 1) for group_id in group_ids if group_id not in set(consumed)]
+        metrics.add_max("extra_groups/left_behind", len(left))
+        return StepGroups(groups, end, state.surplus, left)
 
-def _choose(
-    generate: Callable[[int], list[RolloutGroup]],
-    carried: Sequence[RolloutGroup],
-    config: ExperimentConfig,
-    mesh: Mesh,
-    metrics: Metrics,
-) -> tuple[list[RolloutGroup], int, list[RolloutGroup]]:
-    """Collective. Dynamic sampling: returns this rank's chosen groups, the batches that it took, and the surplus.
+    def _choose(
+        self, generate: Callable[[int], list[RolloutGroup]], carried: Sequence[RolloutGroup], metrics: Metrics
+    ) -> tuple[list[RolloutGroup], int, list[RolloutGroup]]:
+        """Collective. Dynamic sampling: returns this rank's chosen groups, the batches consumed, and the surplus.
 
-    generate: this rank's groups of a further batch, counted from 0.
-    """
-    options, wanted = config.algorithm.dynamic_sampling, config.train.num_prompts_per_step
-    assert options is not None
-    held, num_held = list(carried), _sum(len(carried), mesh)
-    attempt = 0
-    while len((selection := _select(held, num_held, config, mesh)).chosen) < wanted:
-        if attempt == options.max_num_gen_batches:
-            raise RunStopped(_too_few_groups(held, num_held, selection, config, mesh))
-        held += [replace(group, group_id=num_held + group.group_id) for group in generate(attempt)]
-        num_held, attempt = num_held + wanted, attempt + 1
-    _measure_selection(metrics, held, len(carried), attempt, selection)
-    return _renumbered(held, selection.chosen), attempt, _renumbered(held, selection.surplus)
+        generate: this rank's groups of a further batch, counted from 0.
+        """
+        options, wanted = self.config.algorithm.dynamic_sampling, self.config.train.num_prompts_per_step
+        assert options is not None
+        groups, attempt = list(carried), 0
+        while len((selection := self._select(groups)).chosen) < wanted:
+            if attempt == options.max_num_gen_batches:
+                raise RunStopped(_too_few_groups(groups, selection, self.config, self.mesh))
+            groups += generate(attempt)
+            attempt += 1
+        _measure_selection(metrics, groups, len(carried), attempt, selection)
+        chosen, surplus = set(selection.chosen), set(selection.surplus)
+        return [g for g in groups if g.group_id in chosen], attempt, [g for g in groups if g.group_id in surplus]
+
+    def _select(self, groups: Sequence[RolloutGroup]) -> Selection:
+        """Collective over data-parallel ranks. Returns the chosen, surplus and dropped ids of all ranks' groups."""
+        algorithm, mesh = self.config.algorithm, self.mesh
+        assert algorithm.dynamic_sampling is not None
+        # Ascending, so groups carried over from the step before come first.
+        all_ids = sorted(group_id for part in mesh.gather_dp([g.group_id for g in groups]) for group_id in part)
+        index = {group_id: i for i, group_id in enumerate(all_ids)}
+        rows = [(group, *pair) for group in groups for pair in zip(group.samples, group.outcomes, strict=True)]
+        metric = torch.tensor([outcome.value if outcome.ok else 0.0 for *_, outcome in rows], dtype=torch.float64)
+        if algorithm.dynamic_sampling.metric == "shaped_reward":
+            metric = metric * algorithm.reward.scale + algorithm.reward.shift
+            lengths = torch.tensor([len(sample.token_ids) for _, sample, _ in rows], dtype=torch.int64)
+            metric += overlong_penalty(lengths, self.config.sampling.max_response_tokens, algorithm.reward.overlong)
+        indices = torch.tensor([index[group.group_id] for group, *_ in rows], dtype=torch.int64)
+        valid = torch.tensor(
+            [o.ok and (g.greedy_outcome is None or g.greedy_outcome.ok) for g, _, o in rows], dtype=torch.bool
+        )
+        metric, indices, valid = (tensor.to(mesh.device) for tensor in (metric, indices, valid))
+        wanted = self.config.train.num_prompts_per_step
+        by_index = select_groups(metric, indices, len(all_ids), valid, wanted, mesh.reduce)
+        parts = (by_index.chosen, by_index.surplus, by_index.dropped)
+        return Selection(*([all_ids[i] for i in part] for part in parts))
 
 
 def gather_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
-    """Collective over data-parallel ranks.
-
-    Returns all ranks' surplus by group id on the main rank, for a checkpoint.
-    """
+    """Collective over data-parallel ranks. Returns all ranks' surplus by id, on the main rank, for a checkpoint."""
     everyone = [group for part in mesh.gather_dp_to_main(list(surplus)) for group in part]
     return sorted(everyone, key=lambda group: group.group_id)
 
 
 def deal_surplus(surplus: Sequence[RolloutGroup], mesh: Mesh) -> list[RolloutGroup]:
-    """Returns this rank's share of a whole surplus, whatever number of ranks gathered it."""
-    first, last = (len(surplus) * place // mesh.dp_size for place in (mesh.dp_rank, mesh.dp_rank + 1))
+    """Returns this rank's share of a whole surplus, for any number of ranks."""
+    first, last = (len(surplus) * rank // mesh.dp_size for rank in (mesh.dp_rank, mesh.dp_rank + 1))
     return list(surplus[first:last])
 
 
-def _select(held: Sequence[RolloutGroup], num_held: int, config: ExperimentConfig, mesh: Mesh) -> Selection:
-    """Collective over data-parallel ranks. Sorts the groups of all ranks into chosen, surplus and dropped."""
-    algorithm = config.algorithm
-    assert algorithm.dynamic_sampling is not None
-    rows = [(group, *pair) for group in held for pair in zip(group.samples, group.outcomes, strict=True)]
-    metric = torch.tensor([outcome.value if outcome.ok else 0.0 for *_, outcome in rows], dtype=torch.float64)
-    if algorithm.dynamic_sampling.metric == "shaped_reward":
-        metric = metric * algorithm.reward.scale + algorithm.reward.shift
-        lengths = torch.tensor([len(sample.token_ids) for _, sample, _ in rows], dtype=torch.int64)
-        metric += overlong_penalty(lengths, config.sampling.max_response_tokens, algorithm.reward.overlong)
-    ids = torch.tensor([group.group_id for group, *_ in rows], dtype=torch.int64)
-    valid = torch.tensor(
-        [outcome.ok and (g.greedy_outcome is None or g.greedy_outcome.ok) for g, _, outcome in rows], dtype=torch.bool
-    )
-    metric, ids, valid = (tensor.to(mesh.device) for tensor in (metric, ids, valid))
-    return select_groups(metric, ids, num_held, valid, config.train.num_prompts_per_step, mesh.reduce)
-
-
-def _renumbered(groups: Sequence[RolloutGroup], ids: Sequence[int]) -> list[RolloutGroup]:
-    """Returns those of `groups` whose id is in `ids`, with their place there as their new id."""
-    place = {group_id: i for i, group_id in enumerate(ids)}
-    return [replace(group, group_id=place[group.group_id]) for group in groups if group.group_id in place]
-
-
 def _measure_selection(
-    metrics: Metrics, held: Sequence[RolloutGroup], num_carried: int, num_batches: int, selection: Selection
+    metrics: Metrics, groups: Sequence[RolloutGroup], num_carried: int, num_batches: int, selection: Selection
 ) -> None:
     """Adds dynamic_sampling/*, in groups over all ranks.
 
-    generated_reward_mean is over all that was generated in this step; the other rewards of a step are of the chosen
-    alone.
+    generated_reward_mean is over all groups generated in this step; a step's other rewards are of the chosen ones only.
     """
     dropped, surplus = set(selection.dropped), set(selection.surplus)
-    metrics.add_sum("dynamic_sampling/generated", len(held) - num_carried)
+    metrics.add_sum("dynamic_sampling/generated", len(groups) - num_carried)
     metrics.add_sum("dynamic_sampling/carried", num_carried)
-    metrics.add_sum("dynamic_sampling/dropped", sum(group.group_id in dropped for group in held))
-    metrics.add_sum("dynamic_sampling/surplus", sum(group.group_id in surplus for group in held))
+    metrics.add_sum("dynamic_sampling/dropped", sum(group.group_id in dropped for group in groups))
+    metrics.add_sum("dynamic_sampling/surplus", sum(group.group_id in surplus for group in groups))
     metrics.add_max("dynamic_sampling/num_gen_batches", num_batches)
-    values = [outcome.value for group in held[num_carried:] for outcome in group.outcomes if outcome.ok]
+    values = [outcome.value for group in groups[num_carried:] for outcome in group.outcomes if outcome.ok]
     metrics.add_mean("dynamic_sampling/generated_reward_mean", sum(values), len(values))
 
 
-def _too_few_groups(
-    held: Sequence[RolloutGroup], num_held: int, selection: Selection, config: ExperimentConfig, mesh: Mesh
-) -> str:
-    """Collective over data-parallel ranks.
-
-    Returns the message for the end of a run that finds too little to learn from.
-    """
+def _too_few_groups(groups: Sequence[RolloutGroup], selection: Selection, config: ExperimentConfig, mesh: Mesh) -> str:
+    """Collective over data-parallel ranks. Returns the error of a step with too few groups to learn from."""
     options, wanted = config.algorithm.dynamic_sampling, config.train.num_prompts_per_step
     assert options is not None
-    outcomes = [outcome for group in held for outcome in group.outcomes]
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    num_groups = len(selection.chosen) + len(selection.surplus) + len(selection.dropped)
     scored, total = (_sum(n, mesh) for n in (sum(outcome.ok for outcome in outcomes), len(outcomes)))
     return (
         f"dynamic sampling: {options.max_num_gen_batches} batches of {wanted} prompts "
         f"(algorithm.dynamic_sampling.max_num_gen_batches) gave {len(selection.chosen)} of {wanted} groups whose "
-        f"responses differ in {options.metric}; {len(selection.dropped)} of {num_held} groups were dropped, and "
+        f"responses differ in {options.metric}; {len(selection.dropped)} of {num_groups} groups were dropped, and "
         f"{total - scored} of {total} responses could not be scored. The prompts are too easy or too hard for this "
         "model: take others, raise train.group_size or max_num_gen_batches"
     )
@@ -258,7 +231,7 @@ def _sum(number: int, mesh: Mesh) -> int:
 
 
 def grader_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], reward: RewardConfig) -> None:
-    """Adds, for each of several graders, the mean of its scores before weights, and the fraction that it failed on.
+    """Adds, for each of several graders, its mean score before weights and the fraction of its failures.
 
     Both are over the responses that it graded: data.grader_key may choose among the graders.
     """

@@ -1,39 +1,49 @@
 """The source of the loop's groups: each data-parallel leader samples and grades its replica's share of the prompts.
 
-While leaders wait for samples, all ranks keep meeting in a small all-reduce: an engine that died and came back needs
-the current weights, publishing is collective, and so every rank must take part before the samples can go on.
+While leaders wait for samples, all ranks repeatedly meet in a small all-reduce: an engine that died and came back needs
+the current weights, publishing is collective, so every rank must take part before sampling can continue.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
-from megagrpo.rollout.background import BackgroundLoop, Patience
+from megagrpo.rollout.admission import Patience
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable
-from megagrpo.rollout.generation import OnRequest, SamplingParams
-from megagrpo.rollout.jobs import BegunBatch, SamplingJob, prompt_slots
+from megagrpo.rollout.generation import SamplingParams
+from megagrpo.rollout.jobs import SampledBatch, SamplingJob, numbered_prompts
 from megagrpo.rollout.routed_experts import for_other_ranks
-from megagrpo.rollout.sampler import OutcomeSource, Sampler
-from megagrpo.rollout.tools import Tool
-from megagrpo.types import EngineInfo, Prompt, Refresh, RolloutGroup
+from megagrpo.rollout.sampler import Sampler
+from megagrpo.system.background import BackgroundLoop
+from megagrpo.types import EngineInfo, Prompt, RolloutGroup
 
 _FIRST_POLL_S, _POLL_S = 0.02, 0.2  # pause between two meetings of all ranks
 _UNREACHABLE_S = 30.0  # a control endpoint that is silent for longer ends the run
 
 
-class RolloutSource:
-    """Samples on-policy groups from the service at `control`. `next` and `evaluate` are collective over the world.
+class Refresh(Protocol):
+    """Brings engines to the weights that samples need. The loop's side owns it: sampling publishes nothing."""
 
-    grader: grades responses; used on leaders only. decode: token ids of a response -> the text that is graded, without
-    special tokens. alive: called whenever all ranks have met while they wait. on_request: see GenerationClient.
+    def due(self, engines: Sequence[EngineInfo], version: int) -> bool:
+        """Main rank. Returns whether any of the engines needs weights before it can sample at `version`."""
+
+    def bring(self, version: int) -> None:
+        """Collective. Publishes weights of `version` to the engines of the last `due`."""
+
+
+class RolloutSource:
+    """Samples groups from the service at `control`; collective over the world unless stated otherwise.
+
+    sampler: this rank's, on leaders only. alive: called after every meeting of all ranks. A group keeps one id from
+    dispatch to batch: the index of its prompt in the run, counted over all epochs (in an evaluation: in its prompts).
     """
 
     def __init__(
@@ -41,254 +51,205 @@ class RolloutSource:
         config: ExperimentConfig,
         mesh: Mesh,
         control: ServiceControl,
-        grader: OutcomeSource | None,
-        decode: Callable[[np.ndarray], str],
-        *,
-        tool: Tool | None = None,
+        sampler: Sampler | None,
+        refresh: Refresh,
         alive: Callable[[], None] = lambda: None,
-        on_request: OnRequest = lambda engine, start, end, num_tokens: None,
     ):
-        assert grader is not None or not mesh.is_leader, "a leader grades"
-        self._config, self._mesh, self._control, self._alive = config, mesh, control, alive
-        self._with_experts = config.actor.routing_replay == "rollout"
-        self._sampler: Sampler | None = None
-        if mesh.is_leader and grader is not None:
-            self._sampler = Sampler(config, mesh.dp_size, control, grader, decode, tool, on_request)
+        assert (sampler is not None) == mesh.is_leader, "leaders sample, other ranks do not"
+        self._config, self._mesh, self._control = config, mesh, control
+        self._sampler, self._refresh, self._alive = sampler, refresh, alive
         self._last_answer = time.monotonic()
-        self._discarded = 0  # tokens, as `newly_discarded` has told
+        self._reported_discarded = 0  # tokens
         self._lost_hosts = 0  # of the service, as far as this rank's requests know
-        self._background = BackgroundLoop()
-        self._begun: dict[int, BegunBatch] = {}  # by number, until a step has begun with all of its groups
-        self._held: dict[int, RolloutGroup] = {}  # finished by an earlier start, by place in the run
+        self._background = BackgroundLoop("rollout")
+        self._batches: dict[int, SampledBatch] = {}  # by number, until steps have consumed all of their groups
+        self._restored: dict[int, RolloutGroup] = {}  # finished by an earlier start, by id
 
-    def begin(
-        self, batch: int, places: Sequence[int], prompts: Sequence[Prompt], version: int, oldest: int = 0
+    def start(
+        self, batch: int, group_ids: Sequence[int], prompts: Sequence[Prompt], version: int, oldest: int = 0
     ) -> None:
-        """Begins to sample this rank's share of a batch, whose groups are asked for later; nothing where it has begun.
+        """Local. Starts to sample this rank's share of a batch, unless it is already in flight.
 
-        Weights of `version` sample, and the newer ones that are published before the end. places: of its prompts in the
-        run, each of which is sampled once. oldest: version of the weights that may have sampled what `hold` was given.
+        Weights of `version` sample, and newer ones published meanwhile. oldest: version of the oldest weights whose
+        restored groups may be used.
         """
-        begun = {place for other in self._begun.values() for place in other.places}
-        new = [index for index, place in enumerate(places) if place not in begun]
-        if batch in self._begun or not new:
-            return
-        job = self._training(batch, version, 0, or_newer=True)
-        self._begun[batch] = self._start(job, [prompts[i] for i in new], [places[i] for i in new], oldest)
+        in_flight = {group_id for other in self._batches.values() for group_id in other.group_ids}
+        pairs = zip(group_ids, prompts, strict=True)
+        new = {group_id: prompt for group_id, prompt in pairs if group_id not in in_flight}
+        if batch not in self._batches and new:
+            job = self._training(batch, version, or_newer=True)
+            self._batches[batch] = self._sample(job, list(new.values()), list(new), oldest)
 
-    def hold(self, ahead: list[RolloutGroup]) -> None:
-        """Takes, out of the list, what `finished` returned in an earlier start: `begin` samples none of it again."""
+    def restore(self, ahead: list[RolloutGroup]) -> None:
+        """Local. Moves the groups that `finished` returned in an earlier start out of the list; none is sampled again.
+
+        Every leader has all of them.
+        """
         if self._mesh.is_leader and self._config.rollout.max_lag:
-            self._held = {group.group_id: group for group in ahead}
+            self._restored = {group.group_id: group for group in ahead}
         ahead.clear()
 
     def finished(self) -> list[RolloutGroup]:
-        """Returns the finished groups of this leader that no step has begun with, ids counted over the run's prompts.
-
-        On other ranks []. Those that are still being sampled are left out.
-        """
+        """Local. Returns this leader's finished groups that no step has consumed; [] on other ranks."""
         if not self._mesh.is_leader:
             return []
-        held = self._held.values() if self._mesh.is_main else ()  # every leader has all of them
-        begun = [
-            replace(group, group_id=batch.places[index])
-            for batch in self._begun.values()
-            for index, group in sorted(batch.finished.copy().items())
-        ]
-        return [*held, *begun]
+        restored = self._restored.values() if self._mesh.is_main else ()
+        batches = self._batches.values()
+        return [*restored, *(group for batch in batches for _, group in sorted(batch.finished.copy().items()))]
 
-    def forget_taken(self) -> None:
-        """Forgets the groups that `next` and `first` returned: a step has begun with them, and the run's state says so.
+    def drop_consumed(self) -> None:
+        """Local. Drops the groups returned by `next` and `first`: a step has started with them, and the state says so.
 
-        Not before: where the step cannot begin, a checkpoint has them.
+        Not earlier: if the step cannot start, a checkpoint saves them.
         """
-        for number, batch in list(self._begun.items()):
-            for index, place in enumerate(batch.places):
-                if place in batch.taken:
-                    batch.finished.pop(index, None)
-            if batch.taken.issuperset(batch.places):
-                del self._begun[number]
+        for number, batch in list(self._batches.items()):
+            for group_id in batch.consumed:
+                batch.finished.pop(group_id, None)
+            if batch.consumed.issuperset(batch.group_ids):
+                del self._batches[number]
 
     def next(
-        self, step: int, prompts: Sequence[Prompt], version: int, refresh: Refresh, attempt: int = 0
+        self, step: int, prompts: Sequence[Prompt], version: int, first_id: int = 0, attempt: int = 0
     ) -> list[RolloutGroup]:
-        """Collective. Returns this rank's share of the groups of one step; `prompts` is the same on every rank.
+        """Returns this rank's share of the groups of one step; `prompts` is the same on every rank.
 
-        A group's id is its prompt's place in `prompts`. attempt: counts the calls of a step, so that a prompt that
-        comes again in it gets other responses. refresh: called on all ranks together, with engine ids, whenever engines
-        hold other weights than `version`. What `begin` has begun is finished, by that version too. Raises LeaderError
-        on every rank.
+        first_id: the id of the first prompt's group. attempt: counts the calls of a step, so that a prompt that recurs
+        in it gets other responses. A batch that `start` started is finished, by weights of `version` too. Raises
+        LeaderError on every rank.
         """
-        job = self._training(step, version, attempt)
-        batch = self._begun.get(step) or self._start(job, prompts)
-        groups = self._collect(job, batch, refresh)
-        batch.taken.update(batch.places)
+        job, group_ids = self._training(step, version, attempt), range(first_id, first_id + len(prompts))
+        batch = self._batches.get(step) or self._sample(job, prompts, group_ids)
+        groups = self._collect(job, batch)
+        batch.consumed.update(batch.group_ids)
         if not self._config.algorithm.needs_greedy_response:
             return groups
         # After the others and not among them: one greedy request (a top-k of 1) moves SGLang's whole batch to another
         # sampling routine, which draws other tokens from the same seeds.
-        job = SamplingJob(f"greedy{job.again}", step, version, job.params.greedy(), num_samples=1)
-        greedy = self._collect(job, self._start(job, prompts), refresh)
+        job = SamplingJob(f"greedy{job.attempt}", step, version, job.params.greedy(), num_samples=1)
+        greedy = self._collect(job, self._sample(job, prompts, group_ids))
         return [
             replace(g, greedy=b.samples[0], greedy_outcome=b.outcomes[0]) for g, b in zip(groups, greedy, strict=True)
         ]
 
-    def first(
-        self, wanted: int, must: AbstractSet[int], version: int, refresh: Refresh
-    ) -> tuple[list[int], list[RolloutGroup]]:
-        """Collective. Returns the places of the `wanted` groups of what was begun that are finished first, ascending.
+    def first(self, wanted: int, must: AbstractSet[int], version: int) -> tuple[list[int], list[RolloutGroup]]:
+        """Waits until `wanted` started groups are complete; returns their ids, ascending, and this rank's groups.
 
-        And this rank's share of the groups; a group's id is its number among those. must: places that are waited for.
-        The rest goes on. Whole groups alone. version, refresh: see `next`. Raises LeaderError on every rank.
+        must: ids to wait for. The other groups stay in flight. version: see `next`. Raises LeaderError on every rank.
         """
-        begun = list(self._begun.values())
-        open_places = {place for batch in begun for place in batch.places if place not in batch.taken}
-        assert wanted <= len(open_places), "begun before they are waited for"
-        for batch in begun:
-            batch.patience.begin()
+        batches = list(self._batches.values())
+        open_ids = {group_id for batch in batches for group_id in batch.group_ids if group_id not in batch.consumed}
+        assert wanted <= len(open_ids), "started before they are waited for"
 
         def enough() -> bool:
             mine = set(self._ready()) if self._mesh.is_leader else set()
             total, musts = self._agree(len(mine), len(mine & must), op=dist.ReduceOp.SUM)
             return total >= wanted and musts == len(must)
 
-        self._wait(enough, begun, f"step {version}, weights {version}", version, refresh)
-        for batch in begun:
-            batch.patience.end()
+        self._wait(enough, batches, f"rollout of step {version}, weights {version}", version)
         of_replica = self._mesh.from_leader(lambda: sorted(self._ready()), "naming finished groups")
-        everyone = [place for part in self._mesh.gather_dp(of_replica) for place in part]
-        # More may have come since. The oldest of them go first, however short the others are.
-        chosen = sorted(sorted(everyone, key=lambda place: (place not in must, place))[:wanted])
+        everyone = [group_id for part in self._mesh.gather_dp(of_replica) for group_id in part]
+        # More may have arrived since. The oldest of them go first, however short the others are.
+        chosen = sorted(sorted(everyone, key=lambda group_id: (group_id not in must, group_id))[:wanted])
 
         def take() -> list[RolloutGroup]:
             ready = self._ready()
-            return [replace(ready[place], group_id=i) for i, place in enumerate(chosen) if place in ready]
+            return [ready[group_id] for group_id in chosen if group_id in ready]
 
         mine = self._from_leader(take, "taking groups")
-        for batch in begun:
-            batch.taken.update(set(chosen).intersection(batch.places))
+        for batch in batches:
+            batch.consumed.update(set(chosen).intersection(batch.group_ids))
         return chosen, mine
 
     def _ready(self) -> dict[int, RolloutGroup]:
-        """Returns this leader's finished groups that were not taken, by place in the run."""
-        return {place: group for batch in self._begun.values() for place, group in batch.ready.items()}
+        """Returns this leader's finished groups that are not consumed, by id."""
+        return {group_id: group for batch in self._batches.values() for group_id, group in batch.ready.items()}
 
     def drain(self) -> None:
-        """Collective. Waits until what was begun has been sampled and graded.
+        """Waits until all batches in flight are sampled and graded, or no engine is left that could.
 
-        Engines that start again meanwhile cannot be given the weights that they had: others finish what they were
-        asked. Where none is left it returns, and the weights published next go on. Raises LeaderError on every rank.
+        Engines that restart meanwhile get no weights: others finish their requests, or the next weights do. Raises
+        LeaderError on every rank.
         """
-        pause_s = _FIRST_POLL_S
-        for batch in self._begun.values():
-            batch.patience.begin()
-        while True:
-            error, num_ready, lost_hosts = "", 1, 0
-            if self._mesh.is_main:
-                error, num_ready, lost_hosts = self._count_ready()
-            unfinished = any(not batch.done for batch in self._begun.values())
-            waiting, failed, none_ready, lost_hosts = self._agree(unfinished, bool(error), num_ready == 0, lost_hosts)
-            self._alive()
-            if failed:
-                self._mesh.raise_any(error)
-            if not waiting or none_ready:
-                break
-            self._ask_lost_hosts_again(lost_hosts)
-            time.sleep(pause_s)
-            pause_s = min(_POLL_S, 1.5 * pause_s)
-        for batch in self._begun.values():
-            batch.patience.end()
-
-    def _count_ready(self) -> tuple[str, int, int]:
-        try:
-            status = self._control.healthy_status()
-        except ServiceUnreachable:
-            return "", 1, 0  # `next` has patience with it, and a limit
-        except ServiceFailed as exc:
-            return str(exc), 0, 0
-        return "", sum(engine.state == "ready" for engine in status.engines), status.lost_hosts
-
-    def _ask_lost_hosts_again(self, lost_hosts: int) -> None:
-        if lost_hosts > self._lost_hosts:
-            self._lost_hosts = lost_hosts
-            if self._sampler is not None:
-                self._sampler.ask_again()
-
-    def close(self) -> None:
-        """Gives up what was begun."""
-        self._begun.clear()
-        self._background.close()
-
-    def waiting(self) -> str:
-        """Returns what this rank's samples wait for at present, "" for nothing. May be called from any thread."""
-        return "" if self._sampler is None else self._sampler.waiting()
-
-    def newly_discarded(self) -> int:
-        """Returns the tokens that came to this rank since the last call, and are of no sample."""
-        before, self._discarded = self._discarded, 0 if self._sampler is None else self._sampler.num_discarded
-        return self._discarded - before
-
-    def _training(self, step: int, version: int, attempt: int, or_newer: bool = False) -> SamplingJob:
-        again = f" batch {attempt}" if attempt else ""
-        params, size = SamplingParams.of(self._config.sampling), self._config.train.group_size
-        regrade = self._config.reward.group_grader is not None
-        return SamplingJob(f"train{again}", step, version, params, size, again, regrade, or_newer, self._with_experts)
+        batches = list(self._batches.values())
+        self._wait(lambda: all(batch.done for batch in batches), batches, "drain", None)
 
     def evaluate(
-        self,
-        prompts: Sequence[Prompt],
-        version: int,
-        temperature: float,
-        num_samples: int,
-        max_tokens: int,
-        refresh: Refresh,
+        self, prompts: Sequence[Prompt], version: int, temperature: float, num_samples: int, max_tokens: int
     ) -> list[RolloutGroup]:
-        """Collective. Returns this rank's share of `num_samples` responses to each prompt, with the same seeds always.
+        """Returns this rank's share of `num_samples` responses to each prompt, with the same seeds every time.
 
         max_tokens: limit of a response. Raises LeaderError on every rank.
         """
         stops = SamplingParams.of(self._config.sampling)
         params = SamplingParams(temperature, max_tokens, stop_token_ids=stops.stop_token_ids, stop=stops.stop)
         job = SamplingJob("evaluate", 0, version, params, num_samples)
-        return self._collect(job, self._start(job, prompts), refresh)
+        return self._collect(job, self._sample(job, prompts, range(len(prompts))))
 
-    def _start(
-        self, job: SamplingJob, prompts: Sequence[Prompt], places: Sequence[int] = (), oldest: int = 0
-    ) -> BegunBatch:
-        """Begins a leader's share in the background; other ranks wait for theirs. What is held is not sampled again."""
+    def close(self) -> None:
+        """Local. Abandons all batches in flight."""
+        self._batches.clear()
+        self._background.close()
+
+    def waiting(self) -> str:
+        """Local, any thread. Returns what this rank's samples wait for, or ""."""
+        return "" if self._sampler is None else self._sampler.waiting()
+
+    def newly_discarded(self) -> int:
+        """Local. Returns the tokens received since the last call that belong to no sample."""
+        before, now = self._reported_discarded, 0 if self._sampler is None else self._sampler.num_discarded
+        self._reported_discarded = now
+        return now - before
+
+    def _training(self, step: int, version: int, attempt: int = 0, or_newer: bool = False) -> SamplingJob:
+        config, label = self._config, f" batch {attempt}" if attempt else ""
+        return SamplingJob(
+            f"train{label}",
+            step,
+            version,
+            SamplingParams.of(config.sampling),
+            config.train.group_size,
+            attempt=label,
+            regrade=config.reward.group_grader is not None,
+            or_newer=or_newer,
+            with_experts=config.actor.routing_replay == "rollout",
+        )
+
+    def _sample(
+        self, job: SamplingJob, prompts: Sequence[Prompt], group_ids: Sequence[int], oldest: int = 0
+    ) -> SampledBatch:
+        """Starts a leader's share in the background, without the groups that are restored."""
         mesh, total = self._mesh, len(prompts)
-        first, last = total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size
-        batch = BegunBatch(list(places), {}, Patience(self._config.rollout.step_timeout_s))
-        if self._sampler is not None:
-            share = prompt_slots(prompts)[first:last]
-            for index, place in enumerate(places):
-                found = self._held.pop(place, None)  # of other leaders' shares too: all have all of it
-                if found is not None and first <= index < last and _fits(found, prompts[index], job, oldest):
-                    batch.finished[index] = replace(found, group_id=index)
-            missing = [slot for slot in share if slot.group_id not in batch.finished]
-            work = self._sampler.sample_share(job, missing, batch.finished, batch.patience)
-            batch.work = self._background.submit(work)
+        share = slice(total * mesh.dp_rank // mesh.dp_size, total * (mesh.dp_rank + 1) // mesh.dp_size)
+        batch = SampledBatch(list(group_ids), {}, Patience(self._config.rollout.step_timeout_s))
+        if self._sampler is None:
+            return batch
+        mine = numbered_prompts(prompts, group_ids)[share]
+        if job.or_newer:  # started ahead
+            # The other leaders' restored groups are dropped too: every leader has all of them.
+            restored = {group_id: self._restored.pop(group_id, None) for group_id in group_ids}
+            groups = [(group, each.prompt) for each in mine if (group := restored[each.group_id]) is not None]
+            batch.finished = {g.group_id: g for g, prompt in groups if _fits(g, prompt, job, oldest)}
+        missing = [each for each in mine if each.group_id not in batch.finished]
+        batch.work = self._background.submit(self._sampler.sample_share(job, missing, batch.finished, batch.patience))
         return batch
 
-    def _collect(self, job: SamplingJob, batch: BegunBatch, refresh: Refresh) -> list[RolloutGroup]:
-        """Collective. Waits for every leader's share of a job and gives it to the leader's replica."""
+    def _collect(self, job: SamplingJob, batch: SampledBatch) -> list[RolloutGroup]:
+        """Waits for every leader's share of a job and gives it to the leader's replica."""
         work = batch.work
-        batch.patience.begin()
-        try:
-            self._wait(lambda: batch.done, [batch], str(job), job.version, refresh)
-        finally:
+        with ExitStack() as stack:
             if work is not None:
-                work.cancel()
+                stack.callback(work.cancel)
+            self._wait(lambda: batch.done, [batch], f"rollout of {job}", job.version)
 
         def result() -> list[RolloutGroup]:
-            assert work is not None, "asked of leaders only"
+            assert work is not None, "called on leaders only"
             work.result()
             return [group for _, group in sorted(batch.finished.items())]
 
         return self._from_leader(result, f"rollout of {job}")
 
     def _from_leader(self, make: Callable[[], list[RolloutGroup]], what: str) -> list[RolloutGroup]:
-        """Collective. Returns the groups that a replica's leader has, on its other ranks `for_other_ranks`."""
+        """Returns the groups of a replica's leader; `for_other_ranks` of them on its other ranks."""
         own: list[RolloutGroup] = []
 
         def for_others() -> list[RolloutGroup]:
@@ -298,71 +259,75 @@ class RolloutSource:
         groups = self._mesh.from_leader(for_others, what)
         return own if self._mesh.is_leader else groups
 
-    def _wait(
-        self, done: Callable[[], bool], batches: Sequence[BegunBatch], job: str, version: int, refresh: Refresh
-    ) -> None:
-        """Meets the other ranks until all are done, and refreshes engines together with them. Raises LeaderError.
+    def _wait(self, done: Callable[[], bool], batches: Sequence[SampledBatch], what: str, version: int | None) -> None:
+        """Meets the other ranks until all are done, while the clock of `batches` runs. Raises LeaderError.
 
-        done: asked at every meeting, and may be one itself. batches: those whose failure ends the wait.
+        done: called at every meeting, may be collective. version: of the weights that samples need, which Refresh
+        brings to the engines; a batch that fails ends the wait. None: engines keep their weights, failures are left to
+        the next wait, and this one also ends when no engine is ready.
         """
-        self._last_answer = time.monotonic()
-        pause_s = _FIRST_POLL_S
+        for batch in batches:
+            batch.patience.start()
+        self._last_answer, pause_s = time.monotonic(), _FIRST_POLL_S
         while True:
-            error, lost_hosts = "", 0
-            stale: list[str] = []
             enough = done()
-            if problem := next((batch.problem for batch in batches if batch.problem), ""):
-                error = f"rank {self._mesh.rank}, rollout of {job}: {problem}"
-            elif self._mesh.is_main:
-                error, stale, lost_hosts = self._look_at_engines(version)
-            waiting, failed, num_stale, lost_hosts = self._agree(not enough, bool(error), len(stale), lost_hosts)
+            problem = "" if version is None else next((batch.problem for batch in batches if batch.problem), "")
+            error, act, lost_hosts = (f"rank {self._mesh.rank}, {what}: {problem}" if problem else ""), False, 0
+            if self._mesh.is_main and not error:
+                error, act, lost_hosts = self._look_at_engines(version)
+            waiting, failed, acts, lost_hosts = self._agree(not enough, bool(error), act, lost_hosts)
             self._alive()
             if failed:
                 self._mesh.raise_any(error)
-            if not waiting:
-                return
-            self._ask_lost_hosts_again(lost_hosts)
-            if num_stale:
-                refresh(self._mesh.from_main(partial(list, stale), "naming stale engines"))
+            if not waiting or (acts and version is None):
+                break
+            if lost_hosts > self._lost_hosts:
+                self._lost_hosts = lost_hosts
+                if self._sampler is not None:
+                    self._sampler.ask_again()
+            if acts and version is not None:
+                self._refresh.bring(version)
                 self._last_answer = time.monotonic()
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
+        for batch in batches:
+            batch.patience.stop()
 
-    def _look_at_engines(self, version: int) -> tuple[str, list[str], int]:
-        """Returns what is wrong with the service, which live engines hold other weights, and the hosts lost so far."""
+    def _look_at_engines(self, version: int | None) -> tuple[str, bool, int]:
+        """Returns the service's problem or "", whether the wait must act on its engines, and the hosts lost so far."""
         try:
             status = self._control.healthy_status()
         except ServiceUnreachable as exc:
             silent_s = time.monotonic() - self._last_answer
-            return (f"{exc} (silent for {silent_s:.0f} s)" if silent_s > _UNREACHABLE_S else ""), [], 0
+            too_long = version is not None and silent_s > _UNREACHABLE_S
+            return (f"{exc} (silent for {silent_s:.0f} s)" if too_long else ""), False, 0
         except ServiceFailed as exc:
-            return str(exc), [], 0
+            return str(exc), False, 0
         self._last_answer = time.monotonic()
-        return "", [engine.id for engine in status.engines if _needs_weights(engine, version)], status.lost_hosts
+        if version is None:
+            return "", all(engine.state != "ready" for engine in status.engines), status.lost_hosts
+        return "", self._refresh.due(status.engines, version), status.lost_hosts
 
     def _agree(self, *values: int, op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> list[int]:
-        """Collective. Returns each value reduced over all ranks: the largest, or their sum."""
+        """Returns each value reduced over all ranks: the largest, or their sum."""
         if self._mesh.world_size == 1:
             return [int(value) for value in values]
-        tensor = torch.tensor([int(value) for value in values])  # over gloo: a poll is nothing for a GPU to wait for
+        tensor = torch.tensor([int(value) for value in values])  # over gloo: a GPU should not wait for a poll
         dist.all_reduce(tensor, op)
         return tensor.tolist()
 
 
-def _needs_weights(engine: EngineInfo, version: int) -> bool:
-    return engine.alive and (engine.state == "stale" or engine.weight_version != version)
+def _fits(restored: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int) -> bool:
+    """Returns whether a job would sample this group of an earlier start again; data and settings may have changed.
 
-
-def _fits(held: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int) -> bool:
-    """Tells whether a group of an earlier start is what a job would sample; data and settings may have changed.
-
-    What could not be graded is sampled again: else a grader that is mended would find nothing to do.
+    Responses without a score are sampled again: else a repaired grader would have nothing to do.
     """
     same = (
-        replace(held.prompt, place=prompt.place) == prompt
-        and len(held.samples) == job.num_samples
-        and all(o.ok for o in held.outcomes)
+        replace(restored.prompt, place=prompt.place) == prompt
+        and len(restored.samples) == job.num_samples
+        and all(outcome.ok for outcome in restored.outcomes)
     )
     return same and all(
-        sample.weight_version >= oldest and len(sample.token_ids) <= job.params.max_tokens for sample in held.samples
+        sample.weight_version >= oldest and len(sample.token_ids) <= job.params.max_tokens
+        for sample in restored.samples
     )

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterable
@@ -103,3 +104,11 @@ def _wait_gone(processes: Iterable[psutil.Process], seconds: float) -> None:
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
     with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
+
+
+def route_address(host: str, port: int) -> str:
+    """Returns the address of this machine's interface that leads to `host`."""
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # UDP: selects a route without sending
+        return probe.getsockname()[0]

@@ -9,7 +9,7 @@ view.html  trace.json.gz                         written by `megagrpo view`
 service.json    address of the rollout service   service.key    its key: readable by its owner, removed at its end
 wandb/          data for `wandb sync`            wandb_id       id of the W&B run (log.wandb)
 certify/        written by `megagrpo certify`    logs/          of every process
-bisect/         written by `megagrpo bisect`: report.md, report.json, report.png; its own run folder
+bisect/         written by `megagrpo bisect`: report.md, report.json; its own run folder
 logs/trainer.log, service.log, engine-0.node-0.log ...
 logs/trainer.stop_request                        stop request of one node, see stop_request.py
 logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": a restart would fail again
@@ -19,8 +19,9 @@ logs/deadline_TIME.txt, logs/ranks/              which rank waits for which, see
 import json
 import os
 import secrets
-from collections.abc import Iterable
-from contextlib import ExitStack
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,36 @@ def write_whole(path: Path, text: str) -> None:
         cleanup.callback(draft.unlink, missing_ok=True)
         draft.write_text(text, encoding="utf-8")
         os.replace(draft, path)
+
+
+@contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yields an empty draft folder that replaces `target` when the block ends: `target` is always whole or absent.
+
+    An exception inside removes the draft and leaves the old folder. What replaces `target` is on disk before it does.
+    """
+    draft, older = (target.with_name(f".{target.name}.{word}") for word in ("partial", "older"))
+    for folder in (draft, older):
+        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        yield draft
+        for path in (*draft.iterdir(), draft):
+            _sync(path)
+        if target.exists():
+            target.rename(older)
+        draft.rename(target)
+        _sync(target.parent)
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Brings a file, or the names in a folder, to the disk."""
+    with ExitStack() as cleanup:
+        descriptor = os.open(path, os.O_RDONLY)
+        cleanup.callback(os.close, descriptor)
+        os.fsync(descriptor)
 
 
 def write_json_lines(path: Path, records: Iterable[dict]) -> None:

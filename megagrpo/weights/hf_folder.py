@@ -1,11 +1,10 @@
 """HF checkpoint folders, read lazily and written atomically: one file or shards with an index, always safetensors.
 
-A tensor X in FP8 has the scales of its blocks in `X_scale_inv`; who reads it sees the bfloat16 tensor of the products.
+An FP8 tensor X has block scales in `X_scale_inv`; it is read as the bfloat16 tensor of the products.
 """
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from megagrpo.families.quantization import fp8_block
 from megagrpo.families.table import exported_config, read_description
+from megagrpo.system.run_folder import whole_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -43,8 +43,8 @@ _DTYPES = {
 class HfFolder(Mapping[str, Tensor]):
     """Maps names to the tensors of an HF checkpoint, read through a memory map: page by page, when they are copied.
 
-    A slice of rows reads its own pages. A slice of columns also brings in what lies between its pieces, which the
-    node's other tensor-parallel ranks then find in memory; reading the pieces alone was three times slower.
+    A slice of rows reads its own pages. A slice of columns also reads the bytes between its pieces, which the node's
+    other tensor-parallel ranks then find in the page cache; reading only the pieces was three times slower.
     Raises ValueError for a missing, unreadable or incomplete checkpoint, naming the file.
     """
 
@@ -65,7 +65,7 @@ class HfFolder(Mapping[str, Tensor]):
             self._show_dequantised(name)
 
     def _names_by_file(self) -> dict[str, list[str]]:
-        """Returns which tensors the index wants from which file; an empty list means all that are there."""
+        """Returns the tensors that the index lists in each file; an empty list means all of the file."""
         index = self.path / INDEX
         if index.exists():
             try:
@@ -111,7 +111,7 @@ class HfFolder(Mapping[str, Tensor]):
         return block
 
     def _show_dequantised(self, name: str) -> None:
-        """Makes the spec of an FP8 tensor the one that it is read as, and hides its scales."""
+        """Replaces the spec of an FP8 tensor by that of its products, and hides its scales."""
         shape, _ = self.specs[name]
         scales, dtype = self.specs.pop(name + _SCALES, ((), torch.float32))
         wanted = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=False))
@@ -130,9 +130,9 @@ class HfFolder(Mapping[str, Tensor]):
         return whole
 
     def read_into(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
-        """Copies the elements of a tensor from `start` on, as many as `target` has in every dimension, into `target`.
+        """Copies the box of a tensor that begins at `start` and has the shape of `target` into `target`.
 
-        Of an FP8 tensor a row or two of blocks lie beside it in float32; it is rounded to bfloat16, as its spec says.
+        An FP8 tensor needs one or two rows of blocks in float32 besides; it is rounded to bfloat16.
         """
         if name in self._fp8:
             self._dequantise(target, name, start)
@@ -147,7 +147,7 @@ class HfFolder(Mapping[str, Tensor]):
     def _dequantise(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
         """Computes bfloat16(float32(weight) * scale of its block), as SGLang's block_quant_dequant does.
 
-        One row of blocks at a time, where `target` is: a device is sent the stored bytes.
+        One row of blocks at a time, on the device of `target`, which receives the stored bytes.
         """
         weight, scales = self._stored(name), self._stored(name + _SCALES)
         (top, left), (height, width) = start, self._block
@@ -166,9 +166,7 @@ class HfFolder(Mapping[str, Tensor]):
         return self._handles[name].get_tensor(name)
 
     def fingerprint(self) -> str:
-        """Returns what tells these weights from others: a digest of names, shapes, dtypes, and of every tensor's
-        beginning.
-        """
+        """Returns a digest of names, shapes, dtypes, and of the first elements of every tensor."""
         digest = hashlib.sha256()
         for name, (shape, dtype) in sorted(self.specs.items()):
             part = self._handles[name].get_slice(name)[: 1 if len(shape) > 1 else None]  # a matrix's first row
@@ -187,14 +185,14 @@ def _box(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 class ReadingProgress:
-    """Says how far the reading of `total_bytes` is: a line every few seconds, so none for a small model."""
+    """Prints the progress of reading `total_bytes`: a line every few seconds, so none for a small model."""
 
     def __init__(self, total_bytes: int):
         self._total = total_bytes
         self._started = self._told = time.monotonic()
 
     def show(self, bytes_read: int) -> None:
-        """Prints a line when it is time for one."""
+        """Prints a line if the last one is old enough."""
         now = time.monotonic()
         if now - self._told >= _SECONDS_BETWEEN_LINES:
             self._told = now
@@ -215,34 +213,16 @@ def write_hf_folder(
 ) -> int:
     """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
 
-    dtype: what config.json will say. The tensors are written in the dtypes that they have.
-
-    The folder is written beside `target` and renamed when it is complete and on disk: `target` is whole or absent,
-    and an older one is replaced. Returns the bytes of all tensors. Raises OSError (disk full, ...) naming the folder,
-    after removing what was written.
+    dtype: recorded in config.json; tensors are written in their own dtypes. `target` is whole or absent, see
+    whole_folder. Returns the bytes of all tensors. Raises OSError (disk full, ...) naming the folder.
     """
     target, like = Path(target), Path(like)
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        size = _write_shards(partial, tensors)
-        write_description(like, partial, dtype)
-        for file in partial.iterdir():
-            _sync(file)
-        _sync(partial)
-        older = target.with_name(f".{target.name}.older")
-        shutil.rmtree(older, ignore_errors=True)
-        if target.exists():
-            target.rename(older)
-        partial.rename(target)
-        _sync(target.parent)
-        shutil.rmtree(older, ignore_errors=True)
-    except BaseException as exc:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(exc, OSError | SafetensorError):
-            raise OSError(f"cannot write the checkpoint {target}: {exc}; the unfinished copy was removed") from exc
-        raise
+        with whole_folder(target) as draft:
+            size = _write_shards(draft, tensors)
+            write_description(like, draft, dtype)
+    except (OSError, SafetensorError) as exc:
+        raise OSError(f"cannot write the checkpoint {target}: {exc}; the unfinished copy was removed") from exc
     return size
 
 
@@ -274,9 +254,9 @@ def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> int:
 
 
 def write_description(like: str | Path, target: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Writes what of an HF folder is no weight (tokenizer, settings) into another; config.json without quantisation.
+    """Copies all but the weights of an HF folder (tokenizer, settings) into another; config.json without quantisation.
 
-    dtype: of the weights that go beside it, if config.json is to name it. Raises ValueError when there is none.
+    dtype: of the weights, for config.json. Raises ValueError if `like` has no config.json.
     """
     like, folder = Path(like), Path(target)
     if not (like / "config.json").exists():
@@ -291,12 +271,3 @@ def write_description(like: str | Path, target: str | Path, dtype: torch.dtype |
         for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
             config[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _sync(path: Path) -> None:
-    """Brings a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from netns_hosts import NEEDED, Hosts, available
 from ray_nodes import RayNodes
-from run_megagrpo import GRADERS, assert_same_run, megagrpo, metrics, write_experiment
+from run_megagrpo import GRADERS, assert_same_run, make_inputs, megagrpo, metrics, write_experiment
 
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import spawn, stop_tree
@@ -90,7 +90,7 @@ def hosts():
 def experiments(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hosts")
     (folder / "graders_of_tests.py").write_text(GRADERS)
-    assert megagrpo("prepare", write_experiment(folder / "prepared")).status == 0
+    make_inputs(write_experiment(folder / "prepared"))
     return folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_megagrpo import GRADERS, assert_same_run, megagrpo, metrics, write_experiment
+from run_megagrpo import GRADERS, assert_same_run, make_inputs, metrics, write_experiment
 from slurm_cluster import SlurmCluster, why_not
 
 from megagrpo.system.environment import child_environment
@@ -42,7 +42,7 @@ def slurm():
 def experiments(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "graders_of_tests.py").write_text(GRADERS + SLOW_GRADER)
-    assert megagrpo("prepare", experiment(folder / "prepared", NUM_STEPS)).status == 0
+    make_inputs(experiment(folder / "prepared", NUM_STEPS))
     return folder
 
 

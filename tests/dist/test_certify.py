@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.certify import command
 from megagrpo.certify.cases import LAYOUTS, REFERENCE, SMALL_BUDGET, Case, grid, layouts_of
-from megagrpo.certify.report import failures, write_certificate
+from megagrpo.certify.report import GRADIENT_BOUND, failures, write_certificate
 from megagrpo.certify.subject import make_models
-from megagrpo.config.load import load_config
-from megagrpo.config.schema import ActorConfig, ParallelConfig
+from megagrpo.certify.tiny_model import hf_config
+from megagrpo.config.load import dump_config, load_config
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
+from megagrpo.families.tiny import TinySizes
 from tests.dist.workers.launch import run_ranks
 
 pytestmark = pytest.mark.timeout(900)
@@ -54,16 +57,25 @@ SPOILED = {
 }
 
 
+def described(folder: Path, family: str = "qwen3_moe") -> list[str]:
+    """Settings that name a model of which there is only config.json: the certificate makes its own tensors."""
+    moe = {} if family in ("qwen3", "qwen3_moe") else {"experts_per_token": 4}
+    (folder / "real").mkdir(parents=True)
+    (folder / "real" / "config.json").write_text(json.dumps(hf_config(TinySizes(family=family, **moe))))
+    return [f"model.path={folder / 'real'}", "sft=null"]
+
+
 def case(layout: str, fault: str | None = None, **options) -> dict:
+    """A case for `job`: a Case's fields, and the planted fault under its own key."""
     ranks, parallel = LAYOUTS[layout]
-    return asdict(Case(layout, ranks, parallel, packing=True, budget=SMALL_BUDGET, fault=fault, **options))
+    return asdict(Case(layout, ranks, parallel, packing=True, budget=SMALL_BUDGET, **options)) | {"fault": fault}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """For each algorithm a folder with the tiny model and what one rank computes."""
     root = tmp_path_factory.mktemp("certify")
-    config = load_config(str(CONFIG), [])
+    config = load_config(str(CONFIG), described(root))
     places = {name: root / str(number) for number, name in enumerate(ALGORITHMS)}
     make_models(places[FIRST], config, ParallelConfig(), 0)
     for place in list(places.values())[1:]:
@@ -77,9 +89,14 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return places
 
 
+def split(what: dict) -> dict:
+    """The parts of a job that a case makes."""
+    return {"fault": what.get("fault"), "case": {key: value for key, value in what.items() if key != "fault"}}
+
+
 def job(folders: dict[str, Path], name: str, what: dict) -> dict:
     more = {"algorithm": ALGORITHMS[name], "settings": SETTINGS.get(name, [])}
-    return {"config": str(CONFIG), "folder": str(folders[name]), "case": what, **more}
+    return {"config": str(CONFIG), "folder": str(folders[name]), **split(what), **more}
 
 
 def test_every_fault_is_found_and_nothing_else(folders: dict[str, Path]):
@@ -127,7 +144,7 @@ def test_replayed_experts_are_certified(folders: dict[str, Path], source: str, m
     run_ranks(1, place / "one", [{**base, "case": asdict(REFERENCE)}], "certify_ranks.py")
     cases = [case("DP2"), case("TP2+SP", recompute="full"), case("PP2xVPP2"), case("CP2"), case("EP2")]
     wrong = [case("CP2", "experts-of-token-before")] if source == "rollout" else []
-    results = run_ranks(2, place / "two", [{**base, "case": one} for one in cases + wrong], "certify_ranks.py")
+    results = run_ranks(2, place / "two", [{**base, **split(one)} for one in cases + wrong], "certify_ranks.py")
     found = [failures(result) for result in results]
     assert found[: len(cases)] == [[]] * len(cases)
     assert all(any("gradient of" in problem for problem in problems) for problems in found[len(cases) :])
@@ -141,7 +158,7 @@ def test_adapters_are_certified(folders: dict[str, Path]):
     base = {"config": str(CONFIG.with_stem("quickstart_lora")), "folder": str(place), "algorithm": ALGORITHMS[FIRST]}
     run_ranks(1, place / "one", [{**base, "case": asdict(REFERENCE)}], "certify_ranks.py")
     cases = [case("DP2", distributed=True), case("TP2+SP", recompute="full"), case("CP2"), case("EP2")]
-    results = run_ranks(2, place / "two", [{**base, "case": one} for one in cases], "certify_ranks.py")
+    results = run_ranks(2, place / "two", [{**base, **split(one)} for one in cases], "certify_ranks.py")
     assert [failures(result) for result in results] == [[]] * len(cases)
     for result in results[1:]:
         assert result["gradients"] and all(".lora_" in name for name in result["gradients"])
@@ -154,8 +171,7 @@ def of_family(tmp_path_factory) -> Callable[[str], dict]:
     @cache
     def base(family: str) -> dict:
         place = tmp_path_factory.mktemp(family)
-        settings = [f"prepare.model.family={family}", "prepare.model.experts_per_token=4"]
-        make_models(place, load_config(str(CONFIG), settings), ParallelConfig(), 0)
+        make_models(place, load_config(str(CONFIG), described(place, family)), ParallelConfig(), 0)
         common = {"config": str(CONFIG), "folder": str(place), "algorithm": ALGORITHMS[FIRST]}
         run_ranks(1, place / "one", [{**common, "case": asdict(REFERENCE)}], "certify_ranks.py")
         return common
@@ -164,7 +180,7 @@ def of_family(tmp_path_factory) -> Callable[[str], dict]:
 
 
 def failures_of_family(common: dict, cases: list[dict]) -> tuple[list[dict], list[list[str]]]:
-    jobs = [{**common, "case": one} for one in cases]
+    jobs = [{**common, **split(one)} for one in cases]
     results = run_ranks(2, Path(common["folder"]) / f"two{len(cases)}", jobs, "certify_ranks.py")
     return results, [failures(result) for result in results]
 
@@ -174,7 +190,8 @@ def test_latent_attention_is_certified_and_its_fault_found(of_family: Callable[[
     results, found = failures_of_family(of_family("deepseek_v3"), cases)
     assert found[:2] == [[], []]
     assert results[2]["loss_error"] < 1e-6, "a loss that agrees proves nothing"
-    spoiled = {name for name, value in results[2]["gradients"].items() if value > 1e-2}
+    # half of the heads' part is missing, of the order of the gradient; far from what rounding makes of a right one
+    spoiled = {name for name, value in results[2]["gradients"].items() if value > 100 * GRADIENT_BOUND}
     assert any(name.endswith("kv_a_proj_with_mqa.weight") for name in spoiled)
     assert any("gradient of" in problem for problem in found[2])
     assert len(results[0]["gradients"]) > 100 and "router" not in str(results[0]["gradients"].keys())
@@ -191,15 +208,32 @@ def test_large_families_are_certified(of_family: Callable[[str], dict], family: 
     assert all(found), dict(zip(SPOILED, found, strict=True))
 
 
-def certify(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "megagrpo.cli", "certify", str(CONFIG), *arguments]
+def certify(folder: Path, *arguments: str, family: str = "qwen3_moe") -> subprocess.CompletedProcess:
+    """`megagrpo certify` of the quickstart with a model of `family`, in folder/run."""
+    settings = [f"output_dir={folder / 'run'}", *described(folder, family)]
+    words = [*arguments, *(word for setting in settings for word in ("--set", setting))]
+    command = [sys.executable, "-m", "megagrpo.cli", "certify", str(CONFIG), *words]
     return subprocess.run(command, cwd=CONFIG.parents[1], capture_output=True, text=True)
 
 
-def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path):
+def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path, monkeypatch, capsys):
+    """The ranks of two processes are the pool's, with a fault; those of one compute the reference without it."""
+
+    def ranks_of_pool(config: ExperimentConfig, words: list[str]) -> int:
+        file = Path(config.output_dir) / "config.yaml"
+        dump_config(config, file)
+        assert words == ["certify"]
+        fault = "no-data-parallel-reduction" if config.actor.world_size > 1 else None
+        planted = {"command": str(file), "fault": fault}
+        run_ranks(config.actor.world_size, file.parent / "jobs", [planted], "certify_ranks.py")
+        return 0
+
+    monkeypatch.setattr(command, "train_ranks", ranks_of_pool)
     folder = tmp_path / "run"
-    done = certify("--layouts", "DP2", "--plant", "no-data-parallel-reduction", "--set", f"output_dir={folder}")
-    assert done.returncode == 1, done.stderr
+    config = load_config(str(CONFIG), [f"output_dir={folder}", *described(tmp_path)])
+    status = command.certify(config, ranks=2, only=["DP2"])
+    printed = capsys.readouterr()
+    assert status == 1
     report = json.loads((folder / "certify" / "report.json").read_text())
     assert not report["passed"] and report["not_run"]["TP2xPP2"] == "needs 4 ranks, 2 were given"
     by_layout = {
@@ -207,21 +241,27 @@ def test_the_command_fails_above_the_bound_and_reports(tmp_path: Path):
         for layout in ("1 rank", "DP2")
     }
     assert by_layout["1 rank"] == [[]] * 8 and len(by_layout["DP2"]) == 9 and all(by_layout["DP2"])
-    assert "FAILED" in done.stdout and (folder / "certify" / "report.md").read_text() in done.stdout
-    assert "above the bound" in done.stderr
+    assert "FAILED" in printed.out and (folder / "certify" / "report.md").read_text() in printed.out
+    assert "above the bound" in printed.err
+
+
+def test_the_command_passes_what_is_right(tmp_path: Path):
+    done = certify(tmp_path, "--ranks", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "passed" in done.stdout and (tmp_path / "run" / "certify" / "report.md").read_text() in done.stdout
 
 
 @pytest.mark.slow
 def test_the_whole_certificate_passes(tmp_path: Path):
     folder = tmp_path / "run"
-    done = certify("--ranks", "4", "--set", f"output_dir={folder}")
+    done = certify(tmp_path, "--ranks", "4")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((folder / "certify" / "report.json").read_text())
     assert report["passed"] and not report["not_run"]
 
 
 def test_the_grid_names_what_is_left_out():
-    cases, left_out = grid(LAYOUTS, 2, is_moe=False, only=None, fault=None)
+    cases, left_out = grid(LAYOUTS, 2, is_moe=False, only=None)
     assert cases[0] == REFERENCE and all(c not in cases[:i] for i, c in enumerate(cases))
     assert left_out == {
         "EP2": "the model has no experts",
@@ -235,7 +275,7 @@ def test_the_grid_names_what_is_left_out():
     }
     assert {c.layout for c in cases} | left_out.keys() == LAYOUTS.keys()
     with pytest.raises(ValueError, match="no layout is called 'TP3'"):
-        grid(LAYOUTS, 2, True, ["TP3"], None)
+        grid(LAYOUTS, 2, True, ["TP3"])
 
 
 def test_the_experiments_own_layout_is_in_the_grid():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.config.schema import TinyModelConfig
-from megagrpo.tiny.model import make_tiny_model
+from examples.laptop.model import make_tiny_model
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.weights.hf_folder import HfFolder
 from tests.dist.workers.launch import run_ranks
 from tests.fp8_checkpoint import quantise_folder

@@ -1,7 +1,6 @@
 """RolloutSource over gloo ranks, against a service that is played by a real HTTP server."""
 
 import time
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,28 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_service import FakeService, running
+from sampling import experiment, source_of
 
-from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.routed_experts import for_other_ranks
-from megagrpo.rollout.source import RolloutSource
-from megagrpo.types import Outcome, Prompt, RolloutGroup
+from megagrpo.types import Prompt, RolloutGroup
 from tests.dist.workers.launch import POOL
 
 PROMPTS = [Prompt(id=10 * i, text="", token_ids=(1, i), answer="") for i in range(5)]
 PROMPTS.append(PROMPTS[0])  # comes twice in one batch: at an epoch's end, or with few prompts
-
-
-class Grader:
-    def submit(self, prompt: Prompt, text: str) -> Future:
-        future: Future = Future()
-        future.set_result(Outcome("score", float(text)))
-        return future
-
-
-def decode(ids) -> str:
-    return "".join(map(str, ids))
 
 
 def rank_main(rank: int, world: int, dp: int, url: str, folder: Path, options: dict) -> dict:
@@ -38,22 +25,20 @@ def rank_main(rank: int, world: int, dp: int, url: str, folder: Path, options: d
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     mesh = make_mesh(rank * dp // world, dp, torch.device("cpu"), 60.0)
-    config = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}, "train": {"group_size": 2}}
-    config = ExperimentConfig.model_validate(config | {"rollout": options})
     control = ServiceControl(url, "key")
-    source = RolloutSource(config, mesh, control, Grader() if mesh.is_leader else None, decode)
     refreshed = []
 
-    def refresh(engine_ids):
+    def publish(version, engine_ids):
         refreshed.append(engine_ids)
         meeting = torch.ones(1)
         dist.all_reduce(meeting)  # hangs unless every rank is here, as publishing would
         assert meeting.item() == world
         if mesh.is_main:
-            control.mark_ready(engine_ids[0], 1, 4)
+            control.mark_ready(engine_ids[0], 1, version)
 
+    source = source_of(control, experiment(rollout=options), mesh=mesh, publish=publish)
     try:
-        groups, error = source.next(3, PROMPTS, 4, refresh), ""
+        groups, error = source.next(3, PROMPTS, 4), ""
     except LeaderError as exc:
         groups, error = [], str(exc)
     dist.destroy_process_group()
@@ -106,17 +91,13 @@ def first_main(rank: int, world: int, dp: int, url: str, folder: Path) -> list[t
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     mesh = make_mesh(rank * dp // world, dp, torch.device("cpu"), 60.0)
-    config = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}, "train": {"group_size": 2}}
-    config |= {"rollout": {"extra_groups": 2}, "algorithm": {"mismatch": {"weight": {"name": "tis"}}}}
-    control = ServiceControl(url, "key")
-    source = RolloutSource(
-        ExperimentConfig.model_validate(config), mesh, control, Grader() if mesh.is_leader else None, decode
-    )
-    source.begin(0, range(6), PROMPTS, 4)
-    steps = [source.first(4, set(), 4, lambda ids: None)]
+    config = experiment(rollout={"extra_groups": 2}, algorithm={"mismatch": {"weight": {"name": "tis"}}})
+    source = source_of(ServiceControl(url, "key"), config, mesh=mesh)
+    source.start(0, range(6), PROMPTS, 4)
+    steps = [source.first(4, set(), 4)]
     left = [place for place in range(6) if place not in steps[0][0]]
-    source.begin(1, [*left, 6, 7], [PROMPTS[0]] * len(left) + PROMPTS[:2], 4)
-    steps.append(source.first(4, {left[0]}, 4, lambda ids: None))
+    source.start(1, [*left, 6, 7], [PROMPTS[0]] * len(left) + PROMPTS[:2], 4)
+    steps.append(source.first(4, {left[0]}, 4))
     source.close()
     dist.destroy_process_group()
     return steps
@@ -134,9 +115,8 @@ def test_all_ranks_take_the_same_groups_of_those_that_are_finished_first(tmp_pat
     assert len(service.requests) == 16
     for step in range(2):
         per_replica = [results[d * world // dp][step][1] for d in range(dp)]
-        assert sorted(group.group_id for part in per_replica for group in part) == list(range(4))
+        assert sorted(group.group_id for part in per_replica for group in part) == chosen[0][step]
         for rank, steps in enumerate(results):
             assert as_others(steps[step][1]) == as_others(per_replica[rank * dp // world])
-    of_place = dict(enumerate(PROMPTS)) | {6: PROMPTS[0], 7: PROMPTS[1]}
     found = {group.group_id: group.prompt for steps in results for group in steps[0][1]}
-    assert found == {number: of_place[place] for number, place in enumerate(chosen[0][0])}
+    assert found == {group_id: PROMPTS[group_id] for group_id in chosen[0][0]}

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megagrpo.config.schema import TinyModelConfig
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.families.table import architecture_of
-from megagrpo.tiny.description import hf_config
-from megagrpo.tiny.model import random_tensors
 from megagrpo.weights.hf_folder import write_hf_folder
 from tests.dist.workers.launch import run_ranks
 from tests.dist.workers.samples import LENGTHS, VOCAB

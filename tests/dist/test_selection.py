@@ -16,7 +16,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.selection import deal_surplus, gather_surplus, next_groups
+from megagrpo.rollout.selection import GroupChoice, deal_surplus, gather_surplus
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 from tests.dist.workers.launch import POOL
 
@@ -32,12 +32,14 @@ class Source:
         self.mesh, self.always_alike = mesh, always_alike
         self.asked: list[tuple[int, int, list[int]]] = []
 
-    def next(self, step: int, prompts: Sequence[Prompt], version: int, refresh, attempt: int) -> list[RolloutGroup]:
+    def next(
+        self, step: int, prompts: Sequence[Prompt], version: int, first_id: int, attempt: int
+    ) -> list[RolloutGroup]:
         assert step == version
         self.asked.append((step, attempt, [prompt.id for prompt in prompts]))
         rank, size = self.mesh.dp_rank, self.mesh.dp_size
         first, last = len(prompts) * rank // size, len(prompts) * (rank + 1) // size
-        return [self.group(i, prompts[i], version) for i in range(first, last)]
+        return [self.group(first_id + i, prompts[i], version) for i in range(first, last)]
 
     def group(self, group_id: int, prompt: Prompt, version: int) -> RolloutGroup:
         alike = self.always_alike or prompt.id % 3 == 0
@@ -77,10 +79,10 @@ def run_steps(folder: Path, mesh: Mesh, num_steps: int) -> list[dict]:
     source, steps = Source(mesh), []
     while state.step < num_steps:
         metrics = Metrics()
-        taken = next_groups(source, PROMPTS, state, experiment(), mesh, None, metrics)
+        taken = GroupChoice(source, PROMPTS, experiment(), mesh).next_groups(state, metrics)
         state = TrainState(step=state.step + 1, data_cursor=taken.data_cursor, surplus=taken.surplus)
         saved = replace(state, surplus=gather_surplus(state.surplus, mesh))
-        checkpoint.begin(folder, saved, ANY, Retention(9), lambda _: NoActor(), mesh).finish()
+        checkpoint.start_save(folder, saved, ANY, Retention(9), lambda _: NoActor(), mesh).finish()
         parts = [group for part in mesh.gather_dp(taken.groups) for group in part]
         surplus = [group for part in mesh.gather_dp(state.surplus) for group in part]
         numbers = metrics.reduced(mesh.reduce)
@@ -108,7 +110,10 @@ def test_batches_are_full_and_nothing_is_lost(tmp_path):
     steps = run_steps(tmp_path, alone(), NUM_STEPS)
     order, taken, carried = iter(PROMPTS.batch(0, 1000, 0)), 0, 0
     for step in steps:
-        assert [g.group_id for g in step["chosen"]] == list(range(WANTED))
+        ids = [group.group_id for part in ("chosen", "surplus") for group in step[part]]
+        assert ids == sorted(set(ids)) and [PROMPTS.batch(i, 1, 0)[0].id for i in ids[:WANTED]] == [
+            group.prompt.id for group in step["chosen"]
+        ], "the index in the run, through the surplus too"
         # the informative prompts in the order of the data, none left out and none twice
         expected = [next(prompt for prompt in order if prompt.id % 3 and prompt.id != 1).id for _ in range(WANTED)]
         assert [g.prompt.id for g in step["chosen"]] == expected
@@ -144,7 +149,7 @@ def test_too_few_groups_is_an_error_that_says_what_to_do():
     source, state = Source(alone(), always_alike=True), TrainState()
     said = r"3 batches of 4 prompts .*max_num_gen_batches.* 0 of 4 groups .* 12 of 12 groups were dropped"
     with pytest.raises(RuntimeError, match=said):
-        next_groups(source, PROMPTS, state, experiment(max_num_gen_batches=3), alone(), None, Metrics())
+        GroupChoice(source, PROMPTS, experiment(max_num_gen_batches=3), alone()).next_groups(state, Metrics())
     assert [attempt for _, attempt, _ in source.asked] == [0, 1, 2] and state == TrainState(), (
         "a step that fails leaves the state as it was"
     )
@@ -167,7 +172,7 @@ def test_shaped_rewards_can_tell_groups_apart():
             samples = tuple(Sample(i, (5,) * n, (-0.1,) * 5, "stop", version, "") for i, n in enumerate(lengths))
             return RolloutGroup(group_id, prompt, samples, (Outcome("score", 1.0),) * 2)
 
-    chosen = next_groups(Lengths(alone()), PROMPTS, TrainState(), config, alone(), None, Metrics())
+    chosen = GroupChoice(Lengths(alone()), PROMPTS, config, alone()).next_groups(TrainState(), Metrics())
     assert [g.prompt.id % 2 for g in chosen.groups] == [1] * WANTED
 
 
@@ -176,7 +181,7 @@ def test_without_dynamic_sampling_the_step_is_the_next_prompts():
     config = config.model_copy(update={"algorithm": type(config.algorithm)()})
     source, state, metrics = Source(alone()), TrainState(), Metrics()
     for step in range(2):
-        taken = next_groups(source, PROMPTS, state, config, alone(), None, metrics)
+        taken = GroupChoice(source, PROMPTS, config, alone()).next_groups(state, metrics)
         assert [g.prompt for g in taken.groups] == PROMPTS.batch(step * WANTED, WANTED, 0)
         assert taken.data_cursor == (step + 1) * WANTED
         state = TrainState(step=step + 1, data_cursor=taken.data_cursor)

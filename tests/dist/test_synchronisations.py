@@ -1,4 +1,4 @@
-"""Where the host waits for the device in forward and backward of a micro-batch: exactly where docs/gpu.md says."""
+"""The host waits for the device in forward and backward of a micro-batch only where docs/evidence/gpu.md lists it."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.dist.test_router_bias import write_model
 from tests.dist.workers.launch import run_ranks
 
-DOCS = Path(__file__).parents[2] / "docs" / "gpu.md"
+DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"
 ROW = re.compile(r"^\| `(\w+)` in `([\w.:]+)` \| (\d+) a layer( with experts)? \|", re.MULTILINE)
 
 

@@ -20,7 +20,7 @@ from megagrpo.config.schema import ParallelConfig
 from megagrpo.system import environment
 from tests.dist.cases import BATCHES, FOUR_RANKS, LAYOUTS, MODELS, has
 from tests.dist.test_actor_layouts import problems_of
-from tests.dist.test_certify import ALGORITHMS, CONFIG, FIRST, SPOILED, case, certify
+from tests.dist.test_certify import ALGORITHMS, CONFIG, FIRST, SPOILED, case, certify, described, split
 from tests.dist.workers.launch import TRANSFORMER_ENGINE_POOL, run_ranks
 from tests.dist.workers.pool import STAND_INS
 
@@ -82,13 +82,12 @@ def test_every_layout(hf_models: Path, reference: Callable[[str], Path], model: 
 
 def certified(folder: Path, family: str, cases: list[dict], *more: str) -> list[dict]:
     """What the certificate measures of a family's tiny model with Transformer Engine's layers, and `more` settings."""
-    settings = [f"prepare.model.family={family}", "actor.transformer_engine=true", *more]
-    settings += ["prepare.model.experts_per_token=4"] if family not in ("qwen3", "qwen3_moe") else []
+    settings = [*described(folder, family), "actor.transformer_engine=true", *more]
     make_models(folder, load_config(str(CONFIG), settings), ParallelConfig(), 0)
     common = {"config": str(CONFIG), "folder": str(folder), "algorithm": ALGORITHMS[FIRST], "settings": settings}
     pool = TRANSFORMER_ENGINE_POOL
     run_ranks(1, folder / "one", [{**common, "case": vars(REFERENCE)}], "certify_ranks.py", pool=pool)
-    return run_ranks(2, folder / "two", [{**common, "case": one} for one in cases], "certify_ranks.py", pool=pool)
+    return run_ranks(2, folder / "two", [{**common, **split(one)} for one in cases], "certify_ranks.py", pool=pool)
 
 
 def test_latent_attention_is_certified_and_a_fault_found(tmp_path: Path):
@@ -121,13 +120,12 @@ def test_replayed_experts_are_certified(tmp_path: Path, family: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [[], ["prepare.model.family=qwen3"]], ids=["quickstart", "dense"])
-def test_the_command_certifies_its_layers(tmp_path: Path, monkeypatch, settings: list[str]):
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"], ids=["quickstart", "dense"])
+def test_the_command_certifies_its_layers(tmp_path: Path, monkeypatch, family: str):
     monkeypatch.setenv("PYTHONPATH", environment.child_environment({}, [str(STAND_INS)])["PYTHONPATH"])
-    words = [f"output_dir={tmp_path}", "actor.transformer_engine=true", *settings]
-    done = certify(*(word for setting in words for word in ("--set", setting)))
+    done = certify(tmp_path, "--set", "actor.transformer_engine=true", family=family)
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "certify" / "report.json").read_text())
+    report = json.loads((tmp_path / "run" / "certify" / "report.json").read_text())
     assert report["passed"] and "Transformer Engine's layers" not in report["not_run"]
 
 

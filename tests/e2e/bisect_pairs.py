@@ -113,11 +113,10 @@ def bisect_cases(
     A case: "model", an HF folder; "head": whether its product is rounded; "parallel"; "version" of the weights;
     "publish": whether they are published first, for the engine has others; "dtype" of both.
     """
-    from megagrpo.bisect.engine_side import AskedEngine
-    from megagrpo.bisect.findings import verdict
+    from megagrpo.bisect.engine import ProbedEngine
     from megagrpo.bisect.procedure import bisect_pair
     from megagrpo.bisect.ranks import prove_weights
-    from megagrpo.bisect.report import write_findings
+    from megagrpo.bisect.report import verdict, write_findings
     from megagrpo.certify.measure import joined
     from megagrpo.weights.actor_weights import load_initial_weights
 
@@ -146,7 +145,7 @@ def bisect_cases(
             wrong = prove_weights(
                 config, actor, weights, registry, publish=case["version"] if case.get("publish") else None
             )
-            engine = AskedEngine(info, tp, api_key, own, 120.0) if rank == 0 else None
+            engine = ProbedEngine(info, tp, api_key, own, 120.0) if rank == 0 else None
             if engine is not None:
                 engine.resume()
             with _rounded_head(case.get("head", False)):

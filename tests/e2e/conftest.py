@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from run_megagrpo import LONG_RUN, Finished, megagrpo, write_experiment
+from run_megagrpo import LONG_RUN, Finished, make_inputs, megagrpo, write_experiment
 from running_service import START_S, RunningService, start_service, wait_for_service
 from tiny_model import make_tiny_model
 
@@ -48,9 +48,9 @@ def service(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def experiments(tmp_path_factory) -> Path:
-    """The folder with the tiny model and data that `megagrpo prepare` makes; experiments of tests lie beside them."""
+    """The folder with the tiny model and data; experiments of tests lie beside them."""
     folder = tmp_path_factory.mktemp("runs")
-    assert megagrpo("prepare", write_experiment(folder / "prepared")).status == 0
+    make_inputs(write_experiment(folder / "prepared"))
     return folder
 
 

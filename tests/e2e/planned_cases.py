@@ -7,8 +7,7 @@ from transport_cases import ENGINES, TRAINERS, TransportCase, experiment, make_m
 
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, ParallelConfig
 from megagrpo.planning.hardware import HARDWARE
-from megagrpo.planning.links import Forecast, place_ranks
-from megagrpo.planning.publish_bytes import forecast_publish
+from megagrpo.planning.publish_bytes import Forecast, forecast_publish, place_ranks
 from megagrpo.planning.recordings import record_all
 
 

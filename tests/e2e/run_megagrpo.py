@@ -55,29 +55,32 @@ def sometimes_bad(text, answer):
 '''
 
 
+RECIPE = {
+    "model": {
+        "hidden_size": 64,
+        "num_layers": 2,
+        "head_dim": 16,
+        "ffn_size": 96,
+        "num_experts": 4,
+        "expert_ffn_size": 48,
+    },
+    "dataset": {"kind": "arithmetic", "num_sft": 64, "num_train": 400, "num_eval": 16},
+}
+PREPARE = Path(__file__).parents[2] / "examples" / "laptop" / "prepare.py"
+
+
+def make_inputs(experiment: Path, **sections) -> None:
+    """Makes the experiment's model and data by RECIPE; sections are merged over it."""
+    recipe = experiment.with_suffix(".recipe")
+    recipe.write_text(yaml.safe_dump(merged(RECIPE, sections)))
+    subprocess.run([sys.executable, "-W", "ignore", str(PREPARE), str(experiment), "--recipe", str(recipe)], check=True)
+
+
 def experiment(folder: Path, **sections) -> dict:
     """A tiny Qwen3-MoE, two trainer ranks, 8 prompts x 4 samples; sections are merged over it, key by key."""
     base = {
         "name": folder.name,
         "output_dir": str(folder),
-        "prepare": {
-            "model": {
-                "path": str(folder.parent / "model"),
-                "hidden_size": 64,
-                "num_layers": 2,
-                "head_dim": 16,
-                "ffn_size": 96,
-                "num_experts": 4,
-                "expert_ffn_size": 48,
-            },
-            "dataset": {
-                "kind": "arithmetic",
-                "folder": str(folder.parent / "data"),
-                "num_sft": 64,
-                "num_train": 400,
-                "num_eval": 16,
-            },
-        },
         "model": {"path": str(folder.parent / "model")},
         "data": {"path": str(folder.parent / "data" / "train.jsonl"), "max_prompt_tokens": 8},
         "sampling": {"max_response_tokens": 8},

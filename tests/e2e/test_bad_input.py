@@ -11,7 +11,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
-from run_megagrpo import GRADERS, LONG_RUN, Finished, experiment, megagrpo, write_experiment
+from run_megagrpo import GRADERS, LONG_RUN, Finished, make_inputs, megagrpo, write_experiment
 
 from megagrpo.cli import main
 from megagrpo.system.environment import API_KEY, child_environment
@@ -75,9 +75,10 @@ def test_an_impossible_experiment(experiments, override, said):
     assert said in refused(write_experiment(experiments / "refused"), override, run=in_this_process)
 
 
-def test_what_prepare_has_not_made_yet(tmp_path):
-    said = refused(write_experiment(tmp_path / "refused"))
-    assert f"missing: {tmp_path / 'model'}, {tmp_path / 'data' / 'train.jsonl'}; run `megagrpo prepare` first\n" in said
+def test_what_the_warm_up_has_not_made_yet(experiments):
+    sft = {"model": str(experiments / "model"), "data": {"path": str(experiments / "data" / "sft.jsonl")}}
+    config = write_experiment(experiments / "refused", sft=sft, model={"path": str(experiments / "warm")})
+    assert f"missing: {experiments / 'warm'}; run `megagrpo sft` first\n" in refused(config)
 
 
 def test_every_problem_at_once(experiments):
@@ -198,10 +199,9 @@ def test_a_damaged_checkpoint_is_not_resumed(long_run, damage):
 @pytest.mark.slow  # tests/dist/test_checkpoint_damage.py has the message on every rank
 def test_a_checkpoint_of_another_model(long_run):
     folder = long_run[0].parent / "wider"
-    changed = experiment(folder)["prepare"]["model"] | {"path": str(folder.parent / "wider-model"), "num_layers": 4}
-    sections = {"prepare": {"model": changed}, "model": {"path": changed["path"]}}
-    config = write_experiment(folder, **sections, checkpoint={"load": str(long_run[0] / "checkpoints" / "step_000010")})
-    assert megagrpo("prepare", config).status == 0
+    load = {"load": str(long_run[0] / "checkpoints" / "step_000010")}
+    config = write_experiment(folder, model={"path": str(folder.parent / "wider-model")}, checkpoint=load)
+    make_inputs(config, model={"num_layers": 4})
     done, reports = trainers_alone(config)
     assert (
         done.status != 0 and "is of another model: model: checkpoint" in reports[0] and "'num_layers': 4" in reports[0]

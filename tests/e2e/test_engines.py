@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from running_service import START_S, RunningService, start_service, wait_for_service
+from sampling import source_of
 from test_exchange import PlainSource
 from tiny_model import make_tiny_model
 from transformers import AutoTokenizer
@@ -22,7 +23,6 @@ from megagrpo.cli import main
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.rollout.control import bearer
-from megagrpo.rollout.source import RolloutSource
 from megagrpo.system.processes import process_tree, stop_tree
 from megagrpo.types import Outcome, Prompt
 from megagrpo.weights.exchange import Exchange
@@ -79,8 +79,8 @@ class Trainer:
         self.source, self.grader, self.version, self.refreshed = PlainSource(models[0]), LengthGrader(), 0, []
         tokenizer = AutoTokenizer.from_pretrained(models[0])
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        self.rollouts = RolloutSource(service.config, MESH, service.control, self.grader, decode)
         self.exchange = self._exchange("broadcast")
+        self.rollouts = source_of(service.control, service.config, self.grader, decode, publish=self.bring)
 
     def _exchange(self, transport: str) -> Exchange:
         config = self.service.config
@@ -96,14 +96,17 @@ class Trainer:
         self.source.load(self.models[model])
         return self.exchange.publish(self.version)
 
-    def refresh(self, engine_ids: list[str]) -> None:
+    def bring(self, version: int, engine_ids: list[str]) -> None:
         self.refreshed.append(engine_ids)
-        self.exchange.publish(self.version, only=engine_ids)
+        self.exchange.publish(version, only=engine_ids)
+
+    def refresh(self, engine_ids: list[str]) -> None:
+        self.bring(self.version, engine_ids)
 
     def step(self, step: int = 0, on_first=None) -> list:
         """Tokens and log-probabilities of every sample; `on_first` is called when the first has arrived."""
         self.grader.on_first, self.grader.arrived = on_first, 0
-        groups = self.rollouts.next(step, PROMPTS, self.version, self.refresh)
+        groups = self.rollouts.next(step, PROMPTS, self.version)
         assert [group.group_id for group in groups] == list(range(len(PROMPTS))) and self.grader.arrived == 48
         return [[(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in group.samples] for group in groups]
 

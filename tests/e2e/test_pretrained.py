@@ -1,15 +1,17 @@
 """configs/smollm2.yaml in short: a real pretrained model out of its package, checked, two steps of GRPO."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from run_megagrpo import megagrpo
+from run_megagrpo import PREPARE, megagrpo
 
+from examples.laptop.pretrained import find_gguf
 from megagrpo.monitor.record import read_metrics
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tiny.package_file import find_gguf
 
 CONFIG = Path(__file__).parents[2] / "configs" / "smollm2.yaml"
 MISMATCH = 2e-5  # mean |trainer - engine| log-probability of float32
@@ -19,8 +21,7 @@ def short_form(folder: Path) -> Path:
     """The shipped experiment in `folder`: no warm-up, 2 prompts x 4 samples, 4 held-out problems."""
     text = yaml.safe_load(CONFIG.read_text().replace("runs/smollm2", str(folder / "run")))
     del text["sft"]
-    text["model"]["path"] = text["prepare"]["pretrained"]["path"]
-    text["prepare"]["dataset"] |= {"num_sft": 4, "num_train": 32, "num_eval": 4}
+    text["model"]["path"] = str(folder / "run" / "pretrained")
     text["train"] |= {"num_steps": 2, "num_prompts_per_step": 2, "group_size": 4}
     text["eval"]["every"] = 2
     text["log"] = {"tensorboard": False}
@@ -35,8 +36,12 @@ def test_two_steps_of_a_real_pretrained_model(tmp_path):
     except ValueError as missing:
         pytest.skip(str(missing))
     config = short_form(tmp_path)
-    prepared = megagrpo("prepare", config)
-    assert prepared.status == 0, prepared.stderr
+    few = {"num_sft": 4, "num_train": 32, "num_eval": 4}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        yaml.safe_dump({"pretrained": {}, "dataset": {"kind": "word_problems", "max_operand": 12, **few}})
+    )
+    subprocess.run([sys.executable, "-W", "ignore", PREPARE, config, "--recipe", recipe], check=True)
     model = tmp_path / "run" / "pretrained"
     described = json.loads((model / "config.json").read_text())
     assert described["architectures"] == ["LlamaForCausalLM"] and described["dtype"] == "float32"

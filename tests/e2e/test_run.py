@@ -62,7 +62,8 @@ def test_every_sample_is_there_with_its_weights_and_its_reward(long_run):
     steps = rollouts(long_run[0])
     assert sorted(steps) == list(range(1, NUM_STEPS + 1))
     for step, groups in steps.items():
-        assert [group["group_id"] for group in groups] == list(range(NUM_PROMPTS))
+        first_id = (step - 1) * NUM_PROMPTS
+        assert [group["group_id"] for group in groups] == list(range(first_id, first_id + NUM_PROMPTS))
         for group in groups:
             assert len(group["samples"]) == GROUP_SIZE
             for sample in group["samples"]:

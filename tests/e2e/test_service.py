@@ -8,14 +8,14 @@ from functools import partial
 import aiohttp
 import pytest
 import torch
+from sampling import source_of
 from tiny_model import EOS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.mesh import make_mesh
-from megagrpo.rollout.background import Turnstile
+from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, engine_cache_tokens, print_status
-from megagrpo.rollout.generation import GenerationClient, GenerationFailed, RetryPolicy, SamplingParams
+from megagrpo.rollout.generation import GenerationClient, GenerationFailed, RetryPolicy, SampleRequest, SamplingParams
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.streaming import StreamedAnswer
 from megagrpo.types import Outcome, Prompt
@@ -32,7 +32,7 @@ def generate(service, requests, version=0, retry=RETRY):
         async with GenerationClient(
             service.control.status().router, service.control.api_key, retry, Turnstile(64)
         ) as client:
-            return await asyncio.gather(*(client.generate(*request, version) for request in requests))
+            return await asyncio.gather(*(client.generate(SampleRequest(*request, version)) for request in requests))
 
     return asyncio.run(run())
 
@@ -56,14 +56,14 @@ class LengthGrader:
         return future
 
 
-def make_source(service, grader=None, max_tokens=24, **algorithm) -> RolloutSource:
+def make_source(service, grader=None, max_tokens=24, publish=None, **algorithm) -> RolloutSource:
     tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
     values = service.config.model_dump() | {"algorithm": algorithm, "train": {"group_size": 3}}
     values["rollout"] |= {"streaming": False}  # as by default
     config = ExperimentConfig.model_validate(values | {"sampling": {"max_response_tokens": max_tokens}})
-    mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    return RolloutSource(config, mesh, service.control, grader or LengthGrader(), decode)
+    publish = publish or (lambda version, ids: pytest.fail(f"nothing is stale, but publish to {ids}"))
+    return source_of(service.control, config, grader or LengthGrader(), decode, publish=publish)
 
 
 def test_logprobs_equal_transformers(ready):
@@ -104,7 +104,7 @@ def test_a_response_that_is_cut_twice_has_the_tokens_of_one_that_is_not(ready, m
         async with GenerationClient(
             status.router, ready.control.api_key, streaming, Turnstile(1), lambda *request: told.append(request[-1])
         ) as client:
-            return await client.generate(PROMPTS[1], long, 5, 0)
+            return await client.generate(SampleRequest(PROMPTS[1], long, 5))
 
     (whole,) = generate(ready, [(PROMPTS[1], long, 5)])
     monkeypatch.setattr(StreamedAnswer, "add", cut)
@@ -159,16 +159,16 @@ def test_a_wrong_request_is_not_tried_again(ready):
 def test_groups_of_a_step(ready):
     prompts = [Prompt(100 + i, "", ids, "") for i, ids in enumerate(PROMPTS)]
     source = make_source(ready, advantage={"name": "remax"})
-    groups = source.next(0, prompts, 0, refresh=lambda ids: pytest.fail(f"nothing is stale, but refresh({ids})"))
+    groups = source.next(0, prompts, 0)
     assert [g.group_id for g in groups] == [0, 1, 2, 3] and [g.prompt for g in groups] == prompts
     for group in groups:
         assert [s.index for s in group.samples] == [0, 1, 2]
         assert len({tuple(s.token_ids) for s in group.samples}) == 3, "every sample has a seed of its own"
         assert [o.value for o in group.outcomes] == [len(s.text) for s in group.samples]
         assert group.greedy is not None and group.greedy_outcome.value == len(group.greedy.text)
-    assert source.next(0, prompts, 0, refresh=None) == groups, "the same step again"
-    assert [g.samples for g in source.next(1, prompts, 0, refresh=None)] != [g.samples for g in groups]
-    evaluated = source.evaluate(prompts[:2], 0, temperature=0.0, num_samples=1, max_tokens=5, refresh=None)
+    assert source.next(0, prompts, 0) == groups, "the same step again"
+    assert [g.samples for g in source.next(1, prompts, 0)] != [g.samples for g in groups]
+    evaluated = source.evaluate(prompts[:2], 0, temperature=0.0, num_samples=1, max_tokens=5)
     assert [len(g.samples[0].token_ids) for g in evaluated] == [5, 5] and evaluated[0].greedy is None
 
 

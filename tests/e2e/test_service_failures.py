@@ -13,16 +13,16 @@ from megagrpo.types import Prompt
 
 
 def test_engine_killed_during_a_rollout(service):
-    """It is started again, gets its weights by `refresh`, and every sample of the step arrives, as without the kill."""
+    """It is started again, gets its weights by a publish, and every sample of the step arrives, as without the kill."""
     service.set_version(1)
     prompts = [Prompt(i, "", PROMPTS[i % 4], "") for i in range(8)]
     refreshed, arrived = [], []
 
-    def refresh(engine_ids):
+    def publish(version, engine_ids):
         refreshed.append(engine_ids)
         service.set_version(1)
 
-    undisturbed = make_source(service, max_tokens=150).next(5, prompts, 1, refresh)
+    undisturbed = make_source(service, max_tokens=150, publish=publish).next(5, prompts, 1)
     assert refreshed == [] and len({len(s.token_ids) for g in undisturbed for s in g.samples}) > 1
     victim = service.control.engines()[0]
 
@@ -31,7 +31,8 @@ def test_engine_killed_during_a_rollout(service):
             os.kill(victim.pid, signal.SIGKILL)
         arrived.append(1)
 
-    groups = make_source(service, LengthGrader(kill_at_the_first_arrival), max_tokens=150).next(5, prompts, 1, refresh)
+    source = make_source(service, LengthGrader(kill_at_the_first_arrival), max_tokens=150, publish=publish)
+    groups = source.next(5, prompts, 1)
     assert refreshed == [[victim.id]]
     assert groups == undisturbed
     back = service.control.engines()[0]

@@ -5,12 +5,11 @@ import pytest
 import torch
 from run_megagrpo import megagrpo, metrics, rollouts, write_experiment
 from running_service import RunningService
+from sampling import source_of
 from test_service import PROMPTS, LengthGrader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.mesh import make_mesh
-from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool
 from megagrpo.types import Prompt, Sample
 
@@ -23,10 +22,10 @@ def sample(service: RunningService, tool: Tool | None) -> list[tuple[Prompt, Sam
         "train": {"group_size": GROUP_SIZE},
         "sampling": {"max_response_tokens": MAX_TOKENS},
     }
-    config, mesh = ExperimentConfig.model_validate(values), make_mesh(0, 1, torch.device("cpu"), 60.0)
-    source = RolloutSource(config, mesh, service.control, LengthGrader(), tokenizer.decode, tool=tool)
+    config = ExperimentConfig.model_validate(values)
+    source = source_of(service.control, config, LengthGrader(), tokenizer.decode, tool=tool)
     prompts = [Prompt(i, "", ids, "") for i, ids in enumerate(PROMPTS)]
-    return [(group.prompt, s) for group in source.next(0, prompts, 0, refresh=None) for s in group.samples]
+    return [(group.prompt, s) for group in source.next(0, prompts, 0) for s in group.samples]
 
 
 def test_turns_continue_the_tokens_that_were_sampled(service):

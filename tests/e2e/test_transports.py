@@ -21,7 +21,7 @@ from transport_cases import (
     run_engine_cases,
 )
 
-from megagrpo.planning.links import Forecast
+from megagrpo.planning.publish_bytes import Forecast
 from tests.dist.workers.pool import RankPool
 
 CASES = {  # (family, engines) -> trainers: an engine start each

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from engine_process import ListedEngines, OneEngine
 
-from megagrpo.config.preparation import TinyModelConfig
+from examples.laptop.model import write_model
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.rollout.control import bearer
-from megagrpo.tiny.description import hf_config
-from megagrpo.tiny.model import random_tensors, write_model
 from megagrpo.types import EngineInfo
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder

@@ -1,4 +1,4 @@
-"""Programs that try to harm, to hang or to cheat, and what becomes of each. docs/graders.md shows this table.
+"""Programs that try to harm, to hang or to cheat, and what becomes of each. docs/data-and-rewards.md shows this table.
 
 Each is graded by its standard output (SCRIPTS: input 1, expected 2) or by calls of its function f (CALLS: f(1) == 2).
 Limits are small, so that a program which breaks one costs this machine little.
@@ -164,7 +164,7 @@ def options(detail: str) -> dict:
 
 
 def table() -> str:
-    """The table of docs/graders.md."""
+    """The table of docs/data-and-rewards.md."""
     rows = ["| a program that | score | what its outcome says |", "|---|---|---|"]
     for name, (tests, _, score, detail) in PROGRAMS.items():
         how = "" if tests is SCRIPTS else " (calls)"

@@ -1,6 +1,6 @@
 """A real HTTP server on loopback that behaves badly by script, and what becomes of each behaviour.
 
-docs/graders.md shows the table.
+docs/data-and-rewards.md shows the table.
 """
 
 import json
@@ -124,7 +124,7 @@ SERVICES = {
 
 
 def table() -> str:
-    """The table of docs/graders.md."""
+    """The table of docs/data-and-rewards.md."""
     rows = ["| a service that | outcome | its detail |", "|---|---|---|"]
     rows += [f"| {name} | {status} | {detail} |" for name, (_, status, detail) in SERVICES.items()]
     return "\n".join(rows)

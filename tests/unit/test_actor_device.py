@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.laptop.model import character_tokenizer
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.host import prepare_host, refuse_training_without_gpu, uses_transformer_engine, why_no_gpu
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.layout import context_problem, layout_problems
 from megagrpo.config.load import load_config
 from megagrpo.families.table import architecture_of
 from megagrpo.system import environment
-from megagrpo.tiny.description import hf_config
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -69,8 +71,9 @@ def test_the_reason_is_what_torch_says(monkeypatch: pytest.MonkeyPatch):
     assert why_no_gpu().endswith("CUDA 13.0 says: The NVIDIA driver on your system is too old (found version 12040).")
 
 
-def test_check_needs_no_gpu():
+def test_check_needs_no_gpu(prepared):
     """Login nodes have none."""
+    character_tokenizer(TinyModelConfig().alphabet).save_pretrained(prepared / "runs" / "quickstart" / "random")
     words = [sys.executable, "-m", "megagrpo.cli", "check", str(QUICKSTART), "--set", "actor.dtype=bfloat16"]
     done = subprocess.run(words, env=environment.child_environment({"CUDA_VISIBLE_DEVICES": ""}), capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -114,8 +117,7 @@ def test_on_a_cpu_they_are_only_on_request(no_gpu):
     ],
 )
 def test_context_parallelism_on_a_gpu_needs_its_attention(settings, refused):
-    config = load_config(str(QUICKSTART), [])
-    arch = architecture_of(hf_config(config.prepare.model))
+    arch = architecture_of(hf_config(TinyModelConfig()))
     found = actor("world_size=2", "parallel={cp: 2}", *settings)
     problems = [problem for problem in layout_problems(arch, found) if "actor.parallel.cp = 2 needs" in problem]
     assert bool(problems) is refused

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.algo.router_losses import balance_part, chosen_experts, z_part
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import ActorConfig, TinyModelConfig
+from megagrpo.config.schema import ActorConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.tiny.description import hf_config
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 EXPERTS, TOP_K, LENGTHS = 6, 2, (5, 1, 9)

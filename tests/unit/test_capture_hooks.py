@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megagrpo.weights.engines.hooks import Recorder, Tap, tapped_modules
+from megagrpo.weights.engines.hooks import Recorder, Tap
 
 
 class _Norm(nn.Module):
@@ -23,9 +23,8 @@ def test_hooks_copy_before_the_next_module_writes_over_it():
         Tap("none", "norm", "out", 7),
         Tap("x", "gone", "out"),
     ]
-    tapped, missing = tapped_modules(model, taps)
-    assert missing == ["gone"]
-    recorder = Recorder(tapped)
+    recorder = Recorder(dict(model.named_modules()), taps)
+    assert recorder.missing == ["gone"]
     residual = torch.ones(3)
     model["norm"](torch.ones(3), residual)
     residual.zero_()
@@ -46,7 +45,7 @@ class _FusedNorm(_Norm):
 def test_a_norm_that_is_fused_with_an_all_reduce_is_seen_once(fused):
     model = nn.ModuleDict({"norm": _FusedNorm()})
     taps = [Tap("normed", "norm", "out"), Tap("sum", "norm", "out", 1)]
-    recorder = Recorder(tapped_modules(model, taps)[0])
+    recorder = Recorder(dict(model.named_modules()), taps)
     normed, total = model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
     recorder.remove()
     model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)

@@ -10,7 +10,7 @@ import torch
 
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.folder import is_reshardable, latest
-from megagrpo.checkpoint.save import Checkpointer, Retention, RunIdentity, begin, load
+from megagrpo.checkpoint.save import Checkpointer, Retention, RunIdentity, SaveSchedule, load, start_save
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.types import TrainState
@@ -60,7 +60,7 @@ class Plan:
 def test_the_newest_stays(tmp_path: Path, there, keep, left):
     for name in there:
         (tmp_path / (name if isinstance(name, str) else f"step_{name:06d}")).mkdir()
-    folder = begin(tmp_path, TrainState(step=17), ANY, Retention(keep), Plan, MESH).finish()
+    folder = start_save(tmp_path, TrainState(step=17), ANY, Retention(keep), Plan, MESH).finish()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:06d}" for step in left]
     assert (folder / "manifest.json").is_file() and latest(tmp_path, at_most=17) == folder
 
@@ -76,7 +76,7 @@ def test_a_failure_at_any_moment_leaves_nothing(tmp_path: Path, fault: str):
     with pytest.raises(
         LeaderError, match=r"step_000017: rank 0 could not write, \d+ MiB are free there: OSError: disk full"
     ):
-        begin(tmp_path, TrainState(step=17), ANY, Retention(1), plan, MESH).finish()
+        start_save(tmp_path, TrainState(step=17), ANY, Retention(1), plan, MESH).finish()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000010"]
 
 
@@ -90,9 +90,7 @@ def checkpointer(
         plan,
         lambda state: state,
         MESH,
-        num_steps=5,
-        saved_step=saved_step,
-        background=background,
+        SaveSchedule(5, saved_step, background),
     )
 
 
@@ -171,7 +169,7 @@ def test_a_stop_saves_the_step_for_any_layout_once(tmp_path: Path):
 def test_another_layout_is_refused_with_what_to_do(tmp_path: Path):
     for step, reshardable in ((1, True), (2, False)):
         plan = lambda folder, form=reshardable: Plan(folder, form)  # noqa: E731  # two of them
-        folder = begin(tmp_path, TrainState(step=step), ANY, Retention(9), plan, MESH).finish()
+        folder = start_save(tmp_path, TrainState(step=step), ANY, Retention(9), plan, MESH).finish()
     other = RunIdentity({}, {"ranks": 4, "tp": 2})
     layouts = r"by its own layout alone \(ranks 1\), this run has another \(ranks 4, tp 2\)"
     what_to_do = r".*SIGUSR1 .*checkpoint.reshardable .*step_000001 beside it"
@@ -193,6 +191,6 @@ def test_bytes_are_bounded_but_the_newest_stays(tmp_path: Path, keep_gb: float |
 def test_checksums_are_those_of_the_writer_and_its_files_are_not_read_again(tmp_path: Path, monkeypatch):
     read = []
     monkeypatch.setattr(checkpoint, "_crc", lambda path: read.append(path.name) or 0)
-    folder = begin(tmp_path, TrainState(step=1), ANY, Retention(1), Plan, MESH).finish()
+    folder = start_save(tmp_path, TrainState(step=1), ANY, Retention(1), Plan, MESH).finish()
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["actor/weights"] == [7, zlib.crc32(b"weights")] and read == ["state.json"]

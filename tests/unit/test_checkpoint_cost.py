@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import ActorConfig, TinyModelConfig
+from megagrpo.config.schema import ActorConfig
 from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
 from megagrpo.planning.explain import explain
-from megagrpo.tiny.description import hf_config
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
@@ -73,12 +74,11 @@ def test_tied_stages_both_hold_the_embedding():
     assert whole == checkpoint_cost(arch, actor(2, distributed=False), 8).file_bytes
 
 
-def test_check_says_what_a_save_and_a_resume_cost(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_check_says_what_a_save_and_a_resume_cost(prepared):
     options = ["checkpoint.every=5", "checkpoint.keep_gb=2", "checkpoint.disk_gb_s=0.5"]
     text = explain(load_config(QUICKSTART, options))
     config = load_config(QUICKSTART)
-    cost = checkpoint_cost(architecture_of(hf_config(config.prepare.model)), config.actor, config.actor.world_size)
+    cost = checkpoint_cost(architecture_of(hf_config(TinyModelConfig())), config.actor, config.actor.world_size)
     for said in (
         "2 kept or fewer in 2 GB, resume auto, in the background from two trainer nodes on",
         f"a save for this layout alone: {cost.file_bytes / 1e6:.3g} MB, {cost.file_bytes / 5e8:.2g} s at 0.5 GB/s; ",

@@ -19,15 +19,15 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, running
 
+from examples.laptop.model import make_tiny_model
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.cluster.machine import _devices
 from megagrpo.cluster.nodes import Node, serve_node, train_node
 from megagrpo.cluster.submit import Request, misfits
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import TinyModelConfig
 from megagrpo.planning.explain import explain
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
 from megagrpo.rollout.service.sleep import CACHE, WEIGHTS, EngineMemory, SleepFailed
-from megagrpo.tiny.model import make_tiny_model
 from megagrpo.weights.copies.views import ParameterSlice
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import PeerLost

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from examples.laptop.model import make_tiny_model
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.check.problems import check_against_model, preflight
 from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import ParallelConfig, TinyModelConfig
+from megagrpo.config.schema import ParallelConfig
 from megagrpo.families.table import architecture_of, parameter_counts
 from megagrpo.planning.explain import explain
-from megagrpo.tiny.description import hf_config
-from megagrpo.tiny.model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -129,10 +130,10 @@ def test_the_unchanged_layout_has_no_clash():
     assert "token id 32, but the model only 32 embeddings" in check_against_model(load_config(QUICKSTART), MOE, 32)[0]
 
 
-def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(prepared):
     assert preflight(load_config(QUICKSTART)) == []
-    found = preflight(load_config(QUICKSTART, ["prepare=null", "sft=null", "reward.grader=exakt"]))
+    other = QUICKSTART.with_stem("calculator")
+    found = preflight(load_config(other, ["sft=null", "reward={grader: exakt}"]))
     assert [p.split(":")[0] for p in found[:3]] == ["model.path", "data.path", "eval.data.path"]
     assert "did you mean 'exact'" in found[3] and len(found) == 4
     Path("lines.jsonl").write_text(
@@ -152,8 +153,7 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(tm
         preflight(load_config(QUICKSTART, ["model.path=other"]))
 
 
-def test_preflight_finds_a_checkpoint_of_another_layout(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_preflight_finds_a_checkpoint_of_another_layout(prepared):
     config = load_config(QUICKSTART)
     folder = Path(config.output_dir) / "checkpoints" / "step_000003"
     folder.mkdir(parents=True)
@@ -167,8 +167,7 @@ def test_preflight_finds_a_checkpoint_of_another_layout(tmp_path, monkeypatch):
         )
 
 
-def test_explain_says_what_a_step_is(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_explain_says_what_a_step_is(prepared):
     train = "train={num_steps: 5, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
     text = explain(load_config(QUICKSTART, ["actor.world_size=8", "actor.parallel={tp: 2, pp: 2, ep: 2}", train]))
     for said in (
@@ -183,8 +182,7 @@ def test_explain_says_what_a_step_is(tmp_path, monkeypatch):
     assert sum(line.split()[:1] == [str(rank)] for rank in range(8) for line in text.splitlines()) == 8
 
 
-def test_explain_counts_the_steps_of_epochs_and_the_updates_of_passes(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_explain_counts_the_steps_of_epochs_and_the_updates_of_passes(prepared):
     for name, count in (("a.jsonl", 20), ("b.jsonl", 13)):
         Path(name).write_text('{"prompt": "1+1=", "answer": 2}\n' * count)
     train = "train={num_epochs: 2, num_prompts_per_step: 12, group_size: 4, num_updates_per_step: 2}"
@@ -198,7 +196,7 @@ def test_explain_counts_the_steps_of_epochs_and_the_updates_of_passes(tmp_path, 
     assert "data.path: b.jsonl does not exist" in text and "its length is known when the prompts are there" in text
 
 
-def test_check_starts_nothing_and_loads_no_torch(tmp_path):
+def test_explaining_starts_nothing_and_loads_no_torch(prepared):
     code = f"""
 import json, sys
 from megagrpo.config.load import load_config, PRESETS as PRESET_FOLDER
@@ -206,17 +204,15 @@ from megagrpo.planning.explain import explain
 explain(load_config({str(QUICKSTART)!r}))
 print(json.dumps(sorted({{"torch", "transformers", "megatron", "ray", "sglang"}} & set(sys.modules))))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == []
 
 
 @pytest.mark.parametrize("preset", sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")))
-def test_every_preset_fits_the_quickstart(tmp_path, preset):
+def test_every_preset_fits_the_quickstart(prepared, preset):
     """As bench/presets.py runs it: the experiment's own algorithm section makes room for the preset."""
     text, found = re.subn(r"(?m)^algorithm:\n(?: .*\n)+", f"preset: {preset}\n", QUICKSTART.read_text())
-    (tmp_path / "e.yaml").write_text(text)
-    config = load_config(tmp_path / "e.yaml")
+    (prepared / "e.yaml").write_text(text)
+    config = load_config(prepared / "e.yaml")
     assert found == 1 and preflight(config) == [] and config.algorithm.advice == []
     assert config.algorithm.formula in explain(config)

@@ -1,82 +1,30 @@
 """When requests leave, which groups a step takes, and what becomes of those that are late or of another start."""
 
 import time
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from fake_service import FakeService, running
+from sampling import MESH, experiment, prompt_set, source_of, take, until
 
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.load import load_config
 from megagrpo.config.rollout import WeightsConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
-from megagrpo.mesh import LeaderError, RunStopped, make_mesh
+from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
-from megagrpo.planning.concurrency import at_once_report
-from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.selection import StepGroups, next_groups
-from megagrpo.rollout.source import RolloutSource
+from megagrpo.planning.engine_memory import concurrency_report
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 WANTED, GROUP_SIZE = 2, 2
-MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
 TIS = {"mismatch": {"weight": {"name": "tis"}}}
 
 
-class Grader:
-    def submit(self, prompt: Prompt, text: str) -> Future:
-        future: Future = Future()
-        future.set_result(Outcome("score", float(text or 0)))
-        return future
-
-
-def prompts(number: int = 20) -> PromptSet:
-    return PromptSet(tuple(Prompt(i, "", (1, 100 + i), "") for i in range(number)), 0, False)
-
-
-def experiment(wanted: int = WANTED, **sections) -> ExperimentConfig:
-    given = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
-    given["train"] = {"group_size": GROUP_SIZE, "num_prompts_per_step": wanted, "num_steps": 6}
-    given["rollout"] = {"request_timeout_s": 20.0, "step_timeout_s": 20.0, **sections.pop("rollout", {})}
-    return ExperimentConfig.model_validate({**given, **sections})
-
-
-def digits(token_ids) -> str:
-    return "".join(map(str, token_ids))
-
-
-def alike(token_ids) -> str:
-    """A text that is worth the same whatever was sampled."""
-    return "1"
-
-
-def make_source(service: FakeService, config: ExperimentConfig, decode=digits) -> RolloutSource:
-    return RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
-
-
-def take(source, config, state, steps_left=6, of=None, metrics=None) -> StepGroups:
-    """The groups of a step, with the state after it."""
-
-    def publish(ids: list[str]) -> None:
-        source._control.mark_ready(ids[0], 1, state.step)
-
-    taken = next_groups(source, of or prompts(), state, config, MESH, publish, metrics or Metrics(), steps_left)
-    state.data_cursor, state.surplus, state.deferred = taken.data_cursor, taken.surplus, taken.deferred
-    source.forget_taken()
-    state.step += 1
-    return taken
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def make_source(service: FakeService, config: ExperimentConfig, **options):
+    return source_of(service.control, config, **options)
 
 
 def trained(groups: list[RolloutGroup]) -> list[int]:
@@ -85,11 +33,11 @@ def trained(groups: list[RolloutGroup]) -> list[int]:
 
 def test_limits_of_the_engines_own_cache():
     """Six tokens of prompt and guessed response each, a cache of 26: four at once with the tenth beside it."""
-    config = experiment(wanted=4, sampling={"max_response_tokens": 8})
+    config = experiment(train={"num_prompts_per_step": 4}, sampling={"max_response_tokens": 8})
     free: list[bool] = []
     with running(FakeService(cache_tokens=26, hang=lambda body: not free)) as service:
         source = make_source(service, config)
-        source.begin(0, range(4), prompts().prompts[:4], 0)
+        source.start(0, range(4), prompt_set().prompts[:4], 0)
         until(lambda: len(service.requests) == 4)
         time.sleep(0.2)
         assert len(service.requests) == 4
@@ -103,12 +51,12 @@ def test_limits_of_the_engines_own_cache():
     [("arrival", [0, 1, 2]), ("long_prompts_first", [1, 2, 0]), ("shortest_expected_first", [2, 0, 1])],
 )
 def test_order_of_a_batch(order, expected):
-    config = experiment(wanted=3, rollout={"order": order, "max_running_requests": 1})
+    config = experiment(train={"num_prompts_per_step": 3}, rollout={"order": order, "max_running_requests": 1})
     of = PromptSet(tuple(Prompt(i, "", (1,) * n, "") for i, n in enumerate((2, 5, 3))), 0, False)
     with running(FakeService()) as service:
         source = make_source(service, config)
         for prompt_id, length in enumerate((30, 60, 10)):
-            source._sampler._lengths.add(prompt_id, length)
+            source._sampler.lengths.add(prompt_id, length)
         take(source, config, TrainState(), of=of)
         source.close()
     lengths = [len(request["input_ids"]) for request in service.requests[1::GROUP_SIZE]]
@@ -125,7 +73,7 @@ def test_order_of_a_batch(order, expected):
     ],
 )
 def test_check_says_how_many_samples_run_at_once(settings, said):
-    text = "\n".join(at_once_report(load_config(QUICKSTART, settings)))
+    text = "\n".join(concurrency_report(load_config(QUICKSTART, settings)))
     assert all(words in text for words in said), text
 
 
@@ -145,13 +93,13 @@ def test_training_may_take_longer_than_a_rollout():
 def test_the_same_prompts_may_be_on_their_way_twice():
     """Few prompts, in every batch at the same place, and an evaluation of prompts with the same ids beside them."""
     config = experiment(rollout={"max_staleness": 2}, algorithm=TIS)
-    of, free = prompts(WANTED), []
+    of, free = prompt_set(WANTED), []
     with running(FakeService(hang=lambda body: not free and body["sampling_params"]["temperature"] > 0)) as service:
         source, state = make_source(service, config), TrainState()
         for number in range(3):
-            source.begin(number, range(2 * number, 2 * number + 2), of.batch(2 * number, 2, 0), 0)
+            source.start(number, range(2 * number, 2 * number + 2), of.batch(2 * number, 2, 0), 0)
         until(lambda: len(service.requests) == 3 * WANTED * GROUP_SIZE)
-        assert len(source.evaluate(of.prompts, 0, 0.0, 1, 4, None)) == WANTED
+        assert len(source.evaluate(of.prompts, 0, 0.0, 1, 4)) == WANTED
         assert source.waiting()
         free.append(True)
         assert [trained(take(source, config, state, 4, of).groups) for _ in range(4)] == [[0, 1]] * 4
@@ -176,7 +124,7 @@ def test_nothing_is_sampled_that_no_step_takes(advantage):
 
 def test_another_batch_size_after_a_restart_repeats_no_prompt():
     for staleness in (0, 2):
-        config = experiment(wanted=3, rollout={"max_staleness": staleness}, algorithm=TIS)
+        config = experiment(train={"num_prompts_per_step": 3}, rollout={"max_staleness": staleness}, algorithm=TIS)
         with running(FakeService(version=2)) as service:
             source, state = make_source(service, config), TrainState(step=2, data_cursor=4)
             found = trained(take(source, config, state).groups) + trained(take(source, config, state).groups)
@@ -186,7 +134,7 @@ def test_another_batch_size_after_a_restart_repeats_no_prompt():
 
 def group(place: int, version: int = 0, number: int = GROUP_SIZE) -> RolloutGroup:
     samples = tuple(Sample(i, (7,), (-1.0,), "stop", version, "7") for i in range(number))
-    return RolloutGroup(place, prompts().prompts[place], samples, (Outcome("score", 1.0),) * number)
+    return RolloutGroup(place, prompt_set().prompts[place], samples, (Outcome("score", 1.0),) * number)
 
 
 def test_what_an_earlier_start_finished_is_kept_until_it_is_taken():
@@ -194,7 +142,7 @@ def test_what_an_earlier_start_finished_is_kept_until_it_is_taken():
     ahead = [group(2), group(5)]
     with running(FakeService(version=1)) as service:
         source = make_source(service, config)
-        source.hold(list(ahead))
+        source.restore(list(ahead))
         assert source.finished() == ahead, "saved again before anything was begun"
         state = TrainState(step=1, data_cursor=2)
         taken = take(source, config, state, 3)
@@ -226,7 +174,7 @@ def test_what_an_earlier_start_finished_is_sampled_again_where_it_does_not_fit(s
     config = experiment(rollout={"max_staleness": 1}, algorithm=TIS)
     with running(FakeService(version=1)) as service:
         source = make_source(service, config)
-        source.hold([stale[1]])
+        source.restore([stale[1]])
         take(source, config, TrainState(step=1, data_cursor=2), 3)
         source.drain()
         assert len(service.requests) == 4 * GROUP_SIZE
@@ -253,7 +201,7 @@ def test_a_step_that_fails_late_leaves_what_it_had_taken(algorithm, sampled):
     config = experiment(rollout={"max_staleness": 2, "step_timeout_s": 0.5}, algorithm=TIS | algorithm)
     late = lambda body: body["sampling_params"]["temperature"] == 0 or body["input_ids"][1] >= 104  # noqa: E731
     with running(FakeService(hang=late)) as service:
-        source, state = make_source(service, config, alike), TrainState()
+        source, state = make_source(service, config, decode=lambda ids: "1"), TrainState()
         with pytest.raises((LeaderError, RunStopped)):
             take(source, config, state)
         assert {group.group_id for group in source.finished()} == sampled
@@ -292,8 +240,7 @@ def test_a_step_takes_the_groups_that_are_finished_first_and_leaves_none_behind_
     found = [prompt for taken in steps for prompt in trained(taken.groups)]
     assert sorted(found) == list(range(4 * WANTED)), "every prompt once, none left at the end"
     assert len(service.requests) == 4 * WANTED * GROUP_SIZE and state.deferred == []
-    for taken in steps:
-        assert [g.group_id for g in taken.groups] == list(range(WANTED))
+    assert [g.group_id for taken in steps for g in taken.groups] == found, "the index in the run, from dispatch on"
     lags = [step - sample.weight_version for step, t in enumerate(steps) for g in t.groups for sample in g.samples]
     assert max(lags) <= 1
     values = [each.reduced(MESH.reduce) for each in metrics]

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.readme import pages, refreshed
+from bench.readme import command_line, pages, refreshed
 from megagrpo import cli
 from megagrpo.config.describe import reference
 from megagrpo.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-MAX_README_LINES = 160
+MAX_README_LINES, MAX_PAGE_LINES = 160, 280
 # Names in commands that stand for the reader's own; everything else that looks like a file must exist.
 EXAMPLES = {"CONFIG", "mine.yaml", "out/", "runs/mine", "runs/quickstart", "runs/quickstart/dumps/step_000012"}
 NODE_SCRIPTS = {"launch/rollout_node.sh": "serve", "launch/torchrun_node.sh": "train"}  # they hand their words on
@@ -109,6 +109,41 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
 
 
+def test_pages_are_short_and_reachable():
+    """At most 250 lines but the generated ones, and every page is linked from the index."""
+    generated = {"configuration.md", "cli.md"}
+    pages_of_docs = [page for page in pages() if page.name != "README.md"]
+    lengths = {page.name: len(page.read_text().splitlines()) for page in pages_of_docs if page.name not in generated}
+    assert not {name: length for name, length in lengths.items() if length > MAX_PAGE_LINES}
+    index = ROOT / "docs" / "index.md"
+    targets = re.findall(r"\]\(([^)#\s]+)", index.read_text())
+    linked = {(index.parent / target).resolve() for target in targets}
+    assert {page.resolve() for page in pages_of_docs} - linked == {index.resolve()}
+
+
+def test_the_reference_of_the_command_line_is_fresh():
+    assert (ROOT / "docs" / "reference" / "cli.md").read_text() == command_line(), "python bench/readme.py"
+
+
+def test_every_metric_is_explained():
+    """Every name of a metric in the package's source matches a row of docs/reference/metrics.md."""
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    rows: set[str] = set()
+    for line in page.splitlines():
+        if line.startswith("| `"):
+            rows |= set(re.findall(r"`([a-z_]+/[a-z_0-9*]+)`", line.split("|")[1]))
+    groups = {row.partition("/")[0] for row in rows}
+    patterns = [re.compile(re.escape(row).replace(r"\*", r"[a-z_0-9{}]+")) for row in rows]
+    sources = "\n".join(path.read_text() for path in (ROOT / "megagrpo").rglob("*.py"))
+    names = {name for name in re.findall(r"f?\"([a-z_]+/[a-z_0-9{}]+)\"", sources) if name.partition("/")[0] in groups}
+    assert len(names) > 40
+    explained = lambda name: any(pattern.fullmatch(name) for pattern in patterns)  # noqa: E731
+    families = {name for name in names if "{" in name}  # f"loss/{name}": at least one row has the prefix
+    unexplained = sorted(name for name in names - families if not explained(name))
+    unexplained += sorted(name for name in families if not any(row.startswith(name.partition("{")[0]) for row in rows))
+    assert not unexplained, unexplained
+
+
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
 def test_copies_equal_their_sources(page):
     assert refreshed(page.read_text()) == page.read_text(), "`python bench/readme.py` copies them"
@@ -147,8 +182,8 @@ def test_figures_in_prose_are_measured():
 
 
 def test_the_configuration_page_is_fresh():
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == reference(), "python -m megagrpo.config.describe > docs/configuration.md"
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    assert page == reference(), "python -m megagrpo.config.describe > docs/reference/configuration.md"
 
 
 def test_papers():

@@ -1,4 +1,4 @@
-"""What every process of a run is given beside the user's own environment, against the table in docs/gpu.md."""
+"""What every process of a run is given beside the user's own environment, against the table in docs/evidence/gpu.md."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from megagrpo.rollout.service.node import EngineNode
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 
-DOCS = Path(__file__).parents[2] / "docs" / "gpu.md"
+DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"
 HEADING = "## Environment of every process"
 KINDS = {
     "CPU": {"rollout": {}, "actor": {"world_size": 2, "parallel": {"tp": 2}}},
@@ -139,7 +139,7 @@ def told(found: dict[str, str]) -> str:
 
 
 def table() -> dict[tuple[str, str], str]:
-    """(process, kind) -> the cell of the table in docs/gpu.md, its variables in order."""
+    """(process, kind) -> the cell of the table in docs/evidence/gpu.md, its variables in order."""
     text = DOCS.read_text().split(HEADING)[1].split("\n## ")[0]
     rows = [re.split(r"\s*\|\s*", line.strip("| \n")) for line in text.splitlines() if line.startswith("|")]
     return {(row[0], kind): " ".join(sorted(row[2].split())) for row in rows[2:] for kind in row[1].split(", ")}

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config, random_tensors
 from megagrpo.check.problems import check_against_model
 from megagrpo.config.layout import layout_problems
-from megagrpo.config.load import ConfigError, load_config
-from megagrpo.config.schema import TinyModelConfig
+from megagrpo.config.load import load_config
 from megagrpo.families.loading import Shard, _load_qkv
 from megagrpo.families.table import FAMILIES, architecture_of, model_problems, model_tensors, read_architecture
 from megagrpo.system import environment
-from megagrpo.tiny.description import hf_config
-from megagrpo.tiny.model import random_tensors
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -54,7 +53,7 @@ from megagrpo.families.tensors import attention_tensors, layer_prefix, mlp_tenso
 HF_CLASS = "ToyForCausalLM"
 SIZE_KEYS = qwen3.SIZE_KEYS
 refusals, architecture = qwen3.refusals, qwen3.architecture
-tiny_options, tiny_problems = qwen3.tiny_options, qwen3.tiny_problems
+tiny_options = qwen3.tiny_options
 NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
@@ -73,14 +72,16 @@ def layer_tensors(arch, index):
         yield replace(spec, name=f"{prefix}{NAMES[spec.name.removesuffix('.weight')]}.weight")
 '''
 TRIES_THE_TOY = """
-import json, sys
+import json, shutil, sys
 from pathlib import Path
 from megagrpo.config.load import load_config
 from megagrpo.planning.explain import explain
 
 folder = Path(sys.argv[2])
-changes = [f"prepare.model.path={folder / 'tiny'}", f"model.path={folder / 'tiny'}", "prepare.model.family=toy"]
-config = load_config(sys.argv[1], [*changes, "sft=null", "data.path=data.jsonl", "eval=null", "actor.parallel={}"])
+(folder / "tiny").mkdir()
+(folder / "tiny" / "config.json").write_text(json.dumps({**json.loads(sys.argv[3]), "model_type": "toy"}))
+changes = [f"model.path={folder / 'tiny'}", "sft=null", "data.path=data.jsonl", "eval=null", "actor.parallel={}"]
+config = load_config(sys.argv[1], changes)
 text = explain(config)
 loaded = "torch" in sys.modules
 
@@ -91,11 +92,13 @@ from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.certify.subject import make_models
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.weights.hf_folder import HfFolder
-from megagrpo.tiny.model import make_tiny_model
+from examples.laptop.model import make_tiny_model
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 
 path = str(folder / "tiny")
-size = make_tiny_model(config.prepare.model, seed=0)
+shutil.rmtree(path)
+size = make_tiny_model(TinyModelConfig(path=path, family="toy"), seed=0)
 small = make_models(folder / "certify", config, ParallelConfig(), 0)
 actor = MegatronActor(
     model_path=path,
@@ -166,11 +169,6 @@ def test_layers_without_experts_are_refused():
     assert model_problems(hf | {"num_local_experts": 8}) == []
 
 
-def test_a_misspelt_family_is_an_error_of_the_configuration():
-    with pytest.raises(ConfigError, match=r"prepare\.model\.family.*'qwen3_mo'.*qwen3_moe"):
-        load_config(QUICKSTART, ["prepare.model.family=qwen3_mo"])
-
-
 def test_layers_differ_in_their_numbers_alone():
     arch = architecture_of(hf_config(TinyModelConfig(path="x", family="qwen3_moe")))
     names = [spec.name for spec in model_tensors(arch)]
@@ -189,9 +187,11 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     rows = "FAMILIES: dict[str, Family] = {\n"
     assert text.count(rows) == 1 and text.count("models import ") == 1
     table.write_text(text.replace(rows, f'{rows}    "toy": toy,\n').replace("models import ", "models import toy, "))
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    dense = hf_config(TinyModelConfig(family="qwen3"))
     (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", TRIES_THE_TOY, str(QUICKSTART), str(tmp_path)],
+        [*(sys.executable, "-W", "ignore", "-c", TRIES_THE_TOY), str(QUICKSTART), str(tmp_path), json.dumps(dense)],
         cwd=tmp_path,
         env=environment.child_environment({"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, [str(tmp_path)]),
         capture_output=True,

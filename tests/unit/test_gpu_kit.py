@@ -97,7 +97,7 @@ def test_synchronisations_are_counted_by_line(tmp_path):
 
 
 def test_last_device(tmp_path):
-    """docs/gpu.md says where the kit last ran, from what it wrote."""
+    """docs/evidence/gpu.md says where the kit last ran, from what it wrote."""
     assert "none was at hand" in last_device(tmp_path)
     for date, device in (("2026-01-02", "NVIDIA H100"), ("2026-03-01", "NVIDIA H200"), ("2026-04-01", "cpu")):
         figures = {"device": device, "date": date, "commit": "abc", "sections": [{"section": "a", "status": "done"}]}

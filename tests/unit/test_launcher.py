@@ -125,7 +125,8 @@ def test_what_is_unheard_reaches_the_children(tmp_path):
 def test_a_failure_leaves_no_child_and_no_scratch(tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    launch = Launch(RunFolder(tmp_path), "serve", end=(), scratch=scratch)
+    launch = Launch(RunFolder(tmp_path), "serve", end=())
+    launch.remove_at_end(scratch)
     with pytest.raises(ValueError, match="no Ray"), launch:
         child = launch.spawn(["sleep", "60"], tmp_path / "log", {})
         raise ValueError("no Ray")

@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import ActorConfig, TinyModelConfig
+from megagrpo.config.schema import ActorConfig
 from megagrpo.families.table import architecture_of, model_tensors
 from megagrpo.families.tensors import adapter_tensors
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
 from megagrpo.planning.explain import explain
 from megagrpo.planning.trainer_memory import Load, trained_elements, trainer_side
-from megagrpo.tiny.description import hf_config
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -83,12 +84,12 @@ def test_a_rank_holds_the_half_that_is_cut_and_the_whole_other_half():
     assert trained_elements(DENSE, all_weights) == sum(math.prod(spec.shape) for spec in model_tensors(DENSE))
 
 
-def test_check_says_what_is_saved_and_a_checkpoint_holds_adapters_alone():
+def test_check_says_what_is_saved_and_a_checkpoint_holds_adapters_alone(prepared):
     config = load_config(QUICKSTART, ["actor.lora={rank: 4}", "algorithm.kl.loss_coef=0.1"])
     text = explain(config)
     assert "the reference is the model without adapters, no copy" in text
     assert "rank 4, alpha 32, q_proj" in text and "instead of" in text
-    arch = architecture_of(hf_config(config.prepare.model))
+    arch = architecture_of(hf_config(TinyModelConfig()))
     trained = sum(spec.size for spec in adapter_tensors(model_tensors(arch), config.actor.lora.targets, 4))
     assert checkpoint_cost(arch, config.actor, 2).file_bytes == trained * 16
     assert "lora" not in explain(load_config(QUICKSTART, []))

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, TinyModelConfig
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.planning.hardware import HARDWARE, Rates, rates_of
-from megagrpo.planning.links import broadcast_forecast, place_ranks, reshard_forecast
-from megagrpo.planning.publish_bytes import plan_weights
+from megagrpo.planning.publish_bytes import broadcast_forecast, place_ranks, plan_weights, reshard_forecast
 from megagrpo.planning.recordings import Recordings, record_both_sides, representative_ranks
-from megagrpo.tiny.description import hf_config
 from megagrpo.weights.transports.gather_plan import make_gather_plan
 from megagrpo.weights.transports.reshard_plan import Cover, make_cover, plan_transfer, trainer_atoms
 from megagrpo.weights.wire.messages import Batches

@@ -7,9 +7,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megagrpo.config.schema import DataConfig, ModelConfig, TinyModelConfig
+from examples.laptop.model import character_tokenizer, make_tiny_model
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.data.prompts import load_prompts, load_tokenizer
-from megagrpo.tiny.model import character_tokenizer, make_tiny_model
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}#{% endfor %}{% if add_generation_prompt %}>{% endif %}"

@@ -5,29 +5,28 @@ import gc
 import itertools
 import threading
 import time
-from concurrent.futures import Future
 from dataclasses import replace
 
 import orjson
 import pytest
-import torch
 from fake_service import FakeService, running
+from sampling import experiment, source_of
 
-from megagrpo.config.schema import ExperimentConfig
-from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.rollout.background import Turnstile
+from megagrpo.mesh import LeaderError
+from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.control import ServiceControl, ServiceFailed, ServiceUnreachable, find_service
 from megagrpo.rollout.generation import (
     GenerationClient,
     GenerationFailed,
-    Response,
     RetryPolicy,
+    SampleRequest,
     SamplingParams,
     collector_paused,
     sample_seed,
 )
+from megagrpo.rollout.response import Response
 from megagrpo.rollout.source import RolloutSource
-from megagrpo.types import Outcome, Prompt
+from megagrpo.types import Prompt
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=4, stop_token_ids=(7,), stop=("\n",))
 QUICK = RetryPolicy(retries=3, request_timeout_s=2.0, base_s=0.01, cap_s=0.02)
@@ -39,7 +38,7 @@ def generate(service: FakeService, retry: RetryPolicy = QUICK, version: int = 0)
 
     async def run():
         async with GenerationClient(service.url, "key", retry, Turnstile(4)) as client:
-            return await client.generate((5, 6), PARAMS, 1234, version), client.num_retries
+            return await client.generate(SampleRequest((5, 6), PARAMS, 1234, version)), client.num_retries
 
     return asyncio.run(run())
 
@@ -69,7 +68,7 @@ def test_every_attempt_is_told_with_its_engine():
         async with GenerationClient(
             service.url, "key", QUICK, Turnstile(4), lambda *request: told.append(request)
         ) as client:
-            await client.generate((5, 6), PARAMS, 1234, 0)
+            await client.generate(SampleRequest((5, 6), PARAMS, 1234))
 
     before = time.time()
     with running(FakeService(script=[500, {"weight_version": "1"}])) as service:
@@ -128,41 +127,17 @@ def test_seeds_are_stable_and_their_own():
     assert len(seeds) == len(places) and all(0 <= seed < 2**63 for seed in seeds)
 
 
-class Grader:
-    def submit(self, prompt: Prompt, text: str) -> Future:
-        future: Future = Future()
-        future.set_result(Outcome("score", float(text)))
-        return future
-
-    def submit_group(self, prompt: Prompt, texts: list[str], outcomes: list[Outcome]) -> Future:
-        future: Future = Future()
-        future.set_result([Outcome("score", -outcome.value) for outcome in outcomes])
-        return future
-
-
 PROMPTS = [Prompt(id=10 * i, text="", token_ids=(1, 2), answer="") for i in range(5)]
 
 
-def make_source(service: FakeService, reward: dict | None = None, **rollout) -> RolloutSource:
-    config = {
-        "name": "t",
-        "reward": reward or {},
-        "output_dir": "t",
-        "model": {"path": "m"},
-        "data": {"path": "d"},
-        "train": {"group_size": 2},
-    }
-    config |= {"rollout": {"request_timeout_s": 5.0, "step_timeout_s": 5.0} | rollout}
-    mesh = make_mesh(0, 1, torch.device("cpu"), 60.0)
-    decode = lambda ids: "".join(map(str, ids))  # noqa: E731
-    return RolloutSource(
-        ExperimentConfig.model_validate(config), mesh, ServiceControl(service.url, "key"), Grader(), decode
-    )
+def make_source(service: FakeService, reward: dict | None = None, publish=None, **rollout) -> RolloutSource:
+    config = experiment(reward=reward or {}, rollout={"request_timeout_s": 5.0, "step_timeout_s": 5.0} | rollout)
+    return source_of(service.control, config, publish=publish)
 
 
 def test_groups_come_in_order_and_graded():
     with running(FakeService(version=3, script=[500, "no_workers"])) as service:
-        groups = make_source(service).next(7, PROMPTS, 3, refresh=None)
+        groups = make_source(service).next(7, PROMPTS, 3)
     assert [(g.group_id, g.prompt.id) for g in groups] == [(i, 10 * i) for i in range(5)]
     for group in groups:
         for index, (sample, outcome) in enumerate(zip(group.samples, group.outcomes, strict=True)):
@@ -178,30 +153,24 @@ def test_groups_come_in_order_and_graded():
 def test_a_group_grader_has_the_last_word_on_training_samples_alone():
     with running(FakeService(version=3)) as service:
         source = make_source(service, reward={"group_grader": "rank"})
-        trained = source.next(7, PROMPTS, 3, refresh=None)
-        held_out = source.evaluate(PROMPTS, 3, 1.0, 2, 4, refresh=None)
+        trained = source.next(7, PROMPTS, 3)
+        held_out = source.evaluate(PROMPTS, 3, 1.0, 2, 4)
     for groups, sign in ((trained, -1), (held_out, 1)):
         pairs = [pair for group in groups for pair in zip(group.samples, group.outcomes, strict=True)]
         assert len(pairs) == 10 and all(outcome.value == sign * float(sample.text) for sample, outcome in pairs)
 
 
-def test_stale_engine_is_refreshed_and_the_step_completes():
-    with running(FakeService(state="stale")) as service:
-        source, calls = make_source(service), []
+@pytest.mark.parametrize("version, state", [(0, "stale"), (3, "ready")])
+def test_engine_without_the_version_is_refreshed_and_the_step_completes(version, state):
+    calls = []
 
-        def refresh(engine_ids):
-            calls.append(engine_ids)
-            ServiceControl(service.url, "key").mark_ready("engine-0", 1, 4)
+    def publish(needed, engine_ids):
+        calls.append((needed, engine_ids))
+        service.control.mark_ready("engine-0", 1, 4)
 
-        groups = source.next(0, PROMPTS, 4, refresh)
-    assert len(groups) == 5 and calls == [["engine-0"]] and service.marked == [(1, 4)]
-
-
-def test_engine_of_another_version_is_refreshed():
-    with running(FakeService(version=3)) as service:
-        source = make_source(service)
-        source.next(0, PROMPTS, 4, lambda ids: ServiceControl(service.url, "key").mark_ready(ids[0], 1, 4))
-    assert service.marked == [(1, 4)]
+    with running(FakeService(state=state, version=version)) as service:
+        groups = make_source(service, publish=publish).next(0, PROMPTS, 4)
+    assert len(groups) == 5 and calls == [(4, ["engine-0"])] and service.marked == [(1, 4)]
 
 
 def test_deadline_names_what_is_missing():
@@ -210,14 +179,14 @@ def test_deadline_names_what_is_missing():
         with pytest.raises(
             LeaderError, match=r"train step 2.*1 of 5 groups did not come within 1 s.*step_timeout_s.*prompts \[0\]"
         ):
-            make_source(service, step_timeout_s=1.0).next(2, PROMPTS, 0, refresh=None)
+            make_source(service, step_timeout_s=1.0).next(2, PROMPTS, 0)
     assert time.monotonic() - started < 5
 
 
 def test_service_that_gave_up_ends_the_wait():
     with running(FakeService(state="dead", failed="engine-0 after 5 restart(s): no memory")) as service:
         with pytest.raises(LeaderError, match="failed: engine-0 after 5 restart"):
-            make_source(service, step_timeout_s=60.0).next(0, PROMPTS, 0, refresh=None)
+            make_source(service, step_timeout_s=60.0).next(0, PROMPTS, 0)
         with pytest.raises(ServiceFailed, match="no memory"):
             ServiceControl(service.url, "key").engines()
 
@@ -230,7 +199,7 @@ def test_unreachable_service_is_a_clear_error(tmp_path):
     with running(FakeService()) as service:
         source = make_source(service)
     with pytest.raises(LeaderError, match="no rollout service answers"):
-        source.next(0, PROMPTS, 0, refresh=None)
+        source.next(0, PROMPTS, 0)
 
 
 def test_requests_to_a_lost_host_are_sent_again():
@@ -245,7 +214,7 @@ def test_requests_to_a_lost_host_are_sent_again():
             service.lost_hosts = 1
 
         threading.Thread(target=lose_it, daemon=True).start()
-        groups = source.next(7, PROMPTS, 0, refresh=None)
+        groups = source.next(7, PROMPTS, 0)
     assert [g.group_id for g in groups] == list(range(5)) and len(service.requests) >= 13
     assert time.monotonic() - started < 50
 

@@ -1,42 +1,29 @@
 """Responses of several turns over real HTTP: what is sent, what is masked, what the mathematics makes of it."""
 
 import asyncio
-from concurrent.futures import Future
 
 import pytest
 import torch
 from fake_service import FakeService, running
+from sampling import MESH, Grader, experiment, source_of
 
+from examples.laptop.model import character_tokenizer
 from megagrpo.algo.advantage import with_advantages
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.schema import ExperimentConfig, ToolConfig
-from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.generation import Response, sample_seed
-from megagrpo.rollout.source import RolloutSource
+from megagrpo.config.schema import ToolConfig
+from megagrpo.mesh import LeaderError
+from megagrpo.rollout.calculator import calculator
+from megagrpo.rollout.generation import sample_seed
+from megagrpo.rollout.response import Response
 from megagrpo.rollout.tools import Tool, load_tool, make_tool, respond_with_tool
-from megagrpo.tiny.arithmetic import calculator
-from megagrpo.tiny.model import character_tokenizer
 from megagrpo.types import AlgoState, Outcome, Prompt, RolloutGroup, Sample
 
 TOKENIZER = character_tokenizer("0123456789+-*/=.()<># ")
 EOS = TOKENIZER.eos_token_id
 PROMPT = Prompt(30, "48/2+1=", tuple(TOKENIZER("48/2+1=")["input_ids"]), "25")
 CALCULATOR = {"function": "calculator", "call_end": ">"}
-MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
-
-
-class Grader:
-    def __init__(self):
-        self.texts: list[str] = []
-
-    def submit(self, prompt: Prompt, text: str) -> Future:
-        self.texts.append(text)
-        future: Future = Future()
-        future.set_result(Outcome("score", 1.0))
-        return future
 
 
 def ids(text: str, end: bool = False) -> list[int]:
@@ -53,18 +40,15 @@ def says(text: str, end: bool = False, reason: str = "stop") -> dict:
 
 def respond(*turns: dict, max_tokens: int = 32, **tool) -> tuple[Sample, list[dict], str]:
     """(the sample, the requests that were sent, the text that was graded)"""
-    config = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}, "train": {"group_size": 1}}
-    config |= {
-        "algorithm": {"advantage": {"name": "reinforce_plus_plus"}},
-        "rollout": {"request_timeout_s": 5.0, "step_timeout_s": 5.0},
-    }
-    config |= {"sampling": {"max_response_tokens": max_tokens, "stop_token_ids": [EOS], "tool": CALCULATOR | tool}}
-    config = ExperimentConfig.model_validate(config)
+    config = experiment(
+        train={"group_size": 1},
+        algorithm={"advantage": {"name": "reinforce_plus_plus"}},
+        sampling={"max_response_tokens": max_tokens, "stop_token_ids": [EOS], "tool": CALCULATOR | tool},
+    )
     with running(FakeService(version=3, script=list(turns))) as service:
-        grader, made = Grader(), make_tool(config.sampling.tool, TOKENIZER)
+        grader, made = Grader(lambda text: 1.0), make_tool(config.sampling.tool, TOKENIZER)
         decode = lambda tokens: TOKENIZER.decode(tokens, skip_special_tokens=True)  # noqa: E731
-        source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), grader, decode, tool=made)
-        [group] = source.next(7, [PROMPT], 3, refresh=None)
+        [group] = source_of(service.control, config, grader, decode, tool=made).next(7, [PROMPT], 3)
         assert not service.script, "turns that were never asked for"
         return group.samples[0], service.requests, grader.texts[0]
 

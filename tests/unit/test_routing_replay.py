@@ -10,29 +10,32 @@ import numpy as np
 import pytest
 import torch
 from fake_service import FakeService, running
-from test_rollout_client import PARAMS, PROMPTS, QUICK, Grader
-from test_rollout_tools import CALCULATOR, EOS, MESH, PROMPT, TOKENIZER, ids, says
+from sampling import MESH
+from sampling import source_of as make_source
+from test_rollout_client import PARAMS, PROMPTS, QUICK
+from test_rollout_tools import CALCULATOR, EOS, PROMPT, TOKENIZER, ids, says
 
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.actor.megatron.fields import Kernels, transformer_defaults
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.layout import layout_problems
 from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.load import ConfigError, load_config
-from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.planning.explain import explain
-from megagrpo.rollout.background import Turnstile
-from megagrpo.rollout.control import ServiceControl
-from megagrpo.rollout.generation import GenerationClient, GenerationFailed, Response
+from megagrpo.rollout.admission import Turnstile
+from megagrpo.rollout.generation import GenerationClient, GenerationFailed, SampleRequest
+from megagrpo.rollout.response import Response
 from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts, for_other_ranks
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import make_tool
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.tiny.description import hf_config
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -88,7 +91,9 @@ def test_wrong_experts_are_refused():
 def answered(script: list, experts_from: int) -> tuple[Response, list[dict], int]:
     async def run():
         async with GenerationClient(service.url, "key", QUICK, Turnstile(4), experts=MIXED) as client:
-            return await client.generate((5, 6, 7), PARAMS, 1234, 0, experts_from=experts_from), client.num_retries
+            return await client.generate(
+                SampleRequest((5, 6, 7), PARAMS, 1234, experts_from=experts_from)
+            ), client.num_retries
 
     with running(FakeService(script=script)) as service:
         response, retries = asyncio.run(run())
@@ -114,7 +119,7 @@ def test_a_response_that_failed_gets_experts_of_all_its_tokens_from_who_finishes
     async def run(service: FakeService) -> Response:
         streaming = replace(QUICK, streaming=True)
         async with GenerationClient(service.url, "key", streaming, Turnstile(4), experts=MIXED) as client:
-            return await client.generate((5, 6), PARAMS_WITHOUT_TEXTS, 1234, 0, experts_from=0)
+            return await client.generate(SampleRequest((5, 6), PARAMS_WITHOUT_TEXTS, 1234, experts_from=0))
 
     with running(FakeService(script=script)) as service:
         response = asyncio.run(run(service))
@@ -137,7 +142,7 @@ def source_of(model: Path, service: FakeService, **sections) -> RolloutSource:
     config = ExperimentConfig.model_validate(config | sections)
     tool = make_tool(config.sampling.tool, TOKENIZER) if config.sampling.tool else None
     decode = lambda tokens: "1"  # noqa: E731
-    return RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode, tool=tool)
+    return make_source(service.control, config, decode=decode, tool=tool)
 
 
 def test_every_turn_goes_on_where_the_experts_end(model: Path):
@@ -157,7 +162,7 @@ def test_every_turn_goes_on_where_the_experts_end(model: Path):
             "stop_token_ids": [EOS],
             "tool": CALCULATOR | {"function": "test_routing_replay:one"},
         }
-        [group] = source_of(model, service, sampling=sampling).next(7, [PROMPT], 3, refresh=None)
+        [group] = source_of(model, service, sampling=sampling).next(7, [PROMPT], 3)
     assert np.array_equal(group.samples[0].routed_experts, experts[:, 1:])
 
 
@@ -169,7 +174,7 @@ def one(text: str) -> str:
 def test_evaluation_and_greedy_baselines_ask_for_none(model: Path):
     with running(FakeService(version=3)) as service:
         source = source_of(model, service)
-        source.evaluate(PROMPTS[:1], 3, 1.0, 1, 4, refresh=None)
+        source.evaluate(PROMPTS[:1], 3, 1.0, 1, 4)
     assert service.requests and not any("return_routed_experts" in request for request in service.requests)
 
 
@@ -270,7 +275,7 @@ def test_who_replays_has_experts_no_fused_router_and_engines_that_tell():
 
 def test_check_says_what_experts_cost(model: Path):
     """Here of two layers with experts, of three."""
-    settings = [f"model.path={model}", "prepare=null", "sft=null"]
+    settings = [f"model.path={model}", "sft=null"]
     k = architecture_of(json.loads((model / "config.json").read_text())).experts_per_token
     text = explain(load_config(str(CONFIG), [*settings, REPLAY]))
     assert f"the actor takes the engine's experts: {2 * k} bytes a token of a replica, {16 * k} in an answer" in text

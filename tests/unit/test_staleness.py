@@ -1,70 +1,38 @@
 """Batches sampled ahead of the weights: the schedule of dispatch, the bound, and which weights sampled which token."""
 
 import threading
-import time
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import torch
 from fake_service import FakeService, running
+from sampling import MESH, source_of, take, until
+from sampling import experiment as short_experiment
 
-from megagrpo.algo.staleness import staleness_metrics
+from megagrpo.algo.correction import staleness_metrics
 from megagrpo.batching.batch import build_batch
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.data.prompts import PromptSet
-from megagrpo.mesh import make_mesh
-from megagrpo.monitor.metrics import Metrics
-from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.generation import sample_seed
-from megagrpo.rollout.selection import next_groups
-from megagrpo.rollout.source import RolloutSource
-from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
+from megagrpo.types import RolloutGroup, Sample, TrainState
 
 WANTED, GROUP_SIZE, STEPS = 2, 2, 6
-PROMPTS = PromptSet(tuple(Prompt(i, "", (1, 2), "") for i in range(20)), 0, False)
-MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
 
 
-class Grader:
-    def submit(self, prompt: Prompt, text: str) -> Future:
-        future: Future = Future()
-        future.set_result(Outcome("score", float(text)))
-        return future
-
-
-def experiment(staleness: int, **algorithm) -> ExperimentConfig:
+def experiment(staleness: int) -> ExperimentConfig:
     mismatch = {"weight": {"name": "tis"}} if staleness else {}
-    return ExperimentConfig.model_validate(
-        {
-            "name": "t",
-            "output_dir": "t",
-            "model": {"path": "m"},
-            "data": {"path": "d"},
-            "train": {"group_size": GROUP_SIZE, "num_prompts_per_step": WANTED, "num_steps": STEPS},
-            "rollout": {"max_staleness": staleness, "request_timeout_s": 20.0, "step_timeout_s": 20.0},
-            "algorithm": {"mismatch": mismatch, **algorithm},
-        }
-    )
+    return short_experiment(rollout={"max_staleness": staleness}, algorithm={"mismatch": mismatch})
 
 
-def steps_of(service: FakeService, config: ExperimentConfig, drained: bool = True) -> list[list[RolloutGroup]]:
+def steps_of(service: FakeService, config: ExperimentConfig) -> list[list[RolloutGroup]]:
     """The groups of every step of a loop whose publishes the service takes at once."""
-    decode = lambda ids: "".join(map(str, ids))  # noqa: E731
-    source, state = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode), TrainState()
-    found = []
+    source, state, steps = source_of(service.control, config), TrainState(), []
     for step in range(STEPS):
-        state.step = step
-        taken = next_groups(source, PROMPTS, state, config, MESH, None, Metrics(), STEPS - step)
-        state.data_cursor, state.surplus = taken.data_cursor, taken.surplus
-        source.forget_taken()
-        found.append(taken.groups)
-        if drained:
-            source.drain()
+        steps.append(take(source, config, state, STEPS - step).groups)
+        source.drain()
         service.version = step + 1
     source.close()
-    return found
+    return steps
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -77,7 +45,7 @@ def test_every_batch_is_trained_on_once_in_order_within_the_bound(staleness):
     for step, groups in enumerate(steps):
         versions = {sample.weight_version for group in groups for sample in group.samples}
         assert versions == {max(0, step - staleness)}, "drained: each batch by the weights at its dispatch"
-        assert [group.group_id for group in groups] == list(range(WANTED))
+        assert [group.group_id for group in groups] == [group.prompt.id for group in groups], "the index in the run"
 
 
 def test_seeds_hang_on_the_place_in_the_data_and_not_on_the_lag():
@@ -93,14 +61,9 @@ def test_seeds_hang_on_the_place_in_the_data_and_not_on_the_lag():
 def test_sampling_goes_on_while_the_trainer_trains():
     before = set(threading.enumerate())
     with running(FakeService()) as service:
-        config = experiment(1)
-        decode = lambda ids: "".join(map(str, ids))  # noqa: E731
-        source, state = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode), TrainState()
-        next_groups(source, PROMPTS, state, config, MESH, None, Metrics(), STEPS)
-        deadline = time.monotonic() + 10
-        while len(service.requests) < 2 * WANTED * GROUP_SIZE:
-            assert time.monotonic() < deadline, "the second batch is not sampled during the first one's training"
-            time.sleep(0.01)
+        source = source_of(service.control, experiment(1))
+        take(source, experiment(1), TrainState())
+        until(lambda: len(service.requests) == 2 * WANTED * GROUP_SIZE)  # the second batch, in the first one's training
         source.close()
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "rollout"]
 
@@ -142,70 +105,3 @@ def test_mismatch_is_measured_by_lag():
     by_lag = [found[f"mismatch/logprob_abs_mean_lag_{lag}"] for lag in range(3)]
     assert by_lag == pytest.approx([0.5, 1.0, 4.0])
     assert [found[f"lag/fraction_{lag}"] for lag in range(3)] == pytest.approx([1 / 3, 1 / 2, 1 / 6])
-
-
-@pytest.mark.parametrize("num_finished", [0, 1, WANTED])
-def test_what_was_sampled_ahead_is_not_sampled_again_after_a_restart(num_finished):
-    """Batch 1 is on its way when the run is killed; of its groups, `num_finished` had come."""
-    decode = lambda ids: "".join(map(str, ids))  # noqa: E731
-    config, state = experiment(1), TrainState()
-    late = [{}] * ((WANTED + num_finished) * GROUP_SIZE) + ["hang"] * ((WANTED - num_finished) * GROUP_SIZE)
-    with running(FakeService(script=late)) as service:
-        source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
-        taken = next_groups(source, PROMPTS, state, config, MESH, None, Metrics(), STEPS)
-        source.forget_taken()
-        deadline = time.monotonic() + 10
-        while len(source.finished()) < num_finished or len(service.requests) < 2 * WANTED * GROUP_SIZE:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        ahead = source.finished()
-        source.close()
-    assert len(taken.groups) == WANTED and [group.group_id for group in ahead] == [2, 3][:num_finished]
-    state = TrainState(step=1, data_cursor=taken.data_cursor)
-    with running(FakeService(version=1)) as service:
-        source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
-        source.hold(ahead)
-        again = next_groups(source, PROMPTS, state, config, MESH, None, Metrics(), 1)
-        source.close()
-        assert len(service.requests) == (WANTED - num_finished) * GROUP_SIZE
-    assert [(group.prompt.id, group.group_id) for group in again.groups] == [(2, 0), (3, 1)]
-    versions = [sample.weight_version for group in again.groups for sample in group.samples]
-    assert versions == [0] * (num_finished * GROUP_SIZE) + [1] * ((WANTED - num_finished) * GROUP_SIZE)
-
-
-def test_a_run_goes_on_with_another_batch_size_where_it_was():
-    """Prompts are counted, not batches: three of the earlier size are no whole number of today's."""
-    for staleness in (0, 1):
-        with running(FakeService(version=5)) as service:
-            decode = lambda ids: "".join(map(str, ids))  # noqa: E731
-            config, state = experiment(staleness), TrainState(step=5, data_cursor=3)
-            source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
-            prompts = []
-            for _ in range(2):
-                taken = next_groups(source, PROMPTS, state, config, MESH, None, Metrics(), 2)
-                state.data_cursor = taken.data_cursor
-                prompts += [group.prompt.id for group in taken.groups]
-            source.close()
-        assert prompts == [3, 4, 5, 6]
-
-
-def test_one_prompt_may_be_on_its_way_twice():
-    """A set of as many prompts as a batch has: the same prompt at the same place of two batches at once."""
-    few = PromptSet(PROMPTS.prompts[:WANTED], 0, False)
-    with running(FakeService()) as service:
-        decode = lambda ids: "".join(map(str, ids))  # noqa: E731
-        config, state = experiment(2), TrainState()
-        source = RolloutSource(config, MESH, ServiceControl(service.url, "key"), Grader(), decode)
-        taken = next_groups(source, few, state, config, MESH, None, Metrics(), STEPS)
-        source.forget_taken()
-        source.drain()
-        assert source.waiting() == "" and len(source.finished()) == 2 * WANTED
-        source.close()
-    assert [group.prompt.id for group in taken.groups] == [0, 1]
-
-
-def test_what_was_sampled_ahead_outlives_a_save_before_it_is_begun():
-    group = RolloutGroup(7, PROMPTS.prompts[7], (), ())
-    source = RolloutSource(experiment(1), MESH, ServiceControl("http://127.0.0.1:9", "key"), Grader(), str)
-    source.hold([group])
-    assert source.finished() == [group]

@@ -94,10 +94,10 @@ from megagrpo.actor.megatron.config import kernels_here, transformer_config
 from megagrpo.actor.megatron.model import build_chunks, chunk_parameters, load_hf
 from megagrpo.actor.dry_run import pretended_world
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.schema import TinyModelConfig
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.families.table import architecture_of
-from megagrpo.tiny.description import hf_config
-from megagrpo.tiny.model import random_tensors
+from megagrpo.certify.tiny_model import hf_config
+from megagrpo.certify.tiny_model import random_tensors
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.transports.reshard_plan import trainer_atoms

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from examples.laptop.model import make_tiny_model
+from examples.laptop.recipe import TinyModelConfig
 from megagrpo.check.loading import try_loading
 from megagrpo.check.problems import is_made, preflight
 from megagrpo.config.load import load_config
-from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
 from megagrpo.planning.explain import explain
 from megagrpo.system.environment import child_environment
-from megagrpo.tiny.model import make_tiny_model
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -75,21 +75,12 @@ def test_what_is_not_there_yet_is_not_tried(tmp_path, model):
     path = experiment(tmp_path, model)
     sft = "sft={model: " + str(model) + ", data: {path: " + str(tmp_path / "rows.jsonl") + "}}"
     config = load_config(path, [f"model.path={tmp_path / 'later'}", sft])
-    assert preflight(config) == [], "the warm-up writes model.path, with or without a prepare section"
+    assert preflight(config) == [], "the warm-up writes model.path"
     assert is_made(config, str(tmp_path / "later")) and not is_made(config, str(tmp_path / "other"))
     trial = try_loading(config)
     assert trial.problems == [] and trial.loaded[0] == f"the tokenizer of {model}"
     assert "not there yet: made by megagrpo sft" in explain(config, trial)
-    made = {"pretrained": {"path": str(tmp_path / "made")}, "dataset": {"kind": "arithmetic", "folder": str(tmp_path)}}
-    config = ExperimentConfig.model_validate(
-        {
-            "name": "x",
-            "output_dir": "x",
-            "prepare": made,
-            "model": {"path": str(tmp_path / "made")},
-            "data": {"path": str(tmp_path / "train.jsonl")},
-        }
-    )
+    config = load_config(path, [f"model.path={tmp_path / 'made'}", "sft={model: made, data: {path: rows.jsonl}}"])
     trial = try_loading(config)
     assert trial.problems == [] and trial.loaded == []
     assert "tokenizer and chat template" in trial.not_tried[0] and "made is not there yet" in trial.not_tried[0]

@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from megagrpo.rollout.background import Patience, Turnstile
-from megagrpo.rollout.lengths import ResponseLengths
+from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
 
 
 def test_requests_leave_in_order_while_the_caches_have_room():
@@ -41,11 +40,11 @@ def test_requests_leave_in_order_while_the_caches_have_room():
 
 def test_expected_lengths():
     lengths = ResponseLengths(100)
-    assert lengths.held() == 50 and lengths.expected(1) == 100, "all assumed to be as long as they may"
+    assert lengths.occupied() == 50 and lengths.expected(1) == 100, "all assumed to be as long as they may"
     for _ in range(40_000):
         lengths.add(1, 10)
         lengths.add(2, 30)
-    assert lengths.held() == pytest.approx((100 + 900) / 2 / (2 * 20), rel=1e-3)
+    assert lengths.occupied() == pytest.approx((100 + 900) / 2 / (2 * 20), rel=1e-3)
     assert (lengths.expected(1), lengths.expected(2)) == (10, 30) and lengths.expected(3) == pytest.approx(20, rel=1e-3)
 
 
@@ -54,11 +53,11 @@ def test_the_limit_of_a_step_counts_while_somebody_waits():
         patience = Patience(0.1)
         async with patience:
             await asyncio.sleep(0.3)
-            patience.begin()
-            patience.end()
+            patience.start()
+            patience.stop()
             await asyncio.sleep(0.3)
             with pytest.raises(asyncio.CancelledError):
-                patience.begin()
+                patience.start()
                 await asyncio.sleep(10)
             raise asyncio.CancelledError
 

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
+from examples.laptop.model import character_tokenizer
 from megagrpo.config.schema import RewardConfig, ToolConfig
 from megagrpo.rewards.graders import table as graders
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout import tools
-from megagrpo.rollout.generation import Response
+from megagrpo.rollout.response import Response
 from megagrpo.system import user_function
 from megagrpo.system.user_function import load_function
-from megagrpo.tiny.model import character_tokenizer
 from megagrpo.types import Prompt
 
 BUILT_IN = {"join": "os.path:join", "split": "os.path:split"}

@@ -136,8 +136,7 @@ def test_a_failure_while_sending_is_said_once_and_nothing_more_is_sent(tmp_path)
     assert said[0].startswith("log.wandb: sending step 1 failed") and "ConnectionError: the service is gone" in said[0]
 
 
-def test_check_wants_the_package_where_it_is_used(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_check_wants_the_package_where_it_is_used(monkeypatch, prepared):
     monkeypatch.setattr("megagrpo.check.problems.find_spec", lambda name: None)
     assert preflight(load_config(QUICKSTART)) == []
     assert preflight(load_config(QUICKSTART, [OFFLINE.replace("offline", "disabled")])) == []

@@ -18,9 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, running, write_checkpoint
 from test_weights_broadcast import ReceivingEnd
 
-from megagrpo.config.schema import ExperimentConfig, TinyModelConfig
+from examples.laptop.model import make_tiny_model
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.tiny.model import make_tiny_model
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import TRANSPORTS, Exchange

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from examples.laptop.model import character_tokenizer
+
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT = """\
 name: from_a_wheel
 output_dir: run
 preset: dapo
-prepare: {model: {path: model}, dataset: {kind: arithmetic, folder: data}}
 model: {path: model}
 data: {path: data/train.jsonl}
 """
@@ -55,6 +56,11 @@ def installed(tmp_path_factory) -> Path:
 @pytest.fixture
 def empty(tmp_path) -> Path:
     (tmp_path / "experiment.yaml").write_text(EXPERIMENT)
+    for name in ("model", "data"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / "configs" / "models" / "Qwen3-8B" / "config.json", tmp_path / "model")
+    character_tokenizer("12+=").save_pretrained(tmp_path / "model")
+    (tmp_path / "data" / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     return tmp_path
 
 

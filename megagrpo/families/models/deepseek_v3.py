@@ -22,7 +22,6 @@ from megagrpo.families.models.sigmoid_moe import (
     load_feed_forward,
     router_refusals,
     tiny_moe_options,
-    tiny_moe_problems,
     with_sigmoid_moe,
 )
 from megagrpo.families.models.sigmoid_moe import SIZE_KEYS as _MOE_SIZE_KEYS
@@ -160,13 +159,3 @@ def tiny_options(sizes: TinySizes) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         **tiny_moe_options(sizes, groups=sizes.family != "kimi_k2"),
     }
-
-
-def tiny_problems(sizes: TinySizes) -> list[str]:
-    """Returns what of these sizes the family cannot have."""
-    problems = tiny_moe_problems(sizes)
-    if sizes.head_dim % 4:
-        problems.append(f"head_dim {sizes.head_dim} is no multiple of 4: pairs of half as many dimensions turn")
-    if sizes.hidden_size % 4:
-        problems.append(f"hidden_size {sizes.hidden_size} is no multiple of 4: a quarter is the rank of queries")
-    return problems

@@ -22,7 +22,6 @@ from megagrpo.families.models.sigmoid_moe import (
     load_feed_forward,
     router_refusals,
     tiny_moe_options,
-    tiny_moe_problems,
     with_sigmoid_moe,
 )
 from megagrpo.families.models.sigmoid_moe import SIZE_KEYS as _MOE_SIZE_KEYS
@@ -80,11 +79,3 @@ def tiny_options(sizes: TinySizes) -> dict[str, Any]:
     """Returns what a tiny model's config.json has beside, or instead of, the common keys."""
     moe = tiny_moe_options(sizes, groups=False)
     return {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": _ROTARY_FRACTION, **moe}
-
-
-def tiny_problems(sizes: TinySizes) -> list[str]:
-    """Returns what of these sizes the family cannot have."""
-    problems = tiny_moe_problems(sizes)
-    if sizes.head_dim % 4:
-        problems.append(f"head_dim {sizes.head_dim} is no multiple of 4: pairs of its first half turn")
-    return problems

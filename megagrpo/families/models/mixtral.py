@@ -23,7 +23,7 @@ from megagrpo.families.tensors import (
     mlp_tensors,
     router_tensor,
 )
-from megagrpo.families.tiny import TinySizes, experts_suffice
+from megagrpo.families.tiny import TinySizes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 HF_CLASS = "MixtralForCausalLM"
 SIZE_KEYS = COMMON_SIZE_KEYS | {"num_local_experts", "num_experts_per_tok"}
-tiny_problems = experts_suffice
 _MOE = "block_sparse_moe."
 _NAMES = GatedNames(gate="w1", up="w3", down="w2")
 

@@ -15,13 +15,12 @@ from megagrpo.families.architecture import (
 )
 from megagrpo.families.loading import load_dense_layer
 from megagrpo.families.tensors import dense_layer_tensors
-from megagrpo.families.tiny import TinySizes, heads_fill_hidden
+from megagrpo.families.tiny import TinySizes
 
 HF_CLASS = "Qwen2ForCausalLM"
 SIZE_KEYS = COMMON_SIZE_KEYS
 load_layer = load_dense_layer
 layer_tensors = dense_layer_tensors
-tiny_problems = heads_fill_hidden
 
 
 def refusals(hf: Mapping[str, Any]) -> list[str]:

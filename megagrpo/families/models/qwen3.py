@@ -37,8 +37,3 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
 def tiny_options(sizes: TinySizes) -> dict[str, Any]:
     """Returns what a tiny model's config.json has beside the common keys."""
     return {}
-
-
-def tiny_problems(sizes: TinySizes) -> list[str]:
-    """Returns what of these sizes the family cannot have."""
-    return []

@@ -16,13 +16,12 @@ from megagrpo.families.architecture import (
 )
 from megagrpo.families.loading import load_moe_layer
 from megagrpo.families.tensors import moe_layer_tensors
-from megagrpo.families.tiny import TinySizes, experts_suffice
+from megagrpo.families.tiny import TinySizes
 
 HF_CLASS = "Qwen3MoeForCausalLM"
 SIZE_KEYS = COMMON_SIZE_KEYS | {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}
 load_layer = load_moe_layer
 layer_tensors = moe_layer_tensors
-tiny_problems = experts_suffice
 
 
 def refusals(hf: Mapping[str, Any]) -> list[str]:

@@ -129,9 +129,3 @@ def tiny_moe_options(sizes: TinySizes, groups: bool) -> dict[str, Any]:
         "routed_scaling_factor": 2.5,
         "num_nextn_predict_layers": 0,
     }
-
-
-def tiny_moe_problems(sizes: TinySizes) -> list[str]:
-    """Returns what of these sizes such a model cannot have."""
-    chosen, experts = sizes.experts_per_token, sizes.num_experts
-    return [] if 1 < chosen <= experts else [f"experts_per_token {chosen} must be 2 to num_experts {experts}"]

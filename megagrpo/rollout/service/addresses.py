@@ -1,4 +1,4 @@
-"""What of this machine `rollout.host` stands for: an address and its network interface."""
+"""Resolves `rollout.host` to an address of this machine and its network interface."""
 
 import socket
 

@@ -73,7 +73,7 @@ def _replace_device(device: Device) -> None:
         total_memory=device.memory_mib * 2**20,
         multi_processor_count=device.processors,
     )
-    answers: dict[str, Any] = {
+    answers: dict[str, object] = {
         "is_available": True,
         "device_count": device.gpus,
         "get_device_capability": device.capability,
@@ -89,7 +89,7 @@ def _replace_device(device: Device) -> None:
     common.get_nvgpu_memory_capacity = functools.partial(_answer, device.memory_mib)
 
 
-def _answer(value: Any, *_: Any, **__: Any) -> Any:
+def _answer(value: object, *_: object, **__: object) -> object:
     return value
 
 

@@ -19,6 +19,8 @@ _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
 _CPU_TOKENS = 20_000  # KV cache; SGLang would size it by memory that it shares with the trainer
 _MAX_CPU_THREADS = 4  # of a rank: a small model gets slower with more
 
+Settings = dict[str, Any]  # by field of SGLang's ServerArgs
+
 
 @dataclass(frozen=True)
 class ServerPlace:
@@ -61,10 +63,10 @@ def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
     return [sys.executable, "-m", "megagrpo.rollout.service.engine_process", *words]
 
 
-def engine_settings(config: ExperimentConfig, place: ServerPlace) -> dict[str, Any]:
+def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
     """Returns what one server process is given, by the names of ServerArgs' fields: ours, then `rollout.sglang`."""
     rollout = config.rollout
-    settings: dict[str, Any] = {
+    settings: Settings = {
         "model_path": config.model.path,
         "tokenizer_path": config.model.tokenizer or config.model.path,
         "host": place.bind_host,
@@ -100,8 +102,8 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> dict[str, A
     return settings | rollout.sglang
 
 
-def _on_cuda(rollout: RolloutConfig) -> dict[str, Any]:
-    settings: dict[str, Any] = {"mem_fraction_static": rollout.mem_fraction}
+def _on_cuda(rollout: RolloutConfig) -> Settings:
+    settings: Settings = {"mem_fraction_static": rollout.mem_fraction}
     if rollout.dtype == "bfloat16":
         # The head's product accumulates in float32 anyway; without this it is rounded to bfloat16, which the actor's is
         # not. In deterministic mode SGLang's batch-invariant product takes over for it, too.
@@ -114,7 +116,7 @@ def _on_cuda(rollout: RolloutConfig) -> dict[str, Any]:
     return settings
 
 
-def _on_cpu() -> dict[str, Any]:
+def _on_cpu() -> Settings:
     return {
         "max_total_tokens": _CPU_TOKENS,
         "sleep_on_idle": True,  # else the scheduler burns a core that the trainer needs

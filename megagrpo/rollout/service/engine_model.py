@@ -1,4 +1,4 @@
-"""Where engines find the model: its own folder, or for a quantised one a description of it in bfloat16.
+"""The folder from which engines load the model: its own, or a bfloat16 description of a quantised one.
 
 With its quantization_config SGLang would build FP8 layers, whose parameters no publish of bfloat16 weights fills.
 """

@@ -19,6 +19,8 @@ _OBJECT_STORE_BYTES = 80 * 2**20  # no batch passes through Ray: its least
 _PAUSE_S = 1.0  # between two attempts
 _GRACE_S = 1.0  # for what a failed attempt left
 
+Options = dict[str, Any]  # of ray.init
+
 
 class RayNotStarted(RuntimeError):
     """Raised when Ray could not be started or joined within rollout.start_timeout_s."""
@@ -31,7 +33,7 @@ def in_ray_cluster(rollout: RolloutConfig, address: str | None) -> Iterator[None
     address: "host:port" of a running cluster, None for a private one. Raises RayNotStarted.
     """
     with ExitStack() as stack:
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+        options: Options = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
         if address is None:
             # A short name: paths of Unix sockets end at 107 characters.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mgr-", ignore_cleanup_errors=True))
@@ -43,7 +45,7 @@ def in_ray_cluster(rollout: RolloutConfig, address: str | None) -> Iterator[None
         yield
 
 
-def _private_cluster(num_nodes: int, folder: str) -> dict[str, Any]:
+def _private_cluster(num_nodes: int, folder: str) -> Options:
     return {
         # "local": a Ray of our own, whatever else runs on this machine. It ends with this process, even by SIGKILL.
         "address": "local",
@@ -56,8 +58,8 @@ def _private_cluster(num_nodes: int, folder: str) -> dict[str, Any]:
     }
 
 
-def _connect(options: dict[str, Any], timeout_s: float) -> None:
-    """Tries to start or join Ray for as long as the next attempt would end within `timeout_s`. Raises RayNotStarted.
+def _connect(options: Options, timeout_s: float) -> None:
+    """Tries to start or join Ray while the next attempt would end within `timeout_s`. Raises RayNotStarted.
 
     Ray's own limit of 30 s for a start is fixed, and a busy machine may need longer.
     """

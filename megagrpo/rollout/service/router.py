@@ -3,9 +3,9 @@
 import asyncio
 import sys
 import time
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from subprocess import Popen
-from typing import Any
 
 import aiohttp
 
@@ -147,7 +147,9 @@ class Router:
                 answer.raise_for_status()
         return {url for url, worker in workers.items() if worker["is_healthy"]} & self._wanted
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    def _request(
+        self, method: str, path: str, body: dict[str, object] | None = None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
         return self._http.request(
             method, f"{self.url}{path}", json=body, headers=bearer(self._api_key), timeout=timeout

@@ -1,8 +1,8 @@
-"""Sleep of colocated engines: they give their memory to the trainers on the same GPUs, by SGLang's own endpoints.
+"""Sleep of colocated engines: they release their memory for the trainers on the same GPUs, by SGLang's endpoints.
 
-SGLang drops the contents of what it releases. Of the weights a publish brings all back; buffers it keeps itself; the KV
-cache is empty. It asserts that nothing runs, so an engine is paused before, and that what is resumed was released, so
-the service, which outlives trainers, remembers that for every engine.
+SGLang drops the contents of what it releases. A publish restores all weights; SGLang keeps the buffers; the KV cache
+is empty. SGLang asserts that nothing runs, so an engine is paused first, and that only released memory is resumed, so
+the service, which outlives trainers, records that for every engine.
 """
 
 import asyncio

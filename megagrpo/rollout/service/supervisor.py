@@ -24,6 +24,7 @@ from typing import Any
 
 import aiohttp
 import ray
+from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -79,12 +80,12 @@ class SupervisedEngine:
         self._config, self._cuda, self._router, self._api_key, self._log_dir = config, cuda, router, api_key, log_dir
         self._patience_s = config.rollout.patience_s(cuda)
         self._group: PlacementGroup | None = None
-        self._nodes: list[Any] = []  # Ray actors of type EngineNode
+        self._nodes: list[ActorHandle] = []  # of type EngineNode
         self._lost: asyncio.Future[None] | None = None  # done when a trainer has lost this incarnation
         self._life: asyncio.Task[None] | None = None
         self._memory = EngineMemory("", api_key, self._patience_s)  # of this incarnation
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Returns the fields of EngineInfo."""
         return asdict(
             EngineInfo(
@@ -129,7 +130,7 @@ class SupervisedEngine:
         await self._router.remove(self.url)
         await self._move_memory(self._memory.release(http), incarnation)
 
-    async def _move_memory(self, work: Coroutine[Any, Any, None], incarnation: int) -> None:
+    async def _move_memory(self, work: Coroutine[object, None, None], incarnation: int) -> None:
         try:
             await work
         except SleepFailed as exc:
@@ -323,7 +324,7 @@ class SupervisedEngine:
         # Ray starts a process for the first call; later ones are answered at once.
         return await asyncio.wait_for(asyncio.gather(*calls), self._config.rollout.start_timeout_s)
 
-    def _make_node(self, rank: int) -> Any:
+    def _make_node(self, rank: int) -> ActorHandle:
         rollout = self._config.rollout
         assert self._group is not None, "placed before"
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)

@@ -25,7 +25,7 @@ from megagrpo.weights.copies.record import Copy, Recording, Specs, coverage_prob
 from megagrpo.weights.copies.views import Box, row_major
 from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest, slice_digest
-from megagrpo.weights.engines.hooks import Recorder, Tap, tapped_modules
+from megagrpo.weights.engines.hooks import Recorder, Tap
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.wire.handover import take_batches
@@ -206,9 +206,8 @@ class EngineEnd:
         """Starts to record what taps see. missing: modules that this rank's model does not have."""
         if self._capture is not None:
             self._capture.remove()
-        tapped, missing = tapped_modules(self._model, [Tap(*tap) for tap in taps])
-        self._capture = Recorder(tapped)
-        return {"missing": missing}
+        self._capture = Recorder(dict(self._model.named_modules()), [Tap(*tap) for tap in taps])
+        return {"missing": self._capture.missing}
 
     def read(self, file: str) -> dict:
         """Ends the capture and writes it to a file: a list of tensors for each tap."""

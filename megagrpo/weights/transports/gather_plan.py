@@ -1,10 +1,10 @@
-"""Who contributes which slice of every HF tensor, and the collective that brings the slices together on rank 0.
+"""Gathers whole HF tensors on rank 0: a plan, and the collective that carries it out.
 
-Every element of every HF tensor is contributed by exactly one trainer rank, found by running the recorded copies
-backwards.
+Exactly one trainer rank contributes each element of every HF tensor, found by inverting the recorded copies.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -38,7 +38,7 @@ class GatherPlan:
 
 
 def published_specs(specs: Specs, dtype: torch.dtype, kept: Mapping[str, torch.dtype] | None = None) -> Specs:
-    """Returns the specs with the dtypes in which the tensors are published: `dtype`, or what `kept` says."""
+    """Returns the specs with published dtypes: that in `kept`, else `dtype`."""
     kept = kept or {}
     return {name: (shape, kept.get(name, dtype)) for name, (shape, _) in specs.items()}
 
@@ -47,9 +47,9 @@ def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[s
     """Cuts every HF tensor into disjoint slices, each with the one rank that contributes it. The same result on all
     ranks.
 
-    `everyone`: the copies of every rank, by rank. Replicated slices go to rank 0 if it holds them (`on_main`: nothing
-    to send then), else to the rank with the least work so far, the lowest on ties. Raises ValueError naming an HF
-    tensor of which no rank holds some elements.
+    `everyone`: copies by rank. A replicated slice goes to rank 0 if that holds it (only with `on_main`: rank 0 sends
+    nothing), else to the rank with the least work so far, the lowest on ties. Raises ValueError for an HF tensor with
+    elements that no rank holds.
     """
     load = [0] * len(everyone)
     shares: dict[str, list[tuple[int, Copy]]] = {}
@@ -67,8 +67,8 @@ def make_gather_plan(
 ) -> GatherPlan:
     """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order; a larger one has its own.
 
-    specs: with published dtypes; a bucket has one dtype, so those of another one come later. together: names of tensors
-    that no bucket's end may part. Raises ValueError when these have several dtypes.
+    specs: with published dtypes, of which a bucket has one. together: names of tensors that must share a bucket. Raises
+    ValueError if these have several dtypes.
     """
     shares = share_out(everyone, specs, on_main=True)
     buckets = []
@@ -83,7 +83,7 @@ def make_gather_plan(
 
 
 def _units(specs: Specs, together: Iterable[tuple[str, ...]]) -> dict[torch.dtype, list[list[str]]]:
-    """Returns by dtype what stays together, mostly single tensors, in the order in which the first of each comes."""
+    """Returns by dtype the groups of tensors that share a bucket, most of one tensor, in the order of their first."""
     unit_of, place = {name: [name] for name in specs}, {name: number for number, name in enumerate(specs)}
     for group in together:
         joined = list({id(unit_of[name]): unit_of[name] for name in group}.values())
@@ -121,17 +121,14 @@ def gather_to_main(
 ) -> None:
     """Collective. Runs `use` on rank 0, over the buckets that all ranks contribute to (see gather_buckets).
 
-    `use` takes them all, unless it fails. Then LeaderError is raised on every rank; `what` says in its message what was
-    being done.
+    If `use` fails, LeaderError is raised on every rank; `what` describes the work in its message.
     """
     buckets = gather_buckets(plan, parameters, mesh)
 
     def use_all() -> None:
-        try:
+        with ExitStack() as stack:
+            stack.callback(_exhaust, buckets)  # if `use` fails, the other ranks are still sending
             use(buckets)
-        except Exception:
-            _exhaust(buckets)  # the other ranks are still sending, and nobody may hang
-            raise
 
     if not mesh.is_main:
         _exhaust(buckets)
@@ -141,9 +138,9 @@ def gather_to_main(
 def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
     """Collective. Yields the whole HF tensors of one bucket after the other on rank 0, empty dicts on the others.
 
-    Tensors are contiguous, in the published dtype, on the mesh's device; those that lie so in rank 0's parameters are
-    these very elements and no copy. Every rank must iterate to the end. The slices of the next bucket travel while the
-    caller works on the present one: at most four buckets are held, two whole ones and the slices of two.
+    Tensors are contiguous, in the published dtype, on the mesh's device; they are views of rank 0's parameters if those
+    are such already. Every rank must iterate to the end. The slices of the next bucket travel while the caller works on
+    this one: memory has at most four buckets, two whole ones and the slices of two.
     """
     if mesh.rank != 0:
         yield from _contribute(plan, parameters, mesh)
@@ -173,7 +170,7 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
 
 
 def gather_traffic(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Traffic:
-    """Returns what this rank sends to rank 0, and holds, when the plan's buckets are gathered."""
+    """Returns what this rank sends to rank 0, and stages, when the plan's buckets are gathered."""
     held = [0]  # bytes, for each bucket; those of two at a time
     messages = wire_bytes = 0
     for bucket in plan.buckets:
@@ -214,7 +211,7 @@ def _contribute(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) 
 
 
 def _receive(plan: GatherPlan, number: int, mesh: Mesh) -> tuple[dict[int, Tensor], list[dist.Work]]:
-    """Returns by rank what will be filled, and what to wait for: one for each rank over gloo, one for all over NCCL."""
+    """Returns the tensors to be filled, by rank, and the works: one for each rank over gloo, one for all over NCCL."""
     if number == len(plan.buckets):
         return {}, []
     bucket = plan.buckets[number]
@@ -236,7 +233,7 @@ def _wait(work: dist.Work, who: str) -> None:
 
 
 def _is_whole(live: Tensor, name: str, plan: GatherPlan, device: torch.device) -> bool:
-    """Returns whether a slice of this rank's parameters is the whole HF tensor, as it is to be published."""
+    """Returns whether a slice of this rank's parameters is the whole HF tensor as published."""
     shape, dtype = plan.specs[name]
     return live.dtype == dtype and live.device == device and live.is_contiguous() and live.shape == shape
 

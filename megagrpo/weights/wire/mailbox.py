@@ -1,4 +1,4 @@
-"""Questions to engine ranks and their answers, across hosts: a TCPStore on trainer rank 0 that engine ranks connect to.
+"""Requests to engine ranks and their answers, across hosts: a TCPStore on trainer rank 0 that engine ranks connect to.
 
 SGLang's HTTP answers carry no data from a custom weight loader, and tensors shared through memory reach one host only.
 Messages are JSON, compressed; the store itself refuses a value above 32 MiB.
@@ -14,9 +14,11 @@ from urllib.parse import urlsplit
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
+from megagrpo.system.processes import route_address
+
 
 class Mailbox:
-    """Holds messages at trainer rank 0, which listens at `address` only. `timeout_s` bounds every wait in the store."""
+    """Stores messages at trainer rank 0, which listens at `address` only. `timeout_s` bounds every wait."""
 
     def __init__(self, address: str, timeout_s: float):
         self.address = address
@@ -25,9 +27,9 @@ class Mailbox:
 
     def new_key(self, what: str) -> str:
         """Returns a key for one message about `what`."""
-        return f"{what}/{uuid.uuid4().hex}"  # nobody can answer who was not asked
+        return f"{what}/{uuid.uuid4().hex}"  # secret: only its receiver can answer
 
-    def put(self, key: str, message: Any) -> None:
+    def put(self, key: str, message: object) -> None:
         """Stores a message, which stays until it is forgotten."""
         self.store.set(key, encode(message))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
 
@@ -44,7 +46,7 @@ class Mailbox:
 
 
 def listening_store(address: str, timeout_s: float) -> TCPStore:
-    """Opens a store that others reach at `address`; left to itself, torch would listen on every interface."""
+    """Opens a store that listens at `address` only; torch's default is every interface."""
     listener = socket.create_server((address, 0), backlog=1024)
     return TCPStore(
         address,
@@ -56,7 +58,7 @@ def listening_store(address: str, timeout_s: float) -> TCPStore:
     )
 
 
-def encode(message: Any) -> bytes:
+def encode(message: object) -> bytes:
     """Turns what JSON can express into bytes."""
     return zlib.compress(json.dumps(message).encode(), 1)
 
@@ -67,9 +69,6 @@ def decode(data: bytes) -> Any:
 
 
 def address_towards(url: str) -> str:
-    """Returns this host's address as seen from the host of `url`: that of the interface which leads there."""
+    """Returns this host's address as the host of `url` reaches it."""
     parts = urlsplit(url)
-    family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # a datagram socket: chooses a route, sends nothing
-        return probe.getsockname()[0]
+    return route_address(str(parts.hostname), parts.port or 80)

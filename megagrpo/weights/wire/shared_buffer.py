@@ -1,13 +1,13 @@
-"""Bytes that two processes of one machine both see: of a GPU through a CUDA IPC handle, of the host through a file.
+"""Memory that two processes of one machine share: of a GPU through a CUDA IPC handle, of the host through a file.
 
-The file has no name (memfd): when the last process that maps it ends, however, the kernel takes it back.
+The file has no name (memfd): the kernel frees it when the last process that maps it ends, in whatever way.
 """
 
 import base64
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,15 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megagrpo.system import environment
 
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_EXPANDABLE = "expandable_segments:True"
 _PROBLEM = "weights.transport ipc needs every engine rank on the machine of the trainer rank beside it"
 
 
 class SharedBuffer:
-    """Memory of this process that another may open. values: uint8 [num_bytes], on the device; handle: how it is opened.
-
-    handle is what JSON can express.
-    """
+    """Memory of this process that another can open by `handle`, a JSON object. values: uint8 [num_bytes]."""
 
     def __init__(self, num_bytes: int, device: torch.device):
         self.handle: dict[str, Any] = {"bytes": num_bytes, "machine": _machine()}
-        self._counter: tuple[bytes, int] | None = None  # torch's, of those who have the CUDA handle
+        self._counter: tuple[bytes, int] | None = None  # torch's reference counter of the CUDA handle
         self._file = -1
         if device.type == "cuda":
             self._pool = torch.cuda.MemPool()  # no cached block of other segments
@@ -47,15 +42,15 @@ class SharedBuffer:
             self.handle["host"] = [os.getpid(), self._file]
 
     def close(self, closed_there: bool) -> None:
-        """Gives the memory back. closed_there: whether the other process has closed its end; else it is gone."""
+        """Frees the memory. closed_there: whether the other process has closed its end; else it is gone."""
         del self.values
         if self._counter is not None:
-            if not closed_there:  # torch keeps the memory until everybody who was given the handle says that it is done
+            if not closed_there:  # torch keeps the memory until every holder of the handle releases it
                 with suppress(RuntimeError):
                     torch.UntypedStorage._release_ipc_counter_cuda(*self._counter)
             torch.cuda.ipc_collect()
             del self._pool
-            torch.cuda.empty_cache()  # the engine's cache wants the memory
+            torch.cuda.empty_cache()  # the engine's cache needs the memory
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -75,35 +70,28 @@ def open_shared(handle: dict[str, Any], device: torch.device) -> Iterator[Tensor
         values = rebuild_cuda_tensor(Tensor, *shape, storage, torch.uint8, *there)
     else:
         pid, number = handle["host"]
-        try:
-            file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR)
-        except OSError as exc:
-            raise ValueError(f"{_PROBLEM}: process {pid} of the trainers cannot be reached: {exc}") from exc
-        try:
-            values = torch.frombuffer(mmap.mmap(file, handle["bytes"]), dtype=torch.uint8)
-        finally:
-            os.close(file)
+        path = f"/proc/{pid}/fd/{number}"
+        if not os.access(path, os.R_OK | os.W_OK):
+            raise ValueError(f"{_PROBLEM}: process {pid} of the trainers cannot be reached: no access to {path}")
+        with open(path, "r+b", buffering=0) as file:
+            values = torch.frombuffer(mmap.mmap(file.fileno(), handle["bytes"]), dtype=torch.uint8)
     yield values
 
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Lets torch allocate by cudaMalloc inside. Expandable segments are shared by descriptors, which a process may take
-    from its children only (ptrace_scope 1).
+    """Makes torch allocate by cudaMalloc inside. Expandable segments are shared by descriptors, which a process may
+    take from its children only (ptrace_scope 1).
     """
-    settings = next((value for name in _ALLOCATOR if _EXPANDABLE in (value := environment.get(name, ""))), None)
-    if settings is None:
+    with ExitStack() as restore:
+        for name, plain in environment.without_expandable_segments().items():
+            restore.callback(torch.cuda.memory._set_allocator_settings, environment.get(name, ""))
+            torch.cuda.memory._set_allocator_settings(plain)
         yield
-        return
-    torch.cuda.memory._set_allocator_settings(settings.replace(_EXPANDABLE, "expandable_segments:False"))
-    try:
-        yield
-    finally:
-        torch.cuda.memory._set_allocator_settings(settings)
 
 
 def _machine() -> str:
-    """Returns what processes share that see each other's: this start of the machine, and the namespace of numbers."""
+    """Returns the boot id and the PID namespace: processes with equal ones can share memory."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 

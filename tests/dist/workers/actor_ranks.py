@@ -218,7 +218,7 @@ def difference(found: dict, expected: dict) -> float:
 def save(actor: MegatronActor, job: dict, root: str, reshardable: bool = True) -> Path:
     """Writes a checkpoint at once."""
     state = TrainState(step=job.get("step", 1), data_cursor=17)
-    return checkpoint.begin(
+    return checkpoint.start_save(
         Path(root), state, identity(job), Retention(2), lambda f: save_actor(actor, f, reshardable), actor.mesh
     ).finish()
 

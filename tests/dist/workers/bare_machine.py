@@ -1,6 +1,6 @@
-"""Runs bench/gpu.py as on a machine that has only what docs/gpu.md asks for. usage: bare_machine.py [its arguments]
+"""Runs bench/gpu.py with only the packages that docs/evidence/gpu.md lists. usage: bare_machine.py [its arguments]
 
-Whatever else is installed here is not found. Also imports tests/gpu, which must be collected there.
+Other installed packages are hidden. Also imports tests/gpu, which must be collected there.
 """
 
 import runpy

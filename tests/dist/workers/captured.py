@@ -12,7 +12,7 @@ LENGTHS = (13, 6, 22)
 def captured(rank: int, folder: Path, model: Path, cases: list[dict]) -> list[dict[str, Tensor]]:
     """Collective. Of each case everything that both passes over the points show, natural and "forced/..."; rank 0."""
     from megagrpo.actor.capture import captured_forward, head_logprobs
-    from megagrpo.bisect.engine_side import Sequenced
+    from megagrpo.bisect.engine import Sequenced
     from megagrpo.bisect.points import layer_points, residual_points
     from megagrpo.bisect.procedure import batch_of_sequences
     from megagrpo.bisect.sides import from_trainer

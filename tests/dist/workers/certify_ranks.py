@@ -1,4 +1,4 @@
-"""One rank of the certificate's tests: jobs.json holds cases and algorithms. usage: certify_ranks.py FOLDER"""
+"""One rank of the certificate's tests: jobs.json has cases, algorithms, faults. usage: certify_ranks.py FOLDER"""
 
 import json
 import os
@@ -11,15 +11,21 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 # isort: split
 
 from megagrpo.certify.cases import Case
-from megagrpo.certify.measure import measure
+from megagrpo.certify.measure import certify_ranks, measure
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ModelConfig
+from tests.dist.workers.certify_faults import planted
 
 
 def main(folder: Path) -> None:
     results = []
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+        if "command" in job:  # what `megagrpo certify` runs on each rank
+            with planted(job["fault"]):
+                certify_ranks(load_config(job["command"], []), DEVICE)
+            results.append({})
+            continue
         place = Path(job["folder"])
         changes = {
             "model": ModelConfig(path=str(place / "model")),
@@ -28,7 +34,8 @@ def main(folder: Path) -> None:
         config = load_config(job["config"], job.get("settings", [])).model_copy(update=changes)
         print("job", number, job, flush=True)
         store = folder / f"store{number}"
-        results.append(measure(config, Case(**job["case"]), folder=place, store=store, device=DEVICE))
+        with planted(job.get("fault")):
+            results.append(measure(config, Case(**job["case"]), folder=place, store=store, device=DEVICE))
     if os.environ["RANK"] == "0":
         (folder / "results.json").write_text(json.dumps(results))
 

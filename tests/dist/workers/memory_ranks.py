@@ -1,10 +1,11 @@
-"""One rank whose memory is measured: in a real world first, then alone in a pretended one. usage: FOLDER"""
+"""Measures the memory of a real rank: what stays, and what an update adds at its peak. usage: FOLDER"""
 
 import json
 import os
 import sys
 import warnings
-from dataclasses import asdict
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
@@ -12,47 +13,120 @@ from tests.dist.workers.host import DEVICE  # comes first: it prepares the host 
 # isort: split
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megagrpo.actor import step
-from megagrpo.actor.live_bytes import LiveBytes
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.actor.pretended_update import Work, measured_bytes, pretended_bytes
 from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, AlgorithmConfig
+from megagrpo.types import Batch, Rewards
 
 ALGORITHM = AlgorithmConfig.model_validate(
     {"advantage": {"name": "grpo"}, "loss": {"name": "ppo_clip"}, "aggregation": "token-mean"}
 )
 
 
-def real_bytes(config: ActorConfig, work: Work, model: str, store: Path) -> dict:
-    """What this rank's tensors hold, and what torch's allocator says of one more update."""
-    config = config.model_copy(update={"micro_batch_tokens": sum(work.lengths)})
-    with (
-        LiveBytes() as live,
-        joined(store, config=config, optimizer=config.optimizer, model_path=model, device=DEVICE) as actor,
-    ):
-        _draw(actor)
-        found = measured_bytes(actor, ALGORITHM, work, live)
-        return {**asdict(found), "allocator": _allocated(actor, work) if config.world_size == 1 else 0}
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operators return, until they are freed; tensors made before are not seen.
+
+    torch's own MemTracker (2.13) raises inside Megatron's schedule, recomputation and LoRA.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            return
+
+        def freed(_: object) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.peak = max(self.peak, self.now)
 
 
-def _draw(actor: MegatronActor) -> None:
+def batch_of(lengths: list[int], micro_batches: int) -> Batch:
+    """Samples that are cut into this many micro-batches; all tokens but the first are trained on."""
+    sizes = torch.tensor(lengths * micro_batches)
+    count, total = len(sizes), int(sizes.sum())
+    mask = torch.ones(total, dtype=torch.bool)
+    mask[sizes.cumsum(0) - sizes] = False
+    return Batch(
+        sample_ids=torch.arange(count),
+        group_ids=torch.arange(count),
+        num_groups=count,
+        tokens=torch.arange(total, dtype=torch.int32) * 37 % 131,  # different ones go to different experts
+        lengths=sizes,
+        prompt_lengths=torch.ones(count, dtype=torch.int64),
+        loss_mask=mask,
+        rollout_logprobs=torch.zeros(total),
+        rewards=Rewards(torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.bool)),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        advantages=torch.ones(total),
+        updates=((tuple(range(count)),),),
+    )
+
+
+def measure(actor: MegatronActor, lengths: list[int], allocator: bool) -> dict[str, int]:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for chunk in actor.chunks:
             for parameter in chunk.parameters():
                 parameter.normal_(0.0, 0.02, generator=generator)
     actor.weights_loaded()
+    batch = batch_of(lengths, 2)
 
-
-def _allocated(actor: MegatronActor, work: Work) -> int:
-    """The most bytes that torch's allocator gave and had not got back, since before an update."""
-    batch = work.batch(2)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    def update() -> None:
         step.update(actor, batch, ALGORITHM, 1.0, int(batch.lengths.max()))
+
+    update()  # makes the optimizer's state
+    parameters = storages(p for chunk in actor.chunks for p in chunk.parameters())
+    buffers = (b.grad_data for chunk in actor.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers))
+    with LiveBytes() as live:
+        update()
+    return {
+        "parameters": sum(parameters.values()),
+        "gradients": sum(storages(buffers).values()),
+        "optimiser": sum(size for key, size in storages(state_of(actor.optimizer)).items() if key not in parameters),
+        "added": live.peak,
+        "allocator": allocated(update) if allocator else live.peak,
+    }
+
+
+def storages(tensors: Iterator[Tensor]) -> dict[int, int]:
+    """Bytes by storage: shared memory counts once."""
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def state_of(optimizer) -> Iterator[Tensor]:
+    """The optimizer's state, and what it steps: the weights themselves, or its float32 copies of them."""
+    for part in optimizer.chained_optimizers if hasattr(optimizer, "chained_optimizers") else [optimizer]:
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+
+
+def allocated(update: Callable[[], None]) -> int:
+    """The most bytes that torch's allocator gave and had not got back, since before an update."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        update()
     now = peak = 0
     for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -66,12 +140,11 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     results = []
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        options = {"world_size": world, "deadline_s": 120.0, **job["actor"]}
-        config, work = ActorConfig.model_validate(options), Work(tuple(job["lengths"]))
-        real = real_bytes(config, work, job["model"], folder / f"store{number}")
-        assert not dist.is_initialized()
-        pretended = pretended_bytes(Path(job["model"]), config, ALGORITHM, work, rank, cuda=False)
-        results.append({"real": real, "pretended": asdict(pretended)})
+        options = {"world_size": world, "deadline_s": 120.0, "micro_batch_tokens": sum(job["lengths"]), **job["actor"]}
+        config = ActorConfig.model_validate(options)
+        store = folder / f"store{number}"
+        with joined(store, config=config, optimizer=config.optimizer, model_path=job["model"], device=DEVICE) as actor:
+            results.append(measure(actor, job["lengths"], allocator=world == 1))
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
     if rank == 0:
         (folder / "results.json").write_text(json.dumps(results))

@@ -75,7 +75,7 @@ def background_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> di
 
     def save(name: str, snapshot: bool) -> checkpoint.PendingSave:
         plan = partial(save_actor, actor, reshardable=job["reshardable"], snapshot=snapshot)
-        return checkpoint.begin(root / name, TrainState(step=1), ANY, Retention(2), plan, actor.mesh)
+        return checkpoint.start_save(root / name, TrainState(step=1), ANY, Retention(2), plan, actor.mesh)
 
     gradient(actor, batch, RICH)
     actor.optimizer_step()
@@ -101,12 +101,12 @@ def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
     """A save that one rank cannot write: every rank hears of it, and nothing of it gets into the next one."""
     root, message = Path(job["root"]), ""
     plan = partial(save_actor, actor, reshardable=True)
-    checkpoint.begin(root, TrainState(step=1), ANY, Retention(2), plan, actor.mesh).finish()
+    checkpoint.start_save(root, TrainState(step=1), ANY, Retention(2), plan, actor.mesh).finish()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if actor.mesh.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_FILE, limits[1]))
     in_background = partial(plan, snapshot=True)
-    pending = checkpoint.begin(root, TrainState(step=2), ANY, Retention(2), in_background, actor.mesh)
+    pending = checkpoint.start_save(root, TrainState(step=2), ANY, Retention(2), in_background, actor.mesh)
     try:
         pending.finish()
     except RuntimeError as exc:
@@ -117,7 +117,7 @@ def failure_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict:
     gradient(actor, batch_of(actor.mesh), RICH)
     actor.optimizer_step()  # a checkpoint has more parts from now on
     saved = {name: parameter.detach().clone() for name, parameter in actor.parameters().items()}
-    again = checkpoint.begin(root, TrainState(step=3), ANY, Retention(2), plan, actor.mesh).finish()
+    again = checkpoint.start_save(root, TrainState(step=3), ANY, Retention(2), plan, actor.mesh).finish()
     with torch.no_grad():
         for parameter in actor.parameters().values():
             parameter.zero_()

@@ -1,0 +1,228 @@
+"""Plants 20 faults in algo, batching, weights and actor, one at a time, and runs the tests that must find them.
+
+    python bench/plant.py [--only TEXT]
+
+Each fault replaces one line in a copy of the repository. A fault is found if a test that passes without it fails with
+it; a fault that cannot be imported, or whose tests cannot start, counts as not found. Exit status 1 unless all are.
+Writes bench/results/plant.{json,md}, not with --only.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 900
+HEADER = ("fault", "file", "found by", "seconds")
+LOSS, ADVANTAGE = ("unit/test_algo_loss.py",), ("unit/test_algo_advantage.py", "unit/test_algo_statistics.py")
+BATCH, DIGEST = ("unit/test_batch.py",), ("unit/test_weights_digest.py",)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A text that occurs once in a file of megagrpo/, its replacement, and the test files that must find it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+FAULTS = (
+    Fault("sign of the surrogate", "algo/policy_loss.py", "plain = -ratio * adv", "plain = ratio * adv", LOSS),
+    Fault(
+        "clip bounds swapped",
+        "algo/policy_loss.py",
+        "-ratio.clamp(1 - low, 1 + high)",
+        "-ratio.clamp(1 - high, 1 + low)",
+        LOSS,
+    ),
+    Fault(
+        "sequence ratio divided by all columns",
+        "algo/policy_loss.py",
+        "mask).sum(1) / mask.sum(1).clamp(min=1)",
+        "mask).mean(1)",
+        LOSS,
+    ),
+    Fault(
+        "token-mean divided by sequences",
+        "algo/loss.py",
+        "return rows.sum() / tokens",
+        "return rows.sum() / sequences",
+        LOSS,
+    ),
+    Fault("sign inside k3", "algo/kl.py", "torch.expm1(-x) + x", "torch.expm1(x) - x", LOSS),
+    Fault(
+        "correction from trainer to rollout reversed",
+        "algo/advantage.py",
+        "(batch.old_logprobs - batch.rollout_logprobs)",
+        "(batch.rollout_logprobs - batch.old_logprobs)",
+        ("unit/test_staleness.py", *ADVANTAGE),
+    ),
+    Fault("std off by one", "algo/statistics.py", "(count - std_ddof)", "(count - std_ddof + 1)", ADVANTAGE),
+    Fault(
+        "leave-one-out factor missing",
+        "algo/estimators.py",
+        "inputs.of_group(factor) * _centred",
+        "_centred",
+        ADVANTAGE,
+    ),
+    Fault(
+        "reward discounted before the last token",
+        "algo/estimators.py",
+        "torch.where(started, gamma * carry, carry)",
+        "gamma * carry",
+        ADVANTAGE,
+    ),
+    Fault(
+        "mean of another group",
+        "algo/estimators.py",
+        "per_group.index_select(0, self.group_ids)",
+        "per_group.roll(1).index_select(0, self.group_ids)",
+        ADVANTAGE,
+    ),
+    Fault("label of the same token", "batching/microbatch.py", "columns[flat] + 1)", "columns[flat])", BATCH),
+    Fault("label beyond the end", "batching/microbatch.py", "(columns + 1 < lengths", "(columns < lengths", BATCH),
+    Fault(
+        "zigzag part of a neighbour rank",
+        "batching/microbatch.py",
+        "2 * cp_size - 1 - cp_rank",
+        "cp_size + cp_rank",
+        BATCH,
+    ),
+    Fault(
+        "the same order in every pass and step",
+        "batching/updates.py",
+        "updates {seed} {step} {number}",
+        "updates {seed}",
+        ("dist/test_epochs.py",),
+    ),
+    Fault(
+        "even multipliers", "weights/digests/digest.py", "_shift(x, 31)).bitwise_or_(1)", "_shift(x, 31)) & -2", DIGEST
+    ),
+    Fault(
+        "digest ignores where a shard starts",
+        "weights/digests/digest.py",
+        "_signed((start + (dim",
+        "_signed(((dim",
+        DIGEST,
+    ),
+    Fault(
+        "digest of values instead of bits",
+        "weights/digests/digest.py",
+        "values.view(_INTEGERS[values.element_size()])",
+        "values.to(_INTEGERS[values.element_size()])",
+        DIGEST,
+    ),
+    Fault(
+        "element offset of a shard",
+        "weights/copies/concatenation.py",
+        "(low - edge, high - low)",
+        "(low - begin, high - low)",
+        ("unit/test_weights_record.py",),
+    ),
+    Fault(
+        "sign of the router's bias",
+        "actor/routing/bias.py",
+        "experts * self._counts).sign()",
+        "experts * self._counts).sign().neg()",
+        ("dist/test_router_bias.py",),
+    ),
+    Fault(
+        "scale of adapters missing",
+        "actor/layers/lora.py",
+        "torch.cat(added, -1) * self.scale",
+        "torch.cat(added, -1)",
+        ("dist/test_actor_lora.py",),
+    ),
+)
+
+
+def planted(fault: Fault, root: Path = ROOT) -> str:
+    """Returns the file's text with the fault. Raises ValueError unless its text occurs exactly once."""
+    text = (root / "megagrpo" / fault.file).read_text()
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.name}: {fault.old!r} occurs {text.count(fault.old)} times in megagrpo/{fault.file}")
+    return text.replace(fault.old, fault.new)
+
+
+def first_failure(copy: Path, tests: Iterable[str]) -> str | None:
+    """Runs test files in a copy; returns the first test that fails, None if all pass. AssertionError for other ends."""
+    files = [str(Path("tests") / test) for test in tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *files]
+    variables = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=copy, env=os.environ | variables, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    failed = re.search(r"^FAILED tests/(\S+)", done.stdout, re.M)
+    assert (done.returncode == 0) != (done.returncode == 1 and failed is not None), done.stdout[-2000:] + done.stderr
+    return failed[1] if failed else None
+
+
+def copy_of_repository(folder: Path) -> Path:
+    """Copies all files that git tracks or would track."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def measure(fault: Fault, copy: Path) -> dict:
+    """Returns the fault's row; `found_by` is None if no test failed."""
+    file, started = copy / "megagrpo" / fault.file, time.monotonic()
+    right = file.read_text()
+    file.write_text(planted(fault))
+    try:
+        found_by, problem = first_failure(copy, fault.tests), ""
+    except (AssertionError, subprocess.TimeoutExpired) as exc:
+        found_by, problem = None, str(exc)[-500:]
+    finally:
+        file.write_text(right)
+    row = asdict(fault) | {"found_by": found_by, "problem": problem, "seconds": time.monotonic() - started}
+    print(f"{fault.name}: {found_by or 'NOT FOUND ' + problem}", flush=True)
+    return row
+
+
+def main() -> int:
+    from common import provenance, write_results
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults with this in their name or file")
+    args = parser.parse_args()
+    faults = [fault for fault in FAULTS if args.only in f"{fault.name} {fault.file}"]
+    with tempfile.TemporaryDirectory(prefix="plant-") as folder:
+        copy = copy_of_repository(Path(folder))
+        failing = first_failure(copy, sorted({test for fault in faults for test in fault.tests}))
+        assert failing is None, f"{failing} fails without a fault"
+        rows = [measure(fault, copy) for fault in faults]
+    found = sum(row["found_by"] is not None for row in rows)
+    print(f"{found} of {len(rows)} found")
+    if not args.only:
+        lines = [
+            (
+                row["name"],
+                f"`{row['file']}`",
+                f"`{row['found_by']}`" if row["found_by"] else "NOT FOUND",
+                f"{row['seconds']:.0f}",
+            )
+            for row in rows
+        ]
+        write_results("plant", {**provenance(), "found": found, "rows": rows}, HEADER, lines)
+    return 0 if found == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

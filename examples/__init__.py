@@ -1,0 +1,1 @@
+"""Examples beside the package; the package imports none of them."""

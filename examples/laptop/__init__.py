@@ -1,0 +1,1 @@
+"""Small models and verifiable problems for the laptop experiments in configs/."""

@@ -1,0 +1,130 @@
+"""One running engine: samples responses, and records prefills of given tokens by hooks on its model."""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import torch
+from torch import Tensor
+
+from megagrpo.rollout.control import bearer
+from megagrpo.types import EngineInfo
+from megagrpo.weights.engines.client import EngineConnection
+from megagrpo.weights.engines.hooks import Tap
+from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.mailbox import Mailbox, address_towards
+
+_PASSES = Tap("passes", "model.embed_tokens", "out")  # has a row for each token
+
+
+class Sequenced(NamedTuple):
+    """A prompt and the response that the engine sampled at temperature 1."""
+
+    tokens: list[int]  # of both
+    prompt_length: int  # tokens
+    logprobs: list[float]  # of the response's tokens, from decoding
+    version: str  # of the weights, by the engine's own count
+
+
+class Prefilled(NamedTuple):
+    """The records of one capture."""
+
+    ranks: list[dict[str, list[Tensor]]]  # by engine rank: by tap, a tensor for each forward pass
+    logprobs: list[list[float]]  # by sequence: of its tokens from the second on
+    problems: list[str]
+
+
+class ProbedEngine:
+    """Connection to one incarnation of an engine with `tp` ranks, which has no other requests meanwhile.
+
+    folder: for its ranks' files, on a disk shared with this process. limit_s: seconds for each answer.
+    """
+
+    def __init__(self, info: EngineInfo, tp: int, api_key: str, folder: Path, limit_s: float):
+        mailbox = Mailbox(address_towards(info.url), limit_s)
+        self._engine = EngineConnection(info, tp, mailbox, api_key, limit_s)
+        self._folder, self._limit_s = folder, limit_s
+        self._http = httpx.Client(base_url=info.url, trust_env=False, headers=bearer(api_key), timeout=limit_s)
+
+    def sample(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Sequenced]:
+        """Returns the prompts with responses; one after the other, so that each is alone in its batch."""
+        found = []
+        for prompt in map(list, prompts):
+            out = self._generate(prompt, {"max_new_tokens": max_new_tokens, "temperature": 1.0})
+            logprobs = [entry[0] for entry in out["meta_info"]["output_token_logprobs"]]
+            version = str(out["meta_info"]["weight_version"])
+            found.append(Sequenced([*prompt, *out["output_ids"]], len(prompt), logprobs, version))
+        return found
+
+    def prefill(self, sequences: Sequence[Sequence[int]], taps: Sequence[Tap]) -> Prefilled:
+        """Computes whole sequences without the prefix cache; returns the records of the taps."""
+        whole = [list(tokens) for tokens in sequences]
+        answers = self._request("capture", [{"taps": [*taps, _PASSES]}] * self._engine.tp)
+        logprobs = []
+        for tokens in whole:
+            out = self._generate(tokens, {"max_new_tokens": 1, "temperature": 1.0}, logprob_start_len=0)
+            logprobs.append([entry[0] for entry in out["meta_info"]["input_token_logprobs"][1:]])
+        files = [self._folder / f"engine_rank{rank}.{secrets.token_hex(4)}.pt" for rank in range(self._engine.tp)]
+        problems = [f"the engine's model has no {module}" for answer in answers for module in answer["missing"]]
+        for answer in self._request("read", [{"file": str(file)} for file in files]):
+            problems += answer["problems"]
+        ranks = [only_prefills(torch.load(file), list(map(len, whole))) for file in files]
+        for file in files:
+            file.unlink()
+        return Prefilled(ranks, logprobs, list(dict.fromkeys(problems)))
+
+    def resume(self) -> None:
+        """Resumes generation, which a failed verification leaves paused."""
+        self._engine.deadline = Deadline(self._limit_s)
+        self._engine.post("/continue_generation")
+
+    def close(self) -> None:
+        """Closes the connections; the engine keeps running."""
+        self._http.close()
+        self._engine.close()
+
+    def _request(self, operation: str, requests: list[dict]) -> list[dict]:
+        self._engine.deadline = Deadline(self._limit_s)
+        self._engine.pause()
+        answers = self._engine.ask(operation, requests)
+        self._engine.post("/continue_generation")
+        return answers
+
+    def _generate(self, tokens: list[int], sampling: dict[str, float], **more: int) -> dict:
+        body = {
+            "input_ids": tokens,
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "extra_key": secrets.token_hex(8),  # a prefix of its own: the cache would leave one token to compute
+            **more,
+        }
+        answer = self._http.post("/generate", json=body)
+        if answer.status_code != 200:
+            raise RuntimeError(f"{self._engine} rejects a request: {answer.status_code} {answer.text[:1000]}")
+        return answer.json()
+
+
+def only_prefills(seen: dict[str, list[Tensor]], lengths: Sequence[int]) -> dict[str, list[Tensor]]:
+    """Returns the records without decode passes, of sequences of these lengths prefilled one by one.
+
+    An overlapping scheduler starts a decode step before a response of one token has ended. If the passes do not add up
+    to the lengths, or a module was not called once in each, its records stay complete.
+    """
+    sizes = [len(rows) for rows in seen[_PASSES.key]]
+    kept, at = [], 0
+    for length in lengths:
+        while length > 0 and at < len(sizes):
+            kept.append(at)
+            length, at = length - sizes[at], at + 1
+        if length:
+            kept = list(range(len(sizes)))
+            break
+        while at < len(sizes) and sizes[at] == 1:  # a sequence has at least two tokens
+            at += 1
+    return {
+        key: [calls[number] for number in kept] if len(calls) == len(sizes) else calls
+        for key, calls in seen.items()
+        if key != _PASSES.key
+    }

@@ -1,0 +1,285 @@
+"""A roofline of one step: an upper bound on speed, no forecast. Products at the GPU's peak, bytes at the links' rates.
+
+Phases follow one another and nothing inside a phase overlaps. `--measured RUN` divides each phase by the share of its
+own bound that a real run reached. docs/planning.md states the formulas.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from megagrpo.check.problems import longest_samples
+from megagrpo.config.load import load_config
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import architecture_of
+from megagrpo.monitor.record import read_metrics
+from megagrpo.planning.engine_memory import (
+    EngineSide,
+    Lengths,
+    assumed_lengths,
+    engine_side,
+    lengths_of_run,
+    server_of,
+    weight_elements,
+)
+from megagrpo.planning.hardware import EXPERT_IMBALANCE, Hardware, usable_bytes
+from megagrpo.planning.layer_costs import ITEM, ModelWork, model_work
+from megagrpo.planning.recordings import describe_model
+from megagrpo.planning.trainer_memory import Load, StageCost, TrainerSide, trainer_side
+from megagrpo.system.run_folder import RunFolder
+
+_OPTIMIZER_BYTES = 40.0  # read and written for each float32 weight of a shard: gradient, two moments, the weight
+PHASES = ("rollout", "logprobs", "update", "publish")  # logprobs: of the old policy and of the reference
+
+
+@dataclass(frozen=True)
+class Target:
+    """GPUs, model and lengths of a plan. efficiency: share of the bound that a run reached, by phase; else 1."""
+
+    arch: Architecture
+    work: ModelWork
+    hardware: Hardware
+    gpus_per_node: int
+    lengths: Lengths
+    efficiency: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of both sides and the seconds of a step. parts: of the bound, by phase and by what takes them."""
+
+    config: ExperimentConfig
+    target: Target
+    trainers: TrainerSide
+    engine: EngineSide
+    parts: Mapping[str, Mapping[str, float]]
+    problems: tuple[str, ...]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Returns the seconds of each of PHASES."""
+        efficiency = self.target.efficiency
+        return {phase: sum(parts.values()) / efficiency.get(phase, 1.0) for phase, parts in self.parts.items()}
+
+    @property
+    def synchronous(self) -> float:
+        """Returns the seconds of a step whose phases follow one another."""
+        return sum(self.seconds.values())
+
+    @property
+    def off_policy(self) -> float:
+        """Returns the seconds of a step while engines sample for the next one: the slower side, and the publish."""
+        at = self.seconds
+        return max(at["rollout"], at["logprobs"] + at["update"]) + at["publish"]
+
+    @property
+    def step(self) -> float:
+        """Returns the seconds of a step as the experiment runs it: off-policy if rollout.max_staleness says so."""
+        return self.off_policy if self.config.rollout.max_staleness else self.synchronous
+
+    @property
+    def limit(self) -> str:
+        """Returns the longest phase and the largest part of it."""
+        phase = max(PHASES, key=lambda name: self.seconds[name])
+        return f"{phase}: {max(self.parts[phase], key=lambda name: self.parts[phase][name])}"
+
+
+def make_target(arch: Architecture, hardware: Hardware, gpus_per_node: int, lengths: Lengths) -> Target:
+    """Counts the model once, for many plans of it."""
+    return Target(arch, model_work(arch), hardware, gpus_per_node, lengths)
+
+
+def plan_step(config: ExperimentConfig, target: Target) -> Plan:
+    """Returns memory and bound of one step. Raises ValueError if the layers cannot be cut into stages."""
+    trainers = trainer_side(
+        target.arch,
+        config.actor,
+        load_of(config, target),
+        reference=config.algorithm.uses_reference,
+        bucket_mb=config.weights.bucket_mb,
+        ranks_per_node=target.gpus_per_node,
+    )
+    longest = max(longest_samples(config).values())
+    engine = engine_side(target.work, server_of(config.rollout), target.lengths, longest, target.hardware)
+    forward, update = train_seconds(config, target, trainers.stages)
+    parts = {
+        "rollout": rollout_seconds(config, target, engine),
+        "logprobs": {"forward": forward * _extra_passes(config)},
+        "update": update,
+        "publish": publish_seconds(config, target, engine),
+    }
+    return Plan(config, target, trainers, engine, parts, (*_trainer_problems(target, trainers), *engine.problems))
+
+
+def load_of(config: ExperimentConfig, target: Target) -> Load:
+    """Returns the work of a trainer rank: full micro-batches of the longest samples."""
+    imbalance = EXPERT_IMBALANCE if target.arch.is_moe and config.actor.parallel.ep > 1 else 1.0
+    return Load(config.actor.micro_batch_tokens, longest_samples(config)["data"], imbalance)
+
+
+def _trainer_problems(target: Target, trainers: TrainerSide) -> list[str]:
+    phase, fullest = trainers.peak
+    room = usable_bytes(target.hardware)
+    if fullest.total <= room:
+        return []
+    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in fullest.parts.items())
+    return [
+        f"trainers do not fit: in {phase} rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB "
+        f"({parts}), and has {room / 1e9:.1f}"
+    ]
+
+
+def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide) -> dict[str, float]:
+    """Returns the seconds of the fullest engine by part; infinite for an engine that cannot hold one sample.
+
+    The engine decodes with all its slots full until its last wave, whose samples end one after the other. Each decode
+    step reads weights and cache once; "compute" is what the products take beyond that.
+    """
+    if engine.concurrent < 1:
+        return {"weights": math.inf}
+    train, lengths, work, server = config.train, target.lengths, target.work, engine.server
+    samples = math.ceil(train.num_prompts_per_step * train.group_size / config.rollout.num_engines)
+    slots = min(samples, engine.concurrent)
+    wave = lengths.spread(slots)
+    steps = np.concatenate([[(samples - slots) * lengths.mean / slots], np.diff(wave, prepend=0.0)])
+    running = np.concatenate([[slots], np.arange(slots, 0, -1)]).astype(np.float64)
+    held = np.concatenate([[lengths.running], lengths.prompt + wave - np.diff(wave, prepend=0.0) / 2])
+    memory, peak = target.hardware.memory_tb_s * 1e12, target.hardware.bf16_tflops * 1e12
+    experts = sum(layer.expert for layer in work.layers) / server.tp * ITEM
+    dense = weight_elements(work, server.tp, server.attention_tp) * ITEM - experts
+    dense -= work.embedding / server.tp * ITEM  # only few of its rows are read
+    weights = (dense + experts * (1.0 - (1.0 - work.share) ** running)) / memory
+    context = running * held * server.attention_tp / server.tp  # of one attention replica
+    cache = context * work.cache_bytes(server.attention_tp, server.cache_width) / memory
+    token = _token_flops(work) / server.tp
+    scores = context * work.decode_attention_flops * len(work.layers) / server.attention_tp
+    compute = np.maximum(0.0, (running * token + scores) / peak - weights - cache)
+    prompts = samples * lengths.prompt
+    pairs = prompts * lengths.prompt / 2 * work.attention_flops * len(work.layers) / server.tp
+    rates = target.hardware.rates
+    link = (rates.inside_gb_s if server.tp <= target.gpus_per_node else rates.between_gb_s) * 1e9
+    moved = 2 * len(work.layers) * 2 * (server.tp - 1) / server.tp * work.hidden * ITEM  # two all-reduces a layer
+    return {
+        "weights": float(steps @ weights),
+        "cache": float(steps @ cache),
+        "compute": float(steps @ compute),
+        "communication": (prompts + float(steps @ running)) * moved / link,
+        "prefill": (prompts * token + pairs) / peak,
+    }
+
+
+def _token_flops(work: ModelWork) -> float:
+    return sum(sum(work.forward_flops(layer)) for layer in work.layers) + 2.0 * work.head
+
+
+def train_seconds(
+    config: ExperimentConfig, target: Target, stages: tuple[StageCost, ...]
+) -> tuple[float, dict[str, float]]:
+    """Returns the seconds of a forward over all samples of a step, and those of its updates by part.
+
+    Samples are spread evenly over data-parallel ranks and fill as few micro-batches as their tokens allow.
+    """
+    actor, train, p, lengths = config.actor, config.train, config.actor.parallel, target.lengths
+    samples = train.num_prompts_per_step * train.group_size / train.num_updates_per_step
+    sizes = lengths.prompt + lengths.responses
+    tokens, pairs = samples / actor.dp * float(sizes.mean()), samples / actor.dp * float((sizes**2).mean()) / 2
+    count = max(1, math.ceil(tokens / actor.micro_batch_tokens))
+    times = [_stage_seconds(config, target, stage, tokens / count, pairs / count) for stage in stages]
+    backward = [1 + stage.recomputed for stage in stages]  # forwards that it is worth, beside its own products
+    whole = [sum(parts.values()) * (1 + more) + parts["compute"] for parts, more in zip(times, backward, strict=True)]
+    slowest = int(np.argmax(whole))
+    depth, updates = (p.pp - 1) / p.vpp, train.updates_of_step
+    again = 1 + backward[slowest]
+    parts = {name: seconds * again * count * updates for name, seconds in times[slowest].items() if seconds}
+    parts["compute"] += times[slowest]["compute"] * count * updates
+    parts["pipeline bubble"] = depth * updates * whole[slowest]
+    rest = [_after_backward(config, target, stage) for stage in stages]
+    parts |= {name: s * updates for name, s in max(rest, key=lambda found: sum(found.values())).items()}
+    forward = (count + depth) * max(sum(found.values()) for found in times) * train.num_updates_per_step
+    return forward, parts
+
+
+def _stage_seconds(
+    config: ExperimentConfig, target: Target, cost: StageCost, tokens: float, pairs: float
+) -> dict[str, float]:
+    """Returns the seconds of one stage's forward of one micro-batch, by part."""
+    scale, peak = tokens / cost.tokens, target.hardware.bf16_tflops * 1e12
+    compute = (cost.flops * scale + cost.pair_flops * pairs / config.actor.parallel.cp) / peak
+    sent = {
+        f"{group} communication": _link_seconds(config, target, group, num_bytes * scale)
+        for group, num_bytes in cost.sent.items()
+    }
+    return {"compute": compute, **sent}
+
+
+def _link_seconds(config: ExperimentConfig, target: Target, group: str, num_bytes: float) -> float:
+    actor, p, gpus = config.actor, config.actor.parallel, target.gpus_per_node
+    inside, between = (rate * 1e9 for rate in (target.hardware.rates.inside_gb_s, target.hardware.rates.between_gb_s))
+    if group == "ep":  # both links at once
+        near = min(1.0, max(0.0, gpus / p.etp - 1) / max(p.ep - 1, 1))
+        return max(num_bytes * near / inside, num_bytes * (1 - near) / between)
+    span = {"tp": p.tp, "cp": p.tp * p.cp, "pp": actor.world_size}[group]  # consecutive ranks with the group in them
+    return num_bytes / (inside if span <= gpus else between)
+
+
+def _after_backward(config: ExperimentConfig, target: Target, cost: StageCost) -> dict[str, float]:
+    """Returns the seconds of an update besides its passes: gradient sums, Adam, and the new weights to all."""
+    actor, p, rates = config.actor, config.actor.parallel, target.hardware.rates
+    stage = actor.world_size // p.pp
+    parts = {"gradients": 0.0, "optimizer": 0.0, "weights to all": 0.0}
+    for group, size, apart in (("dp", stage // p.tp, p.tp), ("edp", stage // (p.etp * p.ep), p.etp * p.ep)):
+        num_bytes, shared = cost.gradient_bytes[group], actor.optimizer.distributed
+        near = size * apart <= target.gpus_per_node
+        seconds = num_bytes * (size - 1) / size / ((rates.inside_gb_s if near else rates.between_gb_s) * 1e9)
+        parts["gradients"] += seconds * (1 if shared else 2)
+        parts["weights to all"] += seconds / 2 if shared else 0.0
+        moved = num_bytes / 4 / (size if shared else 1) * _OPTIMIZER_BYTES
+        parts["optimizer"] += moved / (target.hardware.memory_tb_s * 1e12)
+    return parts
+
+
+def publish_seconds(config: ExperimentConfig, target: Target, engine: EngineSide) -> dict[str, float]:
+    """Returns the seconds of the fullest link if every trainer rank sends equally much, whatever the transport."""
+    rollout, rates, world = config.rollout, target.hardware.rates, config.actor.world_size
+    ranks = rollout.tp * rollout.num_engines
+    near = rollout.colocate or world + ranks <= target.gpus_per_node
+    link = (rates.inside_gb_s if near else rates.between_gb_s) * 1e9
+    received, sent = engine.weights, engine.weights * ranks / world
+    return {"sending from the trainers" if sent > received else "receiving on an engine": max(sent, received) / link}
+
+
+def _extra_passes(config: ExperimentConfig) -> int:
+    old = config.train.updates_of_step > 1 or config.algorithm.needs_old_logprobs
+    return int(old) + int(config.algorithm.uses_reference)
+
+
+def measured_efficiency(folder: Path, hardware: Hardware, gpus_per_node: int) -> tuple[dict[str, float], Lengths]:
+    """Returns the share of its own bound that each phase of a run reached on these GPUs, and the run's lengths.
+
+    The first step, which warms up, does not count if there are others. A run that samples ahead has no seconds of its
+    rollout, only of what training waited. Raises ValueError for a folder without measured steps.
+    """
+    run = RunFolder(folder)
+    if not (run.config.exists() and run.metrics.exists()):
+        raise ValueError(f"--measured {folder}: no run folder, config.yaml or metrics.jsonl is missing")
+    config = load_config(run.config)
+    entries = [entry for entry in read_metrics(run) if entry.get("time/update_s")]
+    if not entries:
+        raise ValueError(f"--measured {folder}: {run.metrics} has no step with time/update_s")
+    entries = entries[1:] or entries
+    lengths = assumed_lengths(config, fmean(entry["response/length_mean"] for entry in entries))
+    if run.rollout_files():
+        lengths = lengths_of_run(folder, config)
+    plan = plan_step(config, make_target(architecture_of(describe_model(config)), hardware, gpus_per_node, lengths))
+    seconds = {name: fmean(entry.get(f"time/{name}_s") or 0.0 for entry in entries) for name in PHASES}
+    ahead = {"rollout"} if config.rollout.max_staleness else set()
+    return {
+        name: plan.seconds[name] / seconds[name]
+        for name in PHASES
+        if name not in ahead and seconds[name] > 0 and 0 < plan.seconds[name] < math.inf
+    }, lengths

@@ -1,0 +1,152 @@
+"""Admission of requests to the engines: in order, while their caches have room, within a time limit.
+
+Turnstile decides which request leaves next, ResponseLengths estimates how many tokens it will occupy, Patience bounds
+the time in which a batch must be complete.
+"""
+
+import asyncio
+import heapq
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+
+_REMEMBERED = 4096  # samples: older ones were sampled by another policy
+_ASSUMED = 8  # samples of the full length, as a prior
+
+
+class Turnstile:
+    """Admits requests in order while at most `limit` are in flight and these occupy at most `tokens`.
+
+    For one event loop. tokens: capacity of the engines' caches; None: unlimited.
+    """
+
+    def __init__(self, limit: int = 1, tokens: float | None = None) -> None:
+        self.limit, self.tokens = limit, tokens
+        self._in_flight, self._occupied = 0, 0.0
+        self._waiting: list[_Waiting] = []  # a heap
+        self._arrivals = itertools.count()
+
+    @asynccontextmanager
+    async def passing(
+        self, order: tuple[float, ...] = (), tokens: Callable[[], float] = lambda: 0.0
+    ) -> AsyncIterator[None]:
+        """Waits until the request is admitted; it is in flight until the block ends.
+
+        order: the smallest goes first, then the one that arrived first; all of one length. tokens: what the request
+        will occupy in a cache, evaluated when it may leave.
+        """
+        waiting = _Waiting((*order, next(self._arrivals)), tokens, asyncio.get_running_loop().create_future())
+        heapq.heappush(self._waiting, waiting)
+        self.admit()
+        try:
+            await waiting.admitted
+            yield
+        finally:
+            if waiting.admitted.done() and not waiting.admitted.cancelled():  # perhaps just before a cancellation
+                self._in_flight, self._occupied = self._in_flight - 1, self._occupied - waiting.admitted.result()
+            self.admit()
+
+    def admit(self) -> None:
+        """Admits the requests that fit; call it when `limit` or `tokens` has grown.
+
+        No request passes another for being small: large ones would starve. One by itself is always admitted.
+        """
+        while self._waiting and self._in_flight < self.limit:
+            first = self._waiting[0]
+            if not first.admitted.done():
+                tokens = first.tokens()
+                if self._in_flight and self.tokens is not None and self._occupied + tokens > self.tokens:
+                    return
+                self._in_flight, self._occupied = self._in_flight + 1, self._occupied + tokens
+                first.admitted.set_result(tokens)
+            heapq.heappop(self._waiting)
+
+
+@dataclass(order=True)
+class _Waiting:
+    """Holds a request that has not left."""
+
+    order: tuple[float, ...]
+    tokens: Callable[[], float] = field(compare=False)
+    admitted: "asyncio.Future[float]" = field(compare=False)  # the tokens that it occupies
+
+
+def tokens_in_cache(mean: float, mean_square: float) -> float:
+    """Returns E[L^2] / (2 E[L]), the mean response tokens of a running sample in an engine that is always busy.
+
+    At any moment long responses are the larger part, and half complete on average.
+    """
+    return mean_square / (2 * mean)
+
+
+class ResponseLengths:
+    """Estimates response lengths from the responses so far. For one event loop.
+
+    max_tokens: limit of a response, assumed for all before the first.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._sums = [float(_ASSUMED * max_tokens**power) for power in range(3)]  # of length^0, length^1, length^2
+        self._of_prompt: dict[int, tuple[int, int]] = {}  # by id: samples, and their tokens
+
+    def add(self, prompt_id: int, length: int) -> None:
+        """Adds a response to a prompt, in tokens."""
+        keep = 1 - 1 / _REMEMBERED
+        self._sums = [keep * total + length**power for power, total in enumerate(self._sums)]
+        count, total = self._of_prompt.get(prompt_id, (0, 0))
+        self._of_prompt[prompt_id] = count + 1, total + length
+
+    def occupied(self) -> float:
+        """Returns the mean response tokens of a running sample."""
+        return tokens_in_cache(max(self._sums[1], 1.0), self._sums[2])
+
+    def expected(self, prompt_id: int) -> float:
+        """Returns the mean response length in tokens: of this prompt in earlier epochs, else of all prompts."""
+        if earlier := self._of_prompt.get(prompt_id):
+            return earlier[1] / earlier[0]
+        return self._sums[1] / self._sums[0]
+
+
+class Patience:
+    """An async context manager that raises TimeoutError when its block takes too long while the trainers wait for it.
+
+    Samples for later steps have no deadline. `start` and `stop` may be called from any thread.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until: float | None = None  # of time.monotonic
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timeout: asyncio.Timeout | None = None
+
+    def start(self) -> None:
+        """Starts the clock: the trainers wait."""
+        self._set(time.monotonic() + self._seconds)
+
+    def stop(self) -> None:
+        """Stops the clock."""
+        self._set(None)
+
+    def _set(self, until: float | None) -> None:
+        self._until = until
+        if (loop := self._loop) is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._apply)
+
+    async def __aenter__(self) -> None:
+        self._loop, self._timeout = asyncio.get_running_loop(), asyncio.timeout(None)
+        await self._timeout.__aenter__()
+        self._apply()  # after the loop is known: `start` in the other thread sees one or the other
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._timeout is not None, "entered"
+        timeout, self._timeout = self._timeout, None
+        await timeout.__aexit__(kind, error, traceback)
+
+    def _apply(self) -> None:
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(self._until)  # the clock of event loops is time.monotonic

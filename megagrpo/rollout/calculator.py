@@ -1,0 +1,58 @@
+"""The built-in calculator tool: exact values of arithmetic expressions."""
+
+import ast
+import re
+from fractions import Fraction
+
+_MAX_PLACES = 12  # after the decimal point
+_LAST_CALL = re.compile(r"<([^<>]*)>$")
+
+
+def calculator(text: str) -> str | None:
+    """Returns the exact value of the expression between the last < and the > that ends `text`; None when there is none.
+
+    The built-in tool of that name (sampling.tool.function).
+    """
+    call = _LAST_CALL.search(text)
+    return exact_value(call.group(1)) if call else None
+
+
+def exact_value(expression: str) -> str | None:
+    """Returns the value of + - * / ( ) over decimal numbers as the shortest decimal text.
+
+    None if unreadable or not a finite decimal.
+    """
+    try:
+        value = _evaluate(ast.parse(expression, mode="eval").body, expression)
+    except (SyntaxError, ZeroDivisionError, ValueError):
+        return None
+    places = 0
+    while value.denominator > 1 and places <= _MAX_PLACES:  # a finite decimal becomes whole after enough tens
+        value, places = value * 10, places + 1
+    if value.denominator > 1:
+        return None
+    digits = f"{abs(value.numerator):0{places + 1}d}"
+    text = f"{digits[:-places]}.{digits[-places:]}" if places else digits
+    return f"-{text}" if value < 0 else text
+
+
+def _evaluate(node: ast.expr, source: str) -> Fraction:
+    match node:
+        case ast.BinOp(left, op, right):
+            a, b = _evaluate(left, source), _evaluate(right, source)
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return a / b
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_evaluate(operand, source)
+        case ast.Constant(int() | float()):
+            text = ast.get_source_segment(source, node)
+            assert text is not None, "parsed from this very source"
+            return Fraction(text)  # from the text: 0.1 is one tenth
+    raise ValueError(f"{ast.dump(node)} is not arithmetic")

@@ -1,0 +1,52 @@
+"""An asyncio loop in a background thread: requests run there while the main thread trains."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import TypeVar
+
+T = TypeVar("T")
+_CLOSE_S = 10.0  # how long cancelled work may take to end
+
+
+class BackgroundLoop:
+    """Runs coroutines in the event loop of a thread of this name, which starts with the first one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Coroutine[object, None, T]) -> "Future[T]":
+        """Starts the work; its future may be cancelled."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name=self._name)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self, *last: Callable[[], Awaitable[None]]) -> None:
+        """Cancels the work in progress, awaits each of `last` in the loop, and ends the thread. Idempotent."""
+        if self._loop is not None:
+            with ExitStack() as stack:
+                stack.callback(self._end_thread)
+                asyncio.run_coroutine_threadsafe(_cancel_others(last), self._loop).result(_CLOSE_S)
+
+    def _end_thread(self) -> None:
+        assert self._loop is not None and self._thread is not None, "started together"
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+        self._loop = self._thread = None
+
+
+async def _cancel_others(last: tuple[Callable[[], Awaitable[None]], ...]) -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    for close in last:
+        await close()

@@ -1,0 +1,187 @@
+"""Plants mistakes that public systems really made: a certificate that cannot fail proves nothing.
+
+Each fault is a context manager around one case of the certificate.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megagrpo.actor import step
+from megagrpo.actor.layers import specs as layer_specs
+from megagrpo.actor.megatron import model
+from megagrpo.actor.megatron.model import build_chunk
+from megagrpo.actor.megatron_actor import MegatronActor
+from megagrpo.actor.routing import tokens as routed_tokens
+from megagrpo.actor.routing.tokens import own_places
+from megagrpo.algo.loss import objective
+from megagrpo.batching import microbatch
+from megagrpo.batching.microbatch import plan_micro_batches, targets
+from megagrpo.certify import measure
+from megagrpo.families.loading import Shard
+from megagrpo.families.models import deepseek_v3
+
+
+def planted(fault: str | None) -> AbstractContextManager[None]:
+    """Actors that are built inside of the block have the fault."""
+    return FAULTS[fault]() if fault else nullcontext()
+
+
+@contextmanager
+def _replaced(module: ModuleType, **names: Callable) -> Iterator[None]:
+    """Replaces the functions that a module calls by these names."""
+    before = {name: getattr(module, name) for name in names}
+    try:
+        vars(module).update(names)
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def _after_loading(change: Callable[[MegatronActor], None]) -> AbstractContextManager[None]:
+    """Calls `change` with each actor that has loaded its weights."""
+    load = measure.load_initial_weights
+
+    def load_and_change(actor, path):
+        weights = load(actor, path)
+        change(actor)
+        return weights
+
+    return _replaced(measure, load_initial_weights=load_and_change)
+
+
+@contextmanager
+def _experts_not_reduced_over_tp() -> Iterator[None]:
+    """As Megatron's own default at EP 1: expert gradients are summed over data-parallel ranks only."""
+
+    def build_as_released(*args):
+        chunk = build_chunk(*args)
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = True
+        return chunk
+
+    with _replaced(model, build_chunk=build_as_released):
+        yield
+
+
+def _no_data_parallel_reduction() -> AbstractContextManager[None]:
+    """Each rank keeps the gradients of its own samples."""
+
+    def change(actor: MegatronActor) -> None:
+        for chunk in actor.model:
+            chunk.finish_grad_sync = lambda **_: None
+
+    return _after_loading(change)
+
+
+@contextmanager
+def _mean_of_micro_batch_means() -> Iterator[None]:
+    """Every micro-batch is divided by its own tokens; micro-batches and ranks are averaged."""
+    count = 1
+
+    def counting_plan(batch, rows, budget, packed, layout, mesh, *rest):
+        nonlocal count
+        micros = plan_micro_batches(batch, rows, budget, packed, layout, mesh, *rest)
+        count = len(micros) * mesh.dp_size
+        return micros
+
+    def local_objective(inputs, algorithm, denominators):
+        mask = inputs.loss_mask > 0
+        own = replace(denominators, num_tokens=int(mask.sum()), num_sequences=int(mask.any(1).sum()))
+        loss, sums = objective(inputs, algorithm, own)
+        return loss / count, sums
+
+    with _replaced(step, objective=local_objective, plan_micro_batches=counting_plan):
+        yield
+
+
+def _router_differs_between_ranks() -> AbstractContextManager[None]:
+    """Routers differ as after a random initialisation without a broadcast."""
+
+    def change(actor: MegatronActor) -> None:
+        if actor.mesh.rank > 0:
+            with torch.no_grad():
+                for name, parameter in actor.parameters().items():
+                    if name.endswith("router.weight"):
+                        noise = torch.Generator().manual_seed(actor.mesh.rank)
+                        parameter += parameter.std() * torch.randn(parameter.shape, generator=noise)
+
+    return _after_loading(change)
+
+
+@contextmanager
+def _label_of_local_neighbour() -> Iterator[None]:
+    """Labels shift within this rank's part of a sequence: wrong at the seams of context parallelism."""
+
+    def local_targets(rows, columns, *rest):
+        found = targets(rows, columns, *rest)
+        neighbour = (found.flat + 1).clamp(max=rows.numel() - 1)
+        same_row = rows.flatten()[neighbour] == found.rows
+        return replace(found, columns=torch.where(same_row, columns.flatten()[neighbour], found.columns))
+
+    with _replaced(microbatch, targets=local_targets):
+        yield
+
+
+class _CutDownProjections(Mapping[str, Tensor]):
+    """A checkpoint whose down projections of latent attention have only this rank's rows."""
+
+    def __init__(self, whole: Mapping[str, Tensor], shard: Shard):
+        self._whole, self._shard = whole, shard
+
+    def __getitem__(self, name: str) -> Tensor:
+        cut = name.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight"))
+        return self._shard.rows(self._whole[name]) if cut else self._whole[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+
+@contextmanager
+def _latent_projections_cut_over_tp() -> Iterator[None]:
+    """Latent attention's down projections are cut over ranks, as Megatron's local layers do.
+
+    The gradient of the rotary part of keys is then split where it has to be summed; the loss is right.
+    """
+    load = deepseek_v3.load_layer
+    megatrons = vars(model)["ColumnParallelLinear"]  # only actor/ imports Megatron
+
+    def load_cut(layer, arch, hf, place):
+        load(layer, arch, _CutDownProjections(hf, place.tensor), place)
+
+    with (
+        _replaced(layer_specs, WholeLinear=megatrons),
+        _replaced(deepseek_v3, load_layer=load_cut),
+    ):
+        yield
+
+
+@contextmanager
+def _experts_of_token_before() -> Iterator[None]:
+    """Each token replays the experts of the token before it: off by one."""
+
+    def places_before(micro):
+        rows, columns = own_places(micro)
+        return rows, torch.where(columns > 0, columns - 1, columns)
+
+    with _replaced(routed_tokens, own_places=places_before):
+        yield
+
+
+FAULTS = {
+    "experts-not-reduced-over-tp": _experts_not_reduced_over_tp,
+    "no-data-parallel-reduction": _no_data_parallel_reduction,
+    "mean-of-micro-batch-means": _mean_of_micro_batch_means,
+    "label-of-local-neighbour": _label_of_local_neighbour,
+    "router-differs-between-ranks": _router_differs_between_ranks,
+    "experts-of-token-before": _experts_of_token_before,
+    "latent-projections-cut-over-tp": _latent_projections_cut_over_tp,
+}

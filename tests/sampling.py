@@ -1,0 +1,94 @@
+"""Sampling against a service, fake or real: a grader, an experiment, a source of groups, and the steps of a loop."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.data.prompts import PromptSet
+from megagrpo.mesh import Mesh, make_mesh
+from megagrpo.monitor.metrics import Metrics
+from megagrpo.rollout.control import ServiceControl
+from megagrpo.rollout.sampler import Sampler
+from megagrpo.rollout.selection import GroupChoice, StepGroups
+from megagrpo.rollout.source import RolloutSource
+from megagrpo.rollout.tools import Tool
+from megagrpo.types import Outcome, Prompt, TrainState
+from megagrpo.weights.refresh import EngineRefresh
+
+MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
+
+
+class Grader:
+    """Scores a text at once; after its group, the negative of that."""
+
+    def __init__(self, score: Callable[[str], float] = lambda text: float(text or 0)):
+        self.texts, self._score = [], score
+
+    def submit(self, prompt: Prompt, text: str) -> Future:
+        self.texts.append(text)
+        return _done(Outcome("score", self._score(text)))
+
+    def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future:
+        return _done([Outcome("score", -outcome.value) for outcome in outcomes])
+
+
+def _done(value) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future
+
+
+def experiment(**sections) -> ExperimentConfig:
+    """Two prompts of two responses a step, short time limits; each section is added to these."""
+    base = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
+    base |= {"train": {"group_size": 2, "num_prompts_per_step": 2, "num_steps": 6}}
+    base |= {"rollout": {"request_timeout_s": 20.0, "step_timeout_s": 20.0}}
+    given = {name: {**base.get(name, {}), **section} for name, section in sections.items()}
+    return ExperimentConfig.model_validate(base | given)
+
+
+def prompt_set(number: int = 20) -> PromptSet:
+    return PromptSet(tuple(Prompt(i, "", (1, 100 + i), "") for i in range(number)), 0, False)
+
+
+def digits(token_ids) -> str:
+    """What the fake service's responses are worth."""
+    return "".join(map(str, token_ids))
+
+
+def source_of(
+    control: ServiceControl,
+    config: ExperimentConfig,
+    grader: object = None,
+    decode: Callable = digits,
+    *,
+    mesh: Mesh = MESH,
+    tool: Tool | None = None,
+    publish: Callable[[int, list[str]], object] | None = None,
+) -> RolloutSource:
+    """The source of a rank as run.py builds it. publish: to engines that came back; else they are called ready."""
+    refresh = EngineRefresh(mesh, publish or (lambda version, ids: control.mark_ready(ids[0], 1, version)))
+    sampler = Sampler(config, mesh.dp_size, control, grader or Grader(), decode, tool) if mesh.is_leader else None
+    return RolloutSource(config, mesh, control, sampler, refresh)
+
+
+def take(
+    source, config: ExperimentConfig, state: TrainState, steps_left: int = 6, of: PromptSet | None = None, metrics=None
+) -> StepGroups:
+    """The groups of a step, with the state after it."""
+    choice = GroupChoice(source, of or prompt_set(), config, MESH)
+    taken = choice.next_groups(state, metrics or Metrics(), steps_left)
+    state.data_cursor, state.surplus, state.deferred = taken.data_cursor, taken.surplus, taken.deferred
+    source.drop_consumed()
+    state.step += 1
+    return taken
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,28 @@
+"""Fixtures of the unit tests, which run in an empty folder: none of them sees runs/ of the checkout."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path_factory, monkeypatch) -> None:
+    """Relative paths, as in configs/, point into a folder without files."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch) -> Path:
+    """The current folder, with the start model's config.json and data files of configs/quickstart.yaml."""
+    from examples.laptop.recipe import TinyModelConfig
+    from megagrpo.certify.tiny_model import hf_config
+
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / "runs" / "quickstart"
+    for name in ("random", "data"):
+        (made / name).mkdir(parents=True)
+    (made / "random" / "config.json").write_text(json.dumps(hf_config(TinyModelConfig())))
+    for name in ("sft", "train", "eval"):
+        (made / "data" / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    return tmp_path

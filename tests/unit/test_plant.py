@@ -1,0 +1,26 @@
+"""bench/plant.py's faults still fit the source that they are planted in."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from bench.plant import FAULTS, Fault, planted
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_applies_and_its_tests_exist(fault: Fault):
+    ast.parse(planted(fault))
+    assert all((TESTS / test).is_file() for test in fault.tests)
+
+
+def test_twenty_faults_in_four_rooms():
+    assert len({fault.name for fault in FAULTS}) == 20
+    assert {fault.file.partition("/")[0] for fault in FAULTS} == {"algo", "batching", "weights", "actor"}
+
+
+def test_a_text_that_is_gone_is_refused():
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        planted(Fault("x", "algo/loss.py", "no such text", "", ()))
