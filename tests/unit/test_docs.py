@@ -16,7 +16,7 @@ from megagrpo.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-MAX_README_LINES, MAX_PAGE_LINES = 160, 280
+MAX_README_LINES, MAX_PAGE_LINES = 160, 250
 # Names in commands that stand for the reader's own; everything else that looks like a file must exist.
 EXAMPLES = {"CONFIG", "mine.yaml", "out/", "runs/mine", "runs/quickstart", "runs/quickstart/dumps/step_000012"}
 NODE_SCRIPTS = {"launch/rollout_node.sh": "serve", "launch/torchrun_node.sh": "train"}  # they hand their words on
