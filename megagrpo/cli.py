@@ -1,4 +1,4 @@
-"""Reads the command line, `megagrpo COMMAND ...`. Heavy imports stay inside the command that needs them."""
+"""The command line, `megagrpo COMMAND ...`. Heavy imports stay inside the commands that need them."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Held-out evaluation: its own prompts and seeds, greedy or k samples, apart from the order of training."""
+"""Held-out evaluation with its own prompts and seeds, greedy or k samples; independent of the order of training."""
 
 from collections.abc import Sequence
 from math import comb

@@ -1,4 +1,4 @@
-"""Holds all that the loop needs, built once from the configuration on every rank, in an order that fails early."""
+"""Everything the loop needs, built once from the configuration on every rank, in an order that fails early."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager

@@ -1,4 +1,4 @@
-"""The loop. Everything that it calls is built in run.py."""
+"""The loop. Everything it calls is built in run.py."""
 
 from megagrpo.actor.step import update, with_logprobs
 from megagrpo.algo.advantage import with_advantages

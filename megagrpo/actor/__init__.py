@@ -1,1 +1,1 @@
-"""Holds the learner, the only package that imports Megatron; host.prepare_host() comes before its other modules."""
+"""The learner. The only package that imports Megatron-Core; host.prepare_host() must run before its other modules."""

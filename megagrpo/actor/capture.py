@@ -1,4 +1,4 @@
-"""Shows the values inside the actor's live model for given samples, for `megagrpo bisect`: hooks in its own layout.
+"""Records values inside the actor's live model by forward hooks, for `megagrpo bisect`.
 
 Values come with rows and columns of the batch, which undoes packing, sequence and context parallelism.
 """

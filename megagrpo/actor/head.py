@@ -1,4 +1,4 @@
-"""Turns hidden states into values of the sampled tokens: log-probability, entropy, exact KL to the reference."""
+"""The head: log-probability, entropy and exact KL to the reference of sampled tokens, from hidden states."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol

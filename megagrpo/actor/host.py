@@ -1,4 +1,4 @@
-"""Chooses the device and patches what Megatron-Core misses there; tasks/ranks.py calls `prepare_host` before Megatron.
+"""Chooses the device and patches Megatron-Core's calls of torch.cuda on a CPU; runs before Megatron is imported.
 
 Megatron calls torch.cuda for devices, streams and RNG states without asking whether CUDA exists. On a CPU those calls
 have a natural meaning (the device is the CPU, streams are already in order, the RNG state is the CPU's), which is

@@ -1,4 +1,4 @@
-"""Holds the actor: one Megatron-Core model over all trainer ranks, with its optimiser and its reference."""
+"""The actor: one Megatron-Core model over all trainer ranks, with its optimizer and its reference."""
 
 import gc
 import math

@@ -1,4 +1,4 @@
-"""Builds Megatron's data-parallel wrappers and its optimiser, and takes an update's step."""
+"""Builds Megatron's data-parallel wrappers and optimizer, and runs one optimizer step."""
 
 from functools import partial
 

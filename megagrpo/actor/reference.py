@@ -1,4 +1,4 @@
-"""Keeps the reference model: this rank's initial weights in host memory, swapped in for a forward, or adapters off."""
+"""The reference model: initial weights in host memory, swapped in for a forward; under LoRA, adapters off."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager

@@ -1,4 +1,4 @@
-"""Saves and loads the actor's part of a checkpoint: model and optimiser by Megatron, and every rank's RNG states.
+"""Saves and loads the actor's part of a checkpoint: model and optimizer by Megatron, and each rank's RNG states.
 
 Two forms of the distributed optimiser's state, which every checkpoint names in its own metadata:
 

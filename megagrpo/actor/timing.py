@@ -1,4 +1,4 @@
-"""Measures where a rank's time goes in Megatron's schedule: computing, idle in the pipeline, waiting for the slowest.
+"""Measures a rank's seconds in Megatron's schedule: computing, pipeline idle time, waiting for the slowest rank.
 
 Megatron calls `config.timers(name)` around each forward and backward of a micro-batch. On a GPU the marks are CUDA
 events, read once a step after everything has run, so measuring waits for nothing.

@@ -1,4 +1,4 @@
-"""What an update alone needs, optimiser state and gradients: on the device, or out of the way on the host.
+"""State that only an update needs, optimizer state and gradients: on the device or offloaded to the host.
 
 Memory is taken from the storages and given back to them, so every view of them stays what it is: Megatron's buckets, a
 parameter's main_grad, and the pieces of which its optimiser consists.

@@ -1,4 +1,4 @@
-"""From rewards to advantages: the whole order of operations, for every estimator.
+"""From rewards to advantages: the order of all operations, for every estimator.
 
 reward steps (REWARD_STEPS: scale and shift, overlong shaping, normalisation, clip) -> token-level KL in the reward ->
 loss mask -> estimator -> whitening -> mask -> advantage clip. Statistics are exact and global over data-parallel ranks,

@@ -1,4 +1,4 @@
-"""Correcting for the engine and the trainer giving the same token different probabilities.
+"""Corrects for differences between the engine's and the trainer's probabilities of the same token.
 
 The ratio is old / rollout: the trainer's probability before the update over the engine's when it sampled.
 TIS: https://fengyao.notion.site/off-policy-rl; IcePop: https://ringtech.notion.site/icepop.

@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: which of the groups generated so far are trained on. arXiv 2503.14476, section 3.2."""
+"""DAPO's dynamic sampling: selects the sampled groups to train on. arXiv 2503.14476, section 3.2."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy from hidden states and output weight, without ever holding [tokens, vocabulary].
+"""Log-probabilities and entropy from hidden states and output weight, without materialising [tokens, vocabulary].
 
 Logits are made in tiles of at most chunk_tokens x TILE_COLUMNS, used and forgotten, once in the forward and once more
 in the backward. A running softmax joins the tiles, and the same rule joins the vocabulary shards of tensor-parallel

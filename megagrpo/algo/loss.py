@@ -1,4 +1,4 @@
-"""The policy objective of one micro-batch: its share of the loss of the whole optimiser update.
+"""The policy objective of one micro-batch: its share of the loss of the whole optimizer update.
 
 Rows are the sequences of a micro-batch, columns are token positions. Every sum is divided by a denominator of the WHOLE
 update, counted over all ranks before the micro-batch loop, so shares simply add up over micro-batches and ranks.

@@ -1,4 +1,4 @@
-"""Reward steps, one function each: from the grader's rewards to those that the advantage sees.
+"""Reward steps, one function each: from the grader's rewards to those of the advantage.
 
 To add a step: its Section in config/objective/reward_shaping.py, its function here and its row in REWARD_STEPS.
 """

@@ -1,4 +1,4 @@
-"""Losses of a router's logits, of which each rank computes the part of its own tokens: parts add up to the whole.
+"""Losses of router logits; each rank computes the part of its own tokens, and the parts sum to the whole.
 
 balance: of sequences, DeepSeek-V3's (arXiv 2412.19437, equations 17 to 20). For a sequence of T tokens, E experts and
 K a token: sum_i f_i P_i, with f_i = E / (K T) times the tokens whose K largest scores have expert i (a constant to the

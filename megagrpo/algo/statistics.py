@@ -1,4 +1,4 @@
-"""Sums, means and standard deviations that are the same bits for every data-parallel size, rank order and placement.
+"""Sums, means and standard deviations with the same bits for every data-parallel size, rank order and placement.
 
 Floating-point sums depend on their order, so every sum here is made of integers. A value is written relative to the
 largest magnitude of its group as three 30-bit limbs; limbs are summed and all-reduced as int64, which is exact in any

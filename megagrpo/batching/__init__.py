@@ -1,1 +1,1 @@
-"""From groups to what one forward pass sees: samples balanced over ranks, a Batch, its micro-batches."""
+"""From groups to forward passes: samples balanced over ranks, a Batch, its micro-batches."""

@@ -1,5 +1,4 @@
-"""Load balance: which sample goes to which rank and which micro-batch. Pure functions of lengths, the same on every
-rank.
+"""Load balance of samples over ranks and micro-batches. Pure functions of lengths, identical on every rank.
 
 Invariants (asserted, tested): every sample is in exactly one micro-batch of one rank; no micro-batch of several samples
 is above the token budget; every rank runs the same number of micro-batches, largest first; the plan depends on the

@@ -1,4 +1,4 @@
-"""Micro-batches: samples of a Batch laid out for one forward pass, and which of its positions are trained on.
+"""Micro-batches: samples of a Batch laid out for one forward pass, with their loss masks.
 
 All is planned on the host, where the Batch is, and goes to the device without waiting: in the forward and backward of a
 micro-batch no size and no index depends on what a device has yet to compute.

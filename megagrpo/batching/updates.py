@@ -1,4 +1,4 @@
-"""Which groups each optimiser update of a step trains on. A function of numbers alone: the same on every rank."""
+"""The groups of each optimizer update of a step. A pure function of numbers, identical on every rank."""
 
 import random
 from collections.abc import Sequence

@@ -1,1 +1,1 @@
-"""Gives evidence that no layout changes the mathematics of an experiment: `megagrpo certify`."""
+"""Evidence that no layout changes the mathematics of an experiment: `megagrpo certify`."""

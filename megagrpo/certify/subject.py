@@ -1,4 +1,4 @@
-"""Makes what the certificate measures on: a tiny model of the experiment's family, and made-up samples."""
+"""The subject of a certificate: a tiny model of the experiment's family, and synthetic samples."""
 
 import json
 import math

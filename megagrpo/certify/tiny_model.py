@@ -1,4 +1,4 @@
-"""A tiny model of any family: its config.json and random tensors, by the names that released checkpoints have."""
+"""A tiny model of any family: its config.json and random tensors, named as in released checkpoints."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Answers before a run: problems of the experiment, of its model and data, and of this machine."""
+"""Checks before a run: problems of the experiment, of its model and data, and of this machine."""

@@ -1,4 +1,4 @@
-"""Reports what this machine and this environment have, what is missing or clashes, and the remedy: `megagrpo doctor`.
+"""Reports versions, missing or conflicting packages, and remedies: `megagrpo doctor`.
 
 Versions are read from package metadata; nothing heavy is imported, so a broken installation can still be diagnosed: on
 a machine with GPUs another process asks torch about them. What is wanted is stated once, in pyproject.toml.

@@ -1,4 +1,4 @@
-"""Loads what every trainer loads before it needs another process, so that `megagrpo check` fails where they would.
+"""Test-loads tokenizer and data as every trainer does, so that `megagrpo check` reports the same errors.
 
 It imports transformers, and with it torch: some seconds. problems.py, which runs before every start, does not.
 """

@@ -1,4 +1,4 @@
-"""Finds everything that can be known to fail before anything starts. Loads no torch."""
+"""Finds every problem of an experiment that is known before a start. Loads no torch."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Groups in one binary file: the values of tokens as arrays, everything else as JSON."""
+"""Groups in one binary file: token values as arrays, everything else as JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints: atomic folders, checked before use, bounded in number, written while training goes on.
+"""Saves and loads checkpoints: atomic, verified, bounded in number, written in the background.
 
     run/checkpoints/step_000010/   written as step_000010.partial, renamed when every rank has finished
         actor/         Megatron dist_checkpointing

@@ -1,4 +1,4 @@
-"""The `actor` section: how the learner is cut over ranks, what it computes in, and its optimizer."""
+"""The `actor` section: layout, kernels, dtype and optimizer of the learner."""
 
 from typing import Any, Literal, Self, get_args
 

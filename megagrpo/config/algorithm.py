@@ -1,4 +1,4 @@
-"""The `algorithm` section. What is particular to an estimator, a loss or a reward step is said by its own variant."""
+"""The `algorithm` section. Options of an estimator, a loss or a reward step are fields of its own variant."""
 
 from typing import Literal, Self
 

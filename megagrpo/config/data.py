@@ -1,4 +1,4 @@
-"""The sections that say what goes in: `model`, `data`, `eval`."""
+"""The sections of the inputs: `model`, `data`, `eval`."""
 
 from typing import Self
 

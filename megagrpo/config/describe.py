@@ -1,4 +1,4 @@
-"""Writes the reference of every configuration key, from the schema.
+"""Generates the reference of every configuration key from the schema.
 
 python -m megagrpo.config.describe > docs/reference/configuration.md
 """

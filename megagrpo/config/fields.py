@@ -1,4 +1,4 @@
-"""Walks the schema: which sections, variants and choices a field's annotation allows."""
+"""Walks the schema: the sections, variants and choices that a field's annotation allows."""
 
 from collections.abc import Iterable
 from types import UnionType

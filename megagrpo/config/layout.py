@@ -1,4 +1,4 @@
-"""Says where each rank stands, and whether a model can be cut so; `megagrpo check` and the actor ask here."""
+"""Coordinates of each rank, and whether a model can be sharded by a layout."""
 
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.families.architecture import Architecture

@@ -1,4 +1,4 @@
-"""The `reward` section: what counts as right. The options of graders that have many are sections of their own here."""
+"""The `reward` section. Graders with many options have their own section here."""
 
 import re
 from collections.abc import Sequence

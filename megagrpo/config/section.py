@@ -1,4 +1,4 @@
-"""The base of every configuration section, and the number types that sections share."""
+"""The base class of every configuration section, and shared number types."""
 
 from typing import Annotated, Literal
 

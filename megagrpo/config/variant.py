@@ -1,4 +1,4 @@
-"""What every choice with a `name` in the algorithm section says about itself, and the number types of that section."""
+"""The base of every choice with a `name` in the `algorithm` section, and its number types."""
 
 from typing import Annotated, ClassVar, Literal
 

@@ -1,1 +1,1 @@
-"""Describes the model families, one module each, listed in table.py; imports neither torch nor Megatron."""
+"""Model families, one module each in models/, listed in table.py; imports neither torch nor Megatron."""

@@ -1,4 +1,4 @@
-"""Reads what config.json has in common for all families, and refuses what would be silently wrong."""
+"""Reads the parts of config.json common to all families; rejects values that would be silently wrong."""
 
 from __future__ import annotations
 

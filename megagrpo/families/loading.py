@@ -1,4 +1,4 @@
-"""Loads HF tensors into Megatron's modules by slices and copies alone, which weights/copies/record.py can trace."""
+"""Loads Hugging Face tensors into Megatron's modules by slices and copies only, which the recorder can trace."""
 
 from __future__ import annotations
 

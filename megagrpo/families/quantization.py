@@ -1,4 +1,4 @@
-"""Reads from config.json how a checkpoint is quantised: in FP8 by blocks, which is read as bfloat16, or refused."""
+"""The quantisation of a checkpoint by its config.json: FP8 in blocks, which is read as bfloat16, or rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists the model families, and answers what their users ask of a model.
+"""The table of model families, and lookups in it.
 
 To add a family: one module here with the names of `Family`, and its row in FAMILIES. The actor, `megagrpo check` and
 the certificate then support it.

@@ -1,4 +1,4 @@
-"""Lists the tensors of an HF checkpoint: names, shapes and kinds, in the order in which a random model draws them."""
+"""The tensors of a Hugging Face checkpoint: names, shapes and kinds, in the order of random initialisation."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Says what an experiment will need and do on its cluster, from the model's config.json alone: `megagrpo plan`."""
+"""What an experiment needs on its cluster, from the model's config.json only: `megagrpo plan`."""

@@ -1,4 +1,4 @@
-"""Describes what a configuration amounts to, for `megagrpo check`. Starts nothing and loads no torch."""
+"""The text of `megagrpo check`: layout, batch sizes, memory and formula of an experiment."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Both sides of an exchange, recorded without weights: what every trainer rank holds, what every engine rank needs."""
+"""Copy lists of trainer ranks and engine ranks, recorded without weights."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Lists what is handed over to Megatron's configuration classes and SGLang's, and what differs from their defaults."""
+"""Lists the settings passed to Megatron and SGLang, and their differences from the defaults."""
 
 import textwrap
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""Sampling: the Ray-supervised SGLang service, the HTTP client, and the source that hands groups to the loop."""
+"""Sampling: the Ray-supervised SGLang service, its HTTP client, and the source of the loop's groups."""

@@ -1,4 +1,4 @@
-"""The client of a rollout service's control endpoint, for trainers and people, and how they find it."""
+"""Client of the rollout service's control endpoint, for trainers and the command line."""
 
 import json
 import time

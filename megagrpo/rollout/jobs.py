@@ -1,4 +1,4 @@
-"""What is sampled: jobs, the prompts of a batch with the ids of their groups, and batches in flight."""
+"""Sampling jobs: the prompts of a batch with the ids of their groups, and batches in flight."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The choice of the groups that a step trains on, and the metrics of them that need no tensors.
+"""Selects the groups that a step trains on, and measures them.
 
 Without dynamic sampling they are the groups of the next prompts. With it (DAPO, arXiv 2503.14476, section 3.2) they are
 the next groups whose rewards differ. Complete groups beyond the batch are the surplus: they come first in the next

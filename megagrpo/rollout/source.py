@@ -1,4 +1,4 @@
-"""The source of the loop's groups: each data-parallel leader samples and grades its replica's share of the prompts.
+"""The source of the loop's groups: each data-parallel leader samples and grades its replica's prompts.
 
 While leaders wait for samples, all ranks repeatedly meet in a small all-reduce: an engine that died and came back needs
 the current weights, publishing is collective, so every rank must take part before sampling can continue.

@@ -1,4 +1,4 @@
-"""Tools that a model calls in the middle of a response, so that the response has several turns.
+"""Tools that a model calls inside a response; the response then has several turns.
 
 The model's tokens alternate with the tool's, which have loss mask 0 and log-probability 0. Token ids are kept as
 sampled or inserted: every turn continues exactly the ids of the turns before it. A tool that raises ends the run.

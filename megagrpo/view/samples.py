@@ -1,4 +1,4 @@
-"""Selects samples for the page: those of a whole run are too many for a browser."""
+"""Selects the samples shown on the page: a whole run has too many for a browser."""
 
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.monitor.step_lines import read_step_lines

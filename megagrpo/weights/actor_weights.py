@@ -1,4 +1,4 @@
-"""The actor's weights as the rest of the program sees them: HF folder in, recorded copies, HF folder out."""
+"""The actor's weights: loaded from a Hugging Face folder, recorded as copy lists, exported."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext

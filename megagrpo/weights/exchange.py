@@ -1,4 +1,4 @@
-"""The exchange puts the actor's weights into every engine, and proves it before anybody samples from them.
+"""The exchange: sends the actor's weights to every engine and verifies them before any sample.
 
 For every engine, always in this order: pause -> begin -> transfer -> end -> verify digests of the live parameters ->
 set version -> continue -> mark ready. Only rank 0 talks to engines, in one thread each; what fails there is raised on

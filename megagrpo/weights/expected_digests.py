@@ -1,4 +1,4 @@
-"""What the engines' slices must contain, as digests of the trainers' live weights."""
+"""Digests that the engines' slices must have, computed from the trainers' live weights."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,4 +1,4 @@
-"""HF checkpoint folders, read lazily and written atomically: one file or shards with an index, always safetensors.
+"""Hugging Face checkpoint folders, read lazily and written atomically: safetensors, sharded with an index or not.
 
 An FP8 tensor X has block scales in `X_scale_inv`; it is read as the bfloat16 tensor of the products.
 """

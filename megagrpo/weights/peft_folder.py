@@ -1,4 +1,4 @@
-"""Writes adapters as PEFT's own folder: adapter_config.json and adapter_model.safetensors."""
+"""Writes adapters as a PEFT folder: adapter_config.json and adapter_model.safetensors."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The engines that lost the weights which samples need, because they restarted, get them again."""
+"""Publishes again to engines that restarted and lost their weights."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""Computes causal attention for padded, packed and context-parallel batches, in the place of Megatron's.
+"""Core attention for padded, packed and context-parallel batches, instead of Megatron's.
 
 Megatron's own local attention refuses packed sequences and context parallelism; Transformer Engine's does not exist
 on a CPU. This one is torch's scaled_dot_product_attention on a CPU and torch's variable-length kernel on a GPU. Under

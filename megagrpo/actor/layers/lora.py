@@ -1,4 +1,4 @@
-"""Adds low-rank adapters to Megatron's linear layers: y = W x + alpha / rank * B (A x), of which only A and B learn.
+"""Low-rank adapters on Megatron's linear layers: y = W x + alpha / rank * B (A x); only A and B are trained.
 
 Every Hugging Face projection has an A and a B of its own, as in PEFT, also where Megatron fuses projections into one
 layer. Dense layers: the half that the layer cuts over tensor-parallel ranks is cut alike (B's rows of a column-parallel

@@ -1,4 +1,4 @@
-"""Applies rotary embeddings where Transformer Engine's kernel does not: with float32 angles, without asking the device.
+"""Rotary embeddings without Transformer Engine's kernel: float32 angles, no device synchronisation.
 
 Megatron's own rounds cosines and sines to bfloat16, which no engine does, and splits packed rows by lengths that it
 reads back from the GPU, for queries and keys of every layer.

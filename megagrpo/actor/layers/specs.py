@@ -1,4 +1,4 @@
-"""Says of which modules Megatron builds the layers: torch's or Transformer Engine's, and which layers have experts."""
+"""Layer specs for Megatron: torch's or Transformer Engine's modules, dense or with experts."""
 
 from dataclasses import replace
 

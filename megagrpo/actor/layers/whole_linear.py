@@ -1,4 +1,4 @@
-"""A linear layer that every tensor-parallel rank holds whole: latent attention's down projections.
+"""A linear layer replicated on all tensor-parallel ranks: latent attention's down projections.
 
 Megatron's local layers cut them by columns and gather the outputs; the gradient of the rotary part of keys, which all
 heads share, is then split over the ranks where it has to be summed, silently. Imports no Megatron.

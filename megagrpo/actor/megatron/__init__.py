@@ -1,1 +1,1 @@
-"""The settings and the model that Megatron-Core is given."""
+"""Megatron-Core's configuration objects and model, built from an experiment."""

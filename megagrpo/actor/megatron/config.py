@@ -1,4 +1,4 @@
-"""Builds Megatron's three configuration objects from the values of fields.py, and checks that packages are here."""
+"""Builds Megatron's three configuration objects from the values of fields.py, and checks required packages."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Says what an experiment hands over to Megatron's three configuration classes, as plain values. Loads no torch.
+"""Values of Megatron's three configuration classes for an experiment, as plain data. Loads no torch.
 
 A dtype is written by its name, an activation by torch's, an enumeration by its member; actor/megatron/config.py turns
 them into objects. Later ones win: what the model and the layout ask for, what is right on CUDA, what the user set.

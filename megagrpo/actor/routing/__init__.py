@@ -1,1 +1,1 @@
-"""What routers of experts do besides routing: replay, auxiliary losses, bias."""
+"""Additions to the routers of experts: replay, auxiliary losses, bias updates."""

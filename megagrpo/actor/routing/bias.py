@@ -1,4 +1,4 @@
-"""Moves the routers' biases against the load of their experts: DeepSeek-V3's balance without an auxiliary loss.
+"""Updates the routers' biases against the load of their experts: DeepSeek-V3's balance without an auxiliary loss.
 
 arXiv 2412.19437, section 2.1.2: after an update b_i += u sign(mean - c_i), where c_i counts the tokens of the update
 that chose expert i. Counts are of all ranks and of real tokens only, so they do not depend on the layout.

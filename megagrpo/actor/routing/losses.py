@@ -1,4 +1,4 @@
-"""Adds auxiliary losses to the routers, divided by counts of the whole update; algo/router_losses.py.
+"""Auxiliary losses of the routers, divided by counts of the whole update; mathematics in algo/router_losses.py.
 
 Megatron's own are means over the tokens of a micro-batch on one rank, padding included, and so depend on how samples
 were cut: they stay off. Losses are added as Megatron adds its own: an autograd function returns the routing weights and

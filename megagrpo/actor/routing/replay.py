@@ -1,4 +1,4 @@
-"""Routing replay, R3 and R2: routers take experts of an earlier forward, or their choices are recorded.
+"""Routing replay, R3 and R2: routers use the experts of an earlier forward, or record their own choice.
 
 A router of Megatron calls an object for its top-k (`router_replay` of TopKRouter) with the scores to choose by. Ours
 looks a token's experts up by its sample and column, so it works with packing and every parallel layout. Weights of

@@ -1,4 +1,4 @@
-"""Tokens that a router of this rank sees: `RouterScope` tells its users which micro-batch a router is called for.
+"""The tokens that a router of this rank receives; `RouterScope` is the scope of the current micro-batch.
 
 Users: RouterBias, RouterLosses, RoutingReplay, ExpertLoad and bisect's captures. It is the only place that matches
 recomputed forwards with their micro-batches.

@@ -1,1 +1,1 @@
-"""Which settings of Megatron-Core and SGLang an experiment may set."""
+"""The settings of Megatron-Core and SGLang that an experiment may set."""

@@ -1,1 +1,1 @@
-"""The parts of the algorithm section."""
+"""Parts of the `algorithm` section."""

@@ -1,4 +1,4 @@
-"""Advantage estimators: the fields of each, its formula, what it needs and what it refuses.
+"""Advantage estimators: fields, formula, requirements and exclusions of each.
 
 To add one: write its variant here and name it in AdvantageConfig, then write its function and its row in ESTIMATORS of
 algo/estimators.py. A variant without a row fails when that module is imported.

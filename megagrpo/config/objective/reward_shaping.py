@@ -1,4 +1,4 @@
-"""Reward steps: what happens to the grader's reward before the advantage; the fields of each step and what it touches.
+"""Reward steps between the grader and the advantage: the fields of each.
 
 To add one: write its Section here and name it among the bases of RewardShapingConfig, then write its function and its
 row in REWARD_STEPS of algo/reward_shaping.py, whose order is the order of operations. A step without a row fails when

@@ -1,4 +1,4 @@
-"""Describes DeepSeek-V3, R1, Kimi-K2 and Moonlight: multi-head latent attention, and experts as sigmoid_moe.py says."""
+"""DeepSeek-V3, R1, Kimi-K2 and Moonlight: multi-head latent attention, experts as in sigmoid_moe.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes GLM-4.5, its Air, and GLM-4.6: grouped-query attention whose heads turn in part, DeepSeek-V3's experts."""
+"""GLM-4.5, Air and GLM-4.6: grouped-query attention with partial rotary embedding, DeepSeek-V3's experts."""
 
 from __future__ import annotations
 

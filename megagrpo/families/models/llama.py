@@ -1,4 +1,4 @@
-"""Describes Llama 2 and 3: grouped-query attention, a gated MLP, optionally Llama 3's rotary scaling."""
+"""Llama 2 and 3: grouped-query attention, a gated MLP, optionally Llama 3's rotary scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes Mixtral: Llama's attention, and a softmax router over experts in every layer."""
+"""Mixtral: Llama's attention, and a softmax router over experts in every layer."""
 
 from __future__ import annotations
 

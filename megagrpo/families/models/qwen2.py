@@ -1,4 +1,4 @@
-"""Describes Qwen2 and Qwen2.5: as Llama, with biases on the query, key and value projections."""
+"""Qwen2 and Qwen2.5: Llama with biases on the query, key and value projections."""
 
 from __future__ import annotations
 

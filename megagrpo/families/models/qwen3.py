@@ -1,4 +1,4 @@
-"""Describes Qwen3, dense: as Llama, with an RMSNorm over each head of queries and keys."""
+"""Qwen3, dense: Llama with an RMSNorm over each head of queries and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes Qwen3, mixture of experts: Qwen3's attention, and a softmax router over experts in every layer."""
+"""Qwen3, mixture of experts: Qwen3's attention, and a softmax router over experts in every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSeek-V3 and GLM-4.5 share: a sigmoid router with a bias, shared experts, and first layers without experts.
+"""Common to DeepSeek-V3 and GLM-4.5: a sigmoid router with a bias, shared experts, first layers without experts.
 
 Megatron's router scores a group of experts by as many of its best as one chosen group contributes, the published models
 by its best 2; it always divides the chosen scores by their sum, except for one expert a token. Where these differ the

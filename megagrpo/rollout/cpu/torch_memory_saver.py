@@ -1,4 +1,4 @@
-"""Stands for torch_memory_saver where there is no CUDA: nothing is released, and everything stays what it is.
+"""Replaces torch_memory_saver without CUDA: memory stays allocated, the order of calls is checked.
 
 The real one gives the memory behind a tag back to the GPU and keeps its addresses. With this one an engine on a CPU is
 asked the same things in the same order, by SGLang's own endpoints, and whoever pauses what is paused is found out.

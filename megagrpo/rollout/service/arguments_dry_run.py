@@ -1,4 +1,4 @@
-"""Resolves the arguments of SGLang servers as on a GPU that is not there: SGLang's own code, another device query.
+"""Resolves SGLang's server arguments as on an absent GPU: SGLang's own code with a replaced device query.
 
 What SGLang imports must find no CUDA, for its kernels are not installed where there is none; so a server of the CPU is
 resolved first, which imports all that resolving needs. The device is replaced for good: for a process of its own.

@@ -1,4 +1,4 @@
-"""Records what the ranks of an SGLang engine copy from an HF model, without weights and without other ranks.
+"""Records the copy lists of an SGLang engine's ranks, without weights and without other ranks.
 
 SGLang resolves the engine's own command line and builds the model's own class on the meta device, in a process group
 that is pretended to have the engine's size. Written against sglang 0.5.21.

@@ -1,4 +1,4 @@
-"""The main program of an engine: SGLang's own server, with the API key taken from the environment.
+"""Main program of an engine: SGLang's server, with the API key from the environment.
 
 On a command line every user of the machine could read it, and SGLang writes its arguments into the log. The processes
 that SGLang starts import this file again, so nothing they write shows the key either.

@@ -1,4 +1,4 @@
-"""Supervision of one engine: placed, started, watched, and started again, within a budget, when it dies or hangs.
+"""Supervises one engine: places, starts, monitors and restarts it within a budget.
 
     starting -> stale -> ready -> dead -> starting -> ...        ready -> draining -> gone
                   ^        |

@@ -1,1 +1,1 @@
-"""Which slice of which tensor a model's own loader copies where."""
+"""Copy lists: the slices that a model's own loader copies into its parameters."""

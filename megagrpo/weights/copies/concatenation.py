@@ -1,4 +1,4 @@
-"""Concatenations of tensors, and which part of which tensor any cut of one is."""
+"""Concatenations of tensors: maps a slice of the result to slices of the parts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

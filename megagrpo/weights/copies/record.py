@@ -1,4 +1,4 @@
-"""The recorder learns what a model's own loader copies where, without loading anything.
+"""The recorder: learns the copies of a model's own loader without loading anything.
 
 The loader runs over empty tensors on the meta device that have the checkpoint's names and shapes, under a dispatch
 mode that notes every `copy_` into a parameter and does not execute it. Run on the actor and on every engine rank, the

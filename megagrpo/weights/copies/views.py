@@ -1,4 +1,4 @@
-"""Strided views and boxes: which elements of a tensor a view touches, in which order.
+"""Strided views and boxes: the elements of a tensor that a view touches, in order.
 
 A *box* is a start and a size along each dimension. Copies of weights are kept as boxes of the HF tensor, because boxes
 intersect, subtract and split without looking at elements; `factor` turns any view a loader makes into boxes.

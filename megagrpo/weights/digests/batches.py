@@ -1,4 +1,4 @@
-"""Recorded copies in batches for one digest call each: launches per tensor of experts, not per matrix in it."""
+"""Batches of recorded copies for one digest call: launches per tensor of experts, not per matrix."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

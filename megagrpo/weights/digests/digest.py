@@ -1,4 +1,4 @@
-"""A digest of any slice of an HF tensor that adds up over disjoint slices and notices every single changed element.
+"""A digest of any slice of a tensor: additive over disjoint slices, and changed by every changed element.
 
     digest(slice) = sum over its elements of multiplier(index) * bits, modulo 2^64
 

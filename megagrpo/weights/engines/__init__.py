@@ -1,1 +1,1 @@
-"""The engines as the exchange sees them, and the code that runs inside them."""
+"""The trainers' view of the engines, and the code that runs inside them."""

@@ -1,4 +1,4 @@
-"""One SGLang engine as trainer rank 0 sees it: its HTTP calls, its mailbox, and what each of its ranks copies."""
+"""Rank 0's client of one SGLang engine: HTTP calls, mailbox, and copy lists of its ranks."""
 
 import base64
 import pickle

@@ -1,4 +1,4 @@
-"""The engines of the rollout service as trainer rank 0 reaches them: who takes part in a publish, who died in it."""
+"""Rank 0's view of all engines: which take part in a publish, and which died in it."""
 
 import time
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""The ways in which weights travel."""
+"""The transports of weights."""

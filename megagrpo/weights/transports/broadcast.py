@@ -1,4 +1,4 @@
-"""Through process groups: rank 0 broadcasts whole HF tensors to stock /update_weights_from_distributed.
+"""Transport `broadcast`: rank 0 broadcasts whole tensors to SGLang's /update_weights_from_distributed.
 
 Each engine has groups of its own (rank 0 and the engine's ranks), so one that dies touches no other's transfer. Buckets
 are on the wire to all engines at once, one bucket at a time; while the engines load one, the next is gathered and sent.

@@ -1,4 +1,4 @@
-"""Through the file system: a checkpoint that every engine reads. The reference transport; it needs no process group."""
+"""Transport `disk`, the reference: a checkpoint that every engine reads; needs no process group."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Gathers whole HF tensors on rank 0: a plan, and the collective that carries it out.
+"""Gathers whole Hugging Face tensors on rank 0: the plan, and the collective that executes it.
 
 Exactly one trainer rank contributes each element of every HF tensor, found by inverting the recorded copies.
 """

@@ -1,4 +1,4 @@
-"""Through memory: every engine rank copies its slices from a buffer that the colocated trainer rank fills.
+"""Transport `ipc`: an engine rank copies its slices from a buffer filled by the colocated trainer rank.
 
 The plan is reshard's, without a process group: NCCL refuses two ranks on one GPU. The trainer rank on an engine rank's
 GPU (on a CPU: on its machine) is its *carrier*: it collects batch after batch of what the engine rank needs from the

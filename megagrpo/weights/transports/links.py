@@ -1,4 +1,4 @@
-"""Links between trainers and engines: what the transports that send slices (reshard, ipc) share."""
+"""Links between trainers and engines, shared by the transports that send slices (reshard, ipc)."""
 
 import time
 import uuid

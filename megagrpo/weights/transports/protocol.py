@@ -1,4 +1,4 @@
-"""What a weight transport is, and what it is given.
+"""The interface of a weight transport.
 
 To add one: a file NAME.py here with a class that has the methods of Transport, a row in `TRANSPORTS`
 (exchange.py), and NAME among the choices of `weights.transport` (config/rollout.py; a test compares the two).

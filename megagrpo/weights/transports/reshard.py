@@ -1,4 +1,4 @@
-"""Point to point: every engine rank gets exactly its slices, from trainer ranks that hold them, into live parameters.
+"""Transport `reshard`: every engine rank receives exactly its slices from trainer ranks, into live parameters.
 
 Each engine has its own process group with the trainer ranks that serve it, so the death of one affects no other's
 transfer. A link is planned once; each publish is then one "receive" request to the engine while trainer ranks send.

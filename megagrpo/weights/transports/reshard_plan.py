@@ -1,4 +1,4 @@
-"""Plans a transfer: which trainer rank sends which elements into which engine rank's parameters, in which order.
+"""Plans a transfer: which trainer rank sends which elements to which engine rank, in which order.
 
 Both sides have recorded which slices of every HF tensor they hold; a transfer is the intersection of two box lists:
 

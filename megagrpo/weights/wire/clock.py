@@ -1,4 +1,4 @@
-"""Deadlines of a publish, and the seconds that each of its phases takes."""
+"""Deadlines of a publish, and the seconds of its phases."""
 
 import time
 from collections.abc import Iterator

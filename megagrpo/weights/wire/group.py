@@ -1,4 +1,4 @@
-"""A process group of an engine's ranks and the trainer ranks that serve it, as both sides make it.
+"""Creates the process group of an engine's ranks and their trainer ranks, on both sides.
 
 Groups are made and dropped in one thread per engine, so they stay out of torch.distributed's global registry, which is
 not thread-safe.

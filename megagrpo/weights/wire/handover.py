@@ -1,4 +1,4 @@
-"""How a trainer rank hands batches of a plan to the engine rank beside it: through memory that both see.
+"""Hands batches of a plan from a trainer rank to the colocated engine rank through shared memory.
 
 Two halves in turn: one is filled while the engine copies from the other. Who may touch which half is said through the
 store of trainer rank 0:

@@ -1,4 +1,4 @@
-"""Requests to engine ranks and their answers, across hosts: a TCPStore on trainer rank 0 that engine ranks connect to.
+"""Requests to engine ranks and their answers across hosts, by a TCPStore on trainer rank 0.
 
 SGLang's HTTP answers carry no data from a custom weight loader, and tensors shared through memory reach one host only.
 Messages are JSON, compressed; the store itself refuses a value above 32 MiB.

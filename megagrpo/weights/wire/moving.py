@@ -1,4 +1,4 @@
-"""The two ends of a transfer: batches of a plan go out of live parameters and into live parameters."""
+"""Both ends of a transfer: batches are packed from live parameters and unpacked into live parameters."""
 
 from collections import deque
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Memory that two processes of one machine share: of a GPU through a CUDA IPC handle, of the host through a file.
+"""Memory shared by two processes of one machine: on a GPU by a CUDA IPC handle, on the host by a file.
 
 The file has no name (memfd): the kernel frees it when the last process that maps it ends, in whatever way.
 """
