@@ -208,9 +208,9 @@ def on_device(tensor: "Tensor", device: "torch.device") -> "Tensor":
 
 @dataclass(frozen=True)
 class Targets:
-    """The R positions of a micro-batch whose next token the policy sampled, and where those tokens are.
+    """The R positions of a micro-batch whose next token the policy sampled, and the indices of those tokens.
 
-    Under context parallelism only those of this rank's part.
+    Under context parallelism only those in this rank's part.
     """
 
     flat: "Tensor"  # [R] int64, ascending: indices into the flattened [b, s]

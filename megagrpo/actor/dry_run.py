@@ -28,9 +28,9 @@ _META = torch.device("meta")
 def record_trainer_rank(
     arch: Architecture, config: ActorConfig, specs: Specs, rank: int
 ) -> tuple[dict[str, int], list[Copy]]:
-    """Returns where Megatron says that rank `rank` of `config.world_size` stands, and what it copies.
+    """Returns Megatron's coordinates of rank `rank` of `config.world_size`, and its copy list.
 
-    Where: its number among the ranks of "tp", "pp", "ep" and "etp". The process must be in no process group.
+    Coordinates: its index among the ranks of "tp", "pp", "ep" and "etp". The process must be in no process group.
     """
     with pretended_world(config, rank), _META:
         tensor_parallel.model_parallel_cuda_manual_seed(0)  # Megatron asks for the state even where nothing is drawn

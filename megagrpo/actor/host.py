@@ -191,9 +191,9 @@ def _hide_transformer_engine() -> None:
 
 
 def refuse_training_without_gpu(config: ActorConfig, device: torch.device) -> None:
-    """Raises ValueError when training in bfloat16 found no GPU: on a CPU it would take forever, for what nobody wants.
+    """Raises ValueError if training in bfloat16 found no GPU: on a CPU it would take far too long.
 
-    device: what `prepare_host` returned.
+    device: the result of `prepare_host`.
     """
     if device.type == "cpu" and config.dtype == "bfloat16" and config.device == "auto":
         raise ValueError(
@@ -204,7 +204,7 @@ def refuse_training_without_gpu(config: ActorConfig, device: torch.device) -> No
 
 
 def why_no_gpu() -> str:
-    """Returns what torch says of CUDA on a machine where it is not available."""
+    """Returns torch's reason why CUDA is not available."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     hidden = environment.get("CUDA_VISIBLE_DEVICES")

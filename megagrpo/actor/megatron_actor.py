@@ -190,7 +190,7 @@ class MegatronActor:
         return chunk_parameters(self.chunks)
 
     def trained(self) -> dict[str, Tensor]:
-        """Returns those of this rank's live tensors that have gradients: adapters alone where there are any."""
+        """Returns the trainable tensors of this rank (only the adapters under LoRA)."""
         if self.config.lora is not None:
             return adapter_parameters(self.chunks)
         return {name: tensor for name, tensor in self.parameters().items() if tensor.requires_grad}
@@ -242,11 +242,11 @@ class MegatronActor:
             self._to_gather = False
 
     def optimizer_step(self, loss: float = 0.0, followed: bool = False) -> dict[str, float]:
-        """Collective. Clips by the global norm, and steps when that and `loss`, the update's, are finite.
+        """Collective. Clips by the global norm and steps if the norm and the update's `loss` are finite.
 
-        `followed` by another update, whose forward gathers the parameters where that overlaps (overlap_param_gather):
-        until then, or until `gather_parameters`, they are not to be read. Raises NonFiniteUpdate on every rank, before
-        any weight is touched, when they are not finite.
+        followed: another update follows, whose forward gathers the parameters under overlap_param_gather; do not read
+        them before it or `gather_parameters`. Raises NonFiniteUpdate on every rank, before any weight changes, if the
+        norm or the loss is not finite.
         """
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())

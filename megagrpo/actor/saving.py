@@ -61,7 +61,7 @@ def _metadata(actor: MegatronActor, form: str) -> dict:
 
 
 def _kind_of_optimizer(actor: MegatronActor) -> dict[str, str]:
-    """Returns the settings that decide what the optimiser's state is, none where they are Megatron's defaults."""
+    """Returns the settings that determine the form of the optimizer's state; empty for Megatron's defaults."""
     config = _parts(actor)[0].config
     if not config.use_precision_aware_optimizer:
         return {}
@@ -193,7 +193,7 @@ def _live_tensors(actor: MegatronActor) -> Iterator[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns what tells a tensor's memory from another's."""
+    """Returns the identity of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -207,7 +207,7 @@ def _failure_as_os_error() -> Iterator[None]:
 
 
 def _root(exc: BaseException) -> BaseException:
-    """Returns what happened first: a full disk, not what torch's archive says about it while it is closed."""
+    """Returns the first error of a chain: the full disk, not torch's error while closing its archive."""
     while exc.__context__ is not None:
         exc = exc.__context__
     return exc
@@ -265,7 +265,7 @@ def _parts(actor: MegatronActor) -> list[MegatronOptimizer]:
 
 
 def _allocate_optimizer_state(actor: MegatronActor) -> None:
-    """Gives a distributed optimizer its state, which Megatron asserts before it says what it wants loaded."""
+    """Allocates a distributed optimizer's state, which Megatron requires before it describes what to load."""
     for part in _parts(actor):
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
             # steps with zero gradients; everything it writes is loaded next

@@ -105,11 +105,11 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
 
 
 def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: bool, reference: str | None) -> Batch:
-    """Collective. Returns the batch with old_logprobs if asked, and with what the KL estimator `reference` needs.
+    """Collective. Returns the batch with old_logprobs if `old`, and with the inputs of the KL estimator `reference`.
 
-    With actor.routing_replay old, the old log-probabilities' forward also gives the experts that the updates take. The
-    reference is swapped in for its forward, and routes for itself. Raises NonFiniteUpdate on every rank where one of
-    them is NaN or infinite: that comes from the weights, and the update would meet it too.
+    With actor.routing_replay old, the forward of the old log-probabilities also records the experts for the updates. The
+    reference is swapped in for its forward and routes by itself. Raises NonFiniteUpdate on every rank if one of them is
+    NaN or infinite: the weights cause it, and the update would fail too.
     """
     if old and actor.routing is not None and actor.config.routing_replay == "old":
         with actor.routing.recording(batch) as recorded:

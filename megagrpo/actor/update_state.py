@@ -1,7 +1,7 @@
 """State that only an update needs, optimizer state and gradients: on the device or offloaded to the host.
 
-Memory is taken from the storages and given back to them, so every view of them stays what it is: Megatron's buckets, a
-parameter's main_grad, and the pieces of which its optimiser consists.
+Storages release and regain their memory in place, so all views remain valid: Megatron's buckets, a parameter's
+main_grad, and the optimizer's shards.
 """
 
 from collections.abc import Iterator, Sequence

@@ -38,13 +38,12 @@ def build_batch(
     trained_version: int | None = None,
     routed_layers: Sequence[int] | None = None,
 ) -> Batch:
-    """Collective. Takes the groups that a replica sampled; returns its share of all samples.
+    """Collective. Returns this replica's share of all samples, from the groups that each replica sampled.
 
-    updates: of the step (`plan_updates`). The samples of each update of the first pass are balanced by themselves, by
-    `sample_cost`, so that every one is balanced; later passes, which mix them, find them where they are.
-    attention_length: see there. trained_version: of the weights that the step trains, where those that sampled may be
-    older. routed_layers: this rank's layers with experts, for which those of the samples are taken, as the replica's
-    leader has them. Rows are ordered by sample id.
+    updates: of the step (`plan_updates`). Each update of the first pass is balanced separately, by `sample_cost`; later
+    passes mix the samples but do not move them. attention_length: see sample_cost. trained_version: version of the
+    weights that the step trains, if the sampling weights may be older. routed_layers: this rank's layers with experts,
+    whose routed experts the replica's leader sends. Rows are ordered by sample id.
     """
     group_size = max((len(g.samples) for g in groups), default=0)
     group_size = max(mesh.gather_dp(group_size))
@@ -148,9 +147,9 @@ def _cut_experts(groups: Sequence[RolloutGroup], layers: tuple[int, ...] | None)
 
 
 def _with_routed_experts(batch: Batch, rows: Sequence[_Row], num_layers: int) -> Batch:
-    """Returns the batch with its samples' experts, where any are known.
+    """Returns the batch with its samples' routed experts, if any are known.
 
-    A sample has none where it was sampled before they were asked for, and comes out of a checkpoint.
+    A sample from a checkpoint has none if it was sampled before they were recorded.
     """
     known = [row.routed_experts for row in rows if row.routed_experts is not None]
     if not known:

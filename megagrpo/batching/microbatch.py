@@ -1,7 +1,7 @@
 """Micro-batches: samples of a Batch laid out for one forward pass, with their loss masks.
 
-All is planned on the host, where the Batch is, and goes to the device without waiting: in the forward and backward of a
-micro-batch no size and no index depends on what a device has yet to compute.
+Layouts are planned on the host, where the Batch is, and copied to the device without synchronisation: no size or index
+in the forward and backward of a micro-batch depends on a device value.
 """
 
 import math
@@ -26,7 +26,7 @@ from megagrpo.types import Batch, MicroBatch, Targets
 
 @dataclass(frozen=True)
 class _Layout:
-    """Says on the host what lies where in a micro-batch of [b, s] positions."""
+    """The layout of a micro-batch of [b, s] positions, on the host."""
 
     rows: Tensor  # [b, s] int64, -1 padding
     positions: Tensor  # [b, s] int64

@@ -210,7 +210,7 @@ def driver_version() -> str | None:
 
 
 def ask_torch() -> dict[str, Any]:
-    """Returns what torch says of CUDA in another process: "available", "gpus" and "nccl", or "why" there is none."""
+    """Returns torch's view of CUDA, from a child process: "available", "gpus" and "nccl", or "why" there is none."""
     try:
         words = [sys.executable, "-c", _ASK_TORCH]
         done = subprocess.run(words, capture_output=True, text=True, timeout=_TORCH_S, check=False)

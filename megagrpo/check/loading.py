@@ -15,7 +15,7 @@ _ANY_LENGTH = 2**31  # tokens; a first row that is too long is dropped by a run,
 
 @dataclass(frozen=True)
 class Trial:
-    """Says what could not be loaded, what was loaded, and what nobody tried."""
+    """Result of the loading test: problems, loaded, not tried."""
 
     problems: list[str]
     loaded: list[str]

@@ -1,6 +1,6 @@
 """Lists the checkpoints in a folder without loading them: finished ones, their form and bytes.
 
-step_000010/   finished: state.json says what it is, manifest.json what its files have
+step_000010/   finished: described by state.json, its files by manifest.json
 step_000020.partial/   being written, or interrupted
 """
 

@@ -2,13 +2,13 @@
 
     run/checkpoints/step_000010/   written as step_000010.partial, renamed when every rank has finished
         actor/         Megatron dist_checkpointing
-        surplus.npz    groups that the next step takes first, where there are any
-        ahead.npz      groups of later steps that were sampled already, where there are any
-        state.json     all else of TrainState, model identity, layout, whether another layout can load it, version
+        surplus.npz    groups that the next step consumes first, if any
+        ahead.npz      groups already sampled for later steps, if any
+        state.json     the rest of TrainState, model identity, layout, whether another layout can load it, version
         manifest.json  size and CRC-32 of every file, written last
 
-A folder without a manifest, or whose files differ from it, is refused with the file's name; one that only its own
-layout can load is refused by any other with what to do.
+A folder without a manifest, or with files that differ from it, is rejected with the file's name; one for a single
+layout is rejected by others with the remedy.
 """
 
 import json
@@ -295,10 +295,10 @@ def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None]
 
 
 def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
-    """Raises ValueError naming what is wrong with a checkpoint: another model or layout, files, sizes, checksums.
+    """Raises ValueError naming the fault of a checkpoint: another model or layout, files, sizes, checksums.
 
-    The files are shared out over the ranks: one alone would read the terabytes of a large model for an hour. Each rank
-    takes those that its number wrote, so that in the same layout it will load them from its node's memory.
+    Ranks divide the files: a single rank would read the terabytes of a large model for an hour. Each rank checks the
+    files that the same rank wrote, which in the same layout it then loads from its node's page cache.
     """
     manifest_file = folder / "manifest.json"
     if not manifest_file.is_file():

@@ -24,12 +24,12 @@ def sections(annotations: Iterable[Any]) -> list[type[BaseModel]]:
 
 
 def elements(annotation: Any) -> list[Any]:
-    """Returns what an element of a list may be; nothing where the annotation is no list."""
+    """Returns the types of a list's elements; none if the annotation is no list."""
     return members(get_args(annotation)[0]) if get_origin(annotation) is list else []
 
 
 def annotations_at(root: type[BaseModel], path: KeyPath) -> list[Any]:
-    """Returns what the value at `path` may be; nothing where the schema has no such key."""
+    """Returns the types of the value at `path`; none if the schema has no such key."""
     found: list[Any] = [root]
     for key in path:
         if isinstance(key, int):

@@ -79,9 +79,9 @@ def context_problem(config: ActorConfig, transformer_engine: bool) -> str | None
 
 
 def rank_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> dict[str, int]:
-    """Returns where a trainer rank stands.
+    """Returns the coordinates of a trainer rank.
 
-    Megatron's order is tp-cp-ep-dp-pp, fastest first; experts divide the same ranks anew.
+    Megatron's order is tp-cp-ep-dp-pp, fastest first; experts divide the same ranks a second time.
     """
     p = parallel
     stage_size = world_size // p.pp

@@ -1,8 +1,8 @@
 """Reads a YAML file and `--set` overrides into an ExperimentConfig, and reports every problem at once.
 
-Four steps: read each source into plain data that remembers where every key stands; merge them (preset, then the file,
-then the overrides); validate with the schema; check what is for a library against its source. Each problem is reported
-in the words of the file.
+Four steps: read each source into plain data with the location of every key; merge them (preset, file, overrides);
+validate with the schema; check the settings of libraries against their sources. Problems are reported in the words of
+the file.
 """
 
 import difflib
@@ -31,7 +31,7 @@ class ConfigError(ValueError):
 
 @dataclass
 class _Source:
-    """Holds plain data, where each key path was written, and what is wrong with the text itself."""
+    """Plain data of one source, the location of each key path, and problems of the text itself."""
 
     data: Any
     places: dict[KeyPath, str] = field(default_factory=dict)

@@ -150,10 +150,10 @@ def common_refusals(
     of_scaling: Callable[[Mapping[str, Any]], list[str]] = llama3_refusals,
     partial_rotary: bool = False,
 ) -> list[str]:
-    """Returns what the family's decoder layer of ours does not compute, each problem by the name of its key.
+    """Returns the settings that our decoder layer does not implement, each problem by the name of its key.
 
-    of_scaling: what is wrong with a rotary scaling, where there is one. partial_rotary: whether part of a head may
-    turn.
+    of_scaling: the problem of a rotary scaling, if any. partial_rotary: whether rotary embedding may apply to part of a
+    head.
     """
     problems = []
     scaling = _rope_scaling(hf)
@@ -197,7 +197,7 @@ def decoder_architecture(hf: Mapping[str, Any]) -> Architecture:
 
 
 def rotary_fraction(hf: Mapping[str, Any], default: float = 1.0) -> float:
-    """Returns which part of a head turns with the position; `default` where config.json does not say."""
+    """Returns the fraction of a head with rotary embedding; `default` if config.json has none."""
     rope = hf.get("rope_parameters") or {}
     return float(hf.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or default)
 

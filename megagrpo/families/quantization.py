@@ -69,6 +69,6 @@ def load_format_problems(hf: Mapping[str, Any], load_format: str) -> list[str]:
 
 
 def _weight_groups(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns what compressed-tensors says of the weights of each of its groups of layers, or GPTQ of them all."""
+    """Returns the weight settings of each group of layers (compressed-tensors), or of all (GPTQ)."""
     groups = [group.get("weights") or {} for group in (described.get("config_groups") or {}).values()]
     return groups or ([{"num_bits": described["bits"]}] if "bits" in described else [])

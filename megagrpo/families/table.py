@@ -46,7 +46,7 @@ class Family(Protocol):
         """Yields the HF tensors of layer `index`, counted from 0, in the order in which a random model draws them."""
 
     def tiny_options(self, sizes: TinySizes, /) -> dict[str, Any]:
-        """Returns what the config.json of a tiny model has beside, or instead of, the common keys."""
+        """Returns the keys of a tiny model's config.json that add to or replace the common ones."""
 
 
 # model_type of config.json -> the family's module
@@ -148,9 +148,9 @@ def left_out(hf: Mapping[str, Any]) -> list[str]:
 
 
 def is_left_out(hf: Mapping[str, Any], tensor: str) -> bool:
-    """Tells whether a tensor of a model's checkpoint belongs to what `left_out` says, or follows from config.json.
+    """Returns whether a tensor of a checkpoint is ignored: listed by `left_out`, or determined by config.json.
 
-    Published tied models store their output layer, too: it is the input embedding, whatever their files hold.
+    Some tied models store their output layer, too; it is the input embedding, whatever the file contains.
     """
     if tensor.endswith("rotary_emb.inv_freq") or (tensor == "lm_head.weight" and hf.get("tie_word_embeddings")):
         return True
@@ -160,5 +160,5 @@ def is_left_out(hf: Mapping[str, Any], tensor: str) -> bool:
 
 
 def exported_config(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of what is exported and published: without quantisation and what is left out."""
+    """Returns the config.json for export and publish: without quantisation and ignored layers."""
     return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if left_out(hf) else {})}

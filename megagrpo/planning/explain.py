@@ -24,9 +24,9 @@ _RANKS_PER_NODE = 8
 
 
 def check_command(config: ExperimentConfig, hardware: str | None) -> int:
-    """Prints what `megagrpo check` says; tries what trainers load, and imports torch. Returns the exit code.
+    """Prints the text of `megagrpo check`; test-loads tokenizer and data, imports torch. Returns the exit code.
 
-    hardware: see planning/concurrency.py.
+    hardware: see planning/engine_memory.py.
     """
     from megagrpo.check.loading import try_loading
     from megagrpo.planning.engine_memory import concurrency_report
@@ -37,9 +37,9 @@ def check_command(config: ExperimentConfig, hardware: str | None) -> int:
 
 
 def explain(config: ExperimentConfig, trial: Trial | None = None, at_once: Sequence[str] = ()) -> str:
-    """Returns what the experiment amounts to as text, ending with every problem that `preflight` or `trial` found.
+    """Returns the description of the experiment, ending with all problems of `preflight` and `trial`.
 
-    at_once: what planning/concurrency.py says of the engines.
+    at_once: lines of planning/engine_memory.py about the engines.
     """
     hf = model_description(config)
     arch = None if hf is None or model_problems(hf) else architecture_of(hf)
@@ -141,9 +141,9 @@ def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
 
 
 def _num_steps(config: ExperimentConfig) -> int | None:
-    """Returns the steps of the run; None where that depends on prompts that are not there yet.
+    """Returns the number of steps; None if it depends on a missing data file.
 
-    With train.num_epochs more than it will be where prompts are dropped as too long: nothing is tokenised here.
+    With train.num_epochs it is an upper bound: prompts are not tokenised here, so none is dropped as too long.
     """
     if config.train.num_epochs is None:
         return config.train.steps(0)

@@ -20,7 +20,7 @@ from megagrpo.weights.copies.record import Specs
 
 
 def hf_specs(model: Path, dtype: torch.dtype) -> Specs:
-    """Returns what the HF checkpoint of a folder with a config.json holds, all but what keeps another in one dtype."""
+    """Returns the tensors of a folder's checkpoint by its config.json, in `dtype` unless a tensor fixes another."""
     return {
         spec.name: (spec.shape, getattr(torch, spec.dtype) if spec.dtype else dtype)
         for spec in model_tensors(read_architecture(model))

@@ -76,9 +76,9 @@ def record_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int] | 
 
 
 def resolve_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]) -> list[dict[str, Any]]:
-    """Returns what SGLang makes of the engines' arguments on a GPU of this kind, of which a node has so many.
+    """Returns the engines' arguments as SGLang resolves them on `hardware`: a kind of GPU and its number per node.
 
-    Raises ValueError with the end of its output where it refuses them.
+    Raises ValueError with the end of SGLang's output if it rejects them.
     """
     with tempfile.TemporaryDirectory(prefix="megagrpo-plan-") as name:
         folders = [Path(name) / str(number) for number in range(len(configs))]

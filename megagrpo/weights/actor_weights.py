@@ -32,12 +32,12 @@ class LoadableActor(Protocol):
         """Returns this rank's live parameters by name."""
 
     def merged(self) -> AbstractContextManager[None]:
-        """Lets `parameters` be what is published inside: what adapters add is part of them."""
+        """Merges adapters into `parameters` inside the block, for publishing."""
 
 
 @dataclass(frozen=True)
 class ActorWeights:
-    """Which slice of which HF tensor lies where in this rank's live parameters."""
+    """The mapping from slices of Hugging Face tensors to this rank's live parameters."""
 
     copies: list[Copy]  # this rank's, recorded from its load_hf
     hf_specs: Specs  # of the whole model: name -> shape and dtype in the checkpoint
@@ -48,10 +48,10 @@ class ActorWeights:
 
 
 def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = False) -> ActorWeights:
-    """Loads an HF folder into the actor and records where each slice goes. Raises ValueError for an unusable folder.
+    """Loads a Hugging Face folder into the actor and records its copy list. Raises ValueError for an unusable folder.
 
-    With `overwritten` a checkpoint comes next: only names, shapes and dtypes are read, and the parameters are 0, which
-    stays where no file holds an element, such as padding of a vocabulary.
+    overwritten: a checkpoint is loaded next, so only names, shapes and dtypes are read and parameters are 0; elements
+    without a source, such as padding of a vocabulary, stay 0.
     """
     hf, parameters = HfFolder(path), actor.parameters()
     description = hf.path / "config.json"
@@ -83,7 +83,7 @@ def _check_kept(copies: list[Copy], parameters: Mapping[str, Tensor], kept: Mapp
 
 
 def read_recorded(hf: HfFolder, recording: Recording, parameters: Mapping[str, Tensor]) -> None:
-    """Repeats what a loader was seen to do, on the tensors of `hf`: each copy reads its own part of a file alone."""
+    """Replays recorded copies from the checkpoint files `hf`, reading only the needed ranges."""
     progress = ReadingProgress(sum(hf.stored_bytes(copy.hf, copy.size) for copy in recording.copies))
     shown = _is_main_rank()
     for fill in recording.fills:

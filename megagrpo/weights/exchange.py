@@ -150,7 +150,7 @@ class Exchange:
             )
 
     def _open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
-        """Collective. Pauses the engines and learns what new ones copy, so that every rank knows what to digest."""
+        """Collective. Pauses the engines and records the copy lists of new ones, which every rank needs for digests."""
 
         def open_and_list() -> list[SliceKey]:
             self._fleet.open(ids, deadline, writing)

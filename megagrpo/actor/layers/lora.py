@@ -1,9 +1,9 @@
 """Low-rank adapters on Megatron's linear layers: y = W x + alpha / rank * B (A x); only A and B are trained.
 
-Every Hugging Face projection has an A and a B of its own, as in PEFT, also where Megatron fuses projections into one
-layer. Dense layers: the half that the layer cuts over tensor-parallel ranks is cut alike (B's rows of a column-parallel
-layer, A's columns of a row-parallel one), the other is replicated and its gradient summed over them; what is exchanged
-is A x, of rank columns. Experts: as their weights, partial sums go on to Megatron's token dispatcher.
+Each Hugging Face projection has its own A and B, as in PEFT, even if Megatron fuses projections into one layer. Dense
+layers: the half that tensor parallelism shards is sharded likewise (B's rows of a column-parallel layer, A's columns of
+a row-parallel one), the other is replicated and its gradient summed; ranks exchange only A x, with `rank` columns.
+Experts: like their weights; partial sums go to Megatron's token dispatcher.
 """
 
 import hashlib
@@ -254,10 +254,10 @@ def adapters_off(chunks: list[GPTModel]) -> Iterator[None]:
 
 
 def sum_expert_replicas(chunks: list[GPTModel]) -> None:
-    """Collective over expert-tensor-parallel ranks. Sums the gradients of what each of them holds whole.
+    """Collective over expert-tensor-parallel ranks. Sums the gradients of their replicated parameters.
 
-    Megatron's own sum over tensor-parallel ranks is of dense layers. To come before gradients are summed over
-    data-parallel ranks, which leaves a distributed optimizer with its shard alone.
+    Megatron sums only those of dense layers. Call it before the sum over data-parallel ranks, after which a distributed
+    optimizer has only its shard.
     """
     if mpu.get_expert_tensor_parallel_world_size() == 1:
         return

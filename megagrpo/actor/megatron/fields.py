@@ -1,7 +1,7 @@
 """Values of Megatron's three configuration classes for an experiment, as plain data. Loads no torch.
 
-A dtype is written by its name, an activation by torch's, an enumeration by its member; actor/megatron/config.py turns
-them into objects. Later ones win: what the model and the layout ask for, what is right on CUDA, what the user set.
+A dtype is written by name, an activation by torch's name, an enumeration by its member; config.py converts them. Later
+sources win: the model and the layout, defaults on CUDA, the user's settings.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class Kernels:
 
 
 def expected_kernels(actor: ActorConfig) -> Kernels:
-    """Returns what trainers will compute with on machines made for the experiment: bfloat16 is for CUDA.
+    """Returns the kernels expected on the experiment's machines: bfloat16 implies CUDA.
 
-    What is installed where the ranks will run is not known here; Transformer Engine is taken to be.
+    Installed packages there are unknown here; Transformer Engine is assumed.
     """
     cuda = actor.device == "cuda" or (actor.device == "auto" and actor.dtype == "bfloat16")
     engine = actor.transformer_engine is True or (cuda and actor.expects_transformer_engine)
@@ -33,18 +33,18 @@ def expected_kernels(actor: ActorConfig) -> Kernels:
 
 
 def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
-    """Returns the fields of TransformerConfig that are on because of what the kernels are; nothing on a plain CPU.
+    """Returns the fields of TransformerConfig that the kernels turn on; none on a plain CPU.
 
-    | field | where |
+    | field | if |
     |---|---|
-    | apply_rope_fusion | Transformer Engine, but for latent attention, where Megatron calls it experimental |
+    | apply_rope_fusion | Transformer Engine, without latent attention, for which Megatron calls it experimental |
     | moe_permute_fusion | Transformer Engine and experts; the map that is counted stays the same |
-    | moe_router_fusion | likewise; not with routing_replay, whose experts the kernel would not ask for |
+    | moe_router_fusion | likewise, without routing_replay, which the kernel would ignore |
     | gradient_accumulation_fusion | CUDA with Transformer Engine, or with Apex's kernel; not with adapters |
     | bias_activation_fusion | CUDA, unless use_te_activation_func is set; the two exclude each other |
     | bias_dropout_fusion | CUDA |
     | overlap_p2p_comm | CUDA with virtual stages, the only schedule that has it |
-    | deallocate_pipeline_outputs | CUDA with pipeline stages where messages do not overlap |
+    | deallocate_pipeline_outputs | CUDA with pipeline stages, if messages do not overlap |
 
     The last two exclude each other: Megatron-Core 0.16.1 frees an output that it is still sending.
     """

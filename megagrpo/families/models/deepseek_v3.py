@@ -132,9 +132,9 @@ def layer_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
 
 
 def tiny_options(sizes: TinySizes) -> dict[str, Any]:
-    """Returns what a tiny model's config.json has beside, or instead of, the common keys.
+    """Returns the keys of a tiny model's config.json that add to or replace the common ones.
 
-    Kimi-K2 has no groups of experts. moe_layer_freq, topk_method and scoring_func are what engines ask for.
+    Kimi-K2 has no groups of experts. Engines require moe_layer_freq, topk_method and scoring_func.
     """
     rope = sizes.head_dim // 2
     return {

@@ -76,6 +76,6 @@ def layer_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
 
 
 def tiny_options(sizes: TinySizes) -> dict[str, Any]:
-    """Returns what a tiny model's config.json has beside, or instead of, the common keys."""
+    """Returns the keys of a tiny model's config.json that add to or replace the common ones."""
     moe = tiny_moe_options(sizes, groups=False)
     return {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": _ROTARY_FRACTION, **moe}

@@ -76,7 +76,7 @@ def layer_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
 
 
 def tiny_options(sizes: TinySizes) -> dict[str, Any]:
-    """Returns what a tiny model's config.json has beside, or instead of, the common keys."""
+    """Returns the keys of a tiny model's config.json that add to or replace the common ones."""
     return {
         "num_local_experts": sizes.num_experts,
         "num_experts_per_tok": sizes.experts_per_token,

@@ -35,5 +35,5 @@ def architecture(hf: Mapping[str, Any]) -> Architecture:
 
 
 def tiny_options(sizes: TinySizes) -> dict[str, Any]:
-    """Returns what a tiny model's config.json has beside the common keys."""
+    """Returns the additional keys of a tiny model's config.json."""
     return {}

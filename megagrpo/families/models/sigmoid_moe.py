@@ -67,7 +67,7 @@ def _group_refusals(hf: Mapping[str, Any]) -> list[str]:
 
 
 def with_sigmoid_moe(arch: Architecture, hf: Mapping[str, Any]) -> Architecture:
-    """Returns the architecture with what config.json says of experts, router and first layers."""
+    """Returns the architecture with experts, router and first layers from config.json."""
     groups = hf["n_group"] or 1
     return replace(
         arch,
@@ -114,7 +114,7 @@ def feed_forward_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]
 
 
 def tiny_moe_options(sizes: TinySizes, groups: bool) -> dict[str, Any]:
-    """Returns what a tiny model's config.json has of experts. groups: whether they are grouped where sizes allow."""
+    """Returns the keys of experts in a tiny model's config.json. groups: grouped experts, if sizes allow."""
     top = sizes.experts_per_token // _GROUP_SCORE_EXPERTS
     grouped = groups and top > 0 and sizes.num_experts % (2 * top) == 0
     return {

@@ -42,9 +42,9 @@ class Device:
 
 
 def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[dict[str, Any]]:
-    """Yields what SGLang makes of each command line on such a GPU: its settings of memory, cache and parallelism.
+    """Yields the settings that SGLang resolves from each command line on such a GPU: memory, cache, parallelism.
 
-    Raises ValueError where SGLang refuses the arguments.
+    Raises ValueError if SGLang rejects the arguments.
     """
     load_plugins()
     for words in servers[:1]:

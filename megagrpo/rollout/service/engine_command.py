@@ -36,9 +36,9 @@ class ServerPlace:
 
 
 def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
-    """Returns whether engines run on GPUs, of which their machines show so many.
+    """Returns whether engines run on GPUs, given the number visible on their machines.
 
-    Raises ValueError where they should and none is seen.
+    Raises ValueError if they must and none is visible.
     """
     device, dtype = config.actor.device, config.rollout.dtype
     if device == "cpu":

@@ -54,7 +54,7 @@ def _build(config: ModelConfig) -> torch.nn.Module:
 
 @contextmanager
 def _pretended_rank(server: ServerArgs, rank: int) -> Iterator[ModelConfig]:
-    """Does what an engine's scheduler process does before it builds the model, for a rank that is alone."""
+    """Initialises SGLang as its scheduler process does before building the model, for a single rank."""
     publish(server, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
     config = ModelConfig.from_server_args(server)
     initialize_moe_config()

@@ -2,14 +2,14 @@
 HTTP endpoint where trainers learn which engines there are and report whose weights they have verified.
 
     GET  /status                -> {"router", "failed", "lost_hosts", "engines": [{"id", "url", "state", ...}]}
-    POST /engines               starts one more; answers {"id"}
-    POST /engines/{id}/drain    it finishes what it has and goes; 409 when too few would be left
-    POST /engines/{id}/update   {"incarnation"}: a trainer begins to write weights; 409 when that incarnation is gone
+    POST /engines               starts one more engine; answers {"id"}
+    POST /engines/{id}/drain    it finishes its requests and ends; 409 if too few engines would remain
+    POST /engines/{id}/update   {"incarnation"}: a trainer starts writing weights; 409 if that incarnation has ended
     POST /engines/{id}/ready    {"incarnation", "weight_version"}: published and verified; 409 as above
     POST /engines/{id}/wake     {"incarnation"}: a colocated one, verified, takes memory for its cache; 409 as above
-    POST /engines/{id}/lost     {"incarnation"}: an update of it failed half-way, it is to be started again
-    POST /sleep                 all engines release their memory, and none starts; answers when they have
-    POST /may_start             engines that died meanwhile start again
+    POST /engines/{id}/lost     {"incarnation"}: its update failed half-way: it must restart
+    POST /sleep                 all engines release their memory, and none starts; answers afterwards
+    POST /may_start             engines that died meanwhile restart
 
 Every request carries the run's API key, which engines and router demand as well.
 """
@@ -152,9 +152,9 @@ class _Service:
         return engine
 
     async def _open(self, runner: web.AppRunner) -> None:
-        """Waits for the engines, then listens and says where.
+        """Waits for the engines, then listens and writes the address.
 
-        Returns early when the service is stopped or has failed.
+        Returns early if the service is stopped or has failed.
         """
         while any(engine.is_starting for engine in self._engines.values()):
             if self._stop.is_set():

@@ -4,14 +4,13 @@
                   ^        |
                   +- asleep <-  under rollout.colocate, while the actor trains; no engine starts then
 
-`stale`: it answers, but nobody vouches for its weights: it has just started, or a trainer is writing into it. The
-trainer verifies them and reports so (`mark_ready`); only then does the router send it requests. Every start is a new
-incarnation, so a late report about the last one is not believed.
+`stale`: it answers, but its weights are not verified: it has just started, or a trainer is writing into it. The trainer
+reports verified weights (`mark_ready`); only then the router sends requests to it. Every start is a new incarnation, so
+a late report about the previous one is ignored.
 
-Two questions tell whether it hangs, each with `rollout.health_timeout_s` of patience. /health is answered by the HTTP
-process alone, at once, whatever the engine does. /server_info goes through the scheduler, between two forward passes;
-it is asked of ready engines only, since a transfer of weights occupies the scheduler: there the trainer has deadlines
-of its own.
+Two probes detect a hang, each with a timeout of `rollout.health_timeout_s`. /health is answered by the HTTP process at
+once, whatever the engine does. /server_info passes through the scheduler, between two forward passes; only ready engines
+get it, because a transfer of weights occupies the scheduler: there the trainer's deadlines apply.
 """
 
 import asyncio
@@ -54,11 +53,11 @@ class StaleReport(ValueError):
 
 
 class SupervisedEngine:
-    """Keeps one engine running. `begin` starts its life; the other methods answer trainers and people.
+    """Keeps one engine running. `begin` starts it; the other methods serve trainers and the command line.
 
-    `state`, `url`, `incarnation` and so on mean what EngineInfo says. `lost_hosts`: machines lost under it so far.
-    `gave_up`: its budget of restarts is spent, for the reason in `reason`. may_start: cleared while engines sleep: one
-    that starts takes the memory of a GPU.
+    `state`, `url`, `incarnation` etc.: see EngineInfo. `lost_hosts`: machines that were lost under it. `gave_up`: its
+    restart budget is spent, for `reason`. may_start: cleared while engines sleep, because a starting engine takes the
+    GPU's memory.
     """
 
     def __init__(
@@ -343,7 +342,7 @@ class SupervisedEngine:
         )
 
     def _gpus(self) -> str | None:
-        """Returns its GPUs where they are the trainers': rank r of engine k lies beside trainer k * tp + r."""
+        """Returns its GPUs under colocation: rank r of engine k shares the GPU of trainer k * tp + r."""
         if not (self._cuda and self._config.rollout.colocate):
             return None  # Ray's choice
         visible, tp = environment.get("CUDA_VISIBLE_DEVICES"), self._config.rollout.tp

@@ -119,5 +119,5 @@ def _steps(ascending: Sequence[int], run: range) -> tuple[int, int]:
 
 
 def _place_in_memory(tensor: Tensor) -> tuple[int, int, torch.dtype]:
-    """Returns what tells its storage apart, where in it the tensor begins (in elements), and its dtype."""
+    """Returns the storage's identity, the tensor's offset in it (in elements), and its dtype."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.dtype

@@ -108,7 +108,7 @@ def _has_triton() -> bool:
 
 
 def _stream(tensor: Tensor) -> int:
-    """Returns what tells the present CUDA stream of the tensor's device apart, 0 on a CPU."""
+    """Returns the identity of the current CUDA stream of the tensor's device, 0 on a CPU."""
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 

@@ -33,10 +33,10 @@ class EngineRefused(RuntimeError):
 
 
 class EngineConnection:
-    """A connection to one incarnation of an engine with `tp` ranks. `deadline` is set anew by every publish.
+    """A connection to one incarnation of an engine with `tp` ranks. Every publish sets `deadline`.
 
-    `patience_s`: seconds that a healthy engine may take for what is no work, or no more than one forward pass.
-    `on_call` is told of every call when it ends.
+    patience_s: seconds that a healthy engine may need for an idle call, or for one forward pass. on_call: called after
+    each call.
     """
 
     def __init__(
@@ -84,11 +84,10 @@ class EngineConnection:
         return (part for slices in self.slices for part in slices)
 
     def post(self, path: str, body: dict | None = None, timeout_s: float | None = None, name: str = "") -> None:
-        """Posts and requires success. Raises EngineDown when no answer comes in time, EngineRefused for a bad one.
+        """Posts and requires success. Raises EngineDown for a timeout, EngineRefused for an error status.
 
-        `timeout_s` is by default all that is left of the deadline. `name`: what it does, for the record; by default
-        the path. What the engine says is not used: some paths answer in prose, and none carries what a custom weight
-        loader returns.
+        `timeout_s` defaults to the rest of the deadline; `name`, for the timeline, to the path. The answer is ignored:
+        some paths answer in prose, and none carries the result of a custom weight loader.
         """
         timeout_s = timeout_s or self.deadline.left
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
@@ -132,11 +131,11 @@ class EngineConnection:
             self.end()
 
     def record(self, specs: Specs, past_loader: bool, dummy_start: bool, forgets: bool = False) -> None:
-        """Learns what every rank copies. specs: with published dtypes. past_loader: see Transport.
+        """Records the copy list of every rank. specs: with published dtypes. past_loader: see Transport.
 
-        dummy_start: the engine started with random values, in buffers of its checkpoint too. forgets: in its sleep it
-        loses all but its buffers. Raises RuntimeError naming
-        parameters that these HF tensors do not fill, or what cannot be brought up to date.
+        dummy_start: the engine started with random values, also in buffers of its checkpoint. forgets: it loses all but
+        its buffers in its sleep. Raises RuntimeError naming parameters that these tensors do not fill, or buffers that
+        cannot be updated.
         """
         message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
         key = self.mailbox.new_key("specs")
@@ -198,7 +197,7 @@ class EngineConnection:
             self._http.close()
 
     def _trace(self, event: str, info: dict) -> None:
-        """Notes the socket of a new connection; httpx tells nobody else which it is."""
+        """Stores the socket of a new connection; httpx exposes it nowhere else."""
         if event == "connection.connect_tcp.complete":
             with self._lock:
                 still_open = [connection for connection in self._sockets if connection.fileno() >= 0]

@@ -39,11 +39,11 @@ class EngineRegistry(Protocol):
 
 
 class EngineFleet:
-    """Holds the connections to all engines and gives work to those of the present *round*.
+    """Connections to all engines, and calls to those of the current *round*.
 
-    A round is the engines that are opened, updated and verified together. Everything but `each`, `alive`, `waiting` and
-    `close` is for rank 0 alone; on other ranks there are no connections and the round is empty. `drop` is told of every
-    connection that ends, in any thread. past_loader: see Transport. on_call, patience_s: see
+    A round is the set of engines that are opened, updated and verified together. Only `each`, `alive`, `waiting` and
+    `close` are for all ranks; on ranks other than 0 there are no connections and the round is empty. `drop` is called
+    for every connection that ends, in any thread. past_loader: see Transport. on_call, patience_s: see
     EngineConnection.
     """
 

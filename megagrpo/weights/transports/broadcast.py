@@ -81,7 +81,7 @@ class BroadcastTransport:
                 engine.post("/destroy_weights_update_group", {"group_name": group.name})
 
     def _follow(self, engines: EngineFleet) -> None:
-        """Collective. Makes the plan anew when it parts tensors that an engine's loader wants in one call."""
+        """Collective. Rebuilds the plan if it splits tensors that an engine's loader requires in one call."""
         weights = self._weights
         wanted = weights.mesh.from_main(
             lambda: set().union(*(engine.together for engine in engines.alive)), "learn which tensors belong together"
@@ -166,10 +166,9 @@ class _Line:
             group.abort()
 
     def _together(self, path: str, body: dict, timeout_s: float, ours: Callable[[], None], what: str) -> None:
-        """Runs our half of a collective while the engine's ranks run theirs, which POST `path` starts.
+        """Runs our half of a collective while the engine's ranks run theirs, started by POST `path`.
 
-        When one half fails, the other is told to end. Raises the engine's own error, or EngineDown when ours failed
-        alone.
+        If one half fails, the other is ended. Raises the engine's error, or EngineDown if only ours failed.
         """
         theirs = self._pool.submit(self._engine.post, path, body, timeout_s)
         theirs.add_done_callback(lambda answer: self._abort() if answer.exception() else None)
@@ -196,7 +195,7 @@ def sent_unpacked(num_bytes: Sequence[int]) -> bool:
 
 
 def _packed(bucket: dict[str, Tensor]) -> tuple[list[Tensor], dict]:
-    """Returns what is broadcast of a bucket, contiguous tensors, and how an engine is told to receive it."""
+    """Returns the contiguous tensors of a bucket, and the engine's request to receive them."""
     values = list(bucket.values())
     body = {
         "names": list(bucket),

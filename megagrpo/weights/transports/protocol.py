@@ -40,12 +40,12 @@ class TrainerWeights:
 class Transport(Protocol):
     """Puts the trainers' live weights into the engines' live parameters. Every trainer rank has one, for the whole run.
 
-    It stands before any gathering: it knows which slices every trainer rank holds (`TrainerWeights.copies`) and, on
-    rank 0, which slices every engine rank needs (`EngineConnection.slices`), and decides itself what travels between
-    whom. The exchange never asks which transport it has. What belongs to a connection (a process group, a plan) is
-    kept in the transport's own object, by engine id. In the order of a run's life:
+    It runs before any gathering: from the slices of every trainer rank (`TrainerWeights.copies`) and, on rank 0, those
+    that every engine rank needs (`EngineConnection.slices`), it decides which rank sends what to which. The exchange
+    never asks for the transport's name. State of a connection (a process group, a plan) belongs to the transport's own
+    object, by engine id. In the order of a run:
 
-    1. `__init__(weights)`: on every rank, once. Collective, if the transport wants it to be.
+    1. `__init__(weights)`: on every rank, once. May be collective.
     2. A publish connects to the engines of its round and pauses them; new ones report their slices.
     3. `transfer`: on every rank, once per round. Connects to engines it has not met, then moves the weights.
     4. The exchange compares digests of the live parameters. The transport has no part in the proof of its work.
@@ -67,10 +67,10 @@ class Transport(Protocol):
         """
 
     def drop(self, engine: "EngineConnection") -> None:
-        """Forgets an engine that died, was drained or started again, and ends what still waits for it.
+        """Drops an engine that died, was drained or restarted, and ends all waits for it.
 
-        Runs on rank 0, in any thread, perhaps twice for the same engine, and raises nothing. Where other ranks hold
-        connections too, the next `transfer` must tell them.
+        Runs on rank 0, in any thread, possibly twice for the same engine, and raises nothing. If other ranks have
+        connections too, the next `transfer` must inform them.
         """
 
     def leave(self, engine: "EngineConnection") -> None:

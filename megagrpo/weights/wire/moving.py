@@ -23,7 +23,7 @@ class Traffic:
     staging_bytes: int = 0  # held at most beside the parameters, on either end
 
     def add(self, other: "Traffic") -> None:
-        """Adds what was sent at another place or time; what is staged there is not held here."""
+        """Adds traffic of another rank or time; its staging memory is not part of this rank's."""
         self.wire_bytes += other.wire_bytes
         self.messages += other.messages
         self.staging_bytes = max(self.staging_bytes, other.staging_bytes)
