@@ -107,7 +107,7 @@ def hidden_states(actor: MegatronActor, batch: Batch) -> ReferenceStates:
 def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: bool, reference: str | None) -> Batch:
     """Collective. Returns the batch with old_logprobs if `old`, and with the inputs of the KL estimator `reference`.
 
-    With actor.routing_replay old, the forward of the old log-probabilities also records the experts for the updates. The
+    With actor.routing_replay old, the forward of the old log-probabilities records the experts for the updates. The
     reference is swapped in for its forward and routes by itself. Raises NonFiniteUpdate on every rank if one of them is
     NaN or infinite: the weights cause it, and the update would fail too.
     """

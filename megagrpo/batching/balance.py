@@ -29,9 +29,9 @@ def sample_cost(length: int, attention_length: int | None = None) -> int:
 def balanced_parts(costs: Sequence[int], num_parts: int, head_start: Sequence[int] | None = None) -> list[list[int]]:
     """Splits indices into parts whose largest sum of costs is small; returns one sorted list of indices per part.
 
-    head_start: [num_parts], initial cost of each part, default 0. The costliest remaining index goes to the part with the
-    smallest sum, which is at most 4/3 of the optimum (Graham 1969); then the largest part exchanges members with others
-    as long as that reduces the larger of the two sums.
+    head_start: [num_parts], initial cost of each part, default 0. The costliest remaining index goes to the part with
+    the smallest sum, which is at most 4/3 of the optimum (Graham 1969); then the largest part exchanges members with
+    others as long as that reduces the larger of the two sums.
     """
     assert num_parts > 0
     head_start = head_start or [0] * num_parts

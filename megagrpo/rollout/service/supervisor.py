@@ -9,8 +9,8 @@ reports verified weights (`mark_ready`); only then the router sends requests to 
 a late report about the previous one is ignored.
 
 Two probes detect a hang, each with a timeout of `rollout.health_timeout_s`. /health is answered by the HTTP process at
-once, whatever the engine does. /server_info passes through the scheduler, between two forward passes; only ready engines
-get it, because a transfer of weights occupies the scheduler: there the trainer's deadlines apply.
+once, whatever the engine does. /server_info passes through the scheduler, between two forward passes; only ready
+engines get it, because a transfer of weights occupies the scheduler: there the trainer's deadlines apply.
 """
 
 import asyncio
