@@ -77,10 +77,10 @@ FAULTS = (
         ADVANTAGE,
     ),
     Fault(
-        "reward discounted before the last token",
+        "returns without discount",
         "algo/estimators.py",
         "torch.where(started, gamma * carry, carry)",
-        "gamma * carry",
+        "carry",
         ADVANTAGE,
     ),
     Fault(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.batching.batch import build_batch, shuffle_rewards
-from megagrpo.batching.microbatch import plan_micro_batches
+from megagrpo.batching.microbatch import _context_part, plan_micro_batches
 from megagrpo.batching.updates import one_pass, plan_updates
 from megagrpo.config.schema import ParallelConfig, TrainConfig
 from megagrpo.mesh import Mesh
@@ -225,3 +225,9 @@ def test_bytes_follow_the_tokens_and_not_the_longest_sample():
         on_device.append(sum(values.numel() * values.element_size() for values in moved))
         assert (height, width) == micro.tokens.shape
     assert len(micros) > 8 and max(on_device) < 500 * 80, "of one micro-batch alone"
+
+
+def test_a_context_parallel_rank_has_one_chunk_from_either_end():
+    """Of 2 cp chunks of every sequence; Megatron's own order (get_batch_on_this_cp_rank)."""
+    assert [_context_part([0, 8], rank, 2).tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert _context_part([0, 4, 12], 1, 2).tolist() == [1, 2, 6, 7, 8, 9]
