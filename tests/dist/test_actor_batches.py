@@ -51,7 +51,7 @@ def run_rank(rank: int, folder) -> list[dict]:
             chance.shuffle(groups)
             batch = build_batch(mine, one_pass(len(groups), num_updates), mesh)
             shuffled = shuffle_rewards(batch, 1, number, mesh)
-            kept.append((batch, shuffled.rewards.tolist()))
+            kept.append((batch, shuffled.rewards.values.tolist()))
         (batch, rewards), (again, rewards_again) = kept
         same = (
             torch.equal(batch.tokens, again.tokens)

@@ -121,5 +121,5 @@ def test_updates_pull_the_model_back_to_the_reference(actor):
     found = []
     for _ in range(8):
         batch = with_logprobs(actor, batch_of(actor), TEMPERATURE, old=True, reference="full")
-        found.append(update(actor, batch, FULL, TEMPERATURE, 9)["policy/kl_reference"])
+        found.append(update(actor, batch, FULL, TEMPERATURE, 9).metrics["policy/kl_reference"])
     assert found[-1] < 0.7 * found[0]

@@ -57,5 +57,5 @@ def test_a_replay_repeats_the_step(results, layout):
     assert results[layout]["replayed"]
     assert (
         results[layout]["says"]
-        == "weights of version 3 (initial); the step itself was made from version 4: figures differ"
+        == "weights of version 3 (initial); the step itself started from version 4: figures differ"
     )

@@ -34,7 +34,11 @@ def shuffled(mesh: Mesh, seed: int = 1, step: int = 3) -> dict[int, tuple[float,
     mine = groups()[mesh.dp_rank :: mesh.dp_size]
     batch = shuffle_rewards(build_batch(mine, one_pass(NUM_GROUPS), mesh), seed, step, mesh)
     return dict(
-        zip(batch.sample_ids.tolist(), zip(batch.rewards.tolist(), batch.valid.tolist(), strict=True), strict=True)
+        zip(
+            batch.sample_ids.tolist(),
+            zip(batch.rewards.values.tolist(), batch.rewards.valid.tolist(), strict=True),
+            strict=True,
+        )
     )
 
 

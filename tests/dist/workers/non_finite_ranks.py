@@ -19,8 +19,7 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ExperimentConfig, OptimizerConfig
 from megagrpo.monitor.dump import read_dump
-from megagrpo.run import Run
-from megagrpo.system.run_folder import RunFolder
+from megagrpo.run import Run, RunRecord
 from megagrpo.tasks.replay import compare
 from megagrpo.types import Batch, TrainState
 from megagrpo.weights.actor_weights import load_initial_weights
@@ -101,20 +100,9 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
     sections = {"name": "t", "output_dir": job["run"], "model": {"path": job["model"]}, "data": {"path": "d"}}
     config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
     state = TrainState(step=WEIGHT_VERSION)
-    rest = {"num_steps": 9} | dict.fromkeys(
-        (
-            "prompts",
-            "eval_prompts",
-            "rollouts",
-            "exchange",
-            "control",
-            "checkpointer",
-            "stop_request",
-            "watchdog",
-            "timeline",
-        )
-    )
-    run = Run(config=config, folder=RunFolder(Path(job["run"])), actor=actor, **rest, state=state)
+    absent = dict.fromkeys(("sampling", "publishing", "checkpointer", "watchdog", "stop_request"))
+    record = RunRecord(config, actor.mesh, WEIGHT_VERSION)
+    run = Run(config=config, actor=actor, state=state, num_steps=9, recording=record, **absent)
     try:
         run.inspect_update(batch, RICH, values, batch.old_logprobs)
     except NonFiniteUpdate as exc:
