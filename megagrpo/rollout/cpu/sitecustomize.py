@@ -12,10 +12,10 @@ import sys
 def define_torchvision_operators(module) -> None:
     """torchvision's common wheels are linked to CUDA, so without it their C extension does not load; torchvision then
     registers shapes for two operators that nobody defined, and fails."""
-    if module._has_ops():
-        return
     import torch
 
+    if module._has_ops() or hasattr(torch.ops.torchvision, "nms"):  # data/torchvision_ops.py may have defined them
+        return
     module.definitions = torch.library.Library("torchvision", "FRAGMENT")  # they live as long as this object
     for name in ("nms", "qnms"):
         module.definitions.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
