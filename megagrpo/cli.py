@@ -18,11 +18,11 @@ _KINDS = ("one-job", "het", "one-node")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 2 for what the user can put right, which is said in one message."""
+    """Runs one command and returns its exit status: 2, with one message, for an error that the user can correct."""
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except ValueError as exc:  # everything else keeps its traceback
+    except ValueError as exc:  # other exceptions keep their traceback
         print(f"megagrpo {args.command}: {exc}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -221,7 +221,7 @@ def _place(args: argparse.Namespace) -> "Node":
 
 
 def _experiment_words(args: argparse.Namespace) -> list[str]:
-    """Returns the experiment as a child's command line names it."""
+    """Returns the command-line words that name the experiment, for a child process."""
     return [args.config, *(word for override in args.overrides for word in ("--set", override))]
 
 

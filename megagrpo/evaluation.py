@@ -9,7 +9,7 @@ from megagrpo.types import RolloutGroup
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on; {} when none is due.
+    """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on; {} if none is due.
 
     An evaluation is due before the first step, every `eval.every` steps, and after the last. The
     values of a second one with `eval.num_as_trained` samples, drawn as in training, are eval_as_trained/.

@@ -1,4 +1,4 @@
-"""Everything the loop needs, built once from the configuration on every rank, in an order that fails early."""
+"""Builds the parts of the loop from the configuration on every rank, user errors first."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads before it needs any other process."""
+    """The inputs that a run reads before it needs any other process."""
 
     tokenizer: "PreTrainedTokenizerBase"
     prompts: PromptSet
@@ -72,21 +72,21 @@ class Inputs:
 
 
 class Publishing:
-    """Brings weights into engines: after every step, and during sampling into those that came back (`refresh`)."""
+    """Publishes weights: to all engines after every step, and during sampling to restarted ones (`refresh`)."""
 
     def __init__(self, config: ExperimentConfig, actor: MegatronActor, control: ServiceControl, exchange: Exchange):
         self.exchange, self.refresh = exchange, EngineRefresh(actor.mesh, exchange.publish)
         self._config, self._actor, self._control = config, actor, control
 
     def publish(self, version: int) -> dict[str, float]:
-        """Collective. Publishes to every engine; returns seconds by phase when each has proved its weights."""
+        """Collective. Publishes to every engine; returns seconds by phase once all weights are verified."""
         if self._config.rollout.colocate:
             self._actor.update_state.offload()
             self._actor.mesh.from_main(self._control.let_start, "let engines start")
         return {f"publish/{name}": value for name, value in self.exchange.publish(version).items()}
 
     def sleep(self) -> None:
-        """Collective. Under rollout.colocate engines give their memory to the update."""
+        """Collective. Under rollout.colocate engines release their memory for the update."""
         if self._config.rollout.colocate:
             limit_s = sleep_limit_s(self._config)
             self._actor.mesh.from_main(lambda: self._control.sleep(limit_s), "put engines to sleep")
@@ -129,7 +129,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class MainRecord:
-    """Where the main rank writes what all ranks measured."""
+    """The main rank's outputs for metrics of all ranks."""
 
     step_log: StepLog
     wandb_log: WandbLog
@@ -143,13 +143,13 @@ class RunRecord:
         self.folder = RunFolder(Path(config.output_dir))
         self.timeline = Timeline(self.folder, mesh.rank, mesh.world_size, start_step, config.log.timeline)
         self._config, self._mesh, self._start_step = config, mesh, start_step
-        self._rollouts: RolloutLog | None = None  # on the rank of a replica that samples
-        self._trained: TrainedLog | None = None  # on the rank of a replica that has the values of tokens
+        self._rollouts: RolloutLog | None = None  # on the replica's rank that samples
+        self._trained: TrainedLog | None = None  # on the replica's rank that has the tokens' values
         self._main: MainRecord | None = None
 
     @contextmanager
     def open(self, inputs: Inputs, console: StepConsole | None) -> Iterator[None]:
-        """Opens this rank's logs; what they write in the background is on disk at the end."""
+        """Opens this rank's logs; their background writes are on disk at the end."""
         config, mesh, start = self._config, self._mesh, self._start_step
         replica = (self.folder, mesh.dp_rank, mesh.dp_size)
 
@@ -188,7 +188,7 @@ class RunRecord:
             self._main.console.note(text)
 
     def flush(self) -> None:
-        """Waits until the groups are on disk: no later start samples those behind a checkpoint again."""
+        """Waits until the groups are on disk: a later start never samples groups before a checkpoint again."""
         if self._rollouts is not None:
             self._rollouts.flush()
 
@@ -206,7 +206,7 @@ class Run:
     recording: RunRecord
     checkpointer: Checkpointer
     watchdog: Watchdog
-    stop_request: StopRequest | None  # None if another launcher started the ranks: it cannot ask them to stop
+    stop_request: StopRequest | None  # None if another launcher started the ranks: it sends no stop requests
 
     @property
     def mesh(self) -> Mesh:
@@ -214,7 +214,7 @@ class Run:
         return self.actor.mesh
 
     def publish(self) -> dict[str, float]:
-        """Collective. Brings weights of version `state.step` into every engine; returns seconds by phase."""
+        """Collective. Publishes weights of version `state.step` to every engine; returns seconds by phase."""
         if self.config.weights.in_flight == "drain" and self.config.rollout.max_staleness:
             self.watchdog.enter("drain")
             self.sampling.source.drain()
@@ -276,11 +276,11 @@ class Run:
         self.recording.note(text)
 
     def checkpoint(self) -> None:
-        """Collective. Saves when the schedule asks for it, and after the last step."""
+        """Collective. Saves on schedule and after the last step."""
         self.checkpointer.on_schedule(self.state)
 
     def stopping(self) -> bool:
-        """Collective. Returns whether any node was asked to stop (pre-emption, time limit); then the state is saved."""
+        """Collective. Returns whether a node received a stop request (pre-emption, time limit), and then saves."""
         if not any(self.mesh.gather_world(self.stop_request is not None and self.stop_request.made())):
             return False
         self.checkpointer.save_now(self.state)
@@ -301,9 +301,9 @@ def sleep_limit_s(config: ExperimentConfig) -> float:
 
 @contextmanager
 def start_run(config: ExperimentConfig, service_url: str | None, device: torch.device) -> Iterator[Run]:
-    """Collective. Builds everything; what needs no other process comes first, so that user errors end the run early."""
+    """Collective. Builds the run; parts that need no other process come first, so that user errors end it early."""
     folder, start_timeout_s = RunFolder(Path(config.output_dir)), config.rollout.start_timeout_s
-    if config.rollout.colocate:  # every rank before it takes memory of a GPU that an engine has
+    if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
         find_service(folder.path, service_url, start_timeout_s).sleep(sleep_limit_s(config))
     inputs = Inputs.load(config)
     num_steps = config.train.steps(len(inputs.prompts))
@@ -327,7 +327,7 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
         rollouts = RolloutSource(config, mesh, control, sampler, publishing.refresh, watchdog.alive)
         stack.callback(rollouts.close)
         rollouts.restore(state.ahead)
-        stack.callback(exchange.close)  # the engines' end of the group must not wait for a trainer that is gone
+        stack.callback(exchange.close)  # else engines wait in the group for a trainer that has ended
         watchdog.waits += [rollouts.waiting, exchange.waiting]
         stack.enter_context(recording.open(inputs, console))
         sampling = Sampling(config, mesh, inputs, rollouts)
@@ -369,7 +369,7 @@ def _checkpointer(
 
 @contextmanager
 def _console(config: ExperimentConfig, state: TrainState, num_steps: int, inputs: Inputs) -> Iterator[StepConsole]:
-    """Makes the console and prints what is known before anything is sampled."""
+    """Makes the console and prints the run's summary before the first sample."""
     with StepConsole(config.name, num_steps, state.step, config.log.console) as console:
         notes = [describe_dropped(config.data, inputs.prompts)]
         if config.eval is not None and inputs.eval_prompts is not None:

@@ -14,7 +14,7 @@ def train(run: Run) -> None:
     """GRPO from `run.state` to the last step. The published weights have version `state.step`; every rank runs this."""
     config, actor, mesh, state = run.config, run.actor, run.mesh, run.state
     temperature, max_tokens = config.sampling.temperature, config.sampling.max_response_tokens
-    run.publish()  # returns only when every engine has proved that it holds these very weights
+    run.publish()  # returns only when these weights are verified in every engine
     run.log(evaluate(run))
     for step in range(state.step, run.num_steps):
         timer, metrics = StepTimer(on_phase=run.watchdog.enter), Metrics()
@@ -24,9 +24,9 @@ def train(run: Run) -> None:
             break
         with timer.phase("rollout"):
             groups = run.next_groups(metrics)  # this rank's share: sampled, scored
-        updates = plan_updates(config.train, config.seed, step)  # which groups each of them takes, in all passes
+        updates = plan_updates(config.train, config.seed, step)  # the groups of each optimiser update, over all passes
         batch = run.build_batch(groups, updates)  # samples balanced over ranks by cost
-        if config.reward.shuffle:  # the control experiment: rewards that say nothing
+        if config.reward.shuffle:  # the control experiment: rewards without information
             batch = shuffle_rewards(batch, config.seed, step, mesh)
         algorithm = with_current_kl_coef(config.algorithm, state.algo_state)
         with timer.phase("logprobs"):

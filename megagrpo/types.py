@@ -45,7 +45,7 @@ class WithArrays:
 
 @dataclass(frozen=True, eq=False)
 class Prompt(WithArrays):
-    """One problem of a data file, with what its grader needs."""
+    """One problem of a data file, with its reference answer and grader."""
 
     _types: ClassVar[dict[str, type]] = {"token_ids": np.int32}
 
@@ -59,7 +59,7 @@ class Prompt(WithArrays):
 
 @dataclass(frozen=True, eq=False)
 class Sample(WithArrays):
-    """One response as the engine returned it: token ids are never re-tokenised. T response tokens."""
+    """One response as the engine returned it; it is never tokenised again. T response tokens."""
 
     _types: ClassVar[dict[str, type]] = {"token_ids": np.int32, "logprobs": np.float32, "loss_mask": np.bool_}
 

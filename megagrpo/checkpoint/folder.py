@@ -18,7 +18,7 @@ def checkpoint_folder(root: Path, step: int) -> Path:
 
 
 def latest(root: Path, at_most: int | None = None) -> Path | None:
-    """Returns the finished checkpoint of the highest step (up to `at_most`), or None; an interrupted save is none."""
+    """Returns the finished checkpoint of the highest step (up to `at_most`), or None; interrupted saves are ignored."""
     found = finished_checkpoints(root)
     if at_most is not None:
         found = [p for p in found if p <= checkpoint_folder(root, at_most)]

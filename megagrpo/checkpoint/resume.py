@@ -28,7 +28,7 @@ def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
         "dtype": config.actor.dtype,
         "distributed_optimizer": config.actor.optimizer.distributed,
     }
-    if config.actor.lora is not None:  # the checkpoint holds adapters alone
+    if config.actor.lora is not None:  # the checkpoint holds only adapters
         model["lora"] = config.actor.lora.model_dump()
         model["base"] = actor.mesh.from_main(HfFolder(config.model.path).fingerprint, "read the model's weights")
     return RunIdentity(model, config.actor.layout)
@@ -56,7 +56,7 @@ def initial_weights(
 ) -> ActorWeights:
     """Loads the model of the configuration, also as the reference if the algorithm uses one.
 
-    Where the checkpoint `source` comes next with all weights and no reference is kept, only names and shapes are read.
+    Reads only names and shapes if the checkpoint `source` then replaces all weights and no reference is kept.
     """
     reference = algorithm.uses_reference
     overwritten = source is not None and not reference and config.actor.lora is None
@@ -69,8 +69,8 @@ def initial_weights(
 def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> Path | None:
     """Collective. Returns the run's own latest checkpoint, else `checkpoint.load`, else None: the initial weights.
 
-    Raises ValueError when `checkpoint.resume` is never where the run folder holds checkpoints of an earlier start: one
-    history a folder.
+    Raises ValueError if `checkpoint.resume` is never and the run folder holds checkpoints of an earlier start: a folder
+    has one history.
     """
     options = config.checkpoint
     # the main rank's view: that of other nodes may be seconds older on a shared file system
@@ -86,8 +86,8 @@ def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> 
 def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, actor: MegatronActor) -> TrainState:
     """Collective. Continues from find_checkpoint's choice.
 
-    `load` brings weights and optimiser of another run; its steps, data and statistics stay that run's. Raises
-    ValueError on every rank where more groups wait in the checkpoint than a step takes now.
+    `checkpoint.load` loads another run's weights and optimiser, not its steps, data cursor or statistics. Raises
+    ValueError on every rank if the checkpoint holds more waiting groups than a step takes now.
     """
     if source is None:
         return TrainState()
@@ -97,7 +97,7 @@ def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, act
         return TrainState()
     oldest = state.step - max(config.rollout.max_lag, 1)  # without max_staleness too, a surplus is one version old
     young = [g for g in state.surplus if all(sample.weight_version >= oldest for sample in g.samples)]
-    # A step takes a batch at least, and all groups that were left behind, however often: else they would get too old.
+    # A step takes at least one batch and all deferred groups, however often deferred: else they would get too old.
     waiting = max(len(young) + 1 if config.algorithm.dynamic_sampling is not None else 0, len(state.deferred))
     if waiting > (wanted := config.train.num_prompts_per_step):
         raise ValueError(

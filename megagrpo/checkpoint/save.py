@@ -41,7 +41,7 @@ from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, Mesh
 from megagrpo.types import AlgoState, TrainState
 
-_WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch names the files of a rank so
+_WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch's name of a rank's file
 _GROUPS = ("surplus", "ahead")  # of TrainState, in files of their own
 T = TypeVar("T")
 SizeAndCrc = tuple[int, int]  # bytes, CRC-32
@@ -49,32 +49,32 @@ SizeAndCrc = tuple[int, int]  # bytes, CRC-32
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Says what a checkpoint belongs to."""
+    """The model and layout that a checkpoint belongs to."""
 
     model: dict  # must agree with the run that loads it
-    layout: Layout  # must agree too where the checkpoint is not reshardable
+    layout: Layout  # must agree too if the checkpoint is not reshardable
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Says how many finished checkpoints stay: the newest `count`, fewer where they exceed `max_bytes`; never none."""
+    """How many finished checkpoints are kept: the newest `count`, fewer if they exceed `max_bytes`, at least one."""
 
     count: int
     max_bytes: float | None = None
 
 
 class SavePlan(Protocol):
-    """How this rank writes its part of a checkpoint. OSError from either method when it cannot."""
+    """How this rank writes its part of a checkpoint. Both methods may raise OSError."""
 
     @property
     def reshardable(self) -> bool:
         """Whether another layout will be able to load it; the same on every rank."""
 
     def write(self) -> dict[Path, SizeAndCrc]:
-        """Writes this rank's files, perhaps in a thread and without any other rank; returns what is in them."""
+        """Writes this rank's files, perhaps in a thread, without collectives; returns their sizes and checksums."""
 
     def finish(self) -> None:
-        """Collective. Comes when `write` has returned on every rank."""
+        """Collective. Called after `write` has returned on every rank."""
 
 
 PlanSave = Callable[[Path], SavePlan]  # collective; given an existing empty folder
@@ -92,7 +92,7 @@ class SaveSchedule:
 class Checkpointer:
     """Saves one run on schedule, one save at a time, perhaps in the background.
 
-    Every method is collective over the world and raises LeaderError on every rank when any could not write.
+    Every method is collective over the world and raises LeaderError on every rank if any cannot write.
     plan_save: collective; given an existing empty folder and whether another layout must be able to load it.
     gather_state: collective; returns, on the main rank at least, the state with the other ranks' groups.
     """
@@ -133,7 +133,7 @@ class Checkpointer:
         reshardable = choice == "always" or (choice == "last" and last)
         if self._saved_step == state.step and not (reshardable and self._saved_for_one_layout(state.step)):
             return
-        self._complete()  # one at a time: it has a copy of the whole state
+        self._complete()  # one at a time: a pending save holds a copy of the whole state
         whole = self._gather_state(state)
         self._pending = start_save(
             self._root,
@@ -226,7 +226,7 @@ class PendingSave:
         rest = sorted(p for p in self.partial.rglob("*") if p.is_file() and self._name(p) not in written)
         entries = written | {self._name(path): _size_and_crc(path) for path in rest}
         _write_json(self.partial / "manifest.json", entries)
-        if self.target.exists():  # renamed, not removed: nothing would be there meanwhile
+        if self.target.exists():  # renamed: removing it takes longer, with no checkpoint meanwhile
             os.replace(self.target, self.target.with_name(f"{self.target.name}.replaced{PARTIAL}"))
         os.replace(self.partial, self.target)
         interrupted = self.target.parent.glob(f"step_*{PARTIAL}")
@@ -234,11 +234,11 @@ class PendingSave:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _everywhere(self, action: Callable[[], T]) -> T:
-        """Collective. Does it on every rank; a failure on one raises LeaderError on all, so that none waits for it."""
+        """Collective. Runs `action` on every rank; a failure on one raises LeaderError on all."""
         try:
             result, error = action(), ""
         except Exception as exc:
-            # torch's writer does not say that the disk is full
+            # torch's writer does not report a full disk
             free_mib = shutil.disk_usage(self.target.parent).free >> 20
             place = f"checkpoint {self.target}: rank {self._mesh.rank} could not write, {free_mib} MiB are free there"
             error = f"{place}: {type(exc).__name__}: {exc}"
@@ -260,7 +260,7 @@ class PendingSave:
 
 
 def _superfluous(newest: Path, retention: Retention) -> list[Path]:
-    """Returns the checkpoints that make room for `newest`: older ones alone, whatever else lies there."""
+    """Returns the older checkpoints to remove after `newest` is written; other files are ignored."""
     finished = finished_checkpoints(newest.parent)
     older = [p for p in finished if p < newest]
     num_dropped = max(len(finished) - retention.count, 0)
@@ -276,7 +276,7 @@ def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None]
     """Collective. Checks the folder against its manifest and this run's model and layout, then loads it.
 
     Raises LeaderError (a message naming the file) for a missing, half-written, corrupt or foreign checkpoint, and for
-    one that another layout alone can load.
+    one that only another layout can load.
     """
     error = ""
     try:
@@ -289,7 +289,7 @@ def load(folder: Path, identity: RunIdentity, load_actor: Callable[[Path], None]
     algo_state = TypeAdapter(AlgoState).validate_python(state.pop("algo_state"))
     for name in _GROUPS:
         file = folder / f"{name}.npz"
-        wanted = name != "ahead" or mesh.is_leader  # gigabytes, and leaders alone sample
+        wanted = name != "ahead" or mesh.is_leader  # gigabytes, and only leaders sample
         state[name] = read_groups(file) if wanted and file.exists() else []
     return TrainState(**state, algo_state=algo_state)
 

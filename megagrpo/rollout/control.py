@@ -13,7 +13,7 @@ from megagrpo.types import EngineInfo
 
 _CONTROL_TIMEOUT_S = 120.0  # marking an engine ready waits until the router lists it
 _ENGINE_TIMEOUT_S = 10.0
-# Several threads call: one might close a connection, for having idled too long, that another was just given.
+# Several threads call: one might close an idle connection that another has just taken from the pool.
 _NO_IDLE_CONNECTIONS = httpx.Limits(max_keepalive_connections=0)
 
 
@@ -22,7 +22,7 @@ class ServiceUnreachable(RuntimeError):
 
 
 class ServiceFailed(RuntimeError):
-    """Raised when the service reports that it cannot go on, with its reason."""
+    """Raised with the service's reason when it reports its failure."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ServiceStatus:
     """The answer of GET /status of a service."""
 
     router: str  # URL, for requests for samples
-    failed: str | None  # why the service gave up; None while it has not
+    failed: str | None  # why the service failed; None while it runs
     lost_hosts: int  # machines lost since the service started: connections to them hang instead of breaking
     engines: tuple[EngineInfo, ...]
 
@@ -55,25 +55,25 @@ class ServiceControl:
         return ServiceStatus(**answer, engines=engines)
 
     def healthy_status(self) -> ServiceStatus:
-        """Returns `status`. Raises ServiceFailed when the service has given up."""
+        """Returns `status`. Raises ServiceFailed if the service has failed."""
         status = self.status()
         if status.failed:
             raise ServiceFailed(f"the rollout service at {self.url} failed: {status.failed}")
         return status
 
     def engines(self) -> list[EngineInfo]:
-        """Returns every engine's state. Raises ServiceFailed when the service has given up."""
+        """Returns every engine's state. Raises ServiceFailed if the service has failed."""
         return list(self.healthy_status().engines)
 
     def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        """Announces that weights are about to be written into an engine, so that silence does not count as a hang.
+        """Announces an update of an engine's weights, during which a late answer does not count as a hang.
 
         Returns False when that incarnation is gone.
         """
         return self._call("POST", f"/engines/{engine_id}/update", {"incarnation": incarnation}).status_code == 200
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        """Reports that this incarnation was verified to hold `weight_version`: requests may go to it.
+        """Reports that `weight_version` is verified in this incarnation, so that the router sends requests to it.
 
         Returns False when that incarnation is gone.
         """
@@ -81,11 +81,11 @@ class ServiceControl:
         return self._call("POST", f"/engines/{engine_id}/ready", body).status_code == 200
 
     def report_lost(self, engine_id: str, incarnation: int) -> None:
-        """Reports that an update failed half-way: the service starts the engine again, if it has not already."""
+        """Reports that an update failed half-way; the service restarts the engine unless it already has."""
         self._call("POST", f"/engines/{engine_id}/lost", {"incarnation": incarnation})
 
     def wake(self, engine_id: str, incarnation: int) -> bool:
-        """Gives a colocated engine, whose weights are verified, memory for its cache.
+        """Makes a colocated engine with verified weights allocate its cache.
 
         Returns False when that incarnation is gone.
         """
@@ -94,22 +94,22 @@ class ServiceControl:
     def sleep(self, limit_s: float) -> None:
         """Makes all engines release their GPUs' memory; returns when they have, those that are starting included.
 
-        limit_s: seconds that this may take. Engines that die from now on start again after `let_start`.
+        limit_s: timeout in seconds. Engines that die from now on restart after `let_start`.
         """
         self._call("POST", "/sleep", limit_s=limit_s)
 
     def let_start(self) -> None:
-        """Allows engines that died in their sleep to start again."""
+        """Allows engines that died during sleep to restart."""
         self._call("POST", "/may_start")
 
     def add_engine(self) -> str:
-        """Starts one more engine, which takes part once the trainers have given it weights. Returns its id."""
+        """Starts one more engine, which samples once the trainers have published weights to it. Returns its id."""
         return self._call("POST", "/engines").json()["id"]
 
     def drain_engine(self, engine_id: str) -> None:
-        """Lets an engine finish the requests that it has, and removes it.
+        """Removes an engine after it has finished its requests in flight.
 
-        Raises ValueError when it is unknown or cannot be spared.
+        Raises ValueError if it is unknown or too few would remain.
         """
         answer = self._call("POST", f"/engines/{engine_id}/drain")
         if answer.status_code == 409:
@@ -129,7 +129,7 @@ class ServiceControl:
             raise ServiceUnreachable(
                 f"{self.url} refuses the API key, which is that in the run's service.key or in {environment.API_KEY}"
             )
-        if answer.status_code == 409:  # about an engine or incarnation that is gone: the caller's business
+        if answer.status_code == 409:  # the engine or incarnation has ended: the caller decides
             return answer
         if answer.is_error:
             raise ServiceUnreachable(f"{method} {self.url}{path} answered {answer.status_code}: {answer.text[:500]}")
@@ -151,7 +151,7 @@ def engine_cache_tokens(engine_url: str, api_key: str) -> int | None:
 
 
 def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) -> ServiceControl:
-    """Returns the service of this run, or the one at `url`, as soon as it answers: files of a killed one may remain.
+    """Returns the service of this run, or the one at `url`, once it answers: a killed service may have left its file.
 
     Its key is the environment's, else the run folder's. Raises ServiceUnreachable after `timeout_s` seconds.
     """
@@ -173,9 +173,9 @@ def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) 
 
 
 def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
-    """Adds an engine to the service of a run, or drains the one that is named; returns what happens now.
+    """Adds an engine to the service of a run, or drains `engine`; returns a message about it.
 
-    Raises ValueError when there is a name too many or too few.
+    Raises ValueError if `engine` is given to add, or missing to drain.
     """
     if (action == "drain") != bool(engine):
         raise ValueError("drain wants the name of an engine; add makes the next one, which has no name yet")

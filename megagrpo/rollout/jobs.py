@@ -22,7 +22,7 @@ class SampledBatch:
 
     @property
     def done(self) -> bool:
-        """Returns whether this rank has nothing to wait for."""
+        """Returns whether this rank's share is complete or failed; True without one."""
         return self.work is None or self.work.done()
 
     @property

@@ -32,8 +32,8 @@ class RoutedExperts:
     def read(self, text: str | None, num_tokens: int) -> np.ndarray:
         """Returns the experts [num_tokens, layers with experts, k]. Raises WrongExperts.
 
-        text: an answer's `routed_experts`, of tokens that the engine has read, one after the other. Every token but the
-        last of a response is one; what it chose experts for was to predict the token after it.
+        text: an answer's `routed_experts`, of consecutive tokens that passed through the model: all tokens except the
+        last of a response.
         """
         if not text:
             raise WrongExperts(
@@ -63,7 +63,7 @@ class RoutedExperts:
             )
         in_order = np.sort(experts, axis=2)
         repeated = (in_order[:, :, 1:] == in_order[:, :, :-1]).any(2)
-        # what no kernel wrote is 0; with one expert a token that is a choice too, but not that of all tokens and layers
+        # rows that no kernel wrote are 0; with one expert a token 0 is valid too, but not in all tokens and layers
         if repeated.any() or (self.top_k == 1 and len(experts) > 1 and self.num_experts > 1 and not experts.any()):
             layer = self.dense_layers + int(repeated.any(0).argmax())
             raise WrongExperts(

@@ -47,8 +47,8 @@ class Sampler:
     """Requests a leader's samples from the engines and their outcomes from its grader. Coroutines are of one loop.
 
     Requests leave when engines have room, by rollout.max_running_requests and the tokens of their caches, in the order
-    of rollout.order. Those of urgent jobs (evaluations) pass what is sampled ahead; a later turn of a response passes
-    first turns. num_leaders: that share the engines. decode: token ids of a response -> the text that is graded,
+    of rollout.order. Urgent jobs (evaluations) go before batches sampled ahead, later turns of a response before first
+    turns. num_leaders: leaders that share the engines. decode: token ids of a response -> the text that is graded,
     without special tokens. on_request: see GenerationClient.
     """
 
@@ -64,7 +64,7 @@ class Sampler:
     ):
         self._config, self._num_leaders, self._control = config, num_leaders, control
         self._grader, self._decode, self._tool, self._on_request = grader, decode, tool, on_request
-        self._pending: dict[tuple[str, int, int, int], str] = {}  # (job, group, prompt, sample) -> what works on it
+        self._pending: dict[tuple[str, int, int, int], str] = {}  # (job, group, prompt, sample) -> what it waits for
         replays = config.actor.routing_replay == "rollout"
         self._experts = RoutedExperts.of(read_architecture(config.model.path)) if replays else None
         self._retry = RetryPolicy.of(config)
@@ -72,7 +72,7 @@ class Sampler:
         self.lengths = ResponseLengths(config.sampling.max_response_tokens)
         self._cache_tokens: dict[tuple[str, int], int | None] = {}  # by engine and incarnation; None: not reported
         self._num_jobs, self._admitting = 0, asyncio.Lock()
-        self._discarded_before = 0  # tokens, by clients of jobs that ended
+        self._discarded_before = 0  # tokens, of clients whose jobs have ended
         self._clients: set[GenerationClient] = set()
 
     def ask_again(self) -> None:
@@ -187,7 +187,7 @@ class Sampler:
         self, client: GenerationClient, job: SamplingJob, of: NumberedPrompt, index: int, order: tuple[float, ...]
     ) -> Sample:
         prompt, purpose_of_all = of.prompt, f"{job.purpose} again {of.repeats}" if of.repeats else job.purpose
-        num_read = 0  # tokens whose experts are here
+        num_read = 0  # tokens whose experts have been read
 
         async def turn(number: int, so_far: np.ndarray, stops: tuple[int, ...]) -> Response:
             nonlocal num_read

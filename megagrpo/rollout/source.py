@@ -1,7 +1,7 @@
 """The source of the loop's groups: each data-parallel leader samples and grades its replica's prompts.
 
-While leaders wait for samples, all ranks repeatedly meet in a small all-reduce: an engine that died and came back needs
-the current weights, publishing is collective, so every rank must take part before sampling can continue.
+While leaders wait for samples, all ranks repeatedly meet in a small all-reduce: an engine that has restarted
+needs the current weights, and publishing them is collective, so every rank must take part before sampling continues.
 """
 
 import time
@@ -60,7 +60,7 @@ class RolloutSource:
         self._sampler, self._refresh, self._alive = sampler, refresh, alive
         self._last_answer = time.monotonic()
         self._reported_discarded = 0  # tokens
-        self._lost_hosts = 0  # of the service, as far as this rank's requests know
+        self._lost_hosts = 0  # of the service, when requests were last repeated
         self._background = BackgroundLoop("rollout")
         self._batches: dict[int, SampledBatch] = {}  # by number, until steps have consumed all of their groups
         self._restored: dict[int, RolloutGroup] = {}  # finished by an earlier start, by id
@@ -123,7 +123,7 @@ class RolloutSource:
         batch.consumed.update(batch.group_ids)
         if not self._config.algorithm.needs_greedy_response:
             return groups
-        # After the others and not among them: one greedy request (a top-k of 1) moves SGLang's whole batch to another
+        # After the others, never concurrently: one greedy request (a top-k of 1) moves SGLang's whole batch to another
         # sampling routine, which draws other tokens from the same seeds.
         job = SamplingJob(f"greedy{job.attempt}", step, version, job.params.greedy(), num_samples=1)
         greedy = self._collect(job, self._sample(job, prompts, group_ids))
@@ -165,7 +165,7 @@ class RolloutSource:
         return {group_id: group for batch in self._batches.values() for group_id, group in batch.ready.items()}
 
     def drain(self) -> None:
-        """Waits until all batches in flight are sampled and graded, or no engine is left that could.
+        """Waits until all batches in flight are sampled and graded, or no engine can continue.
 
         Engines that restart meanwhile get no weights: others finish their requests, or the next weights do. Raises
         LeaderError on every rank.
@@ -191,7 +191,7 @@ class RolloutSource:
         self._background.close()
 
     def waiting(self) -> str:
-        """Local, any thread. Returns what this rank's samples wait for, or ""."""
+        """Local, any thread. Returns a text about what delays this rank's samples, or ""."""
         return "" if self._sampler is None else self._sampler.waiting()
 
     def newly_discarded(self) -> int:
@@ -234,7 +234,7 @@ class RolloutSource:
         return batch
 
     def _collect(self, job: SamplingJob, batch: SampledBatch) -> list[RolloutGroup]:
-        """Waits for every leader's share of a job and gives it to the leader's replica."""
+        """Waits for every leader's share of a job; returns it on all ranks of the leader's replica."""
         work = batch.work
         with ExitStack() as stack:
             if work is not None:
@@ -260,7 +260,7 @@ class RolloutSource:
         return own if self._mesh.is_leader else groups
 
     def _wait(self, done: Callable[[], bool], batches: Sequence[SampledBatch], what: str, version: int | None) -> None:
-        """Meets the other ranks until all are done, while the clock of `batches` runs. Raises LeaderError.
+        """Polls with the other ranks until all are done; the deadlines of `batches` run meanwhile. Raises LeaderError.
 
         done: called at every meeting, may be collective. version: of the weights that samples need, which Refresh
         brings to the engines; a batch that fails ends the wait. None: engines keep their weights, failures are left to

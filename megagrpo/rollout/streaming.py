@@ -36,7 +36,7 @@ class Meta(TypedDict):
 
 
 class StreamError(TypedDict):
-    """An error in the place of a piece."""
+    """An error sent instead of a piece."""
 
     code: NotRequired[int]
     message: NotRequired[str]
@@ -53,7 +53,7 @@ async def events(content: aiohttp.StreamReader) -> AsyncIterator[Answer]:
     """Yields the JSON of each event of a stream."""
     buffer = bytearray()
     async for data in content.iter_any():  # not by lines: they may be longer than aiohttp's limit
-        start = max(len(buffer) - 1, 0)  # an event with experts comes in many reads: none is searched twice
+        start = max(len(buffer) - 1, 0)  # an event with experts spans many reads: no byte is searched twice
         buffer += data
         while (end := buffer.find(b"\n\n", start)) >= 0:
             text = bytes(buffer[:end]).removeprefix(b"data:").strip()

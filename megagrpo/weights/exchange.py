@@ -1,9 +1,9 @@
 """The exchange: sends the actor's weights to every engine and verifies them before any sample.
 
 For every engine, always in this order: pause -> begin -> transfer -> end -> verify digests of the live parameters ->
-set version -> continue -> mark ready. Only rank 0 talks to engines, in one thread each; what fails there is raised on
-every rank. An engine that dies on the way is reported, waited for and updated again; the others are not held up by
-its restart.
+set version -> continue -> mark ready. Only rank 0 talks to engines, in one thread each; a failure there is raised on
+every rank. An engine that dies during an update is reported, awaited and updated again; its restart does not delay the
+others.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ TRANSPORTS: dict[str, Callable[[TrainerWeights], Transport]] = {
 }
 _PHASES = ("connect", "plan", "gather", "transfer", "digest", "verify", "restart")
 _MISMATCHES_SHOWN = 10
-WEIGHTS_DIFFER = "live weights differ from the trainers'"  # how the message begins that says where
+WEIGHTS_DIFFER = "live weights differ from the trainers'"  # start of the error message
 
 
 class Exchange:
@@ -76,7 +76,7 @@ class Exchange:
         )
         self._num_bytes = sum(prod(shape) * each.itemsize for shape, each in specs.values())
         self._digests = ExpectedDigests(trainers)
-        # By engine and rank: where among the expected digests those of its slices are.
+        # By engine and rank: indices of its slices among the expected digests.
         self._places: weakref.WeakKeyDictionary[EngineConnection, list[np.ndarray]] = weakref.WeakKeyDictionary()
         self._transport = TRANSPORTS[config.weights.transport](trainers)
         self._fleet = EngineFleet(
@@ -126,7 +126,7 @@ class Exchange:
         return self._fleet.waiting()
 
     def close(self) -> None:
-        """Leaves the engines, which stay as they are; one that is gone is no error. Every rank closes for itself."""
+        """Local. Disconnects from the engines, which keep their weights; an engine that has ended is no error."""
         self._fleet.close(self._transport.leave)
 
     def _update(
@@ -136,7 +136,7 @@ class Exchange:
         with timer("connect"):
             self._open(ids, deadline, writing=True)  # pause
         with timer("transfer"), ThreadPoolExecutor(1) as pool:
-            digesting = pool.submit(self._digests.local)  # while the wire is busy
+            digesting = pool.submit(self._digests.local)  # concurrently with the transfer
             traffic.add(self._transport.transfer(version, self._fleet, timer))  # begin -> transfer -> end
         with timer("digest"):
             expected = self._digests.total(digesting.result())
@@ -183,9 +183,9 @@ class Exchange:
 
 
 def _gather_distinct(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:
-    """Collective. Returns the copies of every rank, by rank; ranks that hold the same share one list.
+    """Collective. Returns the copies of every rank, by rank; ranks with equal copies share one list.
 
-    Replicas have the same copies: only the first rank of those that do sends them, 512 times would be gigabytes.
+    Of ranks with equal copies (replicas) only the first sends them: from 512 ranks they would be gigabytes.
     """
     digests = mesh.gather_world(hashlib.sha256(repr(copies).encode()).digest())
     first = digests.index(digests[mesh.rank]) == mesh.rank

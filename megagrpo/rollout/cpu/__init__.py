@@ -1,3 +1,3 @@
-"""What SGLang needs on a CPU beside its released package. This folder goes first on PYTHONPATH of engine processes
-without CUDA, and of no other process: `sitecustomize` repairs SGLang's modules as they load, `sgl_kernel` and `triton`
-stand in for packages that exist for GPUs only."""
+"""What SGLang needs on a CPU besides its released package. Only engine processes without CUDA have this folder first on
+PYTHONPATH: `sitecustomize` patches SGLang's modules on import; `sgl_kernel` and `triton` replace packages that exist
+for GPUs only."""

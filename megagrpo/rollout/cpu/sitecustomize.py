@@ -1,7 +1,7 @@
 """Python runs this file in every process that has its folder on PYTHONPATH: an engine and the processes it starts.
 
-It loads nothing heavy. It repairs a module the moment that module is imported: REPAIRS says which, each function says
-why. Written against sglang 0.5.21 and torch 2.13.0.
+It imports nothing heavy. It patches the modules in REPAIRS right after their import, for the reason in each function's
+docstring. Written against sglang 0.5.21 and torch 2.13.0.
 """
 
 import importlib.abc
@@ -11,12 +11,12 @@ import sys
 
 def define_torchvision_operators(module) -> None:
     """torchvision's common wheels are linked to CUDA, so without it their C extension does not load; torchvision then
-    registers shapes for two operators that nobody defined, and fails."""
+    registers shapes for two undefined operators and fails."""
     import torch
 
     if module._has_ops() or hasattr(torch.ops.torchvision, "nms"):  # data/torchvision_ops.py may have defined them
         return
-    module.definitions = torch.library.Library("torchvision", "FRAGMENT")  # they live as long as this object
+    module.definitions = torch.library.Library("torchvision", "FRAGMENT")  # the definitions live as long as this object
     for name in ("nms", "qnms"):
         module.definitions.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
@@ -32,7 +32,7 @@ def plain_host_buffers(module) -> None:
 
 
 def no_cuda_synchronize(module) -> None:
-    """/weights_checker waits for the GPU around its sums, without asking whether there is one."""
+    """/weights_checker waits for the GPU around its sums, even on a machine without one."""
     import torch
 
     torch.cuda.synchronize = lambda device=None: None
@@ -65,8 +65,8 @@ def allow_deterministic_attention(module) -> None:
 
 
 def batch_invariant_products(module) -> None:
-    """The deterministic mode replaces matrix products by Triton kernels. Here every row is multiplied alone, so that it
-    goes through the same sums whatever else is in the batch."""
+    """The deterministic mode replaces matrix products by Triton kernels. Here each row is multiplied separately, so
+    that its sums do not depend on the rest of the batch."""
     import torch
 
     def mm(a, b):
@@ -90,20 +90,20 @@ def batch_invariant_products(module) -> None:
 
 
 def no_amx(module) -> None:
-    """With AMX, SGLang takes paths that need the compiled sgl_kernel, which is not there."""
+    """With AMX, SGLang takes paths that need the compiled sgl_kernel, which is not installed."""
     module.cpu_has_amx_support = lambda: False
 
 
 def absorb_latent_attention(module) -> None:
-    """For a backend that is not registered DeepSeek's attention follows Triton's: a fresh prefill expands keys and
-    values. torch_native reads them from the cache, which holds latents. With the absorbed form, which decoding and the
-    deterministic mode take anyway, what it reads is what it multiplies."""
+    """For an unregistered backend DeepSeek's attention uses Triton's form: a fresh prefill expands keys and values.
+    torch_native reads them from the cache, which holds latents. The absorbed form, which decoding and the deterministic
+    mode use anyway, multiplies these latents."""
     module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
 
 
 def rotary_embedding_without_scaling(module) -> None:
-    """On a CPU DeepSeek's rotary embedding is one for YaRN alone, and asserts it; Moonlight has no scaling. The common
-    one, which other devices use, computes both."""
+    """On a CPU DeepSeek's rotary embedding asserts YaRN scaling; Moonlight has none. The common embedding, which other
+    devices use, computes both."""
     with_yarn = module.get_rope_wrapper
 
     def get_rope_wrapper(
@@ -138,7 +138,7 @@ REPAIRS = {
 
 
 class RepairingLoader(importlib.abc.Loader):
-    """Loads as the module's own loader does, then repairs."""
+    """Loads a module by its own loader, then patches it."""
 
     def __init__(self, loader, repair):
         self.loader, self.repair = loader, repair
@@ -158,7 +158,7 @@ class RepairingFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name not in REPAIRS:
             return None
-        repair = REPAIRS.pop(name)  # popped first: the next line comes through here again
+        repair = REPAIRS.pop(name)  # popped first: the next line calls this function again
         spec = importlib.util.find_spec(name)
         if spec is not None:
             spec.loader = RepairingLoader(spec.loader, repair)

@@ -1,7 +1,7 @@
 """Replaces torch_memory_saver without CUDA: memory stays allocated, the order of calls is checked.
 
-The real one gives the memory behind a tag back to the GPU and keeps its addresses. With this one an engine on a CPU is
-asked the same things in the same order, by SGLang's own endpoints, and whoever pauses what is paused is found out.
+The real package returns a tag's memory to the GPU and keeps its addresses. With this one an engine on a CPU receives
+the same calls in the same order, by SGLang's own endpoints, and a second pause of the same tag raises.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class ResidentMemory:
-    """Knows which tags are paused. Raises RuntimeError for a second pause, and for a resume of what is not paused."""
+    """The set of paused tags. Raises RuntimeError for a pause of a paused tag and a resume of any other."""
 
     enabled = True
     hook_mode = "none"
@@ -19,7 +19,7 @@ class ResidentMemory:
 
     @contextmanager
     def region(self, tag: str = "default", enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Would mark what is allocated inside as releasable under a tag."""
+        """Would mark allocations inside as releasable under a tag."""
         yield
 
     @contextmanager
@@ -29,7 +29,7 @@ class ResidentMemory:
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Would leave out what is allocated inside."""
+        """Would exclude allocations inside."""
         yield
 
     def pause(self, tag: str | None = None) -> None:
@@ -39,7 +39,7 @@ class ResidentMemory:
         self._paused.add(str(tag))
 
     def resume(self, tag: str | None = None) -> None:
-        """Would take memory for a tag again."""
+        """Would allocate the memory of a tag again."""
         if tag not in self._paused:
             raise RuntimeError(f"{tag} is not paused")
         self._paused.discard(str(tag))
@@ -50,5 +50,5 @@ torch_memory_saver = ResidentMemory()
 
 @contextmanager
 def configure_subprocess() -> Iterator[None]:
-    """Would have a child process load the allocator."""
+    """Would load the allocator in child processes."""
     yield

@@ -9,9 +9,9 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 def own_address(host: str) -> str:
-    """Returns the address of this machine that `rollout.host` stands for, an address or the name of an interface.
+    """Returns the address of this machine given by `rollout.host`, an address or the name of an interface.
 
-    Raises ValueError when it is neither.
+    Raises ValueError if it is neither.
     """
     if host in LOOPBACK:
         return "127.0.0.1"

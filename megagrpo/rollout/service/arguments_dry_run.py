@@ -1,7 +1,7 @@
 """Resolves SGLang's server arguments as on an absent GPU: SGLang's own code with a replaced device query.
 
-What SGLang imports must find no CUDA, for its kernels are not installed where there is none; so a server of the CPU is
-resolved first, which imports all that resolving needs. The device is replaced for good: for a process of its own.
+SGLang's imports must see no CUDA, because its kernels are not installed on a machine without it; so a CPU server is
+resolved first, which imports everything needed. The device stays replaced: run this in a process of its own.
 Written against sglang 0.5.21.
 """
 
@@ -32,13 +32,13 @@ _KEPT = (
 
 @dataclass(frozen=True)
 class Device:
-    """What a driver answers about its GPU."""
+    """The properties of a GPU that SGLang queries."""
 
     name: str
     memory_mib: int
     capability: tuple[int, int]
     processors: int
-    gpus: int  # of a node
+    gpus: int  # per node
 
 
 def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[dict[str, Any]]:
@@ -94,7 +94,7 @@ def _answer(value: object, *_: object, **__: object) -> object:
 
 
 def _forget(module: ModuleType) -> None:
-    """Empties the caches of a module's functions: they hold what was asked on the CPU."""
+    """Clears the caches of a module's functions, which hold answers for the CPU."""
     for function in list(vars(module).values()):
         if isinstance(function, functools._lru_cache_wrapper):
             function.cache_clear()

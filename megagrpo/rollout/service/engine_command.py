@@ -16,7 +16,7 @@ from megagrpo.system.environment import ENGINE, WEIGHT_LOADER, get, without_expa
 
 CPU_SHIMS = Path(__file__).parents[1] / "cpu"
 _INTERLEAVES = "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
-_CPU_TOKENS = 20_000  # KV cache; SGLang would size it by memory that it shares with the trainer
+_CPU_TOKENS = 20_000  # KV cache; SGLang would size it by free memory, which the trainer needs too
 _MAX_CPU_THREADS = 4  # of a rank: a small model gets slower with more
 
 Settings = dict[str, Any]  # by field of SGLang's ServerArgs
@@ -24,21 +24,21 @@ Settings = dict[str, Any]  # by field of SGLang's ServerArgs
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """Says where one node of an engine runs."""
+    """The addresses, rank and cores of one server process of an engine."""
 
     node_rank: int
     bind_host: str  # interface to listen on
     port: int  # HTTP of this server process
     rendezvous: str  # "host:port" where the engine's nodes meet
     cuda: bool
-    num_cores: int  # CPU cores that this server process may count on
+    num_cores: int  # CPU cores for this server process
     engine: str = ""  # its id
 
 
 def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
     """Returns whether engines run on GPUs, given the number visible on their machines.
 
-    Raises ValueError if they must and none is visible.
+    Raises ValueError if the configuration requires GPUs and none is visible.
     """
     device, dtype = config.actor.device, config.rollout.dtype
     if device == "cpu":
@@ -53,7 +53,7 @@ def on_gpus(config: ExperimentConfig, num_gpus: float) -> bool:
 
 
 def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
-    """Returns the command of one server process. Raises ValueError for settings that engines cannot have."""
+    """Returns the command of one server process. Raises ValueError for settings that engines must not have."""
     if problems := [f"{'.'.join(keys)}: {problem}" for keys, problem in engine_setting_problems(config.rollout)]:
         raise ValueError("; ".join(problems))
     settings = engine_settings(config, place)
@@ -64,23 +64,23 @@ def engine_command(config: ExperimentConfig, place: ServerPlace) -> list[str]:
 
 
 def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
-    """Returns what one server process is given, by the names of ServerArgs' fields: ours, then `rollout.sglang`."""
+    """Returns the settings of one server process, by field of ServerArgs: ours, overridden by `rollout.sglang`."""
     rollout = config.rollout
     settings: Settings = {
         "model_path": config.model.path,
         "tokenizer_path": config.model.tokenizer or config.model.path,
         "host": place.bind_host,
         "port": place.port,
-        # Random weights cost no reading: the first publish overwrites and proves them before the engine serves.
+        # Random weights save reading a checkpoint: the first publish replaces and verifies them before requests come.
         "load_format": "dummy" if rollout.load_format == "dummy" else "auto",
         "dtype": rollout.dtype,
         "tp_size": rollout.tp,
         "ep_size": rollout.ep,
         "max_running_requests": rollout.max_running_requests,
         "custom_weight_loader": WEIGHT_LOADER,
-        "log_level_http": "warning",  # the supervisor asks every second
+        "log_level_http": "warning",  # the supervisor's probes come every second
         "random_seed": config.seed % 2**31,
-        "skip_server_warmup": True,  # a request before the weights are verified would say nothing
+        "skip_server_warmup": True,  # a request before the weights are verified proves nothing
     }
     if rollout.nodes_per_engine > 1:
         settings |= {
@@ -91,7 +91,7 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
     if rollout.colocate:
         settings["enable_memory_saver"] = True  # without it the calls that release memory do nothing
     if rollout.streaming:
-        settings["incremental_streaming_output"] = True  # a piece has its own tokens, and not all before them
+        settings["incremental_streaming_output"] = True  # a piece holds only its new tokens, not all earlier ones
     if rollout.deterministic:
         settings["enable_deterministic_inference"] = True
     if config.actor.routing_replay == "rollout":
@@ -105,13 +105,13 @@ def engine_settings(config: ExperimentConfig, place: ServerPlace) -> Settings:
 def _on_cuda(rollout: RolloutConfig) -> Settings:
     settings: Settings = {"mem_fraction_static": rollout.mem_fraction}
     if rollout.dtype == "bfloat16":
-        # The head's product accumulates in float32 anyway; without this it is rounded to bfloat16, which the actor's is
-        # not. In deterministic mode SGLang's batch-invariant product takes over for it, too.
+        # Without this the logits are rounded to bfloat16 after accumulating in float32; the actor's are not rounded. In
+        # deterministic mode SGLang's batch-invariant product replaces this one too.
         settings["enable_fp32_lm_head"] = True
-    else:  # SGLang would take fa3 or flashinfer, which know no float32; Triton's products round it to TF32
+    else:  # SGLang would choose fa3 or flashinfer, which have no float32; Triton rounds products to TF32
         settings["attention_backend"] = "triton" if rollout.deterministic else "torch_native"
     if rollout.sglang.get("moe_a2a_backend", "none") == "none":
-        # For auto SGLang takes flashinfer_trtllm on Blackwell, which orders the experts' weights anew after loading.
+        # With "auto" SGLang chooses flashinfer_trtllm on Blackwell, which reorders the experts' weights after loading.
         settings["moe_runner_backend"] = "triton"
     return settings
 
@@ -134,9 +134,9 @@ def _words(name: str, value: object) -> list[str]:
 
 
 def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str, str]:
-    """Returns the variables to set for one server process. Raises ValueError for one that engines cannot have."""
+    """Returns the variables to set for one server process. Raises ValueError for one that engines must not have."""
     env = {
-        # /health would sample a token, which a paused engine cannot: an update of the weights would look like a death.
+        # Else /health samples a token, which fails while an update has paused the engine: it would count as dead.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         "TOKENIZERS_PARALLELISM": "false",
         ENGINE: place.engine,
@@ -151,14 +151,14 @@ def engine_environment(config: ExperimentConfig, place: ServerPlace) -> dict[str
     ranks_here = config.rollout.tp // config.rollout.nodes_per_engine
     env |= {
         "SGLANG_USE_CPU_ENGINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # of a machine whose GPUs are not to be used
+        "CUDA_VISIBLE_DEVICES": "",  # the machine may have GPUs that must not be used
         "TORCHDYNAMO_DISABLE": "1",  # the sampler's torch.compile costs seconds of C++ per shape and gains nothing here
         # Threads that wait by spinning starve the others on shared cores: 20 tokens/s instead of 4,000 were measured.
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": str(max(1, min(_MAX_CPU_THREADS, place.num_cores // ranks_here))),
     }
     if config.rollout.tp > 1:
-        # More ranks than NUMA nodes: SGLang asks to be told a core for each (of all nodes), or refuses.
+        # With more ranks than NUMA nodes SGLang requires a core for each rank, of all nodes.
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
             str(rank % max(1, place.num_cores)) for rank in range(config.rollout.tp)
         )

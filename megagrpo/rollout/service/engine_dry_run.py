@@ -1,7 +1,7 @@
 """Records the copy lists of an SGLang engine's ranks, without weights and without other ranks.
 
-SGLang resolves the engine's own command line and builds the model's own class on the meta device, in a process group
-that is pretended to have the engine's size. Written against sglang 0.5.21.
+SGLang resolves the engine's own command line and builds the model's own class on the meta device, in a fake process
+group of the engine's size. Written against sglang 0.5.21.
 """
 
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ from megagrpo.weights.engines.loader import record_engine_model
 
 
 def record_engine(arguments: list[str], specs: Specs) -> Iterator[list[Copy]]:
-    """Yields what every rank of the engine that these words of a command line would start needs for `reshard`.
+    """Yields the copy list of each rank of the engine that this command line starts, as `reshard` needs it.
 
-    Raises ValueError for parameters that some HF tensors do not fill exactly once.
+    Raises ValueError for a parameter that the HF tensors do not fill exactly once.
     """
     load_plugins()
     server = prepare_server_args(arguments)
@@ -46,7 +46,7 @@ def record_engine(arguments: list[str], specs: Specs) -> Iterator[list[Copy]]:
 
 
 def _build(config: ModelConfig) -> torch.nn.Module:
-    get_model_architecture(config)  # imports the models, some of which make tensors that must not be meta ones
+    get_model_architecture(config)  # imports the models before the meta device: some create real tensors on import
     load = LoadConfig()
     with set_default_torch_dtype(config.dtype), torch.device("meta"):
         return _initialize_model(config, load, _get_quantization_config(config, load))

@@ -1,4 +1,4 @@
-"""The folder from which engines load the model: its own, or a bfloat16 description of a quantised one.
+"""The model folder that engines load: the model's own, or a bfloat16 description if that is quantised.
 
 With its quantization_config SGLang would build FP8 layers, whose parameters no publish of bfloat16 weights fills.
 """
@@ -13,9 +13,9 @@ from megagrpo.weights.hf_folder import write_description
 
 
 def as_engines_see_it(config: ExperimentConfig, folder: RunFolder) -> ExperimentConfig:
-    """Returns the experiment with the folder that its engines start from as model.path, which it writes if need be.
+    """Returns the experiment with model.path set to the folder for engines, which is written if the model is quantised.
 
-    All nodes must see the run folder. Raises ValueError where engines would read quantised weights themselves.
+    All nodes must see the run folder. Raises ValueError if engines would read quantised weights themselves.
     """
     model = Path(config.model.path)
     description = model / "config.json"

@@ -1,7 +1,7 @@
 """Main program of an engine: SGLang's server, with the API key from the environment.
 
-On a command line every user of the machine could read it, and SGLang writes its arguments into the log. The processes
-that SGLang starts import this file again, so nothing they write shows the key either.
+On a command line every user of the machine could read the key, and SGLang logs its arguments. The processes that SGLang
+starts import this file again, so their logs do not show the key either.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ def _without_key(*args, **kwargs) -> logging.LogRecord:
     record = _make_record(*args, **kwargs)
     try:
         text = record.getMessage()
-    except Exception:  # a wrong format string: logging itself only complains about it, and shows the arguments
+    except Exception:  # a wrong format string, for which logging itself only prints an error, with the arguments
         text = f"{record.msg} {record.args}"
     if _KEY in text:
         record.msg, record.args = text.replace(_KEY, "(the API key)"), ()
@@ -34,14 +34,14 @@ if _KEY:
     logging.setLogRecordFactory(_without_key)
 
 if __name__ == "__mp_main__":
-    # SGLang ties its processes to the server as well, but only after long imports: one killed before left orphans.
+    # SGLang ties its processes to the server too, but only after long imports: killed before, it left orphans.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(1)
 
 
 class NamesEngine:
-    """Puts the engine's id into the header of every answer, as an ASGI application around SGLang's."""
+    """ASGI middleware that adds the engine's id to the headers of every response."""
 
     def __init__(self, app):
         self._app = app
@@ -60,7 +60,7 @@ class NamesEngine:
 
 
 def tell_experts_of_every_answer(request: Any) -> None:
-    """Sets what a request asks for by itself: the router drops `return_routed_experts`, which it does not know.
+    """Makes True the default of a request's `return_routed_experts`, because the router drops this field.
 
     request: SGLang's class of requests, before FastAPI has read its defaults.
     """
@@ -84,7 +84,7 @@ if __name__ == "__main__":
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         tell_experts_of_every_answer(GenerateReqInput)
-    from sglang.srt.entrypoints.http_server import app  # now: plugins change what it is made of
+    from sglang.srt.entrypoints.http_server import app  # only now: plugins change its modules
 
     app.add_middleware(NamesEngine)
     try:

@@ -16,12 +16,12 @@ from megagrpo.system.environment import API_KEY, child_environment, get, of_all_
 from megagrpo.system.processes import spawn, stop_tree
 
 _PORTS = range(20_000, 30_000)  # below the kernel's ephemeral ports, above Ray's workers
-_CUDA_GRACE_S = 15.0  # to give memory back in order
-_CPU_GRACE_S = 0.5  # nothing to give back; SGLang alone would take 5 s to notice the signal
+_CUDA_GRACE_S = 15.0  # to release GPU memory in order
+_CPU_GRACE_S = 0.5  # nothing to release; SGLang itself takes 5 s to notice the signal
 
 
 def reachable_host(address: str) -> str:
-    """Returns the address under which others reach a service of this machine that listens on `address`."""
+    """Returns the address at which other machines reach a service that listens on `address` here."""
     return ray.util.get_node_ip_address() if address in EVERYWHERE else address
 
 
@@ -31,10 +31,10 @@ def loopback() -> str:
 
 
 def free_port(bind_host: str) -> int:
-    """Returns a port that nobody listens on. Raises ValueError.
+    """Returns a port that no process listens on. Raises ValueError if none is free.
 
-    It is not from the ephemeral range: an engine binds it seconds later, and by then some outgoing connection could
-    have it.
+    It is outside the ephemeral range: an engine binds it seconds later, and an outgoing connection could take it before
+    then.
     """
     for port in random.sample(_PORTS, 200):
         with socket.socket() as probe:
@@ -48,10 +48,10 @@ def free_port(bind_host: str) -> int:
 
 
 class EngineNode:
-    """Holds one server process of one incarnation of an engine; the process dies with it, whatever ends it.
+    """Runs one server process of one incarnation of an engine; the process ends with this actor, however it ends.
 
-    engine: its id. cores_share: server processes that share the CPU cores of this machine. gpus: theirs by name, with
-    commas; None: those that Ray gives.
+    engine: its id. cores_share: server processes that share the CPU cores of this machine. gpus: as in
+    CUDA_VISIBLE_DEVICES; None: those that Ray assigns.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class EngineNode:
     def address(self, service_loopback: str) -> tuple[str, int, int]:
         """Returns (host, port for HTTP, port where the engine's nodes meet) of this node.
 
-        Raises ValueError when the service, on the machine with that loopback, cannot reach it.
+        service_loopback: of the service's process. Raises ValueError if the service cannot reach this node.
         """
         if self.bind_address == "127.0.0.1" and loopback() != service_loopback:
             raise ValueError(
@@ -84,7 +84,7 @@ class EngineNode:
         return reachable_host(self.bind_address), free_port(self.bind_address), free_port(self.bind_address)
 
     def start(self, port: int, rendezvous: str, log: str) -> int:
-        """Starts the server process and returns its pid. It is up when /health answers."""
+        """Starts the server process and returns its pid. It is ready when /health answers."""
         place = ServerPlace(
             node_rank=self.node_rank,
             bind_host=self.bind_address,
@@ -107,12 +107,12 @@ class EngineNode:
         return self.process.pid
 
     def exit_code(self) -> int | None:
-        """Returns None while the server process runs, and minus the signal that ended it, as in subprocess."""
+        """Returns None while the server process runs; minus the signal's number if a signal ended it."""
         assert self.process is not None, "asked before its start"
         return self.process.poll()
 
     def stop(self) -> None:
-        """Ends the server process and all that it started."""
+        """Ends the server process and all its child processes."""
         if self.process is not None:
             stop_tree(self.process.pid, _CUDA_GRACE_S if self.cuda else _CPU_GRACE_S)
             self.process.wait()

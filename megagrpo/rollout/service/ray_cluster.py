@@ -14,10 +14,10 @@ import ray
 from megagrpo.config.schema import RolloutConfig
 from megagrpo.system.processes import stop_tree
 
-_SPARE_NODES = 2  # for engines added while it runs; a CPU here is a place, GPUs are counted
-_OBJECT_STORE_BYTES = 80 * 2**20  # no batch passes through Ray: its least
+_SPARE_NODES = 2  # for engines added later; a CPU of the private cluster is one slot for a node, GPUs are counted
+_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum: no batch passes through it
 _PAUSE_S = 1.0  # between two attempts
-_GRACE_S = 1.0  # for what a failed attempt left
+_GRACE_S = 1.0  # for processes of a failed attempt
 
 Options = dict[str, Any]  # of ray.init
 
@@ -52,14 +52,14 @@ def _private_cluster(num_nodes: int, folder: str) -> Options:
         "num_cpus": num_nodes + _SPARE_NODES,
         "object_store_memory": _OBJECT_STORE_BYTES,
         "include_dashboard": False,
-        "_system_config": {"worker_niceness": 0},  # an engine is no background job
+        "_system_config": {"worker_niceness": 0},  # else Ray starts engines at low priority
         "_temp_dir": folder,
         "_node_ip_address": "127.0.0.1",
     }
 
 
 def _connect(options: Options, timeout_s: float) -> None:
-    """Tries to start or join Ray while the next attempt would end within `timeout_s`. Raises RayNotStarted.
+    """Starts or joins Ray, with retries that end within `timeout_s`. Raises RayNotStarted.
 
     Ray's own limit of 30 s for a start is fixed, and a busy machine may need longer.
     """
@@ -72,7 +72,7 @@ def _connect(options: Options, timeout_s: float) -> None:
             return
         except Exception as exc:  # Ray has no type for it: "The current node timed out during startup" is an Exception
             problem = f"{type(exc).__name__}: {str(exc).strip().partition(os.linesep)[0]}"
-        # A failed start hands over nothing that could be shut down, and leaves its processes.
+        # A failed start returns nothing to shut down, but leaves its processes running.
         ray.shutdown()
         for pid in _children() - before:
             stop_tree(pid, _GRACE_S)

@@ -15,14 +15,14 @@ from megagrpo.system.processes import spawn, stop_tree
 
 _START_S = 60.0  # how long it may take to start
 _ADD_S = 60.0  # how long it may take to list an engine
-_ASK_AGAIN_S = 15.0  # before it is told of an engine once more
+_ASK_AGAIN_S = 15.0  # before an engine is added to it again
 _REQUEST_S = 10.0  # limit of one request to it
 _POLL_S = 0.1
 _WATCH_S = 0.5
-_MAX_RESTARTS = 5  # in a row: one that has run for _STEADY_S starts the count again
+_MAX_RESTARTS = 5  # in a row: the count restarts after a run of _STEADY_S
 _STEADY_S = 120.0
-_HUNG_S = 30.0  # it answers for a list in memory
-# The key must not stand in the command line, which every user of the machine can read.
+_HUNG_S = 30.0  # without an answer to /workers, which only reads a list in memory
+# The key must not be on the command line, which every user of the machine can read.
 _PROGRAM = f"""
 import os, sys
 from sglang_router.launch_router import main
@@ -32,14 +32,14 @@ main()
 
 
 class RouterFailed(RuntimeError):
-    """Raised when the router did not start, or did not take an engine, in time."""
+    """Raised when the router did not start, or did not list an engine, in time."""
 
 
 class Router:
-    """Holds the router's process and the set of engines that it should know.
+    """The router's process and the set of engines that it should list.
 
-    `watch` makes the router's own list equal to that set at all times: after a restart, and after an engine came or
-    went while the router could not be told.
+    `watch` keeps the router's own list equal to that set: after a restart of the router, and after engines were added
+    or removed while it did not answer.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Router:
             # Even load matters more than a shared prompt prefix: a step is as slow as its slowest engine.
             "--policy": "round_robin",
         }
-        # One judge of an engine's health and one place that retries: the supervisor and the trainers' client.
+        # Only the supervisor judges an engine's health, and only the trainers' client retries.
         flags = ["--disable-retries", "--disable-circuit-breaker", "--disable-health-check"]
         words = [word for pair in options.items() for word in pair]
         self._command = [sys.executable, "-c", _PROGRAM, *words, *flags]
         self._wanted: set[str] = set()
-        self._asked: dict[str, float] = {}  # when the router was last told to take that engine
+        self._asked: dict[str, float] = {}  # time of the last request to add each engine
         self._process: Popen | None = None
         self._started = 0.0
         self._restarts_in_a_row = self.restarts = 0
@@ -86,7 +86,7 @@ class Router:
         raise RouterFailed(f"sglang-router did not start in {_START_S:.0f} s, see {self._log}")
 
     async def watch(self) -> None:
-        """Starts it again, at the same URL, whenever it ends or hangs. Raises RouterFailed when that does not help."""
+        """Starts it again, at the same URL, whenever it ends or hangs. Raises RouterFailed after too many."""
         answered = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
@@ -106,7 +106,7 @@ class Router:
             answered = time.monotonic()
 
     async def add(self, engine_url: str) -> str:
-        """Returns "" when requests reach the engine, else why they do not. Adding one that is there changes nothing."""
+        """Returns "" once the router sends requests to the engine, else the problem. A repeated call is harmless."""
         self._wanted.add(engine_url)
         deadline = time.monotonic() + _ADD_S
         while engine_url in self._wanted and time.monotonic() < deadline:
@@ -122,9 +122,9 @@ class Router:
         await self._reconcile()
 
     async def _reconcile(self) -> set[str] | None:
-        """Tells the router who came and went; returns the engines that it sends requests to.
+        """Makes the router's list equal to the set; returns the engines that it sends requests to.
 
-        None when it is down or slow: `watch` will see to it.
+        None if it is down or slow: `watch` repeats the call.
         """
         try:
             return await self._update_workers()
@@ -158,5 +158,5 @@ class Router:
     async def stop(self) -> None:
         """Ends the process."""
         if self._process is not None:
-            await asyncio.to_thread(stop_tree, self._process.pid, 0.5)  # its own grace is for other people's requests
+            await asyncio.to_thread(stop_tree, self._process.pid, 0.5)  # its own grace is for requests in flight
             self._process.wait()

@@ -1,15 +1,15 @@
 """The rollout service: SGLang engines under Ray's placement, a supervisor for each, sglang-router in front, and a small
-HTTP endpoint where trainers learn which engines there are and report whose weights they have verified.
+HTTP endpoint through which trainers list the engines and report the verified ones.
 
     GET  /status                -> {"router", "failed", "lost_hosts", "engines": [{"id", "url", "state", ...}]}
     POST /engines               starts one more engine; answers {"id"}
-    POST /engines/{id}/drain    it finishes its requests and ends; 409 if too few engines would remain
+    POST /engines/{id}/drain    finishes its requests and ends it; 409 if too few engines would remain
     POST /engines/{id}/update   {"incarnation"}: a trainer starts writing weights; 409 if that incarnation has ended
     POST /engines/{id}/ready    {"incarnation", "weight_version"}: published and verified; 409 as above
-    POST /engines/{id}/wake     {"incarnation"}: a colocated one, verified, takes memory for its cache; 409 as above
-    POST /engines/{id}/lost     {"incarnation"}: its update failed half-way: it must restart
-    POST /sleep                 all engines release their memory, and none starts; answers afterwards
-    POST /may_start             engines that died meanwhile restart
+    POST /engines/{id}/wake     {"incarnation"}: a colocated, verified engine resumes its cache memory; 409 as above
+    POST /engines/{id}/lost     {"incarnation"}: its update failed half-way, so it must restart
+    POST /sleep                 makes all engines release their memory, and none start; answers afterwards
+    POST /may_start             lets engines that died meanwhile restart
 
 Every request carries the run's API key, which engines and router demand as well.
 """
@@ -42,17 +42,17 @@ from megagrpo.system.run_folder import RunFolder, write_whole
 
 _FAILED_LINGER_S = 60.0  # a failed service stays that long, so that waiting trainers can read why
 _STARTING_POLL_S = 0.1
-_HTTP_TIMEOUT_S = 30.0  # of requests to engines and router that name no other
+_HTTP_TIMEOUT_S = 30.0  # of requests to engines and router, unless they set another
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = None) -> int:
-    """Runs the service until SIGTERM, SIGINT or failure; returns the exit code. Nothing is left behind.
+    """Runs the service until SIGTERM, SIGINT or failure; returns the exit code. No process remains.
 
     ray_address: "host:port" of a running Ray cluster to join; without it a private one is started on this machine. When
-    the engines are up, run_dir/service.json holds {"url": ...}. Raises ValueError when rollout.host is nothing of this
-    machine, for a quantised model that engines cannot start from, and where GPUs are wanted and none is seen.
+    the engines are up, run_dir/service.json holds {"url": ...}. Raises ValueError if rollout.host is no address or
+    interface of this machine, engines cannot start from a quantised model, or they require GPUs and none is visible.
     """
     folder = RunFolder(run_dir.absolute())
     folder.service.unlink(missing_ok=True)  # an older run's URL would mislead trainers
@@ -70,7 +70,7 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
 
 
 def make_key(file: Path) -> str:
-    """Returns the API key of this run: the environment's, else a new one that is left in `file` for the run's trainers.
+    """Returns the API key of this run: the environment's, else a new one, written to `file` for the run's trainers.
 
     The file is readable by this user only.
     """
@@ -101,14 +101,14 @@ class _Service:
             log=folder.logs / "router.log",
         )
         self._engines: dict[str, SupervisedEngine] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # the lives of the engines by id, the router's and the watch
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of each engine by id, of the router, and `_watch`
         self._num_added = self._lost_hosts = 0
         self._failed: str | None = None
         self._stop, self._may_start = asyncio.Event(), asyncio.Event()
         self._may_start.set()
 
     async def run(self) -> int:
-        """Serves until it is told to stop or has failed; returns the exit code."""
+        """Serves until a stop signal or a failure; returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
@@ -152,7 +152,7 @@ class _Service:
         return engine
 
     async def _open(self, runner: web.AppRunner) -> None:
-        """Waits for the engines, then listens and writes the address.
+        """Waits for the engines, then listens and writes service.json.
 
         Returns early if the service is stopped or has failed.
         """
@@ -170,7 +170,7 @@ class _Service:
         print(f"rollout service at {url}, {len(self._engines)} engine(s) behind {self._router.url}", flush=True)
 
     async def _watch(self) -> None:
-        """Declares failure when too few engines are left or when a part of the service itself broke."""
+        """Sets the failure if too few engines are left or a task of the service raised."""
         least = self._config.rollout.min_healthy_engines
         while not self._failed:
             await asyncio.sleep(0.1)
@@ -232,7 +232,7 @@ class _Service:
         if not engine.gave_up and self._num_left() - 1 < least:
             raise web.HTTPConflict(text=f"fewer than rollout.min_healthy_engines {least} would be left")
         self._tasks[engine.id] = asyncio.create_task(self._drain(engine))
-        await asyncio.sleep(0)  # it is marked as draining before anyone hears so
+        await asyncio.sleep(0)  # so that it is marked as draining before the answer is sent
         return web.json_response({})
 
     async def _drain(self, engine: SupervisedEngine) -> None:
@@ -271,14 +271,14 @@ class _Service:
 
     def _engine(self, request: web.Request) -> SupervisedEngine:
         found = self._engines.get(request.match_info["id"])
-        if found is None:  # it was drained, which a trainer may learn late
+        if found is None:  # drained: the trainer's list of engines may be older
             raise StaleReport(f"no engine {request.match_info['id']}; there are {sorted(self._engines)}")
         return found
 
 
 @web.middleware
 async def _answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answers 409 about an engine or incarnation that is gone, and 503 when the router does not take an engine."""
+    """Answers 409 for an engine or incarnation that has ended, and 503 if the router does not list an engine."""
     try:
         return await handler(request)
     except StaleReport as exc:

@@ -1,8 +1,8 @@
 """Sleep of colocated engines: they release their memory for the trainers on the same GPUs, by SGLang's endpoints.
 
-SGLang drops the contents of what it releases. A publish restores all weights; SGLang keeps the buffers; the KV cache
-is empty. SGLang asserts that nothing runs, so an engine is paused first, and that only released memory is resumed, so
-the service, which outlives trainers, records that for every engine.
+SGLang drops the contents of released memory, except buffers: a publish restores the weights, the KV cache is empty. It
+asserts that no request runs, so an engine is paused first, and that only released memory is resumed, so the service,
+which outlives trainers, records the released parts of every engine.
 """
 
 import asyncio
@@ -16,20 +16,20 @@ _ORDER = (CACHE, WEIGHTS)  # the cache comes back last, when the staging memory 
 
 
 class SleepFailed(RuntimeError):
-    """Raised when an engine refuses or does not answer: what it holds is unknown."""
+    """Raised when an engine refuses or does not answer: the state of its memory is unknown."""
 
 
 class EngineMemory:
-    """What one incarnation of an engine has released. `url`: of its HTTP server."""
+    """The released memory of one incarnation of an engine. `url`: of its HTTP server."""
 
     def __init__(self, url: str, api_key: str, limit_s: float):
         self._url, self._headers = url, bearer(api_key)
         self._timeout = aiohttp.ClientTimeout(total=limit_s)
         self._released: set[str] = set()
-        self._one_at_a_time = asyncio.Lock()  # trainers that have died may have left a call behind
+        self._one_at_a_time = asyncio.Lock()  # a call of a trainer that has died may still run
 
     async def release(self, http: aiohttp.ClientSession) -> None:
-        """Stops sampling, what is in flight waits, and releases everything. Raises SleepFailed."""
+        """Pauses sampling, returns running requests to the queue, and releases all memory. Raises SleepFailed."""
         async with self._one_at_a_time:
             await self._post(http, "pause_generation", {"mode": "retract"})
             for part in _ORDER:
@@ -38,7 +38,7 @@ class EngineMemory:
                     self._released.add(part)
 
     async def resume(self, http: aiohttp.ClientSession, part: str) -> None:
-        """Takes memory for a part again, if it was released; it holds anything. Raises SleepFailed."""
+        """Allocates a part again if it was released; its contents are undefined. Raises SleepFailed."""
         async with self._one_at_a_time:
             if part in self._released:
                 await self._post(http, "resume_memory_occupation", {"tags": [part]})

@@ -4,13 +4,13 @@
                   ^        |
                   +- asleep <-  under rollout.colocate, while the actor trains; no engine starts then
 
-`stale`: it answers, but its weights are not verified: it has just started, or a trainer is writing into it. The trainer
-reports verified weights (`mark_ready`); only then the router sends requests to it. Every start is a new incarnation, so
-a late report about the previous one is ignored.
+`stale`: it answers, but its weights are not verified: it has just started, or a trainer is writing into it. Only after
+the trainer has reported verified weights (`mark_ready`) does the router send requests to it. Every start is a new
+incarnation, so a late report about the previous one is ignored.
 
-Two probes detect a hang, each with a timeout of `rollout.health_timeout_s`. /health is answered by the HTTP process at
-once, whatever the engine does. /server_info passes through the scheduler, between two forward passes; only ready
-engines get it, because a transfer of weights occupies the scheduler: there the trainer's deadlines apply.
+Two probes detect a hang, each with a timeout of `rollout.health_timeout_s`. The HTTP process answers /health at once,
+whatever the engine does. /server_info passes through the scheduler, between two forward passes; only ready engines are
+probed with it: a transfer of weights occupies the scheduler, and the trainer's deadlines apply instead.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
 from megagrpo.system import environment
 from megagrpo.types import EngineInfo
 
-_WATCH_S = 1.0  # between two looks at the processes
+_WATCH_S = 1.0  # between two checks of the processes
 _DRAIN_POLL_S = 0.5
 _PLACE_POLL_S = 0.1
 _START_POLL_S = 0.25
-_LOST_NODE_S = 30.0  # how long the actors of an engine may take to stop it
+_LOST_NODE_S = 30.0  # limit for an engine's Ray actors to stop it
 _ANSWERING = ("stale", "ready", "asleep")
 _LOG_TAIL = 2000  # characters of the engine's log in an error
 
@@ -49,15 +49,15 @@ class EngineDied(Exception):
 
 
 class StaleReport(ValueError):
-    """Raised when a trainer reports about an engine or incarnation that is gone."""
+    """Raised when a trainer's report concerns an engine or incarnation that has ended."""
 
 
 class SupervisedEngine:
     """Keeps one engine running. `begin` starts it; the other methods serve trainers and the command line.
 
-    `state`, `url`, `incarnation` etc.: see EngineInfo. `lost_hosts`: machines that were lost under it. `gave_up`: its
-    restart budget is spent, for `reason`. may_start: cleared while engines sleep, because a starting engine takes the
-    GPU's memory.
+    `state`, `url`, `incarnation` etc.: see EngineInfo. `lost_hosts`: machines lost while it ran on them. `gave_up`: its
+    restart budget is spent; `reason` is the last failure. may_start: cleared while engines sleep, because a starting
+    engine allocates GPU memory.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class SupervisedEngine:
         self._patience_s = config.rollout.patience_s(cuda)
         self._group: PlacementGroup | None = None
         self._nodes: list[ActorHandle] = []  # of type EngineNode
-        self._lost: asyncio.Future[None] | None = None  # done when a trainer has lost this incarnation
+        self._lost: asyncio.Future[None] | None = None  # done when a trainer reports this incarnation as lost
         self._life: asyncio.Task[None] | None = None
         self._memory = EngineMemory("", api_key, self._patience_s)  # of this incarnation
 
@@ -101,11 +101,11 @@ class SupervisedEngine:
 
     @property
     def is_starting(self) -> bool:
-        """Tells whether it is about to answer, for the first time or again."""
+        """Returns whether it is starting or will restart."""
         return self.state == "starting" or (self.state == "dead" and not self.gave_up)
 
     async def begin_update(self, http: aiohttp.ClientSession, incarnation: int) -> None:
-        """Notes that a trainer is about to write weights into it, for which a sleeping one takes memory again.
+        """Marks it stale because a trainer will write weights into it; a sleeping engine first resumes their memory.
 
         Raises StaleReport.
         """
@@ -113,14 +113,14 @@ class SupervisedEngine:
         self.state, self.weight_version = "stale", None
 
     async def wake(self, http: aiohttp.ClientSession, incarnation: int, part: str) -> None:
-        """Lets it have a part of its memory again. Raises StaleReport, too when it does not come back."""
+        """Resumes a part of its memory. Raises StaleReport, also if the engine is lost in the attempt."""
         self._check_current(incarnation)
         await self._move_memory(self._memory.resume(http, part), incarnation)
         self._check_current(incarnation)
 
     async def sleep(self, http: aiohttp.ClientSession) -> None:
-        """Has it release its memory, once no request reaches it; one that cannot is ended. Nothing happens to one that
-        is dead: it starts again when engines may.
+        """Removes it from the router and releases its memory; an engine that fails to is ended. Does nothing to a dead
+        engine, which restarts once `may_start` is set.
         """
         if self.state not in ("stale", "ready"):
             return
@@ -137,21 +137,21 @@ class SupervisedEngine:
             self.lost(incarnation)
 
     async def mark_ready(self, incarnation: int, weight_version: int) -> None:
-        """Lets requests come: the trainer has verified that this incarnation holds `weight_version`.
+        """Adds it to the router, after the trainer has verified `weight_version` in this incarnation.
 
-        Raises StaleReport, and RouterFailed when the router does not take it.
+        Raises StaleReport, and RouterFailed if the router does not list it in time.
         """
         self._check_current(incarnation)
         problem = await self._router.add(self.url)
-        self._check_current(incarnation)  # it may have died meanwhile, which is no failure of the router
+        self._check_current(incarnation)  # if it died meanwhile, the router has not failed
         if problem:
             raise RouterFailed(problem)
         self.state, self.weight_version = "ready", weight_version
 
     def lost(self, incarnation: int) -> None:
-        """Ends this incarnation: a trainer could not finish an update of it, so that what it holds is unknown."""
+        """Ends this incarnation after an unfinished update, because its weights are undefined."""
         if incarnation == self.incarnation and self.state in _ANSWERING:
-            self.state, self.weight_version = "dead", None  # at once: the trainer's next look must not find it usable
+            self.state, self.weight_version = "dead", None  # at once: the next status must not show it as usable
             if self._lost is not None and not self._lost.done():
                 self._lost.set_result(None)
 
@@ -162,15 +162,15 @@ class SupervisedEngine:
             )
 
     def begin(self, http: aiohttp.ClientSession) -> asyncio.Task[None]:
-        """Starts its life, a task that ends when the engine has given up."""
+        """Starts the task that runs it, which ends when its restart budget is spent."""
         self._life = asyncio.create_task(self._run(http))
         return self._life
 
     async def drain(self, http: aiohttp.ClientSession) -> None:
-        """Lets it finish the requests that it has and take no other. Returns when it has ended."""
+        """Stops new requests to it, waits for those in flight and ends it."""
         assert self._life is not None, "drained before its beginning"
         was_up = self.state in _ANSWERING
-        self.state = "draining"  # before the first wait: no trainer may begin an update now
+        self.state = "draining"  # before the first await: no trainer may start an update now
         self._life.cancel()
         await asyncio.gather(self._life, return_exceptions=True)
         if was_up:
@@ -195,7 +195,7 @@ class SupervisedEngine:
                 self.reason = (
                     f"a Ray actor of its nodes gave no answer within {limit_s:.0f} s (rollout.start_timeout_s)"
                 )
-            except ray.exceptions.RayTaskError as exc:  # its machine is there and refuses
+            except ray.exceptions.RayTaskError as exc:  # its machine is reachable, but the call raised
                 self.reason = str(exc.cause)
             except ray.exceptions.RayError as exc:
                 self.reason = f"its node was lost: {type(exc).__name__}: {exc}"
@@ -205,7 +205,7 @@ class SupervisedEngine:
             if self.url:
                 await self._router.remove(self.url)
             await self.stop()
-            # What never came up will hardly do so at the sixth try: one more, for a port that somebody else took.
+            # An engine that never answered gets one restart only, in case another process took its port.
             budget = self._config.rollout.max_restarts
             if self.restarts >= (budget if self._was_up else min(1, budget)):
                 self.gave_up = True
@@ -213,10 +213,10 @@ class SupervisedEngine:
             self.restarts += 1
 
     async def stop(self) -> None:
-        """Ends the server processes and the actors that hold them, and gives their place back."""
+        """Ends the server processes and their Ray actors, and removes their placement group."""
         nodes, self._nodes = self._nodes, []
         if nodes:
-            # Where an actor is gone, the kernel has ended its server process with it.
+            # If an actor is gone, the kernel has ended its server process with it.
             stopping = asyncio.gather(*(node.stop.remote() for node in nodes), return_exceptions=True)
             await asyncio.wait([stopping], timeout=_LOST_NODE_S)
             stopping.cancel()
@@ -229,8 +229,8 @@ class SupervisedEngine:
     async def _start(self, http: aiohttp.ClientSession) -> None:
         """Starts the next incarnation.
 
-        Raises EngineDied when no answer comes within start_timeout_s, TimeoutError when the machine says nothing,
-        RayError when it is lost.
+        Raises EngineDied if it does not answer within start_timeout_s, TimeoutError if a Ray actor does not, RayError
+        if its node is lost.
         """
         rollout = self._config.rollout
         self.incarnation += 1
@@ -258,10 +258,10 @@ class SupervisedEngine:
         print(f"{self.id} is up at {url} (incarnation {self.incarnation}, pid {self.pid})", flush=True)
 
     async def _place(self) -> None:
-        """Finds machines, anew for every start: those of the last one may be gone. Raises EngineDied."""
+        """Reserves machines, at every start: those of the previous one may be gone. Raises EngineDied."""
         rollout = self._config.rollout
         bundle = {"CPU": 1.0} | ({"GPU": float(rollout.tp // rollout.nodes_per_engine)} if self._cuda else {})
-        # Ray fills up one node before it takes the next. The nodes of one engine lie apart where the machines allow it.
+        # Ray fills up one machine before the next, and spreads the nodes of one engine over several if it can.
         strategy = "STRICT_PACK" if rollout.nodes_per_engine == 1 else "SPREAD"
         self._group = placement_group([bundle] * rollout.nodes_per_engine, strategy=strategy)
         deadline = time.monotonic() + rollout.start_timeout_s
@@ -278,8 +278,8 @@ class SupervisedEngine:
     async def _watch(self, http: aiohttp.ClientSession) -> None:
         """Watches this incarnation until it ends.
 
-        Raises EngineDied when a process ended or nothing answers, TimeoutError when the machine says nothing, RayError
-        when it is lost.
+        Raises EngineDied if a process ended or does not answer, TimeoutError if a Ray actor does not, RayError if its
+        node is lost.
         """
         patience_s = self._patience_s
         answered = time.monotonic()
@@ -291,7 +291,7 @@ class SupervisedEngine:
                     await self._look()
             finally:
                 probe.cancel()
-            # In an update the scheduler may be silent for longer.
+            # During an update the scheduler may take longer to answer.
             if self.state != state or probe.result() is not None:
                 answered = time.monotonic()
             elif time.monotonic() - answered >= patience_s:
@@ -301,7 +301,7 @@ class SupervisedEngine:
             await self._look()
 
     async def _look(self) -> None:
-        """Waits a moment for a trainer's report, then asks after the processes. Raises EngineDied."""
+        """Waits up to _WATCH_S for a trainer's report, then checks the processes. Raises EngineDied."""
         assert self._lost is not None
         await asyncio.wait([self._lost], timeout=_WATCH_S)
         if self._lost.done():
@@ -312,14 +312,14 @@ class SupervisedEngine:
         try:
             codes = await self._ask(node.exit_code.remote() for node in self._nodes)
         except ray.exceptions.ActorUnavailableError:
-            return  # a broken connection: Ray will say whether the node is lost; until then the probe has a time limit
+            return  # a broken connection: Ray reports later if the node is lost; until then the probe's limit applies
         for rank, code in enumerate(codes):
             if code is not None:
                 how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
                 raise EngineDied(f"the server process of node {rank} ended, {how}\n{self._log_tail(rank)}")
 
     async def _ask(self, calls: Iterable[Any]) -> list[Any]:
-        """Returns the answers of Ray actors. Raises TimeoutError when one says nothing, RayError when it is lost."""
+        """Returns the results of Ray calls. Raises TimeoutError without an answer, RayError if a node is lost."""
         # Ray starts a process for the first call; later ones are answered at once.
         return await asyncio.wait_for(asyncio.gather(*calls), self._config.rollout.start_timeout_s)
 
@@ -328,7 +328,7 @@ class SupervisedEngine:
         assert self._group is not None, "placed before"
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         num_gpus = rollout.tp // rollout.nodes_per_engine if self._cuda else 0
-        # On a CPU all engines of the experiment may share one machine; its cores are shared out between them.
+        # On a CPU all engines of the experiment may share one machine; its cores are divided among them.
         cores_share = rollout.num_engines * rollout.nodes_per_engine
         options = EngineNodeActor.options(num_cpus=1, num_gpus=num_gpus, scheduling_strategy=strategy, max_restarts=0)
         return options.remote(
@@ -359,7 +359,7 @@ class SupervisedEngine:
         return f"the end of {log}:\n{text}"
 
     async def _fetch(self, http: aiohttp.ClientSession, url: str) -> bytes | None:
-        """Returns the body of a good answer within rollout.health_timeout_s; None when there is none."""
+        """Returns the body of a response with status 200 within rollout.health_timeout_s, else None."""
         timeout = aiohttp.ClientTimeout(total=self._patience_s)
         try:
             async with http.get(url, headers=bearer(self._api_key), timeout=timeout) as answer:
@@ -368,7 +368,7 @@ class SupervisedEngine:
             return None
 
     async def _is_busy(self, http: aiohttp.ClientSession) -> bool:
-        """Tells whether it has requests. One that does not answer has died: nothing is left to wait for."""
+        """Returns whether it has requests in flight; False if it does not answer, because then it has died."""
         body = await self._fetch(http, f"{self.url}/v1/loads?include=core")
         return body is not None and any(
             load["num_running_reqs"] + load["num_waiting_reqs"] for load in json.loads(body)["loads"]
