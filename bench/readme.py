@@ -44,7 +44,7 @@ def command_line() -> str:
             word = ", ".join(action.option_strings) or action.dest
             value = action.metavar or ("" if action.nargs == 0 or not action.option_strings else action.dest.upper())
             choices = f" ({', '.join(map(str, action.choices))})" if action.choices else ""
-            rows.append(f"| `{f'{word} {value}'.strip()}`{choices} | {action.help or ''} |".replace("%(default)s", ""))
+            rows.append(f"| `{f'{word} {value}'.strip()}`{choices} | {action.help or ''} |")
         parts.append(f"## `megagrpo {name}`\n\n{parser.description}\n\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 
