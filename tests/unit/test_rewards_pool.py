@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megagrpo.config.schema import RewardConfig
@@ -123,7 +124,7 @@ def test_restarting_does_not_count_against_the_next_response(tmp_path, monkeypat
 
 def test_close_leaves_no_process_and_no_waiter(graders):
     pool = RewardPool(RewardConfig(grader=f"{graders}:by_text", workers=2, timeout_s=60.0))
-    pids = [worker._process.pid for worker in pool._workers._workers]
+    pids = [child.pid for child in psutil.Process().children() if "megagrpo.rewards.worker" in child.cmdline()]
     running = [pool.submit(prompt(), "hang") for _ in range(2)]
     waiting = pool.submit(prompt(), "1")
     time.sleep(0.3)
@@ -149,13 +150,13 @@ def test_what_a_hung_grader_started_dies_with_it(graders, tmp_path):
 def test_workers_end_when_the_trainer_is_killed(graders, tmp_path):
     """SIGKILL runs no clean-up: the workers, idle or hung with the interpreter lock held, must notice by themselves."""
     code = f"""
-import sys, time
+import psutil, sys, time
 sys.path.insert(0, {str(tmp_path)!r})
 from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
 pool = RewardPool(RewardConfig(grader="own_graders:hangs_holding_the_lock", workers=2, timeout_s=0.5))
-print(*[w._process.pid for w in pool._workers._workers], flush=True)
+print(*(child.pid for child in psutil.Process().children()), flush=True)
 pool.submit(Prompt(0, "", (1,), ""), "x")
 time.sleep(60)
 """
