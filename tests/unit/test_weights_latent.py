@@ -183,7 +183,7 @@ def test_the_plan_keeps_a_concatenation_in_one_bucket_and_each_bucket_in_one_dty
     assert [bucket.dtype for bucket in plan.buckets] == [torch.bfloat16] * 3 + [torch.float32]
     plan = make_gather_plan(copies, specs, bucket_bytes=1, together=[(KV_A, Q_A), (KV_B, "q_b_proj"), (KV_A, KV_B)])
     assert plan.buckets[0].names == (Q_A, "q_b_proj", KV_B, KV_A), "what has a member in common is one"
-    with pytest.raises(ValueError, match=f"wants {Q_A}, {BIAS} together, which are published in several dtypes"):
+    with pytest.raises(ValueError, match=f"loads {Q_A}, {BIAS} together, which are published in several dtypes"):
         make_gather_plan(copies, specs, bucket_bytes=1, together=[(Q_A, BIAS)])
 
 

@@ -36,11 +36,15 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Returns the number of elements."""
         return prod(self.size)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Returns the index that selects the box in its tensor."""
+        return tuple(map(slice, self.start, self._stop()))
+
     def intersect(self, other: "Box") -> "Box | None":
-        """Returns the common box, None when there is none."""
+        """Returns the common box, None if there is none."""
         start = tuple(map(max, self.start, other.start))
         stop = map(min, self._stop(), other._stop())
         size = tuple(b - a for a, b in zip(start, stop, strict=True))
