@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ def provenance() -> dict:
     """Commit (with a mark when the tree differs from it), date, and the machine in words."""
 
     def git(*args: str) -> str:
+        if shutil.which("git") is None:  # a container, perhaps
+            return ""
         return subprocess.run(["git", *args], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
 
     changed = " + changes" if git("status", "--porcelain", "--untracked-files=no") else ""

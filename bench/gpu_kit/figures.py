@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -20,6 +22,15 @@ class Setting:
     device: str  # "cuda" | "cpu"
     small: bool  # sizes for a CPU, to see that everything runs
     folder: Path
+
+    def torch_device(self) -> torch.device:
+        """Returns the device that a trainer would compute on here, and makes it this process's."""
+        from megagrpo.actor.host import prepare_host
+
+        device = prepare_host()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
 
     def of(self, whole: T, small: T) -> T:
         """Returns what holds at the whole size or at the small one."""

@@ -17,7 +17,7 @@ _GRACE = 3.0  # times the limit, until which waiting must end
 
 def alone(figures: Figures, setting: Setting) -> None:
     """Measures a group of this process alone: joining, the first broadcast, which makes a communicator, and the end."""
-    device, size = _device(setting), setting.of(1 << 28, 1 << 16)
+    device, size = setting.torch_device(), setting.of(1 << 28, 1 << 16)
     values = torch.ones(size, dtype=torch.uint8, device=device)
     for number in ("first", "second"):
         start = time.perf_counter()
@@ -39,7 +39,7 @@ def without_peer(figures: Figures, setting: Setting) -> None:
 
     Then a group of this process alone must still work.
     """
-    device, limit_s = _device(setting), setting.of(LIMIT_S, SMALL_LIMIT_S)
+    device, limit_s = setting.torch_device(), setting.of(LIMIT_S, SMALL_LIMIT_S)
     with temporarily("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(limit_s)))):
         for rank in (0, 1):
             _wait_in_vain(figures, rank, device, limit_s)
@@ -68,10 +68,3 @@ def _wait_in_vain(figures: Figures, rank: int, device: torch.device, limit_s: fl
         start = time.perf_counter()
         group.abort()
         figures.add(f"rank {rank}: abort", time.perf_counter() - start, "s", at_most=_GRACE * limit_s)
-
-
-def _device(setting: Setting) -> torch.device:
-    if setting.device == "cuda":
-        torch.cuda.set_device(0)
-        return torch.device("cuda", 0)
-    return torch.device("cpu")

@@ -25,7 +25,7 @@ def head(figures: Figures, setting: Setting) -> None:
     The other libraries compute log-probabilities alone.
     """
     tokens, hidden, vocab, chunk = setting.of((TOKENS, HIDDEN, VOCAB, CHUNK), SMALL)
-    device = torch.device(setting.device)
+    device = setting.torch_device()
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         inputs = _inputs(tokens, hidden, vocab, dtype, device)

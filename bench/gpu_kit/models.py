@@ -46,14 +46,18 @@ def description(family: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RandomTensors(Mapping[str, Tensor]):
-    """The tensors of a model by their HF names, drawn on the device when asked for: the same ones every time.
+    """The tensors of a model by their HF names, drawn when they are read: the same ones every time.
 
     Values are rounded to bfloat16, so that models of any dtype have the same. spread: standard deviation of the logits,
-    which is the last norm's weight; those of a trained model spread by about 4.
+    which is the last norm's weight; those of a trained model spread by about 4. drawn_on: the device of the generator,
+    by default the same. One seed gives other values on a GPU than on a CPU, so models of both are drawn on the CPU.
     """
 
-    def __init__(self, arch: Architecture, device: torch.device, spread: float = 1.0):
+    def __init__(
+        self, arch: Architecture, device: torch.device, spread: float = 1.0, drawn_on: torch.device | None = None
+    ):
         self._specs, self._device, self._spread = {spec.name: spec for spec in model_tensors(arch)}, device, spread
+        self._drawn_on = drawn_on or device
 
     def __getitem__(self, name: str) -> Tensor:
         spec = self._specs[name]
@@ -61,9 +65,9 @@ class RandomTensors(Mapping[str, Tensor]):
             return torch.full(spec.shape, self._spread if name == "model.norm.weight" else 1.0, device=self._device)
         if spec.kind == "bias":
             return torch.zeros(spec.shape, device=self._device)
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
-        values = torch.randn(spec.shape, generator=generator, device=self._device)
-        return (values * spec.shape[-1] ** -0.5).bfloat16().float()
+        generator = torch.Generator(self._drawn_on).manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(spec.shape, generator=generator, device=self._drawn_on)
+        return (values * spec.shape[-1] ** -0.5).bfloat16().float().to(self._device)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._specs)
@@ -74,7 +78,12 @@ class RandomTensors(Mapping[str, Tensor]):
 
 @contextmanager
 def random_actor(
-    folder: Path, config_json: dict[str, Any], spread: float = 1.0, lr: float = 1e-5, **options: Any
+    folder: Path,
+    config_json: dict[str, Any],
+    spread: float = 1.0,
+    lr: float = 1e-5,
+    drawn_on: torch.device | None = None,
+    **options: Any,
 ) -> Iterator[MegatronActor]:
     """Makes an actor with RandomTensors, in a world of its own. options: of ActorConfig. `folder`: not used before."""
     folder.mkdir(parents=True)
@@ -82,7 +91,7 @@ def random_actor(
     config = ActorConfig(deadline_s=120.0, **options)
     optimizer = OptimizerConfig(lr=lr, clip_grad=1.0)
     with joined(folder / "store", config=config, optimizer=optimizer, model_path=str(folder), device=DEVICE) as actor:
-        actor.load_hf(RandomTensors(actor.arch, DEVICE, spread))
+        actor.load_hf(RandomTensors(actor.arch, DEVICE, spread, drawn_on))
         actor.weights_loaded()
         yield actor
 

@@ -14,6 +14,7 @@ from megagrpo.certify.measure import whole
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
 
+CPU = torch.device("cpu")  # models on a GPU and on the CPU are compared: drawn on one of them
 VOCAB = 160
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 4, "num_key_value_heads": 2, "intermediate_size": 128}
 _SIZES |= {"vocab_size": VOCAB}
@@ -75,9 +76,9 @@ def measure(family: str, dtype: str, folder: Path, variant: dict[str, Any]) -> d
     """Returns log-probabilities, loss, gradients (whole HF tensors) and gradient norm of one rich update."""
     place = folder / "actors" / f"{len(list((folder / 'actors').glob('*')))}"
     options = {"dtype": dtype, "logprob_chunk_tokens": 32, **variant}
-    with random_actor(place, description(family, FAMILIES[family]), **options) as built:
+    with random_actor(place, description(family, FAMILIES[family]), drawn_on=CPU, **options) as built:
         weights = weights_of(built)
-        source, loaded = RandomTensors(built.arch, DEVICE), whole(weights, built.parameters(), built.mesh)
+        source, loaded = RandomTensors(built.arch, DEVICE, drawn_on=CPU), whole(weights, built.parameters(), built.mesh)
         wrong = sum(not torch.equal(loaded[name].to(DEVICE), source[name]) for name in source)
         batch = random_batch(VOCAB, LENGTHS, PROMPT)
         rows = range(len(LENGTHS))

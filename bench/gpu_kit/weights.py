@@ -29,7 +29,7 @@ _SAMPLE = 4  # slices whose digests are compared with the CPU's
 
 def digests(figures: Figures, setting: Setting) -> None:
     """Measures digests of bfloat16 slices, by Triton's kernel and by plain torch, whose bits must be the CPU's."""
-    device = torch.device(setting.device)
+    device = setting.torch_device()
     kernels = {"plain torch": False}
     if device.type == "cuda":
         kernels = {"Triton" if digest._has_triton() else "no Triton": True, **kernels}
@@ -64,7 +64,7 @@ class _NoWire:
 
 def buckets(figures: Figures, setting: Setting) -> None:
     """Measures both ends of a transfer over a layer's experts: slices of columns, and a cast."""
-    device = torch.device(setting.device)
+    device = setting.torch_device()
     count, rows, columns = setting.of((64, 1536, 4096), (4, 48, 64))
     for title, dtype, width in (
         ("half of the columns", torch.bfloat16, columns // 2),

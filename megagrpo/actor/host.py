@@ -166,7 +166,8 @@ def prepare_host(
         _name_missing_gemm()
         _admit_whole_linear()
         _share_angles()
-        return torch.device("cuda")
+        # With an index: threads besides the main one start on device 0, and torch refuses a device without one there.
+        return torch.device("cuda", environment.get_int("LOCAL_RANK", 0))
     if device == "cuda":
         raise ValueError(f"actor.device is cuda, but no GPU is visible here: {why_no_gpu()}")
     if torch.cuda.Stream is not _InOrder:

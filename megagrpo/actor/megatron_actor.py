@@ -57,7 +57,7 @@ def start_distributed(config: ActorConfig, device: torch.device) -> Mesh:
             f"on a CPU actor.parallel.etp {p.etp} works with ep 1 and tp >= etp only: gloo gathers no unequal sizes"
         )
     if device.type == "cuda":
-        torch.cuda.set_device(environment.get_int("LOCAL_RANK", 0))
+        torch.cuda.set_device(device)
     else:
         torch.set_num_threads(config.threads)
     if not dist.is_initialized():

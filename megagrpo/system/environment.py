@@ -65,12 +65,14 @@ def of_all_nccl_ranks() -> dict[str, str]:
     """Returns the variables that trainers and engines, members of one NCCL communicator, must share.
 
     SGLang sets NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE to 0 only for itself, unless they are set. The timeout limits, in
-    seconds, the wait for ranks in the first batch of a non-blocking communicator; torch's default is 30 minutes.
+    seconds, the wait for ranks in the first batch of a non-blocking communicator; torch's default is 30 minutes. Unless
+    dumps are off, torch's heartbeat monitor ends a rank 8 minutes after one of its peers died.
     """
     return {
         "NCCL_CUMEM_ENABLE": get("NCCL_CUMEM_ENABLE", "0"),
         "NCCL_NVLS_ENABLE": get("NCCL_NVLS_ENABLE", "0"),
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"),
     }
 
 

@@ -18,7 +18,8 @@ NEEDS_A_GPU = {"engine", "whole loop"}  # they start SGLang
 
 def test_every_section_writes_its_figures(tmp_path):
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--small", "--out", str(tmp_path), "--commit", "abc"]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+    env = child_environment({"PATH": ""})  # neither git nor a compiler
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     report = json.loads((tmp_path / "gpu_cpu.json").read_text())
     sections = {section["section"]: section for section in report["sections"]}

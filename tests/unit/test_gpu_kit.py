@@ -5,6 +5,8 @@ That its sections run to their end is in tests/dist/test_gpu_kit_run.py, on a GP
 
 import json
 import warnings
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import psutil
 import pytest
@@ -103,3 +105,20 @@ def test_last_device(tmp_path):
         figures = {"device": device, "date": date, "commit": "abc", "sections": [{"section": "a", "status": "done"}]}
         (tmp_path / f"gpu_{device}.json").write_text(json.dumps(figures))
     assert "NVIDIA H200, 2026-03-01, commit abc: 1 of 1 sections" in last_device(tmp_path)
+
+
+def test_models_that_are_compared_across_devices_are_drawn_on_the_cpu(monkeypatch):
+    from bench.gpu_kit import precision
+    from bench.gpu_kit.models import RandomTensors, description
+    from megagrpo.families.table import architecture_of
+
+    devices = []
+    monkeypatch.setattr(
+        precision, "random_actor", lambda *args, drawn_on, **options: devices.append(drawn_on) or nullcontext()
+    )
+    with suppress(AttributeError):  # no actor
+        precision.measure("qwen3", "float32", Path(), {})
+    assert devices == [torch.device("cpu")]
+    arch = architecture_of(description("qwen3", precision.FAMILIES["qwen3"]))
+    elsewhere = RandomTensors(arch, torch.device("meta"), drawn_on=devices[0])
+    assert elsewhere["model.embed_tokens.weight"].device.type == "meta"  # drawn on the CPU, then moved

@@ -1,0 +1,98 @@
+"""Threads of a trainer on GPU 3 work on GPU 3: torch's own rules for devices, over pretended drivers."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+from megagrpo.system.environment import child_environment
+
+PACKAGE = Path(__file__).parents[2] / "megagrpo"
+
+
+def run() -> dict[str, str]:
+    """Calls what a run calls, as local rank 3; returns what each came to."""
+    from tests.pretended_cuda import OnGpu, current, pretended
+
+    with pretended():
+        import torch
+
+        from megagrpo.actor.host import prepare_host
+
+        device = prepare_host()
+        from megagrpo.mesh import make_mesh
+
+        torch.cuda.set_device(device)
+        mesh = make_mesh(0, 1, device, deadline_s=30)
+        found = {"device": str(mesh.device), "index": str(torch.cuda._utils._get_device_index(mesh.device))}
+
+        def in_a_thread(name, action) -> None:
+            def body() -> None:
+                try:
+                    with OnGpu():  # a mode holds for its own thread
+                        found[name] = f"cuda:{action()}"
+                except Exception as exc:
+                    found[name] = repr(exc)
+
+            thread = threading.Thread(target=body)
+            thread.start()
+            thread.join()
+
+        in_a_thread("digest", lambda: digested_on(mesh, current))
+        in_a_thread("send", lambda: sent_on(mesh, current))
+        in_a_thread("shared buffer", lambda: shared_on(mesh, current))
+    return found
+
+
+def digested_on(mesh, current) -> int:
+    from megagrpo.weights.expected_digests import ExpectedDigests
+
+    where = []
+    weights = SimpleNamespace(mesh=mesh, copies=[], specs={}, parameters=lambda: where.append(current()) or {})
+    assert ExpectedDigests(weights).local().shape == (0,)
+    return where[0]
+
+
+def sent_on(mesh, current) -> int:
+    from megagrpo.weights.transports.reshard import _TrainerEnd
+
+    where = []
+    link = SimpleNamespace(left_s=30.0, patience_s=30.0, join_s=30.0, name="w")
+    end = _TrainerEnd(link, SimpleNamespace(trainers=[0], sent_by=lambda rank: []), 0)
+    end._join = lambda device, timeout_s: where.append(current()) or SimpleNamespace(set_timeout=lambda seconds: None)
+    end.send(SimpleNamespace(mesh=mesh, parameters=dict))
+    return where[0]
+
+
+def shared_on(mesh, current) -> int:
+    import torch
+
+    from megagrpo.weights.wire import shared_buffer
+
+    torch.cuda.set_device(mesh.device)  # of the thread that moves weights
+    shared_buffer.reduce_tensor = lambda values: (None, (None,) * 7 + (b"", 1, 0, 0, b"", 0, b"", False))
+    assert shared_buffer.SharedBuffer(16, mesh.device).values.shape == (16,)
+    return current()
+
+
+def test_threads_of_local_rank_3_work_on_its_gpu():
+    env = child_environment({"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": ""})
+    words = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_device_index"]
+    done = subprocess.run(words, cwd=PACKAGE.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = ("device", "digest", "send", "shared buffer")
+    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(names, "cuda:3") | {"index": "3"}
+
+
+def test_no_cuda_device_without_an_index():
+    """Megatron and torch take one for the current device, which threads do not share."""
+    without = re.compile(r"torch\.device\(\s*[\"']cuda[\"']\s*\)")
+    found = [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if without.search(path.read_text())]
+    assert not found, found
+
+
+if __name__ == "__main__":
+    print(json.dumps(run()))
