@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+HfConfig = dict[str, Any]  # a parsed config.json, or an object in it
 
 # the constants of Megatron's own llama3 scaling; only the factor is free
 _LLAMA3_SCALING = {
@@ -71,7 +73,7 @@ class Architecture:
     max_positions: int  # tokens
     rms_eps: float
     rope_theta: float
-    rope_scaling: dict[str, Any] | None
+    rope_scaling: HfConfig | None
     tied: bool  # the output layer is the input embedding
     qkv_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of queries and keys
@@ -93,6 +95,10 @@ class Architecture:
     def is_moe(self) -> bool:
         """Tells whether layers have experts."""
         return self.num_experts > 0
+
+    def has_experts(self, index: int) -> bool:
+        """Tells whether layer `index`, counted from 0, has experts."""
+        return self.is_moe and index >= self.dense_layers
 
     @property
     def expert_id_type(self) -> str:
@@ -128,28 +134,24 @@ class Architecture:
         return hidden * down + up + heads * mla.v_dim * hidden
 
 
-def missing_keys(hf: Mapping[str, Any], keys: tuple[str, ...] = ()) -> list[str]:
+def missing_keys(hf: HfConfig, keys: tuple[str, ...] = ()) -> list[str]:
     """Returns a problem for each key that config.json must have, the common ones and `keys`, and has not."""
     return [f"config.json lacks {key}" for key in (*_REQUIRED_KEYS, *keys) if key not in hf]
 
 
-def llama3_refusals(scaling: Mapping[str, Any]) -> list[str]:
+def llama3_refusals(scaling: HfConfig) -> list[str]:
     """Returns a problem unless a rotary scaling is Llama 3's, with any factor."""
     if {key: scaling.get(key) for key in _LLAMA3_SCALING} == _LLAMA3_SCALING:
         return []
     return [f"rope scaling {scaling} is not supported; supported: none, or {_LLAMA3_SCALING} with any factor"]
 
 
-def every_scaling_refused(scaling: Mapping[str, Any]) -> list[str]:
+def every_scaling_refused(scaling: HfConfig) -> list[str]:
     """Returns a problem with any rotary scaling: the family is computed without."""
     return [f"rope scaling {scaling} is not supported by this family; supported: none"]
 
 
-def common_refusals(
-    hf: Mapping[str, Any],
-    of_scaling: Callable[[Mapping[str, Any]], list[str]] = llama3_refusals,
-    partial_rotary: bool = False,
-) -> list[str]:
+def common_refusals(hf: HfConfig, of_scaling: Callable[[HfConfig], list[str]], partial_rotary: bool) -> list[str]:
     """Returns the settings that our decoder layer does not implement, each problem by the name of its key.
 
     of_scaling: the problem of a rotary scaling, if any. partial_rotary: whether rotary embedding may apply to part of a
@@ -170,13 +172,7 @@ def common_refusals(
     return problems
 
 
-def attention_bias_refusals(hf: Mapping[str, Any]) -> list[str]:
-    """Returns a problem when attention_bias asks for biases that the family's layers do not load."""
-    wrong = "attention_bias puts biases on projections that are not loaded; it must be false"
-    return [wrong] if hf.get("attention_bias") else []
-
-
-def decoder_architecture(hf: Mapping[str, Any]) -> Architecture:
+def decoder_architecture(hf: HfConfig) -> Architecture:
     """Reads from a config.json without refusals what all families have; the rest is left as in Llama."""
     rope = hf.get("rope_parameters") or {}  # transformers 5's place for rope_theta and rope_scaling
     return Architecture(
@@ -184,7 +180,7 @@ def decoder_architecture(hf: Mapping[str, Any]) -> Architecture:
         hidden_size=hf["hidden_size"],
         num_layers=hf["num_hidden_layers"],
         num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf.get("num_key_value_heads", hf["num_attention_heads"]),
+        num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
         head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         ffn_size=hf["intermediate_size"],
         vocab_size=hf["vocab_size"],
@@ -196,12 +192,12 @@ def decoder_architecture(hf: Mapping[str, Any]) -> Architecture:
     )
 
 
-def rotary_fraction(hf: Mapping[str, Any], default: float = 1.0) -> float:
+def rotary_fraction(hf: HfConfig, default: float = 1.0) -> float:
     """Returns the fraction of a head with rotary embedding; `default` if config.json has none."""
     rope = hf.get("rope_parameters") or {}
     return float(hf.get("partial_rotary_factor") or rope.get("partial_rotary_factor") or default)
 
 
-def _rope_scaling(hf: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(hf: HfConfig) -> HfConfig | None:
     rope = hf.get("rope_parameters") or {}
     return hf.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)

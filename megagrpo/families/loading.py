@@ -12,7 +12,6 @@ from megagrpo.families.tensors import GATED_NAMES, GatedNames, layer_prefix
 if TYPE_CHECKING:
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.mlp import MLP
-    from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_layer import TransformerLayer
     from torch import Tensor
 
@@ -41,23 +40,6 @@ class RankPlace:
     expert: Shard  # of one expert, among the expert-tensor-parallel ranks
 
 
-def load_dense_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: RankPlace) -> None:
-    """Loads a layer with grouped-query attention and one MLP."""
-    prefix = layer_prefix(layer.layer_number - 1)
-    load_norms(layer, hf, prefix)
-    load_attention(layer.self_attention, arch, hf, prefix + "self_attn.", place.tensor)
-    load_mlp(layer.mlp, hf, prefix + "mlp.", place.tensor)
-
-
-def load_moe_layer(layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: RankPlace) -> None:
-    """Loads a layer with grouped-query attention, a router and this rank's experts."""
-    prefix = layer_prefix(layer.layer_number - 1)
-    load_norms(layer, hf, prefix)
-    load_attention(layer.self_attention, arch, hf, prefix + "self_attn.", place.tensor)
-    layer.mlp.router.weight.copy_(hf[prefix + "mlp.gate.weight"])
-    load_experts(layer.mlp, hf, prefix + "mlp.experts.", place.expert)
-
-
 def load_norms(layer: TransformerLayer, hf: Mapping[str, Tensor], prefix: str) -> None:
     """Loads the norms before attention and before the MLP."""
     layer.input_layernorm.weight.copy_(hf[prefix + "input_layernorm.weight"])
@@ -77,17 +59,35 @@ def load_attention(
         attention.k_layernorm.weight.copy_(hf[prefix + "k_norm.weight"])
 
 
-def load_mlp(mlp: MLP, hf: Mapping[str, Tensor], prefix: str, shard: Shard) -> None:
-    """Loads a gated MLP from gate_proj, up_proj and down_proj."""
-    _load_gated(mlp.linear_fc1.weight, mlp.linear_fc2.weight, hf, prefix, shard)
+def load_mlp(mlp: MLP, hf: Mapping[str, Tensor], prefix: str, shard: Shard, names: GatedNames = GATED_NAMES) -> None:
+    """Loads a gated MLP."""
+    _load_gated(mlp.linear_fc1.weight, mlp.linear_fc2.weight, hf, prefix, shard, names)
 
 
-def load_experts(
-    mlp: MoELayer, hf: Mapping[str, Tensor], prefix: str, shard: Shard, names: GatedNames = GATED_NAMES
+def load_feed_forward(
+    layer: TransformerLayer,
+    arch: Architecture,
+    hf: Mapping[str, Tensor],
+    name: str,
+    place: RankPlace,
+    names: GatedNames,
 ) -> None:
-    """Loads this rank's experts, each a gated MLP named by its number after `prefix`."""
-    for place, index in enumerate(mlp.local_expert_indices):
-        _load_gated(*_expert_weights(mlp.experts, place), hf, f"{prefix}{index}.", shard, names)
+    """Loads an MLP, or router, its bias, shared experts and this rank's experts.
+
+    name: what their tensors begin with in the layer. names: of the projections of MLP and experts.
+    """
+    index, mlp = layer.layer_number - 1, layer.mlp
+    prefix = layer_prefix(index) + name
+    if not arch.has_experts(index):
+        load_mlp(mlp, hf, prefix, place.tensor, names)
+        return
+    mlp.router.weight.copy_(hf[prefix + "gate.weight"])
+    if arch.router_bias:
+        mlp.router.expert_bias.copy_(hf[prefix + "gate.e_score_correction_bias"])
+    if arch.shared_ffn_size:
+        load_mlp(mlp.shared_experts, hf, prefix + "shared_experts.", place.tensor)
+    for local, expert in enumerate(mlp.local_expert_indices):
+        _load_gated(*_expert_weights(mlp.experts, local), hf, f"{prefix}experts.{expert}.", place.expert, names)
 
 
 def load_vocabulary(weight: Tensor, hf: Tensor, shard: Shard) -> None:
@@ -155,7 +155,7 @@ def _load_part_of_group(
 
 
 def _load_gated(
-    fc1: Tensor, fc2: Tensor, hf: Mapping[str, Tensor], prefix: str, shard: Shard, names: GatedNames = GATED_NAMES
+    fc1: Tensor, fc2: Tensor, hf: Mapping[str, Tensor], prefix: str, shard: Shard, names: GatedNames
 ) -> None:
     """Loads fc1 [2 width / tp, hidden], gate above up, and fc2 [hidden, width / tp]."""
     gate, up = (shard.rows(hf[f"{prefix}{name}.weight"]) for name in (names.gate, names.up))

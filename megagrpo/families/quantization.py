@@ -1,14 +1,11 @@
 """The quantisation of a checkpoint by its config.json: FP8 in blocks, which is read as bfloat16, or rejected."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
+from megagrpo.families.architecture import HfConfig
 
 _KEY = "quantization_config"
 
 
-def quantization_problems(hf: Mapping[str, Any]) -> list[str]:
+def quantization_problems(hf: HfConfig) -> list[str]:
     """Returns why a checkpoint with this config.json cannot be read; [] for none and for FP8 in blocks."""
     described = hf.get(_KEY)
     if not described:
@@ -37,7 +34,7 @@ def quantization_problems(hf: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
+def fp8_block(hf: HfConfig) -> tuple[int, int] | None:
     """Returns rows and columns of a block with one scale; None for a checkpoint that is not quantised.
 
     Raises ValueError with every problem of a quantisation that is not read.
@@ -49,7 +46,7 @@ def fp8_block(hf: Mapping[str, Any]) -> tuple[int, int] | None:
     return (rows, columns) if rows else None
 
 
-def dequantised_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+def dequantised_config(hf: HfConfig) -> HfConfig:
     """Returns the config.json of the same model in bfloat16."""
     plain = {key: value for key, value in hf.items() if key != _KEY}
     if len(plain) < len(hf):
@@ -58,7 +55,7 @@ def dequantised_config(hf: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def load_format_problems(hf: Mapping[str, Any], load_format: str) -> list[str]:
+def load_format_problems(hf: HfConfig, load_format: str) -> list[str]:
     """Returns why engines cannot start with `load_format`: they would read FP8 as if it were bfloat16."""
     if load_format == "dummy" or not hf.get(_KEY):
         return []
@@ -68,7 +65,7 @@ def load_format_problems(hf: Mapping[str, Any], load_format: str) -> list[str]:
     ]
 
 
-def _weight_groups(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _weight_groups(described: HfConfig) -> list[HfConfig]:
     """Returns the weight settings of each group of layers (compressed-tensors), or of all (GPTQ)."""
     groups = [group.get("weights") or {} for group in (described.get("config_groups") or {}).values()]
     return groups or ([{"num_bits": described["bits"]}] if "bits" in described else [])

@@ -1,64 +1,33 @@
 """The table of model families, and lookups in it.
 
-To add a family: one module here with the names of `Family`, and its row in FAMILIES. The actor, `megagrpo check` and
-the certificate then support it.
+To add a family: a subclass of `Family` in models/, and its row in FAMILIES. The actor, `megagrpo check` and the
+certificate then support it.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
 
-from megagrpo.families.architecture import Architecture
-from megagrpo.families.models import deepseek_v3, glm4_moe, llama, mixtral, qwen2, qwen3, qwen3_moe
+from megagrpo.families.architecture import Architecture, HfConfig
+from megagrpo.families.family import Family
+from megagrpo.families.models.deepseek_v3 import DeepseekV3
+from megagrpo.families.models.dense import Llama, Qwen2, Qwen3
+from megagrpo.families.models.sigmoid_moe import Glm4Moe
+from megagrpo.families.models.softmax_moe import Mixtral, Qwen3Moe
 from megagrpo.families.quantization import dequantised_config, quantization_problems
 from megagrpo.families.tensors import TensorSpec
-from megagrpo.families.tiny import TinySizes
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-    from torch import Tensor
-
-    from megagrpo.families.loading import RankPlace
-
-
-class Family(Protocol):
-    """Says what the module of a family provides."""
-
-    HF_CLASS: str  # the model's class in transformers, as config.json names it
-    SIZE_KEYS: frozenset[str]  # keys of config.json that a smaller model of the same kind changes
-
-    def refusals(self, hf: Mapping[str, Any], /) -> list[str]:
-        """Returns what would fail, or be silently wrong, with this config.json: missing keys, unsupported options."""
-
-    def architecture(self, hf: Mapping[str, Any], /) -> Architecture:
-        """Reads a config.json that has no refusals."""
-
-    def load_layer(
-        self, layer: TransformerLayer, arch: Architecture, hf: Mapping[str, Tensor], place: RankPlace, /
-    ) -> None:
-        """Copies this rank's slices of one layer's HF tensors into Megatron's parameters: slices and copies alone."""
-
-    def layer_tensors(self, arch: Architecture, index: int, /) -> Iterator[TensorSpec]:
-        """Yields the HF tensors of layer `index`, counted from 0, in the order in which a random model draws them."""
-
-    def tiny_options(self, sizes: TinySizes, /) -> dict[str, Any]:
-        """Returns the keys of a tiny model's config.json that add to or replace the common ones."""
-
 
 # model_type of config.json -> the family's module
 FAMILIES: dict[str, Family] = {
-    "llama": llama,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "qwen3_moe": qwen3_moe,
-    "mixtral": mixtral,
-    "glm4_moe": glm4_moe,
-    "deepseek_v3": deepseek_v3,
-    "kimi_k2": deepseek_v3,
+    "llama": Llama(),
+    "qwen2": Qwen2(),
+    "qwen3": Qwen3(),
+    "qwen3_moe": Qwen3Moe(),
+    "mixtral": Mixtral(),
+    "glm4_moe": Glm4Moe(),
+    "deepseek_v3": DeepseekV3(),
+    "kimi_k2": DeepseekV3(),
 }
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 
@@ -77,7 +46,7 @@ class ParameterCounts:
         return self.dense + self.expert
 
 
-def model_problems(hf: Mapping[str, Any]) -> list[str]:
+def model_problems(hf: HfConfig) -> list[str]:
     """Returns why a config.json cannot be read; [] when `architecture_of` can."""
     name = hf.get("model_type")
     if name not in FAMILIES:
@@ -85,7 +54,7 @@ def model_problems(hf: Mapping[str, Any]) -> list[str]:
     return [*quantization_problems(hf), *FAMILIES[name].refusals(hf)]
 
 
-def architecture_of(hf: Mapping[str, Any]) -> Architecture:
+def architecture_of(hf: HfConfig) -> Architecture:
     """Reads the parsed config.json of a model. Raises ValueError with every problem."""
     problems = model_problems(hf)
     if problems:
@@ -105,7 +74,7 @@ def read_architecture(folder: str | Path) -> Architecture:
     return architecture_of(hf)
 
 
-def read_description(path: Path) -> dict[str, Any]:
+def read_description(path: Path) -> HfConfig:
     """Returns the values of an existing config.json. Raises ValueError, naming the file, when it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -137,7 +106,7 @@ def parameter_counts(arch: Architecture) -> ParameterCounts:
     return ParameterCounts(dense=dense, expert=expert, active=dense + share - looked_up)
 
 
-def left_out(hf: Mapping[str, Any]) -> list[str]:
+def left_out(hf: HfConfig) -> list[str]:
     """Returns what of a model with this config.json is not loaded, trained, published or exported, in words."""
     layers = hf.get(_PREDICTION_LAYERS) or 0
     if not layers:
@@ -147,7 +116,7 @@ def left_out(hf: Mapping[str, Any]) -> list[str]:
     return [f"{layers} multi-token-prediction layer{'s' if layers > 1 else ''} ({names}), which only speculate"]
 
 
-def is_left_out(hf: Mapping[str, Any], tensor: str) -> bool:
+def is_left_out(hf: HfConfig, tensor: str) -> bool:
     """Returns whether a tensor of a checkpoint is ignored: listed by `left_out`, or determined by config.json.
 
     Some tied models store their output layer, too; it is the input embedding, whatever the file contains.
@@ -159,6 +128,6 @@ def is_left_out(hf: Mapping[str, Any], tensor: str) -> bool:
     return not prefix and number.isdecimal() and layers is not None and int(number) >= layers
 
 
-def exported_config(hf: Mapping[str, Any]) -> dict[str, Any]:
+def exported_config(hf: HfConfig) -> HfConfig:
     """Returns the config.json for export and publish: without quantisation and ignored layers."""
     return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if left_out(hf) else {})}

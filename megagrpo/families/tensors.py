@@ -65,30 +65,25 @@ def adapter_tensors(tensors: Iterable[TensorSpec], targets: Iterable[str], rank:
                 yield TensorSpec(adapter, shape, "matrix", spec.expert)
 
 
-def dense_layer_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
-    """Yields the tensors of a layer with grouped-query attention and one MLP."""
-    yield from attention_tensors(arch, index)
-    yield from mlp_tensors(arch.hidden_size, arch.ffn_size, layer_prefix(index) + "mlp.")
-
-
-def moe_layer_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
-    """Yields the tensors of a layer with grouped-query attention, a router and experts."""
-    prefix = layer_prefix(index) + "mlp."
-    yield from attention_tensors(arch, index)
-    yield router_tensor(arch, prefix)
+def feed_forward_tensors(arch: Architecture, index: int, name: str, names: GatedNames) -> Iterator[TensorSpec]:
+    """Yields the tensors that `load_feed_forward` reads, of all experts."""
+    prefix, hidden = layer_prefix(index) + name, arch.hidden_size
+    if not arch.has_experts(index):
+        yield from mlp_tensors(hidden, arch.ffn_size, prefix, False, names)
+        return
+    yield TensorSpec(prefix + "gate.weight", (arch.num_experts, hidden), "matrix")
+    if arch.router_bias:
+        bias = prefix + "gate.e_score_correction_bias"
+        yield TensorSpec(bias, (arch.num_experts,), "bias", dtype="float32", trained=False)
+    if arch.shared_ffn_size:
+        yield from mlp_tensors(hidden, arch.shared_ffn_size, prefix + "shared_experts.")
     for expert in range(arch.num_experts):
-        yield from mlp_tensors(arch.hidden_size, arch.expert_ffn_size, f"{prefix}experts.{expert}.", expert=True)
+        yield from mlp_tensors(hidden, arch.expert_ffn_size, f"{prefix}experts.{expert}.", True, names)
 
 
-def router_tensor(arch: Architecture, prefix: str) -> TensorSpec:
-    """Returns the matrix that scores a token's experts."""
-    return TensorSpec(prefix + "gate.weight", (arch.num_experts, arch.hidden_size), "matrix")
-
-
-def attention_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
-    """Yields projections, biases and norms of a layer's grouped-query attention, then the layer's two norms."""
+def attention_tensors(arch: Architecture, attention: str) -> Iterator[TensorSpec]:
+    """Yields projections, biases and norms of grouped-query attention; `attention` begins their names."""
     hidden, dim = arch.hidden_size, arch.head_dim
-    attention = layer_prefix(index) + "self_attn."
     outputs = {"q_proj": arch.num_heads * dim, "k_proj": arch.num_kv_heads * dim, "v_proj": arch.num_kv_heads * dim}
     for name, rows in outputs.items():
         yield TensorSpec(f"{attention}{name}.weight", (rows, hidden), "matrix")
@@ -99,13 +94,12 @@ def attention_tensors(arch: Architecture, index: int) -> Iterator[TensorSpec]:
     if arch.qk_norm:
         for name in ("q_norm", "k_norm"):
             yield TensorSpec(f"{attention}{name}.weight", (dim,), "norm")
-    yield from layer_norms(arch, index)
 
 
-def layer_norms(arch: Architecture, index: int) -> Iterator[TensorSpec]:
+def layer_norms(arch: Architecture, prefix: str) -> Iterator[TensorSpec]:
     """Yields the norms before a layer's attention and before its MLP."""
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield TensorSpec(f"{layer_prefix(index)}{name}.weight", (arch.hidden_size,), "norm")
+        yield TensorSpec(f"{prefix}{name}.weight", (arch.hidden_size,), "norm")
 
 
 def mlp_tensors(

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megagrpo.config.actor import LoraConfig
+from megagrpo.families.architecture import HfConfig
 from megagrpo.families.table import architecture_of, is_left_out, model_tensors, read_description
 from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import whole_folder
@@ -74,7 +75,7 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept)
 
 
-def kept_dtypes(config: Mapping[str, object]) -> dict[str, torch.dtype]:
+def kept_dtypes(config: HfConfig) -> dict[str, torch.dtype]:
     """Returns the dtypes of the HF tensors that keep their own in a model with this config.json."""
     tensors = model_tensors(architecture_of(config)) if config else ()
     return {spec.name: getattr(torch, spec.dtype) for spec in tensors if spec.dtype is not None}

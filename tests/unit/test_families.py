@@ -44,32 +44,13 @@ LLAMA3 = {
 TOY = '''
 """A family whose MLP has Mixtral's names."""
 
-from dataclasses import replace
-
-from megagrpo.families.models import qwen3
-from megagrpo.families.loading import load_attention, load_mlp, load_norms
-from megagrpo.families.tensors import attention_tensors, layer_prefix, mlp_tensors
-
-HF_CLASS = "ToyForCausalLM"
-SIZE_KEYS = qwen3.SIZE_KEYS
-refusals, architecture = qwen3.refusals, qwen3.architecture
-tiny_options = qwen3.tiny_options
-NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+from megagrpo.families.models.dense import Qwen3
+from megagrpo.families.tensors import GatedNames
 
 
-def load_layer(layer, arch, hf, place):
-    prefix = layer_prefix(layer.layer_number - 1)
-    load_norms(layer, hf, prefix)
-    load_attention(layer.self_attention, arch, hf, prefix + "self_attn.", place.tensor)
-    mlp = {f"{theirs}.weight": hf[f"{prefix}mlp.{ours}.weight"] for theirs, ours in NAMES.items()}
-    load_mlp(layer.mlp, mlp, "", place.tensor)
-
-
-def layer_tensors(arch, index):
-    prefix = layer_prefix(index) + "mlp."
-    yield from attention_tensors(arch, index)
-    for spec in mlp_tensors(arch.hidden_size, arch.ffn_size, ""):
-        yield replace(spec, name=f"{prefix}{NAMES[spec.name.removesuffix('.weight')]}.weight")
+class Toy(Qwen3):
+    HF_CLASS = "ToyForCausalLM"
+    PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
 '''
 TRIES_THE_TOY = """
 import json, shutil, sys
@@ -185,8 +166,11 @@ def test_a_new_family_is_one_file_and_one_row(tmp_path):
     table = package / "families" / "table.py"
     text = table.read_text()
     rows = "FAMILIES: dict[str, Family] = {\n"
-    assert text.count(rows) == 1 and text.count("models import ") == 1
-    table.write_text(text.replace(rows, f'{rows}    "toy": toy,\n').replace("models import ", "models import toy, "))
+    assert text.count(rows) == 1
+    imported = "from megagrpo.families.models.toy import Toy\n"
+    table.write_text(
+        text.replace(rows, f'{rows}    "toy": Toy(),\n').replace("import json\n", f"import json\n\n{imported}")
+    )
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     dense = hf_config(TinyModelConfig(family="qwen3"))
     (tmp_path / "data.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')

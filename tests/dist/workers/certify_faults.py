@@ -23,7 +23,7 @@ from megagrpo.batching import microbatch
 from megagrpo.batching.microbatch import plan_micro_batches, targets
 from megagrpo.certify import measure
 from megagrpo.families.loading import Shard
-from megagrpo.families.models import deepseek_v3
+from megagrpo.families.models.deepseek_v3 import DeepseekV3
 
 
 def planted(fault: str | None) -> AbstractContextManager[None]:
@@ -32,14 +32,16 @@ def planted(fault: str | None) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _replaced(module: ModuleType, **names: Callable) -> Iterator[None]:
-    """Replaces the functions that a module calls by these names."""
-    before = {name: getattr(module, name) for name in names}
+def _replaced(module: ModuleType | type, **names: Callable) -> Iterator[None]:
+    """Replaces the functions that a module or class calls by these names."""
+    before = {name: vars(module)[name] for name in names}
     try:
-        vars(module).update(names)
+        for name, value in names.items():
+            setattr(module, name, value)
         yield
     finally:
-        vars(module).update(before)
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def _after_loading(change: Callable[[MegatronActor], None]) -> AbstractContextManager[None]:
@@ -151,15 +153,15 @@ def _latent_projections_cut_over_tp() -> Iterator[None]:
 
     The gradient of the rotary part of keys is then split where it has to be summed; the loss is right.
     """
-    load = deepseek_v3.load_layer
+    load = DeepseekV3.load_attention
     megatrons = vars(model)["ColumnParallelLinear"]  # only actor/ imports Megatron
 
-    def load_cut(layer, arch, hf, place):
-        load(layer, arch, _CutDownProjections(hf, place.tensor), place)
+    def load_cut(attention, arch, hf, prefix, shard):
+        load(attention, arch, _CutDownProjections(hf, shard), prefix, shard)
 
     with (
         _replaced(layer_specs, WholeLinear=megatrons),
-        _replaced(deepseek_v3, load_layer=load_cut),
+        _replaced(DeepseekV3, load_attention=staticmethod(load_cut)),
     ):
         yield
 

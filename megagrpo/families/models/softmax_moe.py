@@ -1,0 +1,85 @@
+"""Families with a softmax router over experts in every layer: Qwen3-MoE and Mixtral."""
+
+from dataclasses import replace
+
+from megagrpo.families.architecture import COMMON_SIZE_KEYS, Architecture, HfConfig, missing_keys
+from megagrpo.families.family import Family
+from megagrpo.families.models.dense import Qwen3
+from megagrpo.families.tensors import GatedNames
+from megagrpo.families.tiny import TinySizes
+
+
+class Qwen3Moe(Qwen3):
+    """Qwen3's attention."""
+
+    HF_CLASS = "Qwen3MoeForCausalLM"
+    REQUIRED_KEYS = ("num_experts_per_tok", "moe_intermediate_size")
+    SIZE_KEYS = COMMON_SIZE_KEYS | {"num_experts", "num_local_experts", *REQUIRED_KEYS}
+
+    def refusals(self, hf: HfConfig) -> list[str]:
+        if not _num_experts(hf):
+            return [*missing_keys(hf, self.REQUIRED_KEYS), "config.json lacks num_experts"]
+        return super().refusals(hf)
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        if not hf.get("mlp_only_layers") and hf.get("decoder_sparse_step", 1) == 1:
+            return []
+        wrong = "mlp_only_layers and decoder_sparse_step put layers without experts between MoE layers"
+        return [f"{wrong}, which is not supported"]
+
+    def architecture(self, hf: HfConfig) -> Architecture:
+        return replace(
+            super().architecture(hf),
+            num_experts=_num_experts(hf),
+            experts_per_token=hf["num_experts_per_tok"],
+            expert_ffn_size=hf["moe_intermediate_size"],
+            norm_topk_prob=bool(hf.get("norm_topk_prob", False)),
+        )
+
+    def tiny_options(self, sizes: TinySizes) -> HfConfig:
+        return {
+            "num_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.experts_per_token,
+            "moe_intermediate_size": sizes.expert_ffn_size,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.0,
+        }
+
+
+def _num_experts(hf: HfConfig) -> int:
+    return hf.get("num_experts") or hf.get("num_local_experts") or 0  # transformers 5 saves the second spelling
+
+
+class Mixtral(Family):
+    """Llama's attention."""
+
+    HF_CLASS = "MixtralForCausalLM"
+    REQUIRED_KEYS = ("num_local_experts", "num_experts_per_tok")
+    SIZE_KEYS = COMMON_SIZE_KEYS | {*REQUIRED_KEYS}
+    MLP = "block_sparse_moe."
+    PROJECTIONS = GatedNames(gate="w1", up="w3", down="w2")
+
+    def own_refusals(self, hf: HfConfig) -> list[str]:
+        if hf.get("sliding_window") is None:
+            return []
+        return [f"sliding_window {hf['sliding_window']} is not supported: attention here sees every earlier token"]
+
+    def architecture(self, hf: HfConfig) -> Architecture:
+        return replace(
+            super().architecture(hf),
+            num_experts=hf["num_local_experts"],
+            experts_per_token=hf["num_experts_per_tok"],
+            expert_ffn_size=hf["intermediate_size"],  # of one expert
+        )
+
+    def tiny_options(self, sizes: TinySizes) -> HfConfig:
+        return {
+            "num_local_experts": sizes.num_experts,
+            "num_experts_per_tok": sizes.experts_per_token,
+            "intermediate_size": sizes.expert_ffn_size,
+            "sliding_window": None,
+            "router_aux_loss_coef": 0.0,
+            "router_jitter_noise": 0.0,
+        }
