@@ -129,7 +129,7 @@ class Launch:
                 print(f"megagrpo: {page.read_text().split(_PARAGRAPH)[0]}\nstacks: {page}", file=sys.stderr)
             if needed is not None and needed.process.poll() is not None:
                 return self._failed(needed)
-            if main.reports is not None and self._folder.has_final_report(main.reports):
+            if main.reports is not None and self._folder.error_reports(main.reports, final=True):
                 stop_tree(main.process.pid)  # torchrun would restart the ranks
             time.sleep(_POLL_S)
         if main.process.returncode != 0:

@@ -1,28 +1,26 @@
 """Grades responses with the graders of the experiment, and the scores of a group with its group grader."""
 
-import threading
+import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from typing import TypeVar
 
 from megagrpo.config.reward import GraderArgs, GraderConfig, RewardConfig
 from megagrpo.rewards.graders.http import HttpGrader
 from megagrpo.rewards.graders.judge import JudgeGrader
 from megagrpo.rewards.graders.table import SERVICES, check_grader, load_group_grader
-from megagrpo.rewards.services import ServiceGrader, graded
+from megagrpo.rewards.services import ServiceGrader
 from megagrpo.rewards.workers import Call, Graded, WorkerPool
 from megagrpo.system.background import BackgroundLoop
 from megagrpo.types import Outcome, Prompt
 
-_T = TypeVar("_T")
 _SERVICE_GRADERS: dict[str, Callable[[GraderArgs], ServiceGrader]] = {"http": HttpGrader, "judge": JudgeGrader}
 assert set(_SERVICE_GRADERS) == set(SERVICES)
 
 
-class RewardPool:
-    """Runs graders in `config.workers` processes and calls reward services. Use as a context manager, or call `close`.
+class RewardPool(AbstractContextManager["RewardPool"]):
+    """Runs graders in `config.workers` processes and calls reward services, until its block ends or `close`.
 
     Raises ValueError if a grader is unknown, cannot be imported or rejects its arguments, and WorkerError if a worker
     process does not start.
@@ -40,14 +38,11 @@ class RewardPool:
         if config.group_grader is not None:
             load_group_grader(config.group_grader, {**config.group_args})
             preload.append(("group", config.group_grader, {**config.group_args}))
-        with ExitStack() as stack:
-            self._workers: WorkerPool | None = None
-            self._stack = stack
-            if preload:
-                self._worker_pool(preload)
-            self._loop = BackgroundLoop("reward services")
-            stack.callback(self._loop.close, *(service.close for service in self._services.values()))
-            self._stack = stack.pop_all()
+        self._loop, self._stack = BackgroundLoop("reward services"), ExitStack()
+        self._stack.callback(self._loop.close, *(service.close for service in self._services.values()))
+        self._workers: WorkerPool | None = None
+        if preload:
+            self._worker_pool(preload)
 
     def submit(self, prompt: Prompt, text: str) -> Future[Outcome]:
         """Returns a future of one response's outcome: the weighted sum of its parts, or the first error among them.
@@ -56,8 +51,7 @@ class RewardPool:
         ValueError if it cannot be loaded.
         """
         entries = self._entries_for(prompt)
-        started = [self._start(entry, prompt, text) for entry in entries]
-        return _when_all(started, lambda graded: self._combined(entries, graded))
+        return self._loop.submit(self._combined(entries, [self._start(entry, prompt, text) for entry in entries]))
 
     def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future[list[Outcome]]:
         """Returns a future of the group's outcomes after its group grader, which gets only responses with a score.
@@ -65,31 +59,11 @@ class RewardPool:
         If the group grader fails, all these responses get its error. Without a group grader, or if no response has a
         score, the outcomes are unchanged.
         """
-        name, valid = self._config.group_grader, [i for i, outcome in enumerate(outcomes) if outcome.ok]
-        if name is None or not valid:
-            unchanged: Future[list[Outcome]] = Future()
-            unchanged.set_result(list(outcomes))
-            return unchanged
-        inputs = ([texts[i] for i in valid], prompt.answer, [outcomes[i].value for i in valid])
-        started = self._worker_pool().submit(("group", name, {**self._config.group_args}), inputs)
-
-        def regraded(answers: list[Graded]) -> list[Outcome]:
-            (graded,) = answers
-            out = list(outcomes)
-            for index, i in enumerate(valid):
-                score = graded.scores[index] if graded.status == "score" else 0.0
-                detail = graded.detail or out[i].detail
-                out[i] = replace(out[i], status=graded.status, value=score, detail=detail)
-            return out
-
-        return _when_all([started], regraded)
+        return self._loop.submit(self._regraded(prompt, texts, outcomes))
 
     def close(self) -> None:
         """Ends every worker process and request; responses in flight get an error outcome."""
         self._stack.close()
-
-    def __enter__(self) -> "RewardPool":
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
@@ -109,48 +83,41 @@ class RewardPool:
     def _worker_pool(self, preload: Sequence[Call] = ()) -> WorkerPool:
         """Returns the pool of processes; it starts with the first grader that is not a service."""
         if self._workers is None:
-            self._workers = self._stack.enter_context(WorkerPool(self._config.workers, preload, self._config.timeout_s))
+            self._workers = WorkerPool(self._config.workers, preload, self._config.timeout_s)
+            self._stack.callback(self._workers.close)
         return self._workers
 
     def _start(self, entry: GraderConfig, prompt: Prompt, text: str) -> Future[Graded]:
         if entry.short_name in self._services:
-            return self._loop.submit(graded(self._services[entry.short_name].grade(prompt, text)))
+            return self._loop.submit(self._services[entry.short_name].outcome(prompt, text))
         return self._worker_pool().submit(("grade", entry.grader, dict(entry.args)), (text, prompt.answer))
 
-    def _combined(self, entries: Sequence[GraderConfig], graded: Sequence[Graded]) -> Outcome:
-        outcomes = [Outcome(g.status, g.scores[0] if g.scores else 0.0, g.detail) for g in graded]
-        parts = {entry.short_name: part for entry, part in zip(entries, outcomes, strict=True)}
-        bad = next((part for part in outcomes if not part.ok), None)
+    async def _combined(self, entries: Sequence[GraderConfig], started: Sequence[Future[Graded]]) -> Outcome:
+        outcomes = [Outcome(g.status, g.scores[0] if g.scores else 0.0, g.detail) for g in await _all(started)]
         if not self._config.has_parts:
             return outcomes[0]
-        if bad is not None:
+        parts = {entry.short_name: part for entry, part in zip(entries, outcomes, strict=True)}
+        if (bad := next((part for part in outcomes if not part.ok), None)) is not None:
             return replace(bad, parts=parts)
         value = sum(entry.weight * part.value for entry, part in zip(entries, outcomes, strict=True))
         return Outcome("score", value, "; ".join(filter(None, (part.detail for part in outcomes))), parts)
 
+    async def _regraded(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> list[Outcome]:
+        name, out, valid = self._config.group_grader, list(outcomes), [i for i, one in enumerate(outcomes) if one.ok]
+        if name is None or not valid:
+            return out
+        inputs = ([texts[i] for i in valid], prompt.answer, [outcomes[i].value for i in valid])
+        started = self._worker_pool().submit(("group", name, {**self._config.group_args}), inputs)
+        (graded,) = await _all([started])
+        for index, i in enumerate(valid):
+            score = graded.scores[index] if graded.status == "score" else 0.0
+            out[i] = replace(out[i], status=graded.status, value=score, detail=graded.detail or out[i].detail)
+        return out
 
-def _when_all(started: Sequence[Future[Graded]], combine: Callable[[list[Graded]], _T]) -> Future[_T]:
-    """Returns a future of `combine` of all results. Cancelling it cancels the parts that have not started."""
-    combined: Future[_T] = Future()
-    lock, left = threading.Lock(), len(started)
 
-    def on_part_done(_: Future[Graded]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last and combined.set_running_or_notify_cancel():
-            try:
-                combined.set_result(combine([future.result() for future in started]))
-            except Exception as exc:  # the caller of result() gets it
-                combined.set_exception(exc)
-
-    def cancel_parts(future: Future[_T]) -> None:
-        if future.cancelled():
-            for part in started:
-                part.cancel()
-
-    combined.add_done_callback(cancel_parts)
-    for future in started:
-        future.add_done_callback(on_part_done)
-    return combined
+async def _all(started: Sequence[Future[Graded]]) -> list[Graded]:
+    """Returns all results, errors if the pool is closed meanwhile. Cancelling it cancels the parts not yet started."""
+    try:
+        return await asyncio.gather(*map(asyncio.wrap_future, started))
+    except asyncio.CancelledError:
+        return [Graded("error", detail="the reward pool was closed")] * len(started)

@@ -1,11 +1,10 @@
-"""HTTP client of the graders that are services: a deadline, retries and bounded concurrency."""
+"""The graders that are services: HTTP with a deadline, retries and bounded concurrency."""
 
 import asyncio
 import json
 import random
 import time
-from collections.abc import Coroutine
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import httpx
 
@@ -30,27 +29,15 @@ class Refusal(Exception):
         self.wait_s = wait_s  # seconds, from Retry-After
 
 
-class ServiceGrader(Protocol):
-    """Grades over the network, in the event loop of a BackgroundLoop."""
-
-    async def grade(self, prompt: Prompt, text: str) -> Graded:
-        """Returns the outcome of one response. Raises ServiceError or TimeoutError."""
-        ...
-
-    async def close(self) -> None:
-        """Closes its connections."""
-        ...
-
-
-class ServiceClient:
-    """Posts JSON to one URL. Belongs to one event loop.
+class ServiceGrader(ABC):
+    """Grades by posting JSON to one URL. Belongs to one event loop.
 
     Raises ValueError if the environment variable of the key is not set. The key never appears in a message or log.
     """
 
     def __init__(self, name: str, options: ServiceOptions):
-        self._options = options
-        self.place = f"grader {name} at {options.url.partition('?')[0]}"
+        self._service = options
+        self.location = f"grader {name} at {options.url.partition('?')[0]}"
         headers = {"Content-Type": "application/json"}
         if options.api_key_env is not None:
             key = environment.get(options.api_key_env)
@@ -63,6 +50,17 @@ class ServiceClient:
         self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, headers=headers)
         self._slots = asyncio.Semaphore(options.concurrency)
 
+    @abstractmethod
+    async def grade(self, prompt: Prompt, text: str) -> Graded:
+        """Returns the outcome of one response. Raises ServiceError or TimeoutError."""
+
+    async def outcome(self, prompt: Prompt, text: str) -> Graded:
+        """Returns the outcome of one response, an error or a timeout if the service fails."""
+        try:
+            return await self.grade(prompt, text)
+        except (ServiceError, TimeoutError) as exc:
+            return Graded("timeout" if isinstance(exc, TimeoutError) else "error", detail=str(exc))
+
     async def close(self) -> None:
         """Closes all connections."""
         await self._http.aclose()
@@ -73,58 +71,46 @@ class ServiceClient:
         Raises ServiceError if the request is refused or the answer is not JSON, TimeoutError `timeout_s` after the
         request got its slot.
         """
-        async with self._slots:
-            problem, deadline = "", time.monotonic() + self._options.timeout_s
-            try:
-                async with asyncio.timeout(self._options.timeout_s):
-                    for attempt in range(self._options.retries + 1):
-                        try:
-                            return await self._attempt(body)
-                        except (Refusal, httpx.HTTPError) as exc:
-                            problem = f"{type(exc).__name__}: {exc}" if not isinstance(exc, Refusal) else str(exc)
-                            wait_s = min(_CAP_S, _BASE_S * 2**attempt) * random.uniform(0.5, 1.0)
-                            if isinstance(exc, Refusal):
-                                wait_s = max(wait_s, exc.wait_s)
-                        if attempt < self._options.retries:
-                            if time.monotonic() + wait_s > deadline:
-                                raise TimeoutError
-                            await asyncio.sleep(wait_s)
-            except TimeoutError:
-                said = f"; the last problem: {problem}" if problem else ""
-                raise TimeoutError(f"{self.place} gave no score in {self._options.timeout_s:g} s{said}") from None
-        raise ServiceError(f"{self.place} failed {self._options.retries + 1} times; the last problem: {problem}")
+        problem, retries, timeout_s = "", self._service.retries, self._service.timeout_s
+        try:
+            async with self._slots, asyncio.timeout(timeout_s):
+                deadline = time.monotonic() + timeout_s
+                for attempt in range(retries + 1):
+                    wait_s = min(_CAP_S, _BASE_S * 2**attempt) * random.uniform(0.5, 1.0)
+                    try:
+                        return await self._attempt(body)
+                    except httpx.HTTPError as exc:
+                        problem = f"{type(exc).__name__}: {exc}"
+                    except Refusal as exc:
+                        problem, wait_s = str(exc), max(wait_s, exc.wait_s)
+                    if attempt < retries:
+                        if time.monotonic() + wait_s > deadline:
+                            raise TimeoutError
+                        await asyncio.sleep(wait_s)
+        except TimeoutError:
+            said = f"; the last problem: {problem}" if problem else ""
+            raise TimeoutError(f"{self.location} gave no score in {timeout_s:g} s{said}") from None
+        raise ServiceError(f"{self.location} failed {retries + 1} times; the last problem: {problem}")
 
     async def _attempt(self, body: dict[str, object]) -> object:
-        async with self._http.stream("POST", self._options.url, content=json.dumps(body).encode()) as answer:
+        async with self._http.stream("POST", self._service.url, content=json.dumps(body).encode()) as answer:
             data = bytearray()
             async for chunk in answer.aiter_bytes():
                 data += chunk
                 if len(data) > _LARGEST_ANSWER:
-                    raise ServiceError(f"{self.place} answered more than {_LARGEST_ANSWER >> 20} MiB")
+                    raise ServiceError(f"{self.location} answered more than {_LARGEST_ANSWER >> 20} MiB")
         said = bytes(data[:200]).decode(errors="replace")
         if answer.status_code == 429 or answer.status_code >= 500:
             raise Refusal(f"status {answer.status_code}: {said}", _retry_after_s(answer))
         if answer.status_code != 200:
-            raise ServiceError(f"{self.place} refused a request with status {answer.status_code}: {said}")
+            raise ServiceError(f"{self.location} refused a request with status {answer.status_code}: {said}")
         try:
             return json.loads(data)
         except ValueError as exc:  # also bytes that are no text
-            raise ServiceError(f"{self.place} answered something else than JSON: {said!r}") from exc
+            raise ServiceError(f"{self.location} answered something else than JSON: {said!r}") from exc
 
 
 def _retry_after_s(answer: httpx.Response) -> float:
     """Returns the seconds of a Retry-After header; 0 if it is missing or a date."""
     text = answer.headers.get("retry-after", "")
     return float(text) if text.isdecimal() else 0.0
-
-
-async def graded(work: Coroutine[object, None, Graded]) -> Graded:
-    """Returns the outcome of a service's work; an error outcome if it fails or the pool is closed."""
-    try:
-        return await work
-    except ServiceError as exc:
-        return Graded("error", detail=str(exc))
-    except TimeoutError as exc:
-        return Graded("timeout", detail=str(exc))
-    except asyncio.CancelledError:
-        return Graded("error", detail="the reward pool was closed")

@@ -10,11 +10,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from numbers import Real
 
 from megagrpo.config.reward import GraderArgs
 from megagrpo.rewards.graders.table import load_grader, load_group_grader
-from megagrpo.rewards.workers import Call, Reply, Request
+from megagrpo.rewards.workers import Call, Graded
 
 LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
     "grade": load_grader,  # inputs: text, answer; returns a score, or (score, remark)
@@ -22,25 +23,24 @@ LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
 }
 
 
-def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) -> Reply:
+def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) -> Graded:
     """Returns scores and detail, or an error if the function raises or returns anything but finite numbers."""
     try:
         value = LOADERS[kind](function, args)(*inputs, **args)
     except Exception as exc:  # an exception of a user's function is the outcome of this sample, not the end of the run
-        return {"error": f"{function} raised {type(exc).__name__}: {exc}"}
+        return Graded("error", detail=f"{function} raised {type(exc).__name__}: {exc}")
     detail, num_texts = "", len(inputs[0]) if isinstance(inputs[0], list) else 1
     if kind == "grade":
         if isinstance(value, tuple) and len(value) == 2:
             value, detail = value[0], str(value[1])
         value = [value]
     elif not isinstance(value, list) or len(value) != num_texts:
-        return {"error": f"{function} returned {value!r:.80}, not a list of {num_texts} scores"}
-    scores = []
+        return Graded("error", detail=f"{function} returned {value!r:.80}, not a list of {num_texts} scores")
     for score in value:
         if not isinstance(score, Real) or not math.isfinite(score):
-            return {"error": f"{function} returned {score!r} ({type(score).__name__}), not a finite number"}
-        scores.append(float(score))
-    return {"scores": scores, "detail": detail}
+            problem = f"{function} returned {score!r} ({type(score).__name__}), not a finite number"
+            return Graded("error", detail=problem)
+    return Graded("score", tuple(map(float, value)), detail)
 
 
 def main(fd: int, preload: list[Call]) -> None:
@@ -52,13 +52,13 @@ def main(fd: int, preload: list[Call]) -> None:
         stream.write(b"ready\n")
         stream.flush()
         for line in stream:
-            request: Request = json.loads(line)
+            kind, function, args, inputs, timeout_s = json.loads(line)
             # The default action of SIGALRM ends the process even inside C code that holds the interpreter lock, which
             # no thread of ours could do. It matters only if the pool, which kills at timeout_s, is gone.
-            signal.setitimer(signal.ITIMER_REAL, 2 * request["timeout_s"] + 5)
-            reply = grade(request["kind"], request["function"], request["args"], request["inputs"])
+            signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 5)
+            graded = grade(kind, function, args, inputs)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            stream.write(json.dumps(reply).encode() + b"\n")
+            stream.write(json.dumps(astuple(graded)).encode() + b"\n")
             stream.flush()
 
 

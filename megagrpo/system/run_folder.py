@@ -9,11 +9,11 @@ view.html  trace.json.gz                         written by `megagrpo view`
 service.json    address of the rollout service   service.key    its key: readable by its owner, removed at its end
 wandb/          data for `wandb sync`            wandb_id       id of the W&B run (log.wandb)
 certify/        written by `megagrpo certify`    logs/          of every process
-bisect/         written by `megagrpo bisect`: report.md, report.json; its own run folder
+bisect/         a run folder of `megagrpo bisect`: also options.json, report.md, report.json
 logs/trainer.log, service.log, engine-0.node-0.log ...
 logs/trainer.stop_request                        stop request of one node, see stop_request.py
 logs/error_trainer_rank3.txt, .final.txt         why a rank failed; "final": a restart would fail again
-logs/deadline_TIME.txt, logs/ranks/              which rank waits for which, see monitor/watchdog.py
+logs/deadline_TIME.txt, logs/ranks/              which rank waits for which, see monitor/watchdog.py; progress, stacks
 """
 
 import json
@@ -71,106 +71,47 @@ def write_json_lines(path: Path, records: Iterable[dict]) -> None:
     write_whole(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
 
 
+class _Inside:
+    """A file or folder of the run folder with a fixed name."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, folder: "RunFolder", owner: object) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder `output_dir` of one run."""
+    """The folder `output_dir` of one run; the layout is above."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The resolved experiment, read by child processes."""
-        return self.path / "config.yaml"
-
-    @property
-    def lock(self) -> Path:
-        """Locked by the launcher that trains into this folder."""
-        return self.path / ".lock"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The root of all checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        """The weights that transport `disk` publishes."""
-        return self.path / "weights"
-
-    @property
-    def engine_model(self) -> Path:
-        """The model description from which engines start if model.path is quantised: not quantised, no weights."""
-        return self.path / "engine_model"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The metrics for TensorBoard."""
-        return self.path / "tensorboard"
-
-    @property
-    def wandb_id(self) -> Path:
-        """The id of the W&B run, the same over all starts."""
-        return self.path / "wandb_id"
-
-    @property
-    def rollouts(self) -> Path:
-        """The samples of every step."""
-        return self.path / "rollouts"
-
-    @property
-    def view(self) -> Path:
-        """The page of `megagrpo view`."""
-        return self.path / "view.html"
-
-    @property
-    def trace(self) -> Path:
-        """The timeline for Perfetto and chrome://tracing."""
-        return self.path / "trace.json.gz"
-
-    @property
-    def summary(self) -> Path:
-        """The report's tables."""
-        return self.path / "summary.md"
-
-    @property
-    def curve(self) -> Path:
-        """The report's picture."""
-        return self.path / "curve.png"
-
-    @property
-    def service(self) -> Path:
-        """The address of the rollout service; removed at its end."""
-        return self.path / "service.json"
-
-    @property
-    def service_key(self) -> Path:
-        """The key of the rollout service, readable only by its owner; removed at its end."""
-        return self.path / "service.key"
-
-    @property
-    def certify(self) -> Path:
-        """The output of `megagrpo certify`."""
-        return self.path / "certify"
+    config = _Inside("config.yaml")
+    lock = _Inside(".lock")  # held by the launcher that trains into this folder
+    checkpoints = _Inside("checkpoints")
+    weights = _Inside("weights")
+    engine_model = _Inside("engine_model")
+    metrics = _Inside("metrics.jsonl")
+    tensorboard = _Inside("tensorboard")
+    wandb_id = _Inside("wandb_id")
+    rollouts = _Inside("rollouts")
+    view = _Inside("view.html")
+    trace = _Inside("trace.json.gz")
+    summary = _Inside("summary.md")
+    curve = _Inside("curve.png")
+    service = _Inside("service.json")
+    service_key = _Inside("service.key")
+    certify = _Inside("certify")
+    bisect_options = _Inside("options.json")
+    bisect_report = _Inside("report.json")
+    logs = _Inside("logs")
+    ranks = _Inside("logs/ranks")
 
     @property
     def bisect(self) -> "RunFolder":
         """The run folder of `megagrpo bisect`, with its report."""
         return RunFolder(self.path / "bisect")
-
-    @property
-    def bisect_options(self) -> Path:
-        """Options for the ranks of `megagrpo bisect`."""
-        return self.path / "options.json"
-
-    @property
-    def bisect_report(self) -> Path:
-        """The findings of a bisection as JSON."""
-        return self.path / "report.json"
 
     @property
     def sft(self) -> "RunFolder":
@@ -209,13 +150,6 @@ class RunFolder:
         """The files of all data-parallel ranks, by rank."""
         return _numbered(self.path / "trained", "replica_")
 
-    # ---- logs --------------------------------------------------------------------------------------------------------
-
-    @property
-    def logs(self) -> Path:
-        """Logs of all processes, and the files by which they communicate."""
-        return self.path / "logs"
-
     def log(self, name: str) -> Path:
         """The output of child `name`: "service", "trainer", or on node 1 of several "trainer-1"."""
         return self.logs / f"{name}.log"
@@ -228,13 +162,9 @@ class RunFolder:
         """Why rank `rank` of command `name` failed. `final`: a restart would fail again."""
         return self.logs / f"error_{name}_rank{rank}{'.final.txt' if final else '.txt'}"
 
-    def error_reports(self, name: str) -> list[Path]:
-        """The reports of all ranks of the command `name`, on all nodes."""
-        return list(self.logs.glob(f"error_{name}_rank*.txt"))
-
-    def has_final_report(self, name: str) -> bool:
-        """Returns whether a restart of command `name` would fail again."""
-        return any(self.logs.glob(f"error_{name}_rank*.final.txt"))
+    def error_reports(self, name: str, final: bool = False) -> list[Path]:
+        """The reports of all ranks of the command `name`, on all nodes; with `final` only the final ones."""
+        return list(self.logs.glob(f"error_{name}_rank*{'.final.txt' if final else '.txt'}"))
 
     def deadline_page(self, moment: str) -> Path:
         """The page of `moment`: which rank waited for which, with all stacks."""
@@ -243,11 +173,6 @@ class RunFolder:
     def deadline_pages(self) -> set[Path]:
         """All pages of this folder."""
         return set(self.logs.glob("deadline_*.txt"))
-
-    @property
-    def ranks(self) -> Path:
-        """The folder of the ranks' progress files."""
-        return self.logs / "ranks"
 
     def rank_progress(self, rank: int) -> Path:
         """The progress of rank `rank` in its step."""

@@ -6,11 +6,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.graders.table import load_grader
 from megagrpo.rewards.pool import RewardPool
+from megagrpo.system.processes import is_live
 from megagrpo.types import Prompt
 
 GRADERS = """
@@ -63,11 +65,11 @@ def grade(grader, text="abc", answer="", **options):
         return pool.submit(prompt(answer), text).result(timeout=60)
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+def ended(process: psutil.Process, within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while is_live(process) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_live(process)
 
 
 @pytest.mark.parametrize("name, value", [("good", 3.0), ("flag", 0.0), ("prints", 1.0)])
@@ -123,16 +125,16 @@ def test_restarting_does_not_count_against_the_next_response(tmp_path, monkeypat
 
 def test_close_leaves_no_process_and_no_waiter(graders):
     pool = RewardPool(RewardConfig(grader=f"{graders}:by_text", workers=2, timeout_s=60.0))
-    pids = [worker._process.pid for worker in pool._workers._workers]
+    workers = list(filter(is_live, psutil.Process().children()))
     running = [pool.submit(prompt(), "hang") for _ in range(2)]
     waiting = pool.submit(prompt(), "1")
     time.sleep(0.3)
-    assert all(map(alive, pids))
+    assert len(workers) == 2
     start = time.monotonic()
     pool.close()
     pool.close()
     assert time.monotonic() - start < 5
-    assert not any(map(alive, pids))
+    assert not any(map(is_live, workers))
     assert all(f.result(timeout=5).status == "error" for f in [*running, waiting])
 
 
@@ -140,36 +142,31 @@ def test_what_a_hung_grader_started_dies_with_it(graders, tmp_path):
     note = tmp_path / "pid"
     outcome = grade(f"{graders}:child_then_hang", text=str(note))
     assert outcome.status == "timeout"
-    deadline = time.monotonic() + 5
-    while alive(int(note.read_text())) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive(int(note.read_text()))
+    child = int(note.read_text())
+    assert not psutil.pid_exists(child) or ended(psutil.Process(child))
 
 
 def test_workers_end_when_the_trainer_is_killed(graders, tmp_path):
     """SIGKILL runs no clean-up: the workers, idle or hung with the interpreter lock held, must notice by themselves."""
     code = f"""
-import sys, time
+import psutil, sys, time
 sys.path.insert(0, {str(tmp_path)!r})
 from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
 pool = RewardPool(RewardConfig(grader="own_graders:hangs_holding_the_lock", workers=2, timeout_s=0.5))
-print(*[w._process.pid for w in pool._workers._workers], flush=True)
+print(*(child.pid for child in psutil.Process().children()), flush=True)
 pool.submit(Prompt(0, "", (1,), ""), "x")
 time.sleep(60)
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
-    pids = [int(p) for p in parent.stdout.readline().split()]
-    assert len(pids) == 2 and all(map(alive, pids))
+    workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 2
     time.sleep(0.2)
     parent.kill()
     parent.communicate()
-    deadline = time.monotonic() + 20
-    while any(map(alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(alive, pids))
+    assert all(ended(worker, 20) for worker in workers)
 
 
 def test_options_reach_the_grader_and_a_prompt_may_name_another(graders):

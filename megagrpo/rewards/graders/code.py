@@ -57,9 +57,6 @@ def program_of(text: str) -> str:
     return marked[-1] if marked else blocks[-1][1] if blocks else text
 
 
-# ---- the answer ----------------------------------------------------------------------------------------------------
-
-
 def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
     """Reads the answer: JSON {"inputs": [...], "outputs": [...]}, with "fn_name" for calls, or {"asserts": [...]}.
 
@@ -115,9 +112,6 @@ def _checked(statement: object) -> str:
     return str(statement)
 
 
-# ---- programs that read and write ----------------------------------------------------------------------------------
-
-
 def _run_scripts(source: str, tests: TestCases, settings: CodeOptions, isolate: bool) -> Iterator[str]:
     """Yields "" for each test that passes, else the reason."""
     deadline = time.monotonic() + settings.total_s
@@ -126,20 +120,15 @@ def _run_scripts(source: str, tests: TestCases, settings: CodeOptions, isolate: 
         if left_s <= 0:
             yield f"time limit of all tests ({settings.total_s:g} s)"
             continue
-        ended = run_program(source, stdin.encode(errors="replace"), _limits(settings, left_s), isolate)
+        ended = run_program(
+            source, stdin.encode(errors="replace"), _limits(settings, min(settings.test_s, left_s)), isolate
+        )
         right = _same_text(ended.stdout.decode(errors="replace"), expected, settings.tolerance)
         yield ended.problem or ("" if right else "wrong output")
 
 
-def _limits(settings: CodeOptions, left_s: float) -> Limits:
-    return Limits(
-        wall_s=min(settings.test_s, left_s),
-        memory_mb=settings.memory_mb,
-        output_kb=settings.output_kb,
-        disk_mb=settings.disk_mb,
-        open_files=settings.open_files,
-        processes=settings.processes,
-    )
+def _limits(settings: CodeOptions, wall_s: float) -> Limits:
+    return Limits(wall_s=wall_s, **settings.model_dump(include=set(Limits.__annotations__)))
 
 
 def _same_text(got: str, expected: str, tolerance: float) -> bool:
@@ -159,23 +148,15 @@ def _same_word(got: str, expected: str, tolerance: float) -> bool:
         return got == expected
 
 
-# ---- programs that define functions --------------------------------------------------------------------------------
-
-
 def _run_calls(source: str, tests: TestCases, settings: CodeOptions, isolate: bool) -> Iterator[str]:
     """Yields "" for each test that passes, else the reason. Program and tests run in two sandboxes."""
     limits = _limits(settings, settings.total_s)
     asked, answered, judged = os.pipe(), os.pipe(), os.pipe()
+    of_tests = {"input": answered[0], "output": asked[1], "verdicts": judged[1]}
     with (
         open(judged[0], "rb") as verdicts,
         Sandbox("serve", source, limits, isolate, pipes={"input": asked[0], "output": answered[1]}) as program,
-        Sandbox(
-            "test",
-            json.dumps(_instructions(tests)),
-            limits,
-            isolate,
-            pipes={"input": answered[0], "output": asked[1], "verdicts": judged[1]},
-        ),
+        Sandbox("test", json.dumps(_instructions(tests)), limits, isolate, pipes=of_tests),
     ):
         deadline, heard, over = time.monotonic() + settings.total_s, b"", ""
         for _ in tests.statements:
@@ -188,12 +169,10 @@ def _run_calls(source: str, tests: TestCases, settings: CodeOptions, isolate: bo
                     over = "the tests ended" if ready else "time limit"
             line, newline, heard = heard.partition(b"\n")
             verdict = json.loads(line) if newline else over
-            yield _how_it_ended(program) if verdict == "the program ended" else verdict or ""
-
-
-def _how_it_ended(program: Sandbox) -> str:
-    ended = program.stop()
-    return ended["reason"] or f"the program ended with exit code {ended['code']}"
+            if verdict == "the program ended":
+                ended = program.stop()
+                verdict = ended["reason"] or f"the program ended with exit code {ended['code']}"
+            yield verdict or ""
 
 
 def _instructions(tests: TestCases) -> dict[str, list[str]]:
@@ -214,9 +193,6 @@ def _instructions(tests: TestCases) -> dict[str, list[str]]:
     free = loaded - bound - set(vars(builtins)) - {"same"}  # a program's own `len` must not judge it
     modules = free & sys.stdlib_module_names
     return {"names": sorted(free - modules), "modules": sorted(modules), "tests": list(tests.statements)}
-
-
-# ---- isolation -----------------------------------------------------------------------------------------------------
 
 
 @cache

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from megagrpo.config.reward import GraderArgs, JudgeOptions
-from megagrpo.rewards.services import ServiceClient, ServiceError
+from megagrpo.rewards.services import ServiceError, ServiceGrader
 from megagrpo.rewards.workers import Graded
 from megagrpo.types import Prompt
 
@@ -32,18 +32,14 @@ def render(template: str, prompt: str, response: str, answer: str) -> str:
     return _FIELDS.sub(lambda match: texts[match[1]], template)
 
 
-class JudgeGrader:
+class JudgeGrader(ServiceGrader):
     """Sends each response to the judge; see ServiceGrader. Raises ValueError for an unusable template."""
 
     def __init__(self, args: GraderArgs):
         self._options = JudgeOptions.model_validate(args)
         self._template = read_template(self._options.prompt_file)
         self._pattern = re.compile(self._options.pattern)
-        self._client = ServiceClient("judge", self._options)
-
-    async def close(self) -> None:
-        """Closes all connections."""
-        await self._client.close()
+        super().__init__("judge", self._options)
 
     async def grade(self, prompt: Prompt, text: str) -> Graded:
         """Returns the score in the judge's reply and the end of that reply. Raises ServiceError or TimeoutError."""
@@ -57,27 +53,27 @@ class JudgeGrader:
             "max_tokens": options.max_tokens,
             **options.body,
         }
-        reply = self._reply(await self._client.post(body))
+        reply = self._reply(await self.post(body))
         return Graded("score", (self._score(reply),), reply[-200:])
 
     def _reply(self, answer: object) -> str:
         match answer:
             case {"choices": [{"message": {"content": str(text)}}, *_]}:
                 return text
-        raise ServiceError(f"{self._client.place} answered {answer!r:.100}, which is no chat completion")
+        raise ServiceError(f"{self.location} answered {answer!r:.100}, which is no chat completion")
 
     def _score(self, reply: str) -> float:
         found = list(self._pattern.finditer(reply))
         word = found[-1][1] if found else None
         if word is None:
-            raise ServiceError(f"{self._client.place}: nothing in its reply matches the pattern: {reply[-100:]!r}")
+            raise ServiceError(f"{self.location}: nothing in its reply matches the pattern: {reply[-100:]!r}")
         scores = self._options.scores
         if scores and word not in scores:
-            raise ServiceError(f"{self._client.place}: its score {word!r:.60} is not one of {', '.join(scores)}")
+            raise ServiceError(f"{self.location}: its score {word!r:.60} is not one of {', '.join(scores)}")
         try:
             score = float(scores[word] if scores else word)
         except ValueError:
-            raise ServiceError(f"{self._client.place}: its score {word!r:.60} is not a number") from None
+            raise ServiceError(f"{self.location}: its score {word!r:.60} is not a number") from None
         if not math.isfinite(score):
-            raise ServiceError(f"{self._client.place}: its score {word!r} is not a finite number")
+            raise ServiceError(f"{self.location}: its score {word!r} is not a finite number")
         return score

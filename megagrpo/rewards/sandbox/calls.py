@@ -7,6 +7,7 @@ an assertion: whatever it does to its own interpreter, it can only return a righ
 
 import importlib
 import json
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -17,9 +18,10 @@ _LONGEST_LINE = 2**24  # characters
 Value = Any  # an object of a program, or the JSON that stands for it
 
 
-def serve(source: str, module: types.ModuleType, options: Mapping[str, Value]) -> None:
+def serve(source: str, options: Mapping[str, Value]) -> None:
     """Runs the program, then answers requests [operation, target, name, args, kwargs] with ["ok" | "error", value]."""
-    objects: list[Value] = []
+    module, objects = types.ModuleType("program"), list[Value]()
+    sys.modules["program"] = module
     with open(options["input"], encoding="utf-8") as requests, open(options["output"], "w", encoding="utf-8") as out:
 
         def reply(kind: str, value: Value) -> None:

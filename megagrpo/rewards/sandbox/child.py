@@ -15,7 +15,7 @@ import signal
 import sys
 import types
 from collections.abc import Iterator
-from functools import partial
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from typing import TypedDict
 
@@ -87,8 +87,7 @@ def main(options: Options) -> None:
 def _load_calls() -> types.ModuleType:
     """Loads calls.py without its folder on sys.path."""
     path = os.path.join(os.path.dirname(__file__), "calls.py")
-    module = types.ModuleType("sandbox_calls")
-    sys.modules[module.__name__] = module
+    module = sys.modules["sandbox_calls"] = types.ModuleType("sandbox_calls")
     SourceFileLoader(module.__name__, path).exec_module(module)
     return module
 
@@ -126,22 +125,18 @@ def _supervise(pid: int, options: Options) -> dict[str, object]:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            children = [int(word) for word in file.read().split()]
-    except OSError:  # it has ended
-        return
+    children: list[int] = []
+    with suppress(OSError), open(f"/proc/{pid}/task/{pid}/children") as file:  # or it has ended
+        children = [int(word) for word in file.read().split()]
     for child in children:
         yield child
         yield from _descendants(child)
 
 
 def _resident_bytes(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0
+    with suppress(OSError), open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+    return 0
 
 
 def _enter_namespaces(user: int) -> None:
@@ -178,7 +173,12 @@ def _call(name: str, *arguments: object) -> None:
 
 def _confine(options: Options, ready: int) -> None:
     """Irrevocably gives up what the program must not have. Writes an error to `ready`, or closes it."""
-    sys.excepthook = partial(_report_setup, ready)
+
+    def report(kind: type[BaseException], exc: BaseException, _: types.TracebackType | None) -> None:
+        os.write(ready, f"{kind.__name__}: {exc}".encode())
+        os._exit(1)
+
+    sys.excepthook = report
     os.setsid()
     os.umask(0o022)
     if options["isolate"]:
@@ -195,24 +195,16 @@ def _confine(options: Options, ready: int) -> None:
     os.close(ready)
 
 
-def _report_setup(ready: int, kind: type[BaseException], exc: BaseException, _: types.TracebackType | None) -> None:
-    os.write(ready, f"{kind.__name__}: {exc}".encode())
-    os._exit(1)
-
-
 def _run(source: str, options: Options, calls: types.ModuleType | None) -> None:
     """Runs the program and exits as the interpreter would, after its threads have ended."""
     sys.argv[:] = ["program.py"]
-    if options["mode"] == "test":
-        assert calls is not None
-        calls.run_tests(json.loads(source), options)
-        return
-    module = types.ModuleType("__main__" if calls is None else "program")
-    sys.modules[module.__name__] = module
     if calls is None:
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
         exec(compile(source, "program.py", "exec"), vars(module))
+    elif options["mode"] == "test":
+        calls.run_tests(json.loads(source), options)
     else:
-        calls.serve(source, module, options)
+        calls.serve(source, options)
 
 
 def _enter_folder(folder: str, user: int) -> None:
@@ -228,11 +220,9 @@ def _tasks_of(uid: int) -> int:
     """Returns the number of processes and threads of a user, which the kernel limits together."""
     found = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
+        with suppress(OSError):  # ended meanwhile
             if os.stat(f"/proc/{name}").st_uid == uid:
                 found += len(os.listdir(f"/proc/{name}/task"))
-        except OSError:  # ended meanwhile
-            continue
     return found
 
 
@@ -247,14 +237,14 @@ def _build_root(options: Options) -> None:
     for path in options["readable"]:
         if not os.path.isdir(root + path):  # not inside one that is bound already
             os.makedirs(root + path)
-            _bind(path, root + path)
+            _call("mount", path.encode(), (root + path).encode(), None, _MS_BIND | _MS_REC, None)
             _make_read_only(root + path)
     for path, target in options["links"].items():
         os.symlink(target, root + path)
     os.mkdir(f"{root}/dev")
     for path in _DEVICES:
         os.close(os.open(root + path, os.O_CREAT | os.O_WRONLY))
-        _bind(path, root + path)
+        _call("mount", path.encode(), (root + path).encode(), None, _MS_BIND | _MS_REC, None)
     os.mkdir(f"{root}/tmp")
     os.chmod(f"{root}/tmp", 0o777)
     os.mkdir(f"{root}/proc")
@@ -263,10 +253,6 @@ def _build_root(options: Options) -> None:
     _call("pivot_root", b".", b".")
     _call("umount2", b".", _MNT_DETACH)
     os.chdir("/tmp")
-
-
-def _bind(source: str, target: str) -> None:
-    _call("mount", source.encode(), target.encode(), None, _MS_BIND | _MS_REC, None)
 
 
 def _make_read_only(path: str) -> None:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -100,8 +100,8 @@ class Report(TypedDict, total=False):
     setup: str
 
 
-class Sandbox:
-    """The processes of one program. Use as a context manager: its exit ends them all and removes their files.
+class Sandbox(AbstractContextManager["Sandbox"]):
+    """The processes of one program; the end of the block ends them all and removes their files.
 
     mode: "script" runs a program; "serve" and "test" are the two sides of calls.py, connected by the file descriptors
     `pipes`, which are closed here.
@@ -122,82 +122,77 @@ class Sandbox:
         self._others = set() if isolate else {process.pid for process in psutil.Process().children(recursive=True)}
         if not isolate:  # a program could kill its supervisor: the orphans must become children of this process
             _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        with ExitStack() as stack:
+        with ExitStack() as stack, ExitStack() as theirs:
+            for fd in pipes.values():
+                theirs.callback(os.close, fd)
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True))
             folder = Path(scratch)
             (folder / "program.py").write_text(source, encoding="utf-8", errors="surrogatepass")
             (folder / "stdin").write_bytes(stdin)
-            options = {**asdict(limits), "cpu_s": int(limits.wall_s) + 1, "mode": mode, "scratch": scratch, **pipes}
-            readable = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
-            options["readable"] = [*readable, *dict.fromkeys((os.path.realpath(sys.base_prefix), sys.base_prefix))]
-            options["links"] = {path: os.readlink(path) for path in _SYSTEM if os.path.islink(path)}
             control, ours = os.pipe()
+            theirs.callback(os.close, control)
             self._close_control = stack.enter_context(ExitStack())
             self._close_control.callback(os.close, ours)
             status_read, status = os.pipe()
+            theirs.callback(os.close, status)
             self._status: IO[bytes] = stack.enter_context(open(status_read, "rb"))
-            options |= {"isolate": isolate, "control": control, "status": status}
-            theirs = [control, status, *pipes.values()]
+            readable = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+            options = {
+                **asdict(limits),
+                **pipes,
+                "cpu_s": int(limits.wall_s) + 1,
+                "mode": mode,
+                "scratch": scratch,
+                "isolate": isolate,
+                "control": control,
+                "status": status,
+                "readable": [*readable, *dict.fromkeys((os.path.realpath(sys.base_prefix), sys.base_prefix))],
+                "links": {path: os.readlink(path) for path in _SYSTEM if os.path.islink(path)},
+            }
             writes = subprocess.PIPE if mode == "script" else subprocess.DEVNULL
-            try:
-                with (folder / "stdin").open("rb") as given:
-                    self._process = subprocess.Popen(
-                        [_interpreter(), "-I", "-S", "-X", "utf8", str(_CHILD), json.dumps(options)],
-                        stdin=given,
-                        stdout=writes,
-                        stderr=writes,
-                        pass_fds=theirs,
-                        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-                        cwd=folder,
-                        start_new_session=True,
-                    )
-            finally:
-                for fd in theirs:
-                    os.close(fd)
+            self._process = subprocess.Popen(
+                [_interpreter(), "-I", "-S", "-X", "utf8", str(_CHILD), json.dumps(options)],
+                stdin=theirs.enter_context((folder / "stdin").open("rb")),
+                stdout=writes,
+                stderr=writes,
+                pass_fds=[control, status, *pipes.values()],
+                env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+                cwd=folder,
+                start_new_session=True,
+            )
+            for stream in filter(None, (self._process.stdout, self._process.stderr)):
+                stack.enter_context(stream)
+            stack.callback(self.stop)
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> "Sandbox":
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
-        try:
-            self.stop()
-        finally:
-            self._stack.close()
-            for stream in filter(None, (self._process.stdout, self._process.stderr)):
-                stream.close()
+        self._stack.close()
 
     def finish(self, deadline: float) -> Ended:
         """Reads the output until the program ends, or until a limit or the deadline (of time.monotonic).
 
         Raises SandboxError.
         """
-        streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
-        kept = {name: bytearray() for name in streams}
+        kept, limit = {"stdout": bytearray(), "stderr": bytearray()}, ""
         with selectors.DefaultSelector() as selector:
-            for name, stream in streams.items():
+            selector.register(self._status, selectors.EVENT_READ)
+            for name, stream in (("stdout", self._process.stdout), ("stderr", self._process.stderr)):
                 assert stream is not None, "only for scripts"
-                selector.register(stream, selectors.EVENT_READ, name)
-            limit = self._read_until_ended(selector, kept, deadline)
+                selector.register(stream, selectors.EVENT_READ, kept[name])
+            while selector.get_map() and not limit:  # until both streams are closed and the supervisor has reported
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                for key, _ in ready:
+                    data = os.read(key.fd, _KEPT_BYTES) if key.data is not None else b""
+                    if data:
+                        key.data.extend(data)
+                    else:
+                        selector.unregister(key.fileobj)
+                if not ready:
+                    limit = "time limit"
+                elif sum(map(len, kept.values())) > 1024 * self._limits.output_kb:
+                    limit = "output limit"
         ended = self.stop()
         return Ended(limit or ended["reason"], ended["code"], bytes(kept["stdout"]), bytes(kept["stderr"]))
-
-    def _read_until_ended(self, selector: selectors.BaseSelector, kept: dict[str, bytearray], deadline: float) -> str:
-        """Returns the limit that was met, or "" once both streams are closed and the supervisor has reported."""
-        selector.register(self._status, selectors.EVENT_READ, "")
-        while selector.get_map():
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                return "time limit"
-            for key, _ in ready:
-                data = os.read(key.fd, _KEPT_BYTES) if key.data else b""
-                if key.data and data:
-                    kept[key.data] += data
-                else:
-                    selector.unregister(key.fileobj)
-            if sum(map(len, kept.values())) > 1024 * self._limits.output_kb:
-                return "output limit"
-        return ""
 
     def stop(self) -> "Report":
         """Ends the program and its children, if they still run; returns the supervisor's report.
