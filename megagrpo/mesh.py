@@ -7,6 +7,7 @@ services and disk. Data-parallel groups join the ranks with the same coordinates
 import pickle
 import traceback
 from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -148,6 +149,15 @@ class Mesh:
             texts = dict.fromkeys(text for text in self.gather_world(error) if text)  # each error once
             raise LeaderError("\n".join(texts))
 
+    def result_everywhere(self, future: Future[T], what: str) -> T:
+        """Collective. Returns the result of this rank's thread. Raises LeaderError on every rank if one's failed."""
+        failure = future.exception()
+        self.raise_any("" if failure is None else self._failed(what, failure))
+        return future.result()
+
+    def _failed(self, what: str, failure: BaseException) -> str:
+        return f"rank {self.rank}, {what}: {type(failure).__name__}: {failure}"
+
     def _largest(self, value: int) -> int:
         """Collective. Returns the largest value of all ranks, by one all-reduce of an integer on the host."""
         if self.world_size == 1:
@@ -169,7 +179,7 @@ class Mesh:
                 state = _NOTHING if box[0] is None else _VALUE
             except Exception as exc:
                 traceback.print_exc()  # into this rank's log; the other ranks get the message
-                error = f"rank {self.rank}, {what}: {type(exc).__name__}: {exc}"
+                error = self._failed(what, exc)
                 state = _ERROR
         state = self._largest(state)
         if state == _ERROR:
