@@ -150,20 +150,20 @@ def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
     running = np.concatenate([[slots], np.arange(slots, 0, -1)]).astype(np.float64)
     held = np.concatenate([[lengths.running], lengths.prompt + wave - np.diff(wave, prepend=0.0) / 2])
     memory, peak = target.hardware.memory_tb_s * 1e12, target.hardware.bf16_tflops * 1e12
-    experts = sum(layer.expert for layer in work.layers) / server.tp * ITEM
+    experts, layers = work.expert / server.tp * ITEM, target.arch.num_layers
     dense = weight_elements(work, server.tp, server.attention_tp) * ITEM - experts
-    dense -= work.embedding / server.tp * ITEM  # only few of its rows are read
+    dense -= work.vocabulary / server.tp * ITEM  # only few of its rows are read
     weights = (dense + experts * (1.0 - (1.0 - work.share) ** running)) / memory
     context = running * held * server.attention_tp / server.tp  # of one attention replica
     cache = context * work.cache_bytes(server.attention_tp, server.cache_width) / memory
-    token = _token_flops(work) / server.tp
-    scores = context * work.decode_attention_flops * len(work.layers) / server.attention_tp
+    token = work.token_flops / server.tp
+    scores = context * work.decode_attention_flops * layers / server.attention_tp
     compute = np.maximum(0.0, (running * token + scores) / peak - weights - cache)
     prompts = samples * lengths.prompt
-    pairs = prompts * lengths.prompt / 2 * work.attention_flops * len(work.layers) / server.tp
+    pairs = prompts * lengths.prompt / 2 * work.attention_flops * layers / server.tp
     rates = target.hardware.rates
     link = (rates.inside_gb_s if server.tp <= target.gpus_per_node else rates.between_gb_s) * 1e9
-    moved = 2 * len(work.layers) * 2 * (server.tp - 1) / server.tp * work.hidden * ITEM  # two all-reduces a layer
+    moved = 2 * layers * 2 * (server.tp - 1) / server.tp * target.arch.hidden_size * ITEM  # two all-reduces a layer
     return {
         "weights": float(steps @ weights),
         "cache": float(steps @ cache),
@@ -171,10 +171,6 @@ def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
         "communication": (prompts + float(steps @ running)) * moved / link,
         "prefill": (prompts * token + pairs) / peak,
     }
-
-
-def _token_flops(work: ModelWork) -> float:
-    return sum(sum(work.forward_flops(layer)) for layer in work.layers) + 2.0 * work.head
 
 
 def train_seconds(
