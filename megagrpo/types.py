@@ -6,7 +6,7 @@ to tokens[t]; only `targets` in batching/microbatch.py shifts. Log-probabilities
 logarithms.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -245,7 +245,7 @@ class MicroBatch:
             tensors = {name: value for name, value in vars(of).items() if hasattr(value, "device")}
             return {n: on_device(tensor, device) for n, tensor in tensors.items() if n not in ("members", "places")}
 
-        return replace(self, targets=Targets(**moved(self.targets)), **moved(self))
+        return MicroBatch(**(vars(self) | moved(self) | {"targets": Targets(**moved(self.targets))}))
 
     def padded(self, values: "Tensor") -> "Tensor":
         """Returns values [T] of the Batch's tokens for the samples in it: [n, S] on its device, 0 beyond their ends."""

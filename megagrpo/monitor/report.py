@@ -110,8 +110,9 @@ def _draw(entries: list[dict], path: Path, title: str) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
-    colours = {"text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _MUTED, "ytick.color": _MUTED}
-    with plt.rc_context({"font.size": 10, **colours}):
+    with plt.rc_context(
+        {"font.size": 10, "text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _MUTED, "ytick.color": _MUTED}
+    ):
         figure = plt.figure(figsize=(9, 6.4), dpi=140, layout="constrained")
         panels = figure.subplot_mosaic([["main", "main"], ["left", "right"]], height_ratios=(2, 1))
         _draw_learning(panels["main"], entries, title)
