@@ -61,7 +61,9 @@ class StepConsole:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, values=shown)
         else:
-            self.note(f"{step}/{self._num_steps}  {shown}  eta {self._eta(step)}")
+            done, seconds = step - self._first, time.monotonic() - self._started
+            eta = minutes(seconds / done * (self._num_steps - step)) if done > 0 else "-"
+            self.note(f"{step}/{self._num_steps}  {shown}  eta {eta}")
 
     def note(self, text: str) -> None:
         """Prints a permanent line above the bar."""
@@ -69,11 +71,6 @@ class StepConsole:
             self._bar.console.print(text, markup=False, highlight=False)
         elif self._enabled:
             print(f"{self._title} {text}", file=self._stream, flush=True)
-
-    def _eta(self, step: int) -> str:
-        done = step - self._first
-        left = (time.monotonic() - self._started) / max(done, 1) * (self._num_steps - step)
-        return minutes(left) if done > 0 else "-"
 
 
 def minutes(seconds: float) -> str:

@@ -62,15 +62,12 @@ class TrainedLog(StepLines):
                 {"sample_id": sample_id, "ids": tokens.tolist(), "difference": _rounded(difference.tolist(), 2)}
                 for sample_id, tokens, difference in kept_tokens
             ]
-            pieces = self._new_pieces({token for sample in kept for token in sample["ids"]})
+            new = sorted({token for sample in kept for token in sample["ids"]} - self._shown)
+            self._shown.update(new)
+            pieces = {str(token): text for token, text in zip(new, self._pieces(new), strict=True)}
             return {"sample_ids": ids, "advantages": _rounded(advantages, 5), "tokens": kept, "pieces": pieces}
 
         self.append(step, line)
-
-    def _new_pieces(self, ids: set[int]) -> dict[str, str]:
-        new = sorted(ids - self._shown)
-        self._shown |= ids
-        return {str(token): text for token, text in zip(new, self._pieces(new), strict=True)}
 
 
 def _rounded(values: list[float], digits: int) -> list[float | None]:

@@ -66,14 +66,6 @@ def explain(config: ExperimentConfig, trial: Trial | None = None, at_once: Seque
     return "\n\n".join("\n".join(lines) for lines in ([title], *parts, verdict))
 
 
-def _trial(trial: Trial) -> list[str]:
-    return [
-        "loaded     as the trainers will; graders and tools are imported too",
-        *(f"  {what}" for what in trial.loaded),
-        f"  not tried: {', '.join(trial.not_tried)}",
-    ]
-
-
 def _model(config: ExperimentConfig, hf: Mapping[str, object] | None, counts: ParameterCounts | None) -> list[str]:
     family = None if hf is None else hf.get("model_type")
     exists, to_be_made = Path(config.model.path).exists(), "not there yet: made by megagrpo sft"

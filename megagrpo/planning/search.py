@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from json import dumps
 from pathlib import Path
@@ -22,7 +22,6 @@ from megagrpo.planning.roofline import (
     Plan,
     Target,
     load_of,
-    make_target,
     measured_efficiency,
     plan_step,
     rollout_seconds,
@@ -88,7 +87,7 @@ def target_of(config: ExperimentConfig, options: Options) -> Target:
         efficiency, lengths = measured_efficiency(options.measured, hardware, options.gpus_per_node)
     if options.lengths is not None:
         lengths = given_lengths(options.lengths, config)
-    return replace(make_target(arch, hardware, options.gpus_per_node, lengths), efficiency=efficiency)
+    return Target(arch, hardware, options.gpus_per_node, lengths, efficiency)
 
 
 def report(plan: Plan, hardware_name: str) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from megagrpo.actor.megatron.fields import ddp_fields, expected_kernels, optimizer_fields, transformer_fields
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS, SettingsTable
+from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS
 from megagrpo.config.libraries.sglang import server_fields
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
@@ -25,14 +25,12 @@ def settings_report(arch: Architecture | None, actor: ActorConfig) -> list[str]:
     lines = [f"megatron   settings {device}; (its own default); * set in this file"]
     handed = (transformer_fields(arch, actor, kernels), ddp_fields(actor, kernels), optimizer_fields(actor, kernels))
     for table, fields in zip(MEGATRON_SETTINGS, handed, strict=True):
-        lines += _of_class(table, fields, table.given(actor))
+        if table.fields:
+            defaults = {name: table.fields[name].default for name in fields}
+            lines += _compared(table.name, fields, defaults, table.given(actor))
+        else:
+            lines.append(f"  {table.name}: the package megatron-core is not installed here")
     return lines
-
-
-def _of_class(table: SettingsTable, fields: Mapping[str, object], given: Mapping[str, object]) -> list[str]:
-    if not table.fields:
-        return [f"  {table.name}: the package megatron-core is not installed here"]
-    return _compared(table.name, fields, {name: table.fields[name].default for name in fields}, given)
 
 
 def engine_report(config: ExperimentConfig) -> list[str]:

@@ -101,7 +101,7 @@ def trainer_side(
     cost, second_model = checkpoint_cost(arch, actor, node), reference and actor.lora is None
     host = {
         "reference": max(stage.weights for stage in stages) * node if second_model else 0.0,
-        "optimiser": max(stage.optimiser_on_host() for stage in stages) * node,
+        "optimiser": max(stage.shards for stage in stages) * optimizer_bytes(actor).host * node,
         "checkpoint": max(cost.save_host_bytes.values()),
         "resume": max(cost.resume_host_bytes.values()),
     }
@@ -216,7 +216,7 @@ class Stage:
         parts = {
             "parameters": self.weights,
             "gradients": (elements.trained_dense + elements.trained_expert) * each.gradient,
-            "optimiser": self._shards() * each.state,
+            "optimiser": self.shards * each.state,
             "NCCL": self._communicators(),
         }
         if phase in ("logprobs", "reference"):
@@ -236,12 +236,9 @@ class Stage:
         kind = kinds[self.number == 0, self.last]
         return RankMemory(first_rank, kind, {name: size for name, size in parts.items() if size})
 
-    def optimiser_on_host(self) -> float:
-        """Returns the bytes that a rank's optimiser has in host memory."""
-        return self._shards() * optimizer_bytes(self.actor).host
-
-    def _shards(self) -> float:
-        """Returns the trained elements whose state this rank keeps."""
+    @property
+    def shards(self) -> float:
+        """Returns the trained elements whose state a rank keeps."""
         p, actor, elements = self.actor.parallel, self.actor, self.elements
         stage = actor.world_size // p.pp
         copies = (stage // p.tp, stage // (p.etp * p.ep)) if actor.optimizer.distributed else (1, 1)
@@ -257,8 +254,7 @@ class Stage:
         """Returns the fullest moment of forward and backward: the head's backward, or the largest layer's."""
         hidden = self.arch.hidden_size * self.part * self.width
         if self.actor.recompute == "full":
-            kept = hidden * len(self.layers)
-            again = max((layer.kept for layer in self.layers), default=0.0)
+            kept, again = hidden * len(self.layers), max((layer.kept for layer in self.layers), default=0.0)
         else:  # selective counts as none: its savings depend on model and kernels
             kept, again = sum(layer.kept for layer in self.layers), 0.0
         # and a message of the pipeline, or the final norm

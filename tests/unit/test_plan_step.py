@@ -26,7 +26,6 @@ from megagrpo.planning.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
 from megagrpo.planning.layer_costs import model_work
 from megagrpo.planning.roofline import (
     Target,
-    make_target,
     measured_efficiency,
     plan_step,
     publish_seconds,
@@ -56,7 +55,7 @@ def lengths_of(*responses: float, prompt: float = 0.0) -> Lengths:
 
 
 def qwen(lengths: Lengths) -> Target:
-    return make_target(read_architecture(QWEN), H100, 8, lengths)
+    return Target(read_architecture(QWEN), H100, 8, lengths)
 
 
 def test_lengths_as_they_are_given(tmp_path):
