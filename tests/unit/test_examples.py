@@ -76,9 +76,7 @@ def rows(columns: int) -> dict[str, list[str]]:
     return {name[1]: row[2:] for row, name in named if name}
 
 
-def table() -> dict[str, list[str]]:
-    """The published examples' rows."""
-    return rows(9)
+PUBLISHED = rows(9)
 
 
 @pytest.mark.parametrize("name", sorted(LARGE))
@@ -117,19 +115,19 @@ def quoted(config: ExperimentConfig) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", table())
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_the_page_quotes_what_the_file_says(name):
-    assert table()[name] == quoted(load_config(ROOT / "configs" / f"{name}.yaml"))
+    assert PUBLISHED[name] == quoted(load_config(ROOT / "configs" / f"{name}.yaml"))
 
 
 def test_every_published_example_is_in_the_table():
-    assert set(table()) == {path.stem for path in CONFIGS} - OURS - LAPTOP
+    assert set(PUBLISHED) == {path.stem for path in CONFIGS} - OURS - LAPTOP
 
 
 def test_the_last_rank_of_every_example_is_built():
     """Megatron's own modules without memory, in a pretended world: one of each model and layout."""
     distinct = {}
-    for path in (ROOT / "configs" / f"{name}.yaml" for name in [*table(), *sorted(LARGE - set(table()))]):
+    for path in (ROOT / "configs" / f"{name}.yaml" for name in [*PUBLISHED, *sorted(LARGE - set(PUBLISHED))]):
         config = described(path)
         layout = json.dumps([config.actor.layout, config.actor.recompute, Path(config.model.path).name])
         distinct[layout] = (str(path), config.model.path)
