@@ -140,8 +140,8 @@ def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
     rows = read_rows(data)
     names = [str(row.values[data.grader_key]) if data.grader_key else None for row in rows]
     known = {name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)}
-    for name in sorted({name for name in names if name is not None} - known.keys()):
-        check_grader(name, {})
+    for unknown in sorted({name for name in names if name is not None} - known.keys()):
+        check_grader(unknown, {})
     for name, row in zip(names, rows, strict=True):
         graders = [entry.grader for entry in reward.entries] if name is None else [known.get(name, name)]
         if "code" in graders:

@@ -100,7 +100,7 @@ def test_a_wrong_setting_is_refused_by_its_key(override, message):
         ([*OWN_LAYERS, "actor.megatron.fp8=hybrid"], "needs Transformer Engine's layers"),
         (["actor.lora.rank=4", "actor.ddp.overlap_grad_reduce=true"], "with lora, replicas of experts"),
         (["actor.optimizer.distributed=false", "actor.ddp.overlap_param_gather=true"], "sharded"),
-        (["actor.megatron.overlap_p2p_comm=true"], "messages overlap in the schedule of virtual stages"),
+        (["actor.megatron.overlap_p2p_comm=true"], "messages overlap only in the schedule of virtual stages"),
         (["actor.ddp.align_param_gather=true"], "in others each would be waited for"),
         ([*MESSAGES, "actor.megatron.deallocate_pipeline_outputs=true"], "frees an output that it is still sending"),
         ([*MESSAGES, "actor.megatron.batch_p2p_comm=true"], "with overlap_p2p_comm messages are sent one by one"),

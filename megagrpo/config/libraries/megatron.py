@@ -138,7 +138,7 @@ class SettingsTable:
 
     def given(self, actor: ActorConfig) -> LibrarySettings:
         """Returns the experiment's map."""
-        return reduce(getattr, self.path[1:], actor)  # type: ignore[arg-type, return-value]
+        return reduce(getattr, self.path[1:], actor)  # type: ignore[arg-type]
 
 
 def _refused(ours: Mapping[str, str], refused: Mapping[str, str]) -> dict[str, Refusal]:
