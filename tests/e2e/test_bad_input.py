@@ -144,9 +144,7 @@ def test_a_damaged_checkpoint_is_not_resumed(long_run):
     assert (folder / "metrics.jsonl").read_text() == '{"step": 0}\n'
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
-)
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="it is installed")
 def test_transformer_engine_where_it_is_missing(experiments):
     done, reports = trainers_alone(write_experiment(experiments / "engineless"), "actor.transformer_engine=true")
     said = "actor.transformer_engine is true, but the package transformer_engine is not installed"

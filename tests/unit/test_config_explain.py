@@ -37,11 +37,8 @@ def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
     dense = RankGenerator(tp=tp, ep=1, dp=world // (tp * cp * pp), pp=pp, cp=cp, order=order)
     expert = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)
     coordinates = [rank_coordinates(r, world, layout) for r in range(world)]
-    for generator, axis, name in (
-        *((dense, n, n) for n in ("dp", "tp", "pp", "cp")),
-        (expert, "ep", "ep"),
-        (expert, "dp", "edp"),
-    ):
+    axes = [*((dense, axis, axis) for axis in ("dp", "tp", "pp", "cp")), (expert, "ep", "ep"), (expert, "dp", "edp")]
+    for generator, axis, name in axes:
         for group in generator.get_ranks(axis):
             assert [coordinates[rank][name] for rank in group] == list(range(len(group))), (axis, group)
 

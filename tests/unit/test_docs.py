@@ -53,7 +53,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 @every_page
-def test_links_resolve(page):
+def test_links_resolve_and_named_files_exist(page):
     for text, target in re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
             continue
@@ -61,10 +61,6 @@ def test_links_resolve(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"[{text}]({target})"
         assert not anchor or anchor in anchors(file), f"[{text}]({target}): anchors are {sorted(anchors(file))}"
-
-
-@every_page
-def test_named_files_exist(page):
     for name in re.findall(rf"`({FOLDERS}[\w./-]*)`", page.read_text()):
         assert (ROOT / name).exists(), name
 
@@ -160,13 +156,10 @@ def test_the_table_of_files_to_open_counts_them():
         assert len(re.findall(rf"`{FOLDERS}", files)) == int(touched), row
 
 
-def test_measured_tables_are_shown():
+def test_measured_tables_are_shown_and_figures_in_prose_are_measured():
     shown = {name for page in pages() for name in re.findall(r"<!-- (bench/results/\w+\.md) -->", page.read_text())}
     names = "learning_quickstart learning_gsm8k_calc faults soak presets certificates layouts plan_weights_235b"
     assert {f"bench/results/{name}.md" for name in names.split()} <= shown
-
-
-def test_figures_in_prose_are_measured():
     text = (ROOT / "README.md").read_text().replace("\n", " ")
     before, after = re.search(r"Seed 0 of the quickstart.*? from (0\.\d+) to (0\.\d+);", text).groups()
     assert f"| seed 0 | {before} | {after} |" in (ROOT / "bench/results/learning_quickstart.md").read_text()

@@ -60,9 +60,8 @@ def test_fields_and_options_are_those_of_sglang_itself():
     assert done.returncode == 0, done.stderr
     theirs = {name: set(options) for name, options in json.loads(done.stdout.splitlines()[-1]).items()}
     fields = server_fields()
-    negated = {
-        name: [f"--no-{o[2:]}" for o in server_options(f)] for name, f in fields.items() if "action" in f.options
-    }
+    negatable = {name: server_options(field) for name, field in fields.items() if "action" in field.options}
+    negated = {name: [f"--no-{option[2:]}" for option in options] for name, options in negatable.items()}
     ours = {name: {*server_options(field), *negated.get(name, [])} for name, field in fields.items()}
     assert theirs.keys() == ours.keys()
     functions = {"custom_sigquit_handler", "stat_loggers"}  # no option, and no value of a file has their type

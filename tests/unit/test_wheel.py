@@ -24,9 +24,8 @@ data: {path: data/train.jsonl}
 def run(*words, cwd: Path) -> subprocess.CompletedProcess:
     """Runs a command that sees neither this checkout nor the caller's Python settings."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    return subprocess.run(
-        [str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [str(word) for word in words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
