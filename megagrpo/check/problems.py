@@ -72,10 +72,8 @@ def longest_samples(config: ExperimentConfig) -> dict[str, int]:
 
 def _engine_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
     tp, ep, heads, kv_heads = config.rollout.tp, config.rollout.ep, arch.num_heads, arch.num_kv_heads
-    for key, by, what, number in (
-        ("tp", tp, "num_attention_heads", heads),
-        ("ep", ep, "num_experts", arch.num_experts),
-    ):
+    sizes = (("tp", tp, "num_attention_heads", heads), ("ep", ep, "num_experts", arch.num_experts))
+    for key, by, what, number in sizes:
         if number % by:
             its = f"the model's {what} = {number}; it may be {divisors(number, by)}"
             yield f"rollout.{key} = {by} does not divide {its}"

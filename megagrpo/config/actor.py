@@ -81,11 +81,9 @@ class OptimizerConfig(Section):
     elsewhere in this file, or would break a promise, is refused."""
 
     def problems(self) -> Problems:
-        constant = self.lr_schedule == "constant"
+        unread = self.min_lr and self.lr_schedule == "constant"
         return {
-            f"min_lr {self.min_lr:g} has no effect with lr_schedule constant; choose linear or cosine": (
-                self.min_lr and constant
-            ),
+            f"min_lr {self.min_lr:g} has no effect with lr_schedule constant; choose linear or cosine": unread,
             f"min_lr {self.min_lr:g} is above lr {self.lr:g}": self.min_lr > self.lr,
         }
 
@@ -226,15 +224,14 @@ class ActorConfig(Section):
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
         sglang, words = experiment.rollout.sglang, experiment.rollout.extra_args
         chunk, by_engine = sglang.get("chunked_prefill_size"), self.routing_replay == "rollout"
+        unchunked = by_engine and isinstance(chunk, int) and chunk <= 0
         halves = sglang.get("enable_two_batch_overlap") or any(word.startswith("--enable-two") for word in words)
         return {
             "actor.routing_replay old changes nothing with one update a step: the weights before it are those that "
             "choose the experts; remove it, raise train.num_updates_per_step or num_epochs_per_step, or set it to "
             "rollout": self.routing_replay == "old" and experiment.train.updates_of_step == 1,
             f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: SGLang keeps the experts "
-            "of one chunk, and a longer prompt in one piece would end the engine; remove the latter": (
-                by_engine and isinstance(chunk, int) and chunk <= 0
-            ),
+            "of one chunk, and a longer prompt in one piece would end the engine; remove the latter": unchunked,
             "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the experts of a batch's "
             "second half where those of the first are; remove one of them": by_engine and halves,
         }

@@ -53,44 +53,34 @@ class AlgorithmConfig(Section):
     def problems(self) -> Problems:
         advantage, reward = self.advantage, self.reward
         missed = reward.missed_by_greedy_baseline
-        normed = self.aggregation == "seq-mean-token-sum-norm"
+        unread = self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm"
+        twice = self.whiten_advantages and advantage.whitens
         return {
             f"reward.mean/std: group with advantage {advantage.name} normalises by the group twice; use batch, running "
             "or none": reward.normalises_by_group and advantage.normalises_by_group,
             f"reward.{', reward.'.join(missed)}: changes the rewards but not {advantage.name}'s greedy baseline; leave "
             "it out": missed and advantage.needs_greedy_response,
-            f"advantage {advantage.name} is whitened already; remove whiten_advantages": (
-                self.whiten_advantages and advantage.whitens
-            ),
-            f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}": (
-                self.loss_scale_factor is not None and not normed
-            ),
+            f"advantage {advantage.name} is whitened already; remove whiten_advantages": twice,
+            f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}": unread,
         }
 
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
         train, parallel, longest = experiment.train, experiment.actor.parallel, experiment.sampling.max_response_tokens
         updates, responses = train.updates_of_step, train.num_prompts_per_step * train.group_size
-        full = self.kl.estimator == "full" and self.uses_reference
         padded = parallel.cp > 1 and updates > 1 and not experiment.actor.packing
+        apart = self.kl.estimator == "full" and self.uses_reference and padded
         horizon = self.kl.adaptive.horizon if self.kl.adaptive is not None else math.inf
-        overlong = self.reward.overlong
-        alone = train.group_size == 1
+        overlong, endless = self.reward.overlong, self.dynamic_sampling and train.num_epochs
+        refused, alone = self.advantage.refuses_group_of_one, train.group_size == 1
+        all_zero, all_equal = alone and self.reward.normalises_by_group, alone and self.dynamic_sampling
         return {
             f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step need "
-            "actor.packing: true; padded, the reference's positions would lie on other ranks than the actor's": (
-                full and padded
-            ),
+            "actor.packing: true; padded, the reference's positions would lie on other ranks than the actor's": apart,
             "train.num_epochs with algorithm.dynamic_sampling: a step then takes as many prompts as it must, so that "
-            "passes over them do not say how many steps there are; give train.num_steps": (
-                self.dynamic_sampling and train.num_epochs
-            ),
-            "reward.mean/std: group with train.group_size 1 makes every reward 0; use batch, running or none": (
-                alone and self.reward.normalises_by_group
-            ),
-            f"{self.advantage.refuses_group_of_one}": alone and self.advantage.refuses_group_of_one,
-            "dynamic_sampling keeps groups whose responses differ; train.group_size must be at least 2": (
-                alone and self.dynamic_sampling
-            ),
+            "passes over them do not say how many steps there are; give train.num_steps": endless,
+            "reward.mean/std: group with train.group_size 1 makes every reward 0; use batch, running or none": all_zero,
+            f"{refused}": alone and refused,
+            "dynamic_sampling keeps groups whose responses differ; train.group_size must be at least 2": all_equal,
             f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} responses a step: the coefficient "
             f"is multiplied by 1 - {KL_ERROR_LIMIT} x {responses} / horizon at worst; use more than "
             f"{KL_ERROR_LIMIT * responses:g}": horizon <= KL_ERROR_LIMIT * responses,

@@ -51,15 +51,14 @@ class DataConfig(Section):
 
     def problems(self) -> Problems:
         twice = sorted({path for path in self.paths if self.paths.count(path) > 1})
-        templated = "the template writes its own special tokens"
+        templated, unread = "the template writes its own special tokens", "has no effect without chat_template: true"
+        chat = self.chat_template
         return {
             "path names no file": not self.paths,
             f"path names {', '.join(map(repr, twice))} twice": twice,
-            f"add_bos with chat_template: {templated}; remove add_bos": self.add_bos and self.chat_template,
-            "system_prompt has no effect without chat_template: true": self.system_prompt and not self.chat_template,
-            "chat_template_args has no effect without chat_template: true": (
-                self.chat_template_args and not self.chat_template
-            ),
+            f"add_bos with chat_template: {templated}; remove add_bos": self.add_bos and chat,
+            f"system_prompt {unread}": self.system_prompt and not chat,
+            f"chat_template_args {unread}": self.chat_template_args and not chat,
         }
 
 

@@ -177,9 +177,8 @@ def _lay_over_preset(source: _Source) -> None:
     name = own.pop("preset")
     known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     if name not in known:
-        source.problems.append(
-            f"{source.location(('preset',))}: preset {name!r} is unknown{_nearest(str(name), known)}"
-        )
+        location = source.location(("preset",))
+        source.problems.append(f"{location}: preset {name!r} is unknown{_nearest(str(name), known)}")
         return
     preset = _read_file(PRESETS / f"{name}.yaml")
     _refuse(source, preset.problems)

@@ -162,16 +162,15 @@ class RewardConfig(Section):
         }
 
     def excludes(self, experiment: "ExperimentConfig") -> Problems:
+        advantage = experiment.algorithm.advantage
         return {
-            f"reward.group_grader with advantage {experiment.algorithm.advantage.name}: its greedy baseline is graded "
-            "alone, and cannot be compared with rewards that depend on the group": (
-                self.group_grader and experiment.algorithm.needs_greedy_response
-            )
+            f"reward.group_grader with advantage {advantage.name}: its greedy baseline is graded alone, and cannot be "
+            "compared with rewards that depend on the group": self.group_grader and advantage.needs_greedy_response
         }
 
 
 def check_options(grader: str, args: GraderArgs) -> None:
-    """Raises ValueError where `args` are not the options of a grader that has a section of them."""
+    """Raises ValueError if `args` are not the options of a grader that has a section of them."""
     if grader not in OPTIONS:
         return
     try:

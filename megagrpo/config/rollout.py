@@ -123,9 +123,8 @@ class RolloutConfig(Section):
         return {
             f"colocate is for one machine, nodes_per_engine {nodes} for several": self.colocate and nodes > 1,
             f"extra_groups {self.extra_groups} with max_staleness {self.max_staleness}: engines that sample ahead are "
-            "never empty, and their groups are trained on in order; set one of them": (
-                self.extra_groups and self.max_staleness
-            ),
+            "never empty, and their groups are trained on in order; set one of "
+            "them": self.extra_groups and self.max_staleness,
             f"tp {self.tp} does not divide over nodes_per_engine {nodes}": self.tp % nodes,
             f"tp {self.tp} is not a multiple of ep {self.ep}": self.tp % self.ep,
             f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}": healthy > self.num_engines,
@@ -142,9 +141,8 @@ class RolloutConfig(Section):
             f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can sample nothing "
             "ahead; set one of them": self.colocate and ahead,
             "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves over are trained on "
-            "one step later, so that nothing could be sampled ahead within the bound; take 2 or more, or 0": (
-                self.max_staleness == 1 and algorithm.dynamic_sampling
-            ),
+            "one step later, so that nothing could be sampled ahead within the bound; take 2 or more, or "
+            "0": self.max_staleness == 1 and algorithm.dynamic_sampling,
             f"rollout.{ahead} trains on tokens of older weights, which needs a correction: set "
             "algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject": ahead and not corrected,
             f"{extra} is more than train.num_prompts_per_step {wanted}: groups would be left behind more often than "

@@ -72,20 +72,15 @@ class KlConfig(Section):
 
     def problems(self) -> Problems:
         own, full = f'"{self.estimator}"', self.form.value == "full"
-        of_loss = full or self.form.gradient_of_k2
+        both = self.loss_coef and self.reward_coef
+        of_loss = self.reward_coef and (full or self.form.gradient_of_k2)
+        uncorrected = self.importance and not self.form.gradient_of_k2
         return {
-            "loss_coef and reward_coef are both set: the KL would be charged twice; set one of them to 0": (
-                self.loss_coef and self.reward_coef
-            ),
-            f"estimator {own} is a form for the loss; with reward_coef use k1, abs, k2 or k3": (
-                self.reward_coef and of_loss
-            ),
-            f'importance corrects the gradient of the "+" estimators; {own} is none of them': (
-                self.importance and not self.form.gradient_of_k2
-            ),
+            "loss_coef and reward_coef are both set: the KL would be charged twice; set one of them to 0": both,
+            f"estimator {own} is a form for the loss; with reward_coef use k1, abs, k2 or k3": of_loss,
+            f'importance corrects the gradient of the "+" estimators; {own} is none of them': uncorrected,
             f"value_clamp belongs to k3; estimator is {own}": self.value_clamp and self.form.value != "k3",
-            'adaptive measures the KL on the sampled tokens, estimator "full" does not; use k1, abs, k2 or k3': (
-                self.adaptive and full
-            ),
+            'adaptive measures the KL on the sampled tokens, estimator "full" does not; use k1, abs, k2 or '
+            "k3": self.adaptive and full,
             "adaptive needs a starting coefficient: set loss_coef or reward_coef": self.adaptive and not self.coef,
         }
