@@ -53,11 +53,7 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
 
 
 def prove_weights(
-    config: ExperimentConfig,
-    actor: MegatronActor,
-    weights: ActorWeights,
-    registry: EngineRegistry,
-    publish: int | None,
+    config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, registry: EngineRegistry, publish: int | None
 ) -> list[str]:
     """Collective. Publishes the actor's weights as version `publish`, or only verifies those of the engine if None.
 

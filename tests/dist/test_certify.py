@@ -80,12 +80,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     make_models(places[FIRST], config, ParallelConfig(), 0)
     for place in list(places.values())[1:]:
         shutil.copytree(places[FIRST], place)
-    run_ranks(
-        1,
-        root / "one",
-        [job(places, name, asdict(REFERENCE)) for name in ALGORITHMS],
-        "certify_ranks.py",
-    )
+    run_ranks(1, root / "one", [job(places, name, asdict(REFERENCE)) for name in ALGORITHMS], "certify_ranks.py")
     return places
 
 
@@ -131,8 +126,7 @@ def test_other_algorithms_are_certified_too(folders: dict[str, Path]):
 
 
 @pytest.mark.parametrize(
-    ("source", "more"),
-    [("rollout", []), pytest.param("old", ["train.num_epochs_per_step=2"], marks=pytest.mark.slow)],
+    ("source", "more"), [("rollout", []), pytest.param("old", ["train.num_epochs_per_step=2"], marks=pytest.mark.slow)]
 )
 def test_replayed_experts_are_certified(folders: dict[str, Path], source: str, more: list[str]):
     """Of the engine: drawn at random, so that routers left to themselves would differ; and one token off."""

@@ -6,13 +6,7 @@ Limits are small, so that a program which breaks one costs this machine little.
 
 import json
 
-OPTIONS = {
-    "memory_mb": 192,
-    "output_kb": 64,
-    "disk_mb": 4,
-    "open_files": 16,
-    "processes": 6,
-}
+OPTIONS = {"memory_mb": 192, "output_kb": 64, "disk_mb": 4, "open_files": 16, "processes": 6}
 SCRIPTS = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
 CALLS = json.dumps({"asserts": ["assert f(1) == 2", "assert abs(f(2) - 3) < 1e-9"]})
 
@@ -112,12 +106,7 @@ PROGRAMS = {
         0.0,
         "exit code 1: FileNotFoundError",
     ),
-    "writes where the interpreter is": (
-        SCRIPTS,
-        "import os\nopen(os.__file__, 'a')",
-        0.0,
-        "exit code 1: ",
-    ),
+    "writes where the interpreter is": (SCRIPTS, "import os\nopen(os.__file__, 'a')", 0.0, "exit code 1: "),
     "becomes root": (SCRIPTS, "import os\nos.setuid(0)", 0.0, "exit code 1: "),
     "leaves before its tests": (CALLS, "import os\nos._exit(0)", 0.0, "the program ended with exit code 0"),
     "says that it is done": (

@@ -157,10 +157,7 @@ def _latent_projections_cut_over_tp() -> Iterator[None]:
     def load_cut(layer, arch, hf, place):
         load(layer, arch, _CutDownProjections(hf, place.tensor), place)
 
-    with (
-        _replaced(layer_specs, WholeLinear=megatrons),
-        _replaced(deepseek_v3, load_layer=load_cut),
-    ):
+    with _replaced(layer_specs, WholeLinear=megatrons), _replaced(deepseek_v3, load_layer=load_cut):
         yield
 
 
