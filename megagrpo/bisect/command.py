@@ -49,10 +49,8 @@ def _require_checkpoint(folder: Path) -> None:
     if (folder / "config.json").is_file():
         raise ValueError(f"--checkpoint {folder} is a Hugging Face folder: give it as --set model.path={folder}")
     if not (folder / "manifest.json").is_file():
-        raise ValueError(
-            f"--checkpoint {folder} is no finished checkpoint: it has no manifest.json; give a folder of a run "
-            "such as <output_dir>/checkpoints/step_000010"
-        )
+        remedy = "give a folder of a run such as <output_dir>/checkpoints/step_000010"
+        raise ValueError(f"--checkpoint {folder} is no finished checkpoint: it has no manifest.json; {remedy}")
 
 
 def bisect_main(config: ExperimentConfig) -> int:
@@ -78,9 +76,8 @@ def experiment_of(config: ExperimentConfig, options: BisectOptions, folder: Path
             "sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled"),
         }
     )
-    # no GPU is shared here
     weights = config.weights
-    if weights.traits.needs_colocation:
+    if weights.traits.needs_colocation:  # no GPU is shared here
         weights = weights.model_copy(update={"transport": WeightsConfig().transport})
     # a fused router does not accept given experts
     actor = config.actor.model_copy(update={"megatron": config.actor.megatron | {"moe_router_fusion": False}})

@@ -93,14 +93,9 @@ class ProbedEngine:
         return answers
 
     def _generate(self, tokens: list[int], sampling: dict[str, float], **more: int) -> dict:
-        body = {
-            "input_ids": tokens,
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "extra_key": secrets.token_hex(8),  # a prefix of its own: the cache would leave one token to compute
-            **more,
-        }
-        answer = self._http.post("/generate", json=body)
+        own_prefix = secrets.token_hex(8)  # the cache would leave one token to compute
+        body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, "extra_key": own_prefix}
+        answer = self._http.post("/generate", json=body | more)
         if answer.status_code != 200:
             raise RuntimeError(f"{self._engine} rejects a request: {answer.status_code} {answer.text[:1000]}")
         return answer.json()

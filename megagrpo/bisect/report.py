@@ -67,9 +67,7 @@ def verdict(findings: Findings) -> Verdict:
 
 
 def layer_to_open(passes: list[Pass]) -> int | None:
-    """Returns the first layer that differs, else the first that chooses other experts too often; None also if the
-    embedding differs.
-    """
+    """Returns the first layer that differs, else the first with too many flips; None also if the embedding differs."""
     layers = [one for one in passes if one.title != OUTPUT]
     differing = [found for one in layers for found in one.differences if found.beyond]
     flipping = [flips.layer for one in layers for flips in one.flips if flips.beyond]
@@ -105,19 +103,18 @@ def table(findings: Findings) -> str:
     """Returns the report for people, in Markdown."""
     found = verdict(findings)
     lines = [f"# Engine against trainer: {found.place or 'nothing differs'}", "", *found.text.splitlines(), ""]
+    counts = f"{len(findings.lengths)} sequences, {sum(findings.lengths)} tokens"
     lines += [
-        f"{len(findings.lengths)} sequences, {sum(findings.lengths)} tokens. Errors are relative to the engine's "
-        "values; worst token: SEQUENCE:TOKEN, both counted from 0.",
-        "",
-        f"weights: {'digests agree' if not findings.weights else findings.weights[0]}",
+        f"{counts}. Errors are relative to the engine's values; worst token: SEQUENCE:TOKEN, both counted from 0."
     ]
+    lines += ["", f"weights: {findings.weights[0] if findings.weights else 'digests agree'}"]
     for one in findings.passes:
         lines += ["", f"## {one.title}", "", "| place | error | bound | largest | worst token | |"]
         lines += ["|---|---|---|---|---|---|", *map(_row, one.differences), ""]
-        flips = [flip for flip in one.flips if flip.flipped]
-        lines += [
-            f"layer {f.layer}: other experts for {f.flipped} of {f.tokens} tokens, first {f.first}" for f in flips
-        ]
+        for flips in one.flips:
+            if flips.flipped:
+                tokens = f"{flips.flipped} of {flips.tokens} tokens, first {flips.first}"
+                lines.append(f"layer {flips.layer}: other experts for {tokens}")
     lines += ["", *(f"Not compared: {note}." for note in findings.notes)]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -17,6 +17,7 @@ from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.2
 _DEAD_LOCK_S = 150.0  # a file server may hold the lock of a dead node; Slurm restarts its job elsewhere
 _SERVICE_GRACE_S = 30.0  # for engines, Ray and the router to end in order
@@ -37,10 +38,10 @@ def run(config: ExperimentConfig) -> int:
 def _refuse_what_cannot_run(config: ExperimentConfig) -> None:
     from megagrpo.check.problems import preflight  # its import takes seconds, during which signals would be missed
 
-    problems = preflight(config)
-    if problems:
+    if problems := preflight(config):
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
-    unmade = [path for path in _inputs(config) if not Path(path).exists()]
+    inputs = [config.model.path, *config.data.paths, *(config.eval.data.paths if config.eval else [])]
+    unmade = [path for path in inputs if not Path(path).exists()]
     if unmade:  # preflight accepts paths that this experiment itself creates
         raise ValueError(f"missing: {', '.join(unmade)}; run `megagrpo sft` first")
 
@@ -76,9 +77,8 @@ def _lock(file: IO, patience_s: float) -> bool:
 
 
 def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_engines: dict[str, str]) -> int:
-    folder = RunFolder(Path(config.output_dir))
-    end, ask = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1,)
-    with Launch(folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S) as launch:
+    end, ask = (*_ENDING, signal.SIGUSR2), (signal.SIGUSR1,)
+    with Launch(RunFolder(Path(config.output_dir)), "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S) as launch:
         return _watch_both(launch, config, "train", config.actor.max_restarts, of_trainers, of_engines)
     return launch.status
 
@@ -90,12 +90,8 @@ def ranks_beside_service(config: ExperimentConfig) -> int:
     """
     _refuse_what_cannot_run(config)
     folder, devices = RunFolder(Path(config.output_dir)), _devices(config, _visible_gpus())
-    with (
-        alone_in(folder),
-        Launch(
-            folder, "bisect", end=(signal.SIGTERM, signal.SIGINT), ranks="bisect", grace_s=_SERVICE_GRACE_S
-        ) as launch,
-    ):
+    launch = Launch(folder, "bisect", end=_ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S)
+    with alone_in(folder), launch:
         return _watch_both(launch, config, "bisect", 0, *devices)
     return launch.status
 
@@ -123,9 +119,7 @@ def _visible_gpus() -> list[str]:
     import torch
 
     named = environment.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        return [str(i) for i in range(torch.cuda.device_count())]
-    return [name for name in named.split(",") if name]
+    return list(map(str, range(torch.cuda.device_count()))) if named is None else list(filter(None, named.split(",")))
 
 
 def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -134,8 +128,11 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
     Both are empty on a CPU. Raises ValueError if there are too few GPUs. Only transport `disk` may share them: NCCL
     rejects two ranks on one GPU.
     """
-    ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
-    colocate = config.rollout.colocate
+    ranks, engine_ranks, colocate = (
+        config.actor.world_size,
+        config.rollout.num_engines * config.rollout.tp,
+        config.rollout.colocate,
+    )
     needed = max(ranks, engine_ranks) if colocate else ranks + engine_ranks
     may_share = not (config.weights.traits.uses_groups or config.weights.traits.needs_colocation)
     if not on_gpus(config, len(visible)) or (len(visible) < needed and may_share):
@@ -170,12 +167,8 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
         )
     folder = RunFolder(Path(config.output_dir))
     dump_config(config, folder.config)
-    with Launch(folder, name, end=(signal.SIGTERM, signal.SIGINT), ranks=name) as launch:
+    with Launch(folder, name, end=_ENDING, ranks=name) as launch:
         options = [*torchrun(ranks), "--standalone"]
-        env = variables.of_trainers(config)
-        return launch.watch(launch.start_ranks([name, str(folder.config), *rest], options, env))
+        command = [name, str(folder.config), *rest]
+        return launch.watch(launch.start_ranks(command, options, variables.of_trainers(config)))
     return launch.status
-
-
-def _inputs(config: ExperimentConfig) -> list[str]:
-    return [config.model.path, *config.data.paths, *(config.eval.data.paths if config.eval else [])]

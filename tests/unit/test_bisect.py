@@ -16,59 +16,42 @@ from megagrpo.bisect.options import BisectOptions
 from megagrpo.bisect.points import Point, layer_points, residual_points
 from megagrpo.bisect.report import OUTPUT, UNSEEN, Findings, Pass, layer_to_open, verdict, write_findings
 from megagrpo.bisect.sides import Side, from_engine, from_trainer
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.cli import main
 from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.architecture import Architecture
+from megagrpo.families.table import architecture_of
+from megagrpo.families.tiny import TinySizes
 from megagrpo.weights.engines.hooks import SeenTokens
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LENGTHS = [9, 14]
 TOKENS, EXPERTS = sum(LENGTHS), 8
-ARCH = Architecture(
-    family="qwen3_moe",
-    hidden_size=16,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    ffn_size=32,
-    vocab_size=50,
-    max_positions=100,
-    rms_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    tied=False,
-    qk_norm=True,
-    num_experts=EXPERTS,
-    experts_per_token=2,
-    expert_ffn_size=8,
-)
+ARCH = architecture_of(hf_config(TinySizes(hidden_size=16, head_dim=4)))
+POINTS = residual_points(ARCH)
+INSIDE = {point.name.rpartition(".")[2]: point for point in layer_points(ARCH, 1)}
 FLOAT32 = BOUNDS["float32"]
 Values = dict[str, Tensor]
 
 
-def both_sides(points: list[Point], noise: float = 1e-7) -> tuple[Values, Values]:
+def both_sides(points: list[Point] = POINTS) -> tuple[Values, Values]:
     """Engine and trainer: the same but for noise, and the same experts."""
     generator = torch.Generator().manual_seed(0)
     engine: Values = {}
+    trainer: Values = {}
     for point in points:
+        values = torch.randn(TOKENS, 16, generator=generator)
+        near = values * (1 + 1e-7 * torch.randn(TOKENS, 16, generator=generator))
         if point.layout == "map":
             order = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(1)
-            engine[point.name] = torch.zeros(TOKENS, EXPERTS).scatter(1, order[:, :2], 1.0)
-        else:
-            engine[point.name] = torch.randn(TOKENS, 16, generator=generator)
-    trainer = {
-        point.name: engine[point.name].clone()
-        if point.layout == "map"
-        else engine[point.name] * (1 + noise * torch.randn(TOKENS, 16, generator=generator))
-        for point in points
-    }
+            values = torch.zeros(TOKENS, EXPERTS).scatter(1, order[:, :2], 1.0)
+            near = values.clone()
+        engine[point.name], trainer[point.name] = values, near
     return engine, trainer
 
 
-def found_in(points: list[Point], engine: Values, trainer: Values) -> Findings:
+def found_in(engine: Values, trainer: Values, points: list[Point] = POINTS) -> Findings:
     differences, flips, notes = compare_points(points, engine, trainer, LENGTHS, FLOAT32)
     return Findings([], [Pass("x", differences, flips)], notes, LENGTHS, FLOAT32)
 
@@ -78,25 +61,21 @@ def flip(maps: Tensor, token: int) -> None:
 
 
 def test_noise_of_right_kernels_is_no_difference():
-    points = residual_points(ARCH)
-    found = found_in(points, *both_sides(points))
+    found = found_in(*both_sides())
     assert verdict(found).place is None
-    assert {d.name for d in found.passes[0].differences} == {p.name for p in points if p.layout != "map"}
+    assert {d.name for d in found.passes[0].differences} == {p.name for p in POINTS if p.layout != "map"}
 
 
 @pytest.mark.parametrize("name", ["embedding", "layers.2.after_attention", "layers.3.output", "final_norm"])
 def test_the_first_of_several_differences_is_named(name):
-    points = residual_points(ARCH)
-    engine, trainer = both_sides(points)
-    names = [point.name for point in points if point.layout != "map"]
-    for later in names[names.index(name) :]:
-        trainer[later] = trainer[later] * 1.001
-    found = found_in(points, engine, trainer)
+    engine, trainer = both_sides()
+    compared = [point for point in POINTS if point.layout != "map"]
+    at = [point.name for point in compared].index(name)
+    for later in compared[at:]:
+        trainer[later.name] = trainer[later.name] * 1.001
+    found = found_in(engine, trainer)
     assert verdict(found).place == name
-    before = names[names.index(name) - 1]
-    says = {point.name: point.says for point in points}
-    if name != names[0]:
-        assert f"equal up to {says[before]}" in verdict(found).text
+    assert at == 0 or f"equal up to {compared[at - 1].says}" in verdict(found).text
 
 
 def test_modules_of_a_layer_are_named_before_its_sum():
@@ -108,7 +87,7 @@ def test_modules_of_a_layer_are_named_before_its_sum():
     engine, trainer = both_sides(points)
     for later in ("core_attention", "attention_out", "after_attention", "output"):
         trainer[f"layers.1.{later}"] = trainer[f"layers.1.{later}"] + 0.01
-    found = found_in(points, engine, trainer)
+    found = found_in(engine, trainer, points)
     assert verdict(found).place == "layers.1.core_attention"
     assert "rotary" in verdict(found).text
 
@@ -131,11 +110,10 @@ def test_errors_are_relative_to_the_values_and_bounds_grow_with_depth():
 
 
 def test_more_flips_than_near_ties_explain_are_a_place():
-    points = residual_points(ARCH)
-    engine, trainer = both_sides(points)
+    engine, trainer = both_sides()
     for token in range(0, TOKENS, 2):
         flip(trainer["layers.2.experts"], token)
-    found = found_in(points, engine, trainer)
+    found = found_in(engine, trainer)
     assert verdict(found).place == "layers.2.experts"
     assert "bias" in verdict(found).text
     flips = found.passes[0].flips[2]
@@ -146,14 +124,13 @@ def test_more_flips_than_near_ties_explain_are_a_place():
 
 
 def test_weights_come_first_and_layers_before_the_output():
-    points = residual_points(ARCH)
-    engine, trainer = both_sides(points)
+    engine, trainer = both_sides()
     head = difference("head", "head", torch.ones(TOKENS, 1), torch.zeros(TOKENS, 1), LENGTHS, 1e-6)
-    found = found_in(points, engine, trainer)
+    found = found_in(engine, trainer)
     found.passes.append(Pass(OUTPUT, [head]))
     assert verdict(found).place == "head"
     trainer["layers.0.output"] = trainer["layers.0.output"] * 2
-    found.passes[0] = found_in(points, engine, trainer).passes[0]
+    found.passes[0] = found_in(engine, trainer).passes[0]
     assert verdict(found).place == "layers.0.output"
     found.weights = ["live weights differ in 1 places:", "engine e0 rank 0: parameter a does not hold HF tensor b"]
     assert verdict(found).place == "weights"
@@ -166,16 +143,15 @@ def test_weights_come_first_and_layers_before_the_output():
     ("name", "layer"), [(None, None), ("embedding", None), ("layers.0.output", 0), ("layers.2.after_attention", 2)]
 )
 def test_the_first_layer_that_differs_is_opened_and_none_behind_a_wrong_embedding(name, layer):
-    """What comes behind differs too, and takes other experts."""
-    points = residual_points(ARCH)
-    engine, trainer = both_sides(points)
-    names = [point.name for point in points]
+    """The later layers differ too, and take other experts."""
+    engine, trainer = both_sides()
+    names = [point.name for point in POINTS]
     for later in names[names.index(name) :] if name else []:
         if later.endswith("experts"):
             trainer[later] = trainer[later].roll(1, 1)
         else:
             trainer[later] = trainer[later] * 1.001
-    passes = found_in(points, engine, trainer).passes
+    passes = found_in(engine, trainer).passes
     assert layer_to_open([*passes, Pass(OUTPUT, [])]) == layer
 
 
@@ -200,10 +176,9 @@ def test_passes_that_decode_are_left_out():
 
 
 def test_the_report_is_for_people_and_programs(tmp_path):
-    points = residual_points(ARCH)
-    engine, trainer = both_sides(points)
+    engine, trainer = both_sides()
     trainer["layers.2.output"] = trainer["layers.2.output"] * math.nan
-    found = found_in(points, engine, trainer)
+    found = found_in(engine, trainer)
     found.notes.append("q_norm: no such module")
     text = write_findings(tmp_path, found)
     assert (tmp_path / "report.md").read_text() == text
@@ -227,13 +202,8 @@ def pieces_of(key: str, values: Tensor, tp_rank: int = 0) -> list[SeenTokens]:
     return [SeenTokens(key, tp_rank, rows[part], columns[part], values[part]) for part in halves]
 
 
-def by_name(points: list[Point]) -> dict[str, Point]:
-    return {point.name.rpartition(".")[2]: point for point in points}
-
-
 def test_both_sides_come_out_in_the_order_of_tokens_and_heads():
-    points = by_name(layer_points(ARCH, 1))
-    qkv, q_norm, experts = points["qkv"], points["q_norm"], points["experts"]
+    qkv, q_norm, experts = INSIDE["qkv"], INSIDE["q_norm"], INSIDE["experts"]
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(TOKENS, heads, 4, generator=generator) for heads in (4, 2, 2))
     normed, ids = torch.randn(TOKENS, 4, 4, generator=generator), torch.arange(2).repeat(TOKENS, 1).int()
@@ -259,8 +229,7 @@ def test_both_sides_come_out_in_the_order_of_tokens_and_heads():
 
 
 def test_shares_are_of_the_chosen_experts_whatever_their_order_and_factor():
-    points = by_name(layer_points(ARCH, 1))
-    chosen = [points["experts"], points["expert_shares"]]
+    chosen = [INSIDE["experts"], INSIDE["expert_shares"]]
     ids = torch.tensor([[3, 1]]).repeat(TOKENS, 1).int()
     weights = torch.tensor([[0.6, 0.2]]).repeat(TOKENS, 1)
     engine = from_engine(chosen, [engine_rank({chosen[0].name: ids, chosen[1].name: weights})], TOKENS, ARCH)
@@ -271,8 +240,7 @@ def test_shares_are_of_the_chosen_experts_whatever_their_order_and_factor():
 
 
 def test_what_cannot_be_compared_is_said():
-    points = by_name(layer_points(ARCH, 1))
-    norm, out = points["input_norm"], points["attention_out"]
+    norm, out = INSIDE["input_norm"], INSIDE["attention_out"]
     seen = engine_rank({norm.name: torch.ones(TOKENS, 16), out.name: torch.ones(TOKENS, 16)})
     side: Side = from_engine([norm, out], [seen, seen], TOKENS, ARCH)
     assert side.values.keys() == {norm.name}
@@ -292,7 +260,7 @@ def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
     graphs = {name for name, value in eager.rollout.sglang.items() if value == "disabled"}
     assert graphs == {"cuda_graph_backend_decode", "cuda_graph_backend_prefill"}
     assert not list(engine_setting_problems(eager.rollout))
-    assert eager.actor.megatron["moe_router_fusion"] is False, "else it could not be told the engine's experts"
+    assert eager.actor.megatron["moe_router_fusion"] is False, "it must accept the engine's experts"
     ExperimentConfig.model_validate(eager.model_dump())
 
 

@@ -20,35 +20,27 @@ def experiment(transport: str) -> ExperimentConfig:
     )
 
 
-def test_each_has_its_own():
+def test_trainers_and_engines_have_gpus_of_their_own_or_too_few_are_refused():
     trainers, engines = _devices(experiment("broadcast"), ["7", "6", "5", "4", "3", "2"])
     assert trainers == {"CUDA_VISIBLE_DEVICES": "7,6"} and engines == {"CUDA_VISIBLE_DEVICES": "5,4,3,2"}
     assert _devices(experiment("broadcast"), []) == ({}, {}), "a machine without GPUs"
-
-
-def test_too_few():
     with pytest.raises(ValueError, match=r"5 GPU\(s\) are visible, but 2 trainer ranks .* and 4 engine ranks"):
         _devices(experiment("broadcast"), list("01234"))
     assert _devices(experiment("disk"), list("01234")) == ({}, {}), "shared"
 
 
 def test_only_one_run_trains_into_a_folder(tmp_path):
-    with alone_in(RunFolder(tmp_path / "run")):
-        with (
-            pytest.raises(ValueError, match="output_dir .*run: another run trains into this folder"),
-            alone_in(RunFolder(tmp_path / "run")),
-        ):
+    folder = RunFolder(tmp_path / "run")
+    said = "output_dir .*run: another run trains into this folder"
+    with alone_in(folder), alone_in(RunFolder(tmp_path / "other")):
+        with pytest.raises(ValueError, match=said), alone_in(folder):
             pass
-        with alone_in(RunFolder(tmp_path / "other")):
-            pass
-    with alone_in(RunFolder(tmp_path / "run")):
+    with alone_in(folder):
         pass
 
 
 def test_a_requeued_job_waits_for_the_lock_of_a_node_that_died(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with alone_in(RunFolder(tmp_path)):
-        pass
     holder = subprocess.Popen(["flock", str(tmp_path / ".lock"), "sleep", "1"])
     time.sleep(0.3)
     with alone_in(RunFolder(tmp_path)):
@@ -82,9 +74,7 @@ def test_an_export_is_not_taken_for_the_run_beside_it(tmp_path, capsys):
             assert launch.watch(Child(failed.process, failed.log, reports)) == 1
             assert f"{reports}-1 ended with status 1\n{said}\n" in capsys.readouterr().err
         quiet = launch.spawn(["sleep", "1"], folder.log("trainer-1"), {})
-        assert launch.watch(Child(quiet.process, quiet.log, "trainer")) == 0, (
-            "the export's final report ends no trainer"
-        )
+        assert launch.watch(Child(quiet.process, quiet.log, "trainer")) == 0, "the export's report ends no trainer"
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
