@@ -3,6 +3,8 @@
 docs/evidence/gpu.md lists the environment of every process of a run.
 """
 
+from contextlib import suppress
+
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.system import environment
@@ -24,7 +26,6 @@ def of_trainers(config: ExperimentConfig, interface: str | None = None) -> dict[
 
 def interface_of_engines(config: ExperimentConfig) -> str | None:
     """Returns the interface for engines on this machine; None if rollout.host is not an address of it."""
-    try:
+    with suppress(ValueError):  # an address of the rollout's machines
         return interface_of(own_address(config.rollout.host))
-    except ValueError:  # an address of the rollout's machines
-        return None
+    return None

@@ -74,10 +74,9 @@ def process_tree(pid: int) -> list[psutil.Process]:
 
 def is_live(process: psutil.Process) -> bool:
     """Returns whether a process runs; a zombie does not."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def stop_tree(pid: int, grace_s: float = 5.0) -> None:
