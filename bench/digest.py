@@ -124,7 +124,7 @@ def _comparison(name: str, engines: int, ep: int) -> dict:
             spent["python"] += time.perf_counter() - start
             assert not unknown and not problems
             start = time.perf_counter()
-            places = expected.places(copies)
+            places = expected.indices(copies)
             spent["places"] += time.perf_counter() - start
             answer = encode({"digests": base64.b64encode(np.array(truth, dtype="<i8").tobytes()).decode()})
             start = time.perf_counter()

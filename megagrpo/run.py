@@ -39,8 +39,7 @@ from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState, Updates
-from megagrpo.weights.exchange import Exchange
-from megagrpo.weights.refresh import EngineRefresh
+from megagrpo.weights.exchange import EngineRefresh, Exchange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

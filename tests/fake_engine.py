@@ -9,17 +9,24 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.mesh import make_mesh
 from megagrpo.system.environment import WEIGHT_LOADER
 from megagrpo.types import EngineInfo
+from megagrpo.weights.actor_weights import ActorWeights
+from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.engines import loader as engine_loader
+from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
 
 STARTED = EngineInfo(
@@ -175,3 +182,89 @@ def write_checkpoint(folder: Path, tensors: dict[str, Tensor]) -> Path:
     (like / "config.json").write_text("{}")
     write_hf_folder(folder / "model", iter([tensors]), like, torch.float32)
     return folder / "model"
+
+
+class ReceivingEnd:
+    """The engine's end of `broadcast`: gloo groups as SGLang makes them; buckets flattened, or tensor by tensor.
+
+    It takes one call after the other. `awaits_next`: it loads a bucket only when the next one's call has arrived.
+    """
+
+    def __init__(self, engine: FakeEngine, awaits_next: bool = False):
+        self.engine, self.groups, self.num_buckets, self.dies_at = engine, {}, 0, 0
+        self.formats, self.awaits_next = [], awaits_next
+        self.arrived, self.turn = threading.Semaphore(0), threading.Lock()
+        engine.more |= {
+            "/init_weights_update_group": self.join,
+            "/update_weights_from_distributed": self.take,
+            "/destroy_weights_update_group": lambda body: self.groups.pop(body["group_name"]),
+        }
+
+    def join(self, body: dict) -> None:
+        name, limit, host = body["group_name"], timedelta(seconds=10), body["master_address"]
+        store = dist.TCPStore(host, body["master_port"], wait_for_workers=False, timeout=limit)
+        keys = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout, options._devices = limit, [dist.ProcessGroupGloo.create_device(hostname=host)]
+        self.groups[name] = dist.ProcessGroupGloo(keys, body["rank_offset"], body["world_size"], options)
+
+    def take(self, body: dict) -> None:
+        self.arrived.release()
+        with self.turn:
+            self.num_buckets += 1
+            if self.num_buckets == self.dies_at:
+                self.groups.clear()
+                raise OSError("the process is gone")  # the server drops the connection
+            forms = zip(body["shapes"], body["dtypes"], strict=True)
+            tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in forms]
+            self.formats.append(body.get("load_format"))
+            flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+            values = tensors if self.formats[-1] is None else [flat]
+            for part in values:
+                self.groups[body["group_name"]].broadcast([part], dist.BroadcastOptions()).wait()
+            if self.formats[-1] is not None:
+                for part, tensor in zip(flat.split([tensor.nbytes for tensor in tensors]), tensors, strict=True):
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+            if self.awaits_next and self.num_buckets < 3:
+                for _ in range(2):  # its own and the next one's
+                    assert self.arrived.acquire(timeout=10), "the next call does not wait for the answer to this one"
+                self.arrived.release()
+            self.engine.model.load_weights(list(zip(body["names"], tensors, strict=True)))
+
+
+class OneTrainer:
+    """One rank with parameters `live`, which `load` fills from HF tensors, and its exchange with fake engines.
+
+    Each publish sends other random weights. settings: sections of the experiment.
+    """
+
+    def __init__(self, folder: Path, engine, transport: str, live: dict[str, Tensor], shapes: dict, **settings):
+        self.engine, self.live, self.shapes, self.version = engine, live, shapes, 0
+        self.draw = torch.Generator().manual_seed(0)
+        specs = {name: (tuple(shape), torch.float32) for name, shape in shapes.items()}
+        copies = record_copies(self.load, specs, live)
+        weights = ActorWeights(copies, specs, lambda: live, self.merged, settings.pop("kept", {}))
+        sections = {"weights": {}} | settings
+        sections["weights"] = {"timeout_s": 20, "bucket_mb": 1e-4} | sections["weights"]
+        config = exchange_config(folder, write_checkpoint(folder / "initial", {"norm": torch.zeros(4)}), **sections)
+        config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": transport})})
+        mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=30)
+        self.told: list[tuple[str, str, float, float]] = []  # of the calls to engines
+        self.exchange = Exchange(config, mesh, weights, engine, folder, lambda *call: self.told.append(call))
+
+    def load(self, hf) -> None:
+        for name, tensor in self.live.items():
+            tensor.copy_(hf[name])
+
+    def merged(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def publish(self) -> dict[str, float]:
+        self.version += 1
+        self.load({name: torch.randn(shape, generator=self.draw) for name, shape in self.shapes.items()})
+        return self.exchange.publish(self.version)
+
+
+def exchange_config(folder: Path, model: Path, **sections) -> ExperimentConfig:
+    values = {"name": "t", "output_dir": str(folder), "model": {"path": str(model)}, "data": {"path": "none.jsonl"}}
+    return ExperimentConfig.model_validate(values | sections)

@@ -16,7 +16,7 @@ from megagrpo.rollout.selection import GroupChoice, StepGroups
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool
 from megagrpo.types import Outcome, Prompt, TrainState
-from megagrpo.weights.refresh import EngineRefresh
+from megagrpo.weights.exchange import EngineRefresh
 
 MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
 

@@ -8,8 +8,7 @@ from megagrpo.checkpoint.folder import latest
 from megagrpo.checkpoint.resume import load_checkpoint, make_actor
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import RunFolder
-from megagrpo.weights.actor_weights import export_hf, load_initial_weights
-from megagrpo.weights.peft_folder import PeftFolder, export_peft
+from megagrpo.weights.actor_weights import PeftFolder, export_hf, export_peft, load_initial_weights
 
 
 def export(

@@ -1,29 +1,34 @@
-"""The actor's weights: loaded from a Hugging Face folder, recorded as copy lists, exported."""
+"""The actor's weights: loaded from a Hugging Face folder, recorded as copy lists, exported; adapters as PEFT does."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
+from megagrpo.config.actor import LoraConfig
 from megagrpo.families.table import architecture_of, is_left_out, model_tensors, read_description
 from megagrpo.mesh import Mesh
+from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.record import Copy, Recording, Specs, record_whole
 from megagrpo.weights.hf_folder import HfFolder, ReadingProgress, write_hf_folder
 from megagrpo.weights.transports.gather_plan import gather_to_main, make_gather_plan, published_specs
 
-_SHARD_BYTES = 2 << 30
+_SHARD_BYTES, _ADAPTER_BYTES = 2 << 30, 1 << 30
+_PEFT_PREFIX = "base_model.model."  # of the model inside PEFT's two wrappers
 
 
 class LoadableActor(Protocol):
     """An actor whose loading from HF tensors can be recorded."""
 
     def load_hf(self, hf: Mapping[str, Tensor]) -> None:
-        """Fills the parameters by slicing and copying only, which is what makes it recordable."""
+        """Fills the parameters by slicing and copying only."""
 
     def weights_loaded(self) -> None:
         """Brings everything derived from the parameters (the optimiser's copies) up to date."""
@@ -69,14 +74,14 @@ def load_initial_weights(actor: LoadableActor, path: str, overwritten: bool = Fa
     return ActorWeights(recording.copies, specs, actor.parameters, actor.merged, kept)
 
 
-def kept_dtypes(config: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """Returns the dtypes of those HF tensors of a model with this config.json that are not in the model's dtype."""
+def kept_dtypes(config: Mapping[str, object]) -> dict[str, torch.dtype]:
+    """Returns the dtypes of the HF tensors that keep their own in a model with this config.json."""
     tensors = model_tensors(architecture_of(config)) if config else ()
     return {spec.name: getattr(torch, spec.dtype) for spec in tensors if spec.dtype is not None}
 
 
 def _check_kept(copies: list[Copy], parameters: Mapping[str, Tensor], kept: Mapping[str, torch.dtype]) -> None:
-    """Asserts that no parameter rounds what must not be rounded: every digest of rounded values would pass."""
+    """Asserts that no parameter rounds a tensor that keeps its dtype: every digest of rounded values would pass."""
     for copy in copies:
         wanted, found = kept.get(copy.hf), parameters[copy.parameter].dtype
         assert wanted in (None, found), f"{copy.parameter} holds HF tensor {copy.hf} in {found}, not in {wanted}"
@@ -85,7 +90,7 @@ def _check_kept(copies: list[Copy], parameters: Mapping[str, Tensor], kept: Mapp
 def read_recorded(hf: HfFolder, recording: Recording, parameters: Mapping[str, Tensor]) -> None:
     """Replays recorded copies from the checkpoint files `hf`, reading only the needed ranges."""
     progress = ReadingProgress(sum(hf.stored_bytes(copy.hf, copy.size) for copy in recording.copies))
-    shown = _is_main_rank()
+    shown = not dist.is_initialized() or dist.get_rank() == 0
     for fill in recording.fills:
         fill.view(parameters).fill_(fill.value)
     for copy in recording.copies:
@@ -94,25 +99,61 @@ def read_recorded(hf: HfFolder, recording: Recording, parameters: Mapping[str, T
             progress.show(hf.bytes_read)
 
 
-def _is_main_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def export_hf(target: str | Path, weights: ActorWeights, mesh: Mesh, like: str, dtype: str) -> None:
     """Collective. Writes the live weights, adapters merged, as an HF folder, whole or not at all.
 
-    dtype: of all tensors but those that keep another (ActorWeights.kept).
-
-    Raises LeaderError on every rank.
+    dtype: of all tensors but those that keep another (ActorWeights.kept). Raises LeaderError on every rank.
     """
     published: torch.dtype = getattr(torch, dtype)
     specs = published_specs(weights.hf_specs, published, weights.kept)
     plan = make_gather_plan(mesh.gather_world(weights.copies), specs, _SHARD_BYTES)
+
+    def write(buckets: Iterator[dict[str, Tensor]]) -> None:
+        write_hf_folder(target, buckets, like, published)
+
     with weights.merged():
-        gather_to_main(
-            plan,
-            weights.parameters(),
-            mesh,
-            lambda buckets: write_hf_folder(target, buckets, like, published),
-            f"export to {target}",
-        )
+        gather_to_main(plan, weights.parameters(), mesh, write, f"export to {target}")
+
+
+@dataclass(frozen=True)
+class PeftFolder:
+    """Describes the adapters of one model to PEFT. base: the model's folder."""
+
+    target: Path
+    lora: LoraConfig
+    base: str
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Writes the folder atomically; an older one is replaced."""
+        with whole_folder(self.target) as draft:
+            save_file(dict(tensors), draft / "adapter_model.safetensors", metadata={"format": "pt"})
+            (draft / "adapter_config.json").write_text(json.dumps(self._config(), indent=2) + "\n")
+
+    def _config(self) -> dict[str, object]:
+        """Returns adapter_config.json. Experts are named one by one, as in the checkpoint; PEFT fuses them itself."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base,
+            "r": self.lora.rank,
+            "lora_alpha": self.lora.alpha,
+            "lora_dropout": 0.0,
+            "target_modules": list(self.lora.targets),
+            "bias": "none",
+            "inference_mode": True,
+        }
+
+
+def export_peft(folder: PeftFolder, adapters: ActorWeights, mesh: Mesh, dtype: str) -> None:
+    """Collective. Writes the live adapters (MegatronActor.trained_weights). Raises LeaderError on every rank."""
+    stored: torch.dtype = getattr(torch, dtype)
+    specs = published_specs(adapters.hf_specs, stored)
+    plan = make_gather_plan(mesh.gather_world(adapters.copies), specs, _ADAPTER_BYTES)
+    tensors: dict[str, Tensor] = {}
+
+    def write(buckets: Iterator[dict[str, Tensor]]) -> None:
+        for bucket in buckets:
+            tensors.update({f"{_PEFT_PREFIX}{name}": t.detach().to("cpu", copy=True) for name, t in bucket.items()})
+        folder.write(tensors)
+
+    gather_to_main(plan, adapters.parameters(), mesh, write, f"export to {folder.target}")

@@ -1,14 +1,13 @@
 """The exchange: sends the actor's weights to every engine and verifies them before any sample.
 
 For every engine, always in this order: pause -> begin -> transfer -> end -> verify digests of the live parameters ->
-set version -> continue -> mark ready. Only rank 0 talks to engines, in one thread each; a failure there is raised on
-every rank. An engine that dies during an update is reported, awaited and updated again; its restart does not delay the
-others.
+set version -> continue -> mark ready. Only rank 0 calls engines, in one thread each; a failure there is raised on every
+rank. An engine that dies during an update is reported, restarted and updated again, and delays no other.
 """
 
 import hashlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from math import prod
@@ -20,6 +19,7 @@ import torch
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.system.run_folder import RunFolder
+from megagrpo.types import EngineInfo
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import Copy
 from megagrpo.weights.engines.client import EngineConnection, OnCall
@@ -77,24 +77,17 @@ class Exchange:
         self._num_bytes = sum(prod(shape) * each.itemsize for shape, each in specs.values())
         self._digests = ExpectedDigests(trainers)
         # By engine and rank: indices of its slices among the expected digests.
-        self._places: weakref.WeakKeyDictionary[EngineConnection, list[np.ndarray]] = weakref.WeakKeyDictionary()
+        self._indices: weakref.WeakKeyDictionary[EngineConnection, list[np.ndarray]] = weakref.WeakKeyDictionary()
         self._transport = TRANSPORTS[config.weights.transport](trainers)
-        self._fleet = EngineFleet(
-            config,
-            registry,
-            specs,
-            drop=self._transport.drop,
-            past_loader=self._transport.past_loader,
-            on_call=on_call,
-            patience_s=config.rollout.patience_s(mesh.device.type == "cuda"),
-        )
+        patience_s = config.rollout.patience_s(mesh.device.type == "cuda")
+        self._fleet = EngineFleet(config, registry, specs, self._transport, on_call, patience_s)
 
     def publish(self, version: int, only: list[str] | None = None) -> dict[str, float]:
         """Collective. Updates all usable engines, or those in `only`, to the actor's present weights, called `version`.
 
-        Returns, the same on every rank: rank 0's seconds per phase (connect, plan, gather, transfer, digest, verify,
-        restart, total), the model's bytes, and the Traffic of all ranks together. Raises LeaderError on every rank:
-        digests differ, an engine refuses, or one does not come back within weights.timeout_s.
+        Returns, the same on every rank: rank 0's seconds per phase (_PHASES, total), the model's bytes, and the Traffic
+        of all ranks together. Raises LeaderError on every rank: digests differ, an engine refuses, or one does not
+        come back within weights.timeout_s.
         """
         timer, deadline, traffic = PhaseTimer(), Deadline(self._config.weights.timeout_s), Traffic()
         todo = self._mesh.from_main(lambda: self._fleet.choose(only, deadline), "find engines")
@@ -127,7 +120,7 @@ class Exchange:
 
     def close(self) -> None:
         """Local. Disconnects from the engines, which keep their weights; an engine that has ended is no error."""
-        self._fleet.close(self._transport.leave)
+        self._fleet.close()
 
     def _update(
         self, ids: list[str], version: int, deadline: Deadline, timer: PhaseTimer, traffic: Traffic
@@ -154,13 +147,13 @@ class Exchange:
 
         def open_and_list() -> list[SliceKey]:
             self._fleet.open(ids, deadline, writing)
-            new = [engine for engine in self._fleet.alive if engine not in self._places]
-            return self._digests.unknown(copy for engine in new for copy in engine.all_slices)
+            new = [engine for engine in self._fleet.alive if engine not in self._indices]
+            return self._digests.unknown(copy for engine in new for copies in engine.slices for copy in copies)
 
         self._digests.add(self._mesh.from_main(open_and_list, "connect to engines"))
         for engine in self._fleet.alive:
-            if engine not in self._places:
-                self._places[engine] = [self._digests.places(copies) for copies in engine.slices]
+            if engine not in self._indices:
+                self._indices[engine] = [self._digests.indices(copies) for copies in engine.slices]
 
     def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
         """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0 only."""
@@ -172,14 +165,31 @@ class Exchange:
     def _check(self, engine: EngineConnection, expected: np.ndarray, flush: bool) -> None:
         """Raises RuntimeError naming the engine, the parameters and the slices that differ from the actor's weights."""
         digests, problems = engine.digests(flush)
-        for rank, (copies, places, found) in enumerate(zip(engine.slices, self._places[engine], digests, strict=True)):
+        for rank, (copies, indices) in enumerate(zip(engine.slices, self._indices[engine], strict=True)):
             problems += [
                 f"{engine} rank {rank}: parameter {copies[k].parameter} does not hold HF tensor {copies[k].source}"
-                for k in np.flatnonzero(found != expected[places])
+                for k in np.flatnonzero(digests[rank] != expected[indices])
             ]
         if problems:
             shown = "\n".join(problems[:_MISMATCHES_SHOWN])
             raise RuntimeError(f"{WEIGHTS_DIFFER} in {len(problems)} places:\n{shown}")
+
+
+class EngineRefresh:
+    """Publishes to engines that restarted without weights. publish: collective; takes a version and engine ids."""
+
+    def __init__(self, mesh: Mesh, publish: Callable[[int, list[str]], object]):
+        self._mesh, self._publish = mesh, publish
+        self._due: list[str] = []  # on the main rank
+
+    def due(self, engines: Sequence[EngineInfo], version: int) -> bool:
+        """Main rank. Notes the live engines without weights of `version`; returns whether there are any."""
+        self._due = [e.id for e in engines if e.alive and (e.state == "stale" or e.weight_version != version)]
+        return bool(self._due)
+
+    def bring(self, version: int) -> None:
+        """Collective. Publishes to the engines of the last `due`."""
+        self._publish(version, self._mesh.from_main(lambda: self._due, "naming stale engines"))
 
 
 def _gather_distinct(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:

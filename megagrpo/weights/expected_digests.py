@@ -21,7 +21,7 @@ SliceKey = tuple[str, tuple[int, ...], tuple[int, ...]]
 class ExpectedDigests:
     """Computes the digests of all slices that engines hold: every trainer rank digests its share, and shares add up.
 
-    A slice has a fixed place among the digests from the moment that it is added.
+    Slices are numbered in the order in which they are added.
     """
 
     def __init__(self, weights: TrainerWeights):
@@ -29,45 +29,43 @@ class ExpectedDigests:
         rank = weights.mesh.rank
         shares = share_out(weights.copies, weights.specs, on_main=False)
         self._share = {name: [copy for owner, copy in parts if owner == rank] for name, parts in shares.items()}
-        self._place: dict[SliceKey, int] = {}  # the same on every rank
+        self._index: dict[SliceKey, int] = {}  # the same on every rank
         self._copies: list[Copy] = []  # this rank's parts of all slices
-        self._slices = np.empty(0, dtype=np.int64)  # by part: the place of its slice
-        self._batches = CopyBatches(self._copies, self._weights.specs)
+        self._slices = np.empty(0, dtype=np.int64)  # by part: the index of its slice
+        self._batches = CopyBatches(self._copies, weights.specs)
         self._stream: torch.cuda.Stream | None = None
 
     def unknown(self, copies: Iterable[Copy]) -> list[SliceKey]:
         """Returns the slices of HF tensors in `copies` that were never added, each once."""
-        return list(dict.fromkeys(key for copy in copies if (key := _key(copy)) not in self._place))
+        return list(dict.fromkeys(key for copy in copies if (key := _key(copy)) not in self._index))
 
     def add(self, slices: list[SliceKey]) -> None:
         """Adds slices to be digested from now on; the same list on every rank."""
         parts: list[int] = []
         for tensor, start, size in slices:
-            box, place = Box(start, size), len(self._place)
-            self._place[tensor, start, size] = place
+            index = self._index.setdefault((tensor, start, size), len(self._index))
             for copy in self._share[tensor]:
-                common = copy.box.intersect(box)
+                common = copy.box.intersect(Box(start, size))
                 if common is not None:
                     self._copies.append(copy.restrict(common))
-                    parts.append(place)
+                    parts.append(index)
         if parts:
             self._slices = np.concatenate([self._slices, np.array(parts, dtype=np.int64)])
             self._batches = CopyBatches(self._copies, self._weights.specs)
 
-    def places(self, copies: Sequence[Copy]) -> np.ndarray:
-        """Returns where among the digests those of these copies' slices are: int64 [copies]. All must be added."""
-        return np.fromiter((self._place[_key(copy)] for copy in copies), dtype=np.int64, count=len(copies))
+    def indices(self, copies: Sequence[Copy]) -> np.ndarray:
+        """Returns the indices of these copies' slices among the digests: int64 [copies]. All must be added."""
+        return np.fromiter((self._index[_key(copy)] for copy in copies), dtype=np.int64, count=len(copies))
 
     def compute(self) -> np.ndarray:
-        """Collective. Returns the digest of every slice, of the published dtype of this moment's weights: int64
-        [slices]."""
+        """Collective. Returns the digests of all slices of the present weights, as published: int64 [slices]."""
         return self.total(self.local())
 
     def local(self) -> Tensor:
         """Returns this rank's share in the digest of every slice, int64 [slices] on the mesh's device.
 
         No collective, and only reads the parameters: a side thread may run it while they are being sent. On CUDA it
-        works in a stream of its own, after what the default stream was given before, and waits for that.
+        runs in a stream of its own, after the default stream's earlier work, and waits for the result.
         """
         device = self._weights.mesh.device
         if device.type != "cuda":
@@ -87,14 +85,13 @@ class ExpectedDigests:
         return local.cpu().numpy()
 
     def _digest_share(self) -> Tensor:
-        parameters, device = self._weights.parameters(), self._weights.mesh.device
-        totals = torch.zeros(len(self._place), dtype=torch.int64, device=device)
+        totals = torch.zeros(len(self._index), dtype=torch.int64, device=self._weights.mesh.device)
         found, slices = [], []
-        for box, values, places, dtype in self._batches.views(parameters):
+        for box, values, indices, dtype in self._batches.views(self._weights.parameters()):
             found.append(batched_digest(values.to(dtype), box))
-            slices.append(self._slices[places])
+            slices.append(self._slices[indices])
         if found:
-            totals.index_add_(0, torch.from_numpy(np.concatenate(slices)).to(device), torch.cat(found))
+            totals.index_add_(0, torch.from_numpy(np.concatenate(slices)).to(totals.device), torch.cat(found))
         return totals
 
 

@@ -8,6 +8,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from megagrpo.families.quantization import fp8_block
 from megagrpo.families.table import exported_config, read_description
 from megagrpo.system.run_folder import whole_folder
+from megagrpo.weights.copies.views import Box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -43,17 +45,15 @@ _DTYPES = {
 class HfFolder(Mapping[str, Tensor]):
     """Maps names to the tensors of an HF checkpoint, read through a memory map: page by page, when they are copied.
 
-    A slice of rows reads its own pages. A slice of columns also reads the bytes between its pieces, which the node's
-    other tensor-parallel ranks then find in the page cache; reading only the pieces was three times slower.
-    Raises ValueError for a missing, unreadable or incomplete checkpoint, naming the file.
+    A slice of columns also reads the bytes between its pieces, which the node's other tensor-parallel ranks then find
+    in the page cache; reading only the pieces was three times slower. Raises ValueError for a missing, unreadable or
+    incomplete checkpoint, naming the file.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_dir():
-            raise ValueError(
-                f"{self.path}: no such folder; expected an HF checkpoint with config.json and *.safetensors"
-            )
+            raise ValueError(f"{path}: no such folder; expected an HF checkpoint with config.json and *.safetensors")
         self.specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # name -> shape and dtype, from the headers
         self.bytes_read = 0  # by `read_into`, of the files
         self._handles: dict[str, safe_open] = {}  # by the names of the tensors; those of one file share a handle
@@ -68,25 +68,20 @@ class HfFolder(Mapping[str, Tensor]):
         """Returns the tensors that the index lists in each file; an empty list means all of the file."""
         index = self.path / INDEX
         if index.exists():
-            try:
-                places = json.loads(index.read_text())["weight_map"]
-            except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as exc:
-                raise ValueError(f"{index}: not a safetensors index ({type(exc).__name__}: {exc})") from None
             names: dict[str, list[str]] = {}
-            for name, file in places.items():
-                names.setdefault(file, []).append(name)
+            with _refusing(f"{index}: not a safetensors index", json.JSONDecodeError, KeyError, UnicodeDecodeError):
+                for name, file in json.loads(index.read_text())["weight_map"].items():
+                    names.setdefault(file, []).append(name)
             return names
         if (self.path / SINGLE).exists():
             return {SINGLE: []}
-        raise ValueError(f"{self.path}: neither {SINGLE} nor {INDEX} is there; only safetensors checkpoints are read")
+        raise ValueError(f"{self.path}: has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
 
     def _read_header(self, path: Path, names: list[str]) -> None:
         if not path.exists():
             raise ValueError(f"{path}: missing, but {INDEX} names it")
-        try:
+        with _refusing(f"{path}: unreadable or cut short", SafetensorError, OSError):
             handle = safe_open(path, "pt")
-        except (SafetensorError, OSError) as exc:
-            raise ValueError(f"{path}: unreadable or cut short ({exc})") from None
         missing = set(names) - set(handle.keys())
         if missing:
             raise ValueError(f"{path}: lacks {min(missing)} ({len(missing)} in all) that {INDEX} names")
@@ -99,16 +94,13 @@ class HfFolder(Mapping[str, Tensor]):
 
     def _fp8_block(self) -> tuple[int, int]:
         description = self.path / "config.json"
-        try:
-            block = fp8_block(read_description(description)) if description.is_file() else None
-        except ValueError as exc:
-            raise ValueError(f"{description}: {exc}") from None
-        if block is None:
-            raise ValueError(
-                f"{self.path}: tensor {min(self._fp8)} is in FP8, but config.json has no quantization_config, which "
-                "would say which elements share a scale"
-            )
-        return block
+        with _refusing(str(description), ValueError):
+            if block := fp8_block(read_description(description)) if description.is_file() else None:
+                return block
+        raise ValueError(
+            f"{self.path}: tensor {min(self._fp8)} is in FP8, but config.json has no quantization_config, which names "
+            "the elements that share a scale"
+        )
 
     def _show_dequantised(self, name: str) -> None:
         """Replaces the spec of an FP8 tensor by that of its products, and hides its scales."""
@@ -136,12 +128,12 @@ class HfFolder(Mapping[str, Tensor]):
         """
         if name in self._fp8:
             self._dequantise(target, name, start)
-            return
-        target.copy_(self._stored(name)[_box(start, target.shape)])
-        self.bytes_read += target.numel() * self.specs[name][1].itemsize
+        else:
+            target.copy_(self._stored(name)[Box(start, tuple(target.shape)).slices])
+            self.bytes_read += target.numel() * self.specs[name][1].itemsize
 
     def stored_bytes(self, name: str, size: tuple[int, ...]) -> int:
-        """Returns how many bytes a part of `size` elements of a tensor has in the files, scales left out."""
+        """Returns the bytes of a box of a tensor in the files, without scales."""
         return prod(size) * (1 if name in self._fp8 else self.specs[name][1].itemsize)
 
     def _dequantise(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
@@ -180,8 +172,13 @@ class HfFolder(Mapping[str, Tensor]):
         return len(self.specs)
 
 
-def _box(start: tuple[int, ...], size: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))
+@contextmanager
+def _refusing(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turns these errors inside into a ValueError that begins with `what`."""
+    try:
+        yield
+    except errors as exc:
+        raise ValueError(f"{what}: {exc}") from None
 
 
 class ReadingProgress:
@@ -189,22 +186,20 @@ class ReadingProgress:
 
     def __init__(self, total_bytes: int):
         self._total = total_bytes
-        self._started = self._told = time.monotonic()
+        self._started = self._printed = time.monotonic()
 
     def show(self, bytes_read: int) -> None:
         """Prints a line if the last one is old enough."""
         now = time.monotonic()
-        if now - self._told >= _SECONDS_BETWEEN_LINES:
-            self._told = now
-            print(self._line(bytes_read, now - self._started), flush=True)
-
-    def _line(self, bytes_read: int, seconds: float) -> str:
+        if now - self._printed < _SECONDS_BETWEEN_LINES:
+            return
+        self._printed, seconds = now, now - self._started
         done = bytes_read / self._total if self._total else 1.0
-        bar = "#" * int(done * _BAR_WIDTH)
-        left = seconds / done - seconds if done else 0.0
-        return (
+        left, bar = seconds / done - seconds if done else 0.0, "#" * int(done * _BAR_WIDTH)
+        print(
             f"reading the model [{bar:-<{_BAR_WIDTH}}] {bytes_read / 1e9:.1f} of {self._total / 1e9:.1f} GB "
-            f"a rank, {seconds:.0f} s, {left:.0f} s left"
+            f"a rank, {seconds:.0f} s, {left:.0f} s left",
+            flush=True,
         )
 
 
@@ -213,8 +208,8 @@ def write_hf_folder(
 ) -> int:
     """Writes an HF checkpoint, one shard per dict of `tensors`; config.json and tokenizer files come from `like`.
 
-    dtype: recorded in config.json; tensors are written in their own dtypes. `target` is whole or absent, see
-    whole_folder. Returns the bytes of all tensors. Raises OSError (disk full, ...) naming the folder.
+    dtype: for config.json only; tensors keep their own. `target` is whole or absent, see whole_folder. Returns the
+    bytes of all tensors. Raises OSError (disk full, ...) naming the folder.
     """
     target, like = Path(target), Path(like)
     try:
@@ -229,27 +224,24 @@ def write_hf_folder(
 def _write_shards(folder: Path, tensors: Iterator[dict[str, Tensor]]) -> int:
     """Writes the shards, and the index if there are several; returns the bytes of all tensors."""
     files: list[tuple[Path, list[str]]] = []
-    places: dict[str, str] = {}
     size = 0
-    for shard in tensors:
-        if not shard:
-            continue
+    for shard in filter(None, tensors):
         # A contiguous CPU copy of its own: safetensors refuses tensors that share memory.
         shard = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in shard.items()}
         file = folder / f"shard-{len(files) + 1:05d}.safetensors"
         save_file(shard, file, metadata={"format": "pt"})
         files.append((file, list(shard)))
-        size += sum(t.numel() * t.element_size() for t in shard.values())
+        size += sum(t.nbytes for t in shard.values())
     if not files:
         raise ValueError(f"no tensors to write to {folder}")
     if len(files) == 1:
         files[0][0].rename(folder / SINGLE)
         return size
+    file_of: dict[str, str] = {}
     for number, (file, names) in enumerate(files, 1):
-        final = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        file.rename(folder / final)
-        places |= dict.fromkeys(names, final)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=1))
+        final = file.rename(folder / f"model-{number:05d}-of-{len(files):05d}.safetensors")
+        file_of |= dict.fromkeys(names, final.name)
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": file_of}, indent=1))
     return size
 
 
@@ -263,8 +255,7 @@ def write_description(like: str | Path, target: str | Path, dtype: torch.dtype |
         raise ValueError(f"{like / 'config.json'}: missing; it describes the checkpoint to be written")
     folder.mkdir(parents=True, exist_ok=True)
     for file in like.iterdir():
-        weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
-        if file.is_file() and not weights:
+        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, folder / file.name)
     config = exported_config(read_description(like / "config.json"))
     if dtype is not None:

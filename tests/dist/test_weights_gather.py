@@ -95,7 +95,7 @@ def expected_by_name(expected: ExpectedDigests) -> dict[str, tuple[int, int]]:
     with ThreadPoolExecutor(1) as pool:
         digests = expected.total(pool.submit(expected.local).result())
     assert (digests == expected.compute()).all()
-    both = (digests[expected.places(list(copies.values()))].tolist() for copies in (whole, rest))
+    both = (digests[expected.indices(list(copies.values()))].tolist() for copies in (whole, rest))
     return dict(zip(SHAPES, zip(*both, strict=True), strict=True))
 
 

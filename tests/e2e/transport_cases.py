@@ -278,4 +278,5 @@ def lower_bound(exchange: Exchange) -> int:
     """Bytes of all elements that the engine ranks' parameters take from HF tensors, each once."""
     engines = exchange._fleet.alive  # what the engines themselves recorded
     specs = exchange._digests._weights.specs
-    return sum(part.box.numel * specs[part.hf][1].itemsize for engine in engines for part in engine.all_slices)
+    parts = (part for engine in engines for rank in engine.slices for part in rank)
+    return sum(part.box.numel * specs[part.hf][1].itemsize for part in parts)

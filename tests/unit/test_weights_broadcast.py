@@ -1,17 +1,13 @@
 """`broadcast` through the real exchange into fake engines: buckets in flight, what is packed, who dies or refuses."""
 
 import sys
-import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fake_engine import FakeEngine, running
+from fake_engine import FakeEngine, ReceivingEnd, running
 from test_weights_transport import Trainer
 
 from megagrpo.mesh import LeaderError
@@ -22,58 +18,6 @@ from megagrpo.weights.transports import broadcast as transport_broadcast
 def engine():
     with running(FakeEngine()) as engine:
         yield engine
-
-
-class ReceivingEnd:
-    """The engine's end of `broadcast`: gloo groups as SGLang makes them; buckets flattened, or tensor by tensor.
-
-    It takes one call after the other. `awaits_next`: it loads a bucket only when the next one's call has arrived.
-    """
-
-    def __init__(self, engine: FakeEngine, awaits_next: bool = False):
-        self.engine, self.groups, self.num_buckets, self.dies_at = engine, {}, 0, 0
-        self.formats, self.awaits_next = [], awaits_next
-        self.arrived, self.turn = threading.Semaphore(0), threading.Lock()
-        engine.more |= {
-            "/init_weights_update_group": self.join,
-            "/update_weights_from_distributed": self.take,
-            "/destroy_weights_update_group": lambda body: self.groups.pop(body["group_name"]),
-        }
-
-    def join(self, body: dict) -> None:
-        name, limit = body["group_name"], timedelta(seconds=10)
-        store = dist.TCPStore(body["master_address"], body["master_port"], wait_for_workers=False, timeout=limit)
-        keys = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = limit
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=body["master_address"])]
-        self.groups[name] = dist.ProcessGroupGloo(keys, body["rank_offset"], body["world_size"], options)
-
-    def take(self, body: dict) -> None:
-        self.arrived.release()
-        with self.turn:
-            self.num_buckets += 1
-            if self.num_buckets == self.dies_at:
-                self.groups.clear()
-                raise OSError("the process is gone")  # the server drops the connection
-            forms = zip(body["shapes"], body["dtypes"], strict=True)
-            tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in forms]
-            self.formats.append(body.get("load_format"))
-            flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
-            values = tensors if self.formats[-1] is None else [flat]
-            for part in values:
-                self.groups[body["group_name"]].broadcast([part], dist.BroadcastOptions()).wait()
-            if self.formats[-1] is not None:
-                parts = flat.split([tensor.nbytes for tensor in tensors])
-                tensors = [
-                    part.clone().view(tensor.dtype).view(tensor.shape)
-                    for part, tensor in zip(parts, tensors, strict=True)
-                ]
-            if self.awaits_next and self.num_buckets < 3:
-                for _ in range(2):  # its own and the next one's
-                    assert self.arrived.acquire(timeout=10), "the next call does not wait for the answer to this one"
-                self.arrived.release()
-            self.engine.model.load_weights(list(zip(body["names"], tensors, strict=True)))
 
 
 def test_broadcast_fills_an_engine_in_buckets_and_leaves_it(engine, tmp_path):

@@ -309,7 +309,7 @@ def test_what_cannot_be_brought_up_to_date_is_named(engine, tmp_path, monkeypatc
     with pytest.raises(LeaderError, match="parameter down is filled from .* of HF tensor down"):
         Trainer(tmp_path / "broadcast", engine, "broadcast").exchange.publish(1)
     monkeypatch.delattr(ComputedModel, "post_load_weights")
-    with pytest.raises(LeaderError, match=r"holds, beside .*doubled \(8, 4\), .* use weights.transport: broadcast"):
+    with pytest.raises(LeaderError, match=r"holds, besides .*doubled \(8, 4\), .* use weights.transport: broadcast"):
         Trainer(tmp_path / "reshard", engine, "reshard").exchange.publish(1)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +10,7 @@ from torch import Tensor
 from megagrpo.weights.copies.views import Untraceable
 
 
-@dataclass(frozen=True)
-class JoinedPart:
+class JoinedPart(NamedTuple):
     """A part's share in a cut: `source`, a view of the part, lies in the cut from index `start` along `dim` on."""
 
     source: Tensor
@@ -35,17 +35,16 @@ class Concatenation:
         return cls(parts, dim, parts[0].new_empty(shape))
 
     def pieces(self, cut: Tensor, shape: torch.Size) -> list[JoinedPart]:
-        """Returns what a view of `whole` that is copied into this shape consists of; parts outside of it give none.
+        """Returns the parts of a view of `whole` that is copied into this shape.
 
-        The view takes a range of every dimension, in any order of dimensions. Raises Untraceable for another view or
-        another shape.
+        The view takes a range of every dimension, in any order of dimensions; else this raises Untraceable.
         """
         first, rest = [], int(cut.storage_offset())
         for stride in self.whole.stride():
             first.append(rest // stride)
             rest %= stride
         order = self._order(cut, first)
-        if order is None or shape != cut.shape:
+        if sorted(order) != list(range(self.whole.dim())) or shape != cut.shape:
             raise Untraceable(
                 f"shape {tuple(cut.shape)} with strides {cut.stride()}, for shape {tuple(shape)}, "
                 f"which is no range of a concatenation {tuple(self.whole.shape)}"
@@ -63,8 +62,8 @@ class Concatenation:
             edge += part.shape[self.dim]
         return found
 
-    def _order(self, cut: Tensor, first: list[int]) -> list[int] | None:
-        """Returns which dimension of `whole` each dimension of a view runs along, None if they are no permutation.
+    def _order(self, cut: Tensor, first: list[int]) -> list[int]:
+        """Returns the dimension of `whole` that each dimension of a view runs along, -1 for none.
 
         first: the index in `whole` of the view's first element.
         """
@@ -75,8 +74,5 @@ class Concatenation:
                 for dim, step in enumerate(self.whole.stride())
                 if step == stride and dim not in order and first[dim] + size <= self.whole.shape[dim]
             )
-            dim = next(fitting, None)
-            if dim is None:
-                return None
-            order.append(dim)
-        return order if len(order) == self.whole.dim() else None
+            order.append(next(fitting, -1))
+        return order

@@ -7,7 +7,6 @@ two lists of copies determine export, exchange and digests; no table of fused or
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 from torch import Tensor
@@ -22,17 +21,6 @@ Specs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # HF tensors: name ->
 _aten = torch.ops.aten
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 _REWRITES = {_aten.clone.default, _aten._to_copy.default}  # same elements and order, new storage
-
-
-@dataclass(frozen=True)
-class HfSlice:
-    """A box of one HF tensor: what trainers and engines mean when they speak of the same elements."""
-
-    tensor: str
-    box: Box
-
-    def __str__(self) -> str:
-        return f"{self.tensor} {self.box}"
 
 
 @dataclass(frozen=True)
@@ -55,19 +43,19 @@ class Copy:
         return Box(self.start, self.size)
 
     @property
-    def source(self) -> HfSlice:
-        """Returns what is copied, without where it goes."""
-        return HfSlice(self.hf, self.box)
+    def source(self) -> str:
+        """Returns the HF tensor and its elements, for messages."""
+        return f"{self.hf} {self.box}"
+
+    @property
+    def target(self) -> ParameterSlice:
+        """Returns the elements of the parameter."""
+        return ParameterSlice(self.parameter, self.offset, self.size, self.strides)
 
     def restrict(self, box: Box) -> "Copy":
         """Returns the part of this copy that lies in `box`, which must be inside it."""
         shift = sum((a - b) * s for a, b, s in zip(box.start, self.start, self.strides, strict=True))
         return Copy(self.hf, box.start, box.size, self.parameter, self.offset + shift, self.strides)
-
-    @property
-    def target(self) -> ParameterSlice:
-        """Returns where it goes, without what is copied."""
-        return ParameterSlice(self.parameter, self.offset, self.size, self.strides)
 
     def view(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """Returns the parameter's elements as a view, shaped like the box."""
@@ -88,31 +76,29 @@ class Recording:
     copies: list[Copy] = field(default_factory=list)
     fills: list[Fill] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)  # by parameter
-    # Names of HF tensors that the loader concatenates before it copies: it must be given them in one call.
+    # Names of HF tensors that the loader concatenates before it copies: it requires them in one call.
     together: set[tuple[str, ...]] = field(default_factory=set)
 
 
 def record_copies(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> list[Copy]:
-    """Returns the copies that `load` makes from HF tensors of these shapes and dtypes into `parameters`, which stay
-    untouched.
-
-    Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming the parameter when
-    an element is written never or twice (elements that the loader sets to a constant count as written).
-    """
+    """Returns the copies of record_whole."""
     return record_whole(load, hf_specs, parameters).copies
 
 
 def record_whole(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) -> Recording:
-    """Returns what record_copies does, with the constants that `load` sets."""
+    """Records what `load` copies from HF tensors of these specs into `parameters`, which stay untouched.
+
+    Raises ValueError naming the tensor for anything but views, dtype casts and copies, and naming the parameter if
+    an element is written never or twice (elements that the loader sets to a constant count as written).
+    """
     recording = record(load, hf_specs, parameters)
-    problems = coverage_problems(recording, parameters)
-    if problems:
+    if problems := coverage_problems(recording, parameters):
         raise ValueError("the loader does not write every parameter element exactly once:\n" + "\n".join(problems))
     return recording
 
 
 def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_computed: bool = False) -> Recording:
-    """Records copies and constants, without the coverage check of record_copies.
+    """Records without the check that every element is written once.
 
     allow_computed: notes parameters that are computed from HF tensors by more than copies, instead of raising.
     """
@@ -128,25 +114,17 @@ def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_
     return recording
 
 
-@dataclass(frozen=True)
-class _Extent:
-    """The elements of a storage from `start` to before `stop`, which are those of a parameter."""
-
-    start: int
-    stop: int
-    parameter: str
-
-
 class _Recorder(TorchDispatchMode):
     def __init__(self, hf: Mapping[str, Tensor], parameters: Mapping[str, Tensor], allow_computed: bool):
         super().__init__()
         self.recording, self.allow_computed = Recording(), allow_computed
         self.hf, self.storages = hf, TracedStorages(hf)
-        self.parameters: dict[int, list[_Extent]] = {}  # by storage: several may share one flat buffer
+        # By storage: several parameters may share one flat buffer; each with the range of its elements.
+        self.parameters: dict[int, list[tuple[str, range]]] = {}
         for name, tensor in parameters.items():
             start = int(tensor.storage_offset())
             stop = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            self.parameters.setdefault(storage_id(tensor), []).append(_Extent(start, stop, name))
+            self.parameters.setdefault(storage_id(tensor), []).append((name, range(start, stop)))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, storages = kwargs or {}, self.storages
@@ -158,9 +136,8 @@ class _Recorder(TorchDispatchMode):
         arguments = zip(args, func._schema.arguments, strict=False)
         written = [t for t, a in arguments if a.alias_info and a.alias_info.is_write and isinstance(t, Tensor)]
         for tensor in filter(self._is_parameter, written):
-            raise ValueError(
-                f"parameter {self._parameter(tensor)[0]} is written by {func}, which is no copy: it cannot be traced"
-            )
+            name = self._parameter(tensor)[0]
+            raise ValueError(f"parameter {name} is written by {func}, which is no copy: it cannot be traced")
         origin = next(filter(storages.from_hf, sources), None)
         if origin is None:
             return func(*args, **kwargs)
@@ -191,8 +168,7 @@ class _Recorder(TorchDispatchMode):
         if parts := self.storages.joined_parts(source, target.shape):
             for part in parts:
                 self._copy(target.narrow(part.dim, part.start, part.source.shape[part.dim]), part.source)
-            names = sorted(set(self.storages.names(source)))
-            if len(names) > 1:
+            if len(names := sorted(set(self.storages.names(source)))) > 1:
                 self.recording.together.add(tuple(names))
             return
         name, computed = self._parameter(target)[0], self.storages.computed(source)
@@ -220,9 +196,9 @@ class _Recorder(TorchDispatchMode):
                 base=tuple(self.hf[view.hf].shape),
                 other=tuple(target.stride(piece.dim) * piece.scale for piece in view.pieces),
             )
-        for pair in pairs:
-            copy = Copy(view.hf, pair.box.start, pair.box.size, name, offset + pair.offset, pair.strides)
-            self.recording.copies.append(copy)
+        self.recording.copies += [
+            Copy(view.hf, pair.box.start, pair.box.size, name, offset + pair.offset, pair.strides) for pair in pairs
+        ]
 
     def _fill(self, target: Tensor, value: float) -> Tensor:
         if target.numel():
@@ -236,31 +212,30 @@ class _Recorder(TorchDispatchMode):
     def _parameter(self, tensor: Tensor) -> tuple[str, int]:
         """Returns the (first) name of the parameter that a view lies in, and the view's offset in it, in elements."""
         offset = int(tensor.storage_offset())
-        for extent in self.parameters[storage_id(tensor)]:
-            if extent.start <= offset < extent.stop:
-                return extent.parameter, offset - extent.start
+        for name, elements in self.parameters[storage_id(tensor)]:
+            if offset in elements:
+                return name, offset - elements.start
         raise ValueError("the loader writes between the parameters of a shared buffer")
 
 
 def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Returns a line for each parameter of which an element is not written exactly once. Tied names count as one.
+    """Returns a line for each parameter with an element that is not written exactly once. Tied names count as one.
 
-    What happens inside a parameter that is computed is not known.
+    Computed parameters are left out.
     """
     writes: dict[str, list[ParameterSlice]] = {}
     for write in [*(copy.target for copy in recording.copies), *recording.fills]:
         writes.setdefault(write.parameter, []).append(write)
     problems, seen = [], set()
     for name, tensor in parameters.items():
-        place = (storage_id(tensor), tensor.storage_offset())
-        if place in seen or tensor.numel() == 0 or name in recording.computed:
+        memory = storage_id(tensor), tensor.storage_offset()
+        if memory in seen or tensor.numel() == 0 or name in recording.computed:
             continue
-        seen.add(place)
-        done, total = sum(prod(write.size) for write in writes.get(name, [])), tensor.numel()
+        seen.add(memory)
+        shape, total = tuple(tensor.shape), tensor.numel()
+        done = sum(write.numel for write in writes.get(name, []))
         if done < total:
-            problems.append(
-                f"parameter {name} {tuple(tensor.shape)}: {total - done} of {total} elements are never written"
-            )
-        elif done > total or overlap(writes[name], tuple(tensor.shape), tensor.stride()):
-            problems.append(f"parameter {name} {tuple(tensor.shape)}: some elements are written twice")
+            problems.append(f"parameter {name} {shape}: {total - done} of {total} elements are never written")
+        elif done > total or overlap(writes[name], shape, tensor.stride()):
+            problems.append(f"parameter {name} {shape}: some elements are written twice")
     return problems

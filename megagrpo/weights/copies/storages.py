@@ -12,7 +12,7 @@ from megagrpo.weights.copies.views import Untraceable, factor, naming, row_major
 
 @dataclass
 class Computed:
-    """How a loader computes a tensor from HF tensors by more than copies, and from which."""
+    """How a loader computes a tensor from the HF tensors `hf` by more than copies."""
 
     how: str
     hf: set[str]
@@ -39,10 +39,7 @@ class HfView:
 
 @dataclass(frozen=True)
 class _Traced:
-    """A dense storage with elements of one HF tensor.
-
-    `sizes` and, in the HF tensor, `offset` and `hf_strides` of its dimensions, in elements.
-    """
+    """A dense storage with elements of one HF tensor: their `offset` and `hf_strides` there, in elements."""
 
     hf: str
     offset: int
@@ -75,10 +72,9 @@ class TracedStorages:
 
     def names(self, tensor: Tensor) -> list[str]:
         """Returns the HF tensors whose elements a traced tensor or a concatenation of such holds."""
-        joined, origin = self._joined.get(storage_id(tensor)), self._traced.get(storage_id(tensor))
-        if joined is not None:
-            return [self._traced[storage_id(part)].hf for part in joined.parts]
-        return [origin.hf] if origin else []
+        joined = self._joined.get(storage_id(tensor))
+        known = map(storage_id, joined.parts if joined is not None else [tensor])
+        return [self._traced[storage].hf for storage in known if storage in self._traced]
 
     def rewrite(self, source: Tensor, dtype: torch.dtype | None) -> Tensor:
         """Returns a new storage with the elements of `source` in the same order."""
@@ -109,13 +105,12 @@ class TracedStorages:
     def joined_parts(self, source: Tensor, shape: torch.Size) -> list[JoinedPart]:
         """Returns the parts of a view of a concatenation that is copied into this shape, [] for another tensor."""
         joined = self._joined.get(storage_id(source))
-        if joined is None or source.numel() == 0:
-            return []
-        try:
-            return joined.pieces(source, shape)
-        except Untraceable as exc:
-            self.lose(source, [source], str(exc))
-            return []
+        if joined is not None and source.numel():
+            try:
+                return joined.pieces(source, shape)
+            except Untraceable as exc:
+                self.lose(source, [source], str(exc))
+        return []
 
     def hf_view(self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> HfView:
         """Returns a traced tensor, read with this shape and these strides, as a view of its HF tensor."""
@@ -146,5 +141,5 @@ class TracedStorages:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Returns what identifies a tensor's storage, on the meta device too."""
+    """Returns the identity of a tensor's storage, on the meta device too."""
     return tensor.untyped_storage()._cdata

@@ -15,12 +15,12 @@ from torch import Tensor
 
 
 class Untraceable(ValueError):
-    """Says why a view does not consist of boxes; the caller adds the tensor's name."""
+    """A view does not consist of boxes; the caller adds the tensor's name."""
 
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Adds to an Untraceable what could not be traced."""
+    """Adds a name to an Untraceable inside."""
     try:
         yield
     except Untraceable as exc:
@@ -36,11 +36,15 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Returns the number of elements."""
         return prod(self.size)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Returns the index that selects the box in its tensor."""
+        return tuple(map(slice, self.start, self._stop()))
+
     def intersect(self, other: "Box") -> "Box | None":
-        """Returns the common box, None when there is none."""
+        """Returns the common box, None if there is none."""
         start = tuple(map(max, self.start, other.start))
         stop = map(min, self._stop(), other._stop())
         size = tuple(b - a for a, b in zip(start, stop, strict=True))
@@ -97,12 +101,10 @@ class ParameterSlice:
 
     @property
     def numel(self) -> int:
-        """Returns the number of elements."""
         return prod(self.size)
 
     @property
     def contiguous(self) -> bool:
-        """Returns whether the elements lie one after the other in memory."""
         dense = row_major(self.size)
         return all(n == 1 or a == b for n, a, b in zip(self.size, self.strides, dense, strict=True))
 
@@ -138,18 +140,14 @@ def factor(
         while size > 1:
             k = next((k for k, n in enumerate(base) if n > 1 and 0 < base_strides[k] <= stride), None)
             if k is None or stride % base_strides[k]:
-                raise Untraceable(
-                    f"stride {stride} in a view of shape {shape} is no step along a tensor of shape {base}"
-                )
+                raise Untraceable(f"stride {stride} of a view of shape {shape} is no step along a tensor {base}")
             step = stride // base_strides[k]
             take = size
             if reach[k] + (size - 1) * step >= base[k]:
                 # The view leaves this dimension: it must fill it, and go on in the one before.
                 take = base[k] // step
                 if take < 2 or take * step != base[k] or size % take or reach[k] + (take - 1) * step >= base[k]:
-                    raise Untraceable(
-                        f"a view of shape {shape} crosses dimension {k} of a tensor of shape {base} unevenly"
-                    )
+                    raise Untraceable(f"a view of shape {shape} crosses dimension {k} of a tensor {base} unevenly")
             inner_first.append(Piece(take, k, step, dim, scale))
             reach[k] += (take - 1) * step
             size, stride, scale = size // take, stride * take, scale * take
@@ -160,10 +158,10 @@ def factor(
 def split_into_boxes(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], base: tuple[int, ...], other: tuple[int, ...]
 ) -> list[BoxPair]:
-    """Returns the boxes of `base` that a view covers, each paired with its place in a second view of the same order.
+    """Returns the boxes of `base` that a view covers, each paired with the same elements of a second view.
 
-    `other`: strides of the second view, per dimension of `shape`. The boxes are disjoint when the view touches
-    nothing twice.
+    other: strides of the second view, per dimension of `shape`. The boxes are disjoint if the view touches no element
+    twice.
     """
     start, pieces = factor(offset, shape, strides, base)
     boxes = [(list(start), [1] * len(base), 0, [0] * len(base))]
@@ -176,10 +174,8 @@ def split_into_boxes(
             while parts and parts[0][1] == run[0] and parts[0][2] == run[0] * run[2]:
                 run = (run[0] * parts.pop(0)[0], 1, run[2])
         elif parts:
-            raise Untraceable(
-                f"a view of shape {shape} takes every {parts[0][1]}th element "
-                f"of dimension {k} of a tensor of shape {base}"
-            )
+            step = parts[0][1]
+            raise Untraceable(f"a view of shape {shape} takes every {step}th element of dimension {k} of {base}")
         for _, size, _, run_strides in boxes:
             size[k], run_strides[k] = run[0], run[2]
         for count, step, stride in parts:  # not one run in the second view: one box for each
@@ -191,19 +187,19 @@ def split_into_boxes(
     return [BoxPair(Box(tuple(a), tuple(n)), o, tuple(s)) for a, n, o, s in boxes]
 
 
-def overlap(places: Sequence[ParameterSlice], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Returns whether places share an element of a dense tensor [*shape]. Their sizes sum to the tensor's."""
+def overlap(parts: Sequence[ParameterSlice], shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Returns whether slices share an element of a dense tensor [*shape]. Their sizes sum to the tensor's."""
     in_memory = tuple(shape[d] for d in sorted(range(len(shape)), key=strides.__getitem__, reverse=True))
     try:
         boxes = [
             pair.box
-            for place in places
-            for pair in split_into_boxes(place.offset, place.size, place.strides, in_memory, (0,) * len(place.size))
+            for part in parts
+            for pair in split_into_boxes(part.offset, part.size, part.strides, in_memory, (0,) * len(part.size))
         ]
-    except Untraceable:  # interleaved places are no boxes: count element by element
+    except Untraceable:  # interleaved slices are no boxes: count element by element
         count = torch.zeros(prod(shape), dtype=torch.uint8)
-        for place in places:
-            count.as_strided(place.size, place.strides, place.offset).add_(1)
+        for part in parts:
+            count.as_strided(part.size, part.strides, part.offset).add_(1)
         return bool((count != 1).any())
     low = np.array([b.start for b in boxes]).reshape(len(boxes), -1)
     high = low + np.array([b.size for b in boxes]).reshape(len(boxes), -1)

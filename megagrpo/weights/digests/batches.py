@@ -1,7 +1,6 @@
 """Batches of recorded copies for one digest call: launches per tensor of experts, not per matrix."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,30 +18,28 @@ class LiveBatch(NamedTuple):
 
     box: Box
     values: Tensor  # [k, *box.size], a view
-    places: np.ndarray  # [k] int64: which copies these are, in the order in which CopyBatches was given them
+    indices: np.ndarray  # [k] int64, of the copies in CopyBatches
     dtype: torch.dtype  # published, perhaps not that of the values
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Finds copies at a constant distance in one storage."""
+class _Run(NamedTuple):
+    """Copies at a constant distance in one storage."""
 
     first: Copy
     step: int  # elements from one to the next
-    places: np.ndarray
+    indices: np.ndarray
 
 
 class CopyBatches:
-    """Batches copies that share box, strides and storage and lie at constant distances, in whatever parameters.
+    """Batches copies that share box, strides and storage and lie at constant distances, in any parameters.
 
-    specs: of the HF tensors, with published dtypes. Parameters may move to other storages between two calls; the
-    batches follow.
+    specs: with published dtypes. Parameters may move to other storages between two calls; the batches follow.
     """
 
     def __init__(self, copies: Sequence[Copy], specs: Specs):
         self._copies, self._specs = copies, specs
         self._parameters = list(dict.fromkeys(copy.parameter for copy in copies))
-        self._layout: list[tuple[int, int, torch.dtype]] = []
+        self._layout: dict[str, tuple[int, int, torch.dtype]] = {}
         self._runs: list[_Run] = []
 
     def views(self, parameters: Mapping[str, Tensor]) -> Iterator[LiveBatch]:
@@ -50,41 +47,39 @@ class CopyBatches:
 
         Batches whose dtype is not the published one come in parts, because a cast makes a copy.
         """
-        layout = [_place_in_memory(parameters[name]) for name in self._parameters]
+        layout = {name: _in_memory(parameters[name]) for name in self._parameters}
         if layout != self._layout:
-            self._layout, self._runs = layout, self._plan(dict(zip(self._parameters, layout, strict=True)))
-        for run in self._runs:
-            parameter, copy, count = parameters[run.first.parameter].detach(), run.first, len(run.places)
-            dtype = self._specs[copy.hf][1]
-            values = parameter.as_strided(
-                (count, *copy.size), (run.step, *copy.strides), parameter.storage_offset() + copy.offset
-            )
+            self._layout, self._runs = layout, self._plan(layout)
+        for copy, step, indices in self._runs:
+            parameter, count, dtype = parameters[copy.parameter].detach(), len(indices), self._specs[copy.hf][1]
+            first = parameter.storage_offset() + copy.offset
+            values = parameter.as_strided((count, *copy.size), (step, *copy.strides), first)
             at_once = count if values.dtype == dtype else max(1, _CAST_ELEMENTS // max(copy.box.numel, 1))
-            for first in range(0, count, at_once):
-                part = slice(first, first + at_once)
-                yield LiveBatch(copy.box, values[part], run.places[part], dtype)
+            for begin in range(0, count, at_once):
+                part = slice(begin, begin + at_once)
+                yield LiveBatch(copy.box, values[part], indices[part], dtype)
 
     def _plan(self, layout: Mapping[str, tuple[int, int, torch.dtype]]) -> list[_Run]:
         alike: dict[tuple, list[tuple[int, int]]] = {}
-        for place, copy in enumerate(self._copies):
+        for index, copy in enumerate(self._copies):
             storage, offset, dtype = layout[copy.parameter]
             published = self._specs[copy.hf][1]
             group = alike.setdefault((storage, dtype, published, copy.start, copy.size, copy.strides), [])
-            group.append((offset + copy.offset, place))
+            group.append((offset + copy.offset, index))
         runs = []
         for group in alike.values():
-            offsets, places = zip(*sorted(group), strict=True)
+            offsets, indices = zip(*sorted(group), strict=True)
             for run in constant_steps(offsets):
-                step = offsets[run[1]] - offsets[run[0]] if len(run) > 1 else 0
-                runs.append(_Run(self._copies[places[run[0]]], step, np.array([places[k] for k in run])))
+                _, step = _steps(offsets, run)
+                runs.append(_Run(self._copies[indices[run[0]]], step, np.array([indices[k] for k in run])))
         return runs
 
 
 def constant_steps(ascending: Sequence[int]) -> list[range]:
     """Cuts ascending numbers into runs of constant steps and returns the indices of each.
 
-    Greedy; then many equal short runs at a constant distance become few long ones: 0 1, 10 11, 20 21 (gate and up of
-    experts that lie apart) are 0 10 20 and 1 11 21.
+    Greedy; then many equal short runs at a constant distance become few long ones: 0 1, 10 11, 20 21 become 0 10 20 and
+    1 11 21 (gate and up of experts that lie apart).
     """
     short, first = [], 0
     while first < len(ascending):
@@ -106,7 +101,7 @@ def constant_steps(ascending: Sequence[int]) -> list[range]:
 
 
 def _end_of_run(ascending: Sequence[int], first: int) -> int:
-    """Returns where the constant steps that begin at index `first` end."""
+    """Returns the index at which the constant steps from index `first` on end."""
     stop = first + 1
     while stop < len(ascending) and ascending[stop] - ascending[stop - 1] == ascending[first + 1] - ascending[first]:
         stop += 1
@@ -114,10 +109,10 @@ def _end_of_run(ascending: Sequence[int], first: int) -> int:
 
 
 def _steps(ascending: Sequence[int], run: range) -> tuple[int, int]:
-    """Returns how many numbers a run has, and their distance."""
+    """Returns the count of a run's numbers and their distance, 0 for one."""
     return len(run), ascending[run[1]] - ascending[run[0]] if len(run) > 1 else 0
 
 
-def _place_in_memory(tensor: Tensor) -> tuple[int, int, torch.dtype]:
+def _in_memory(tensor: Tensor) -> tuple[int, int, torch.dtype]:
     """Returns the storage's identity, the tensor's offset in it (in elements), and its dtype."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.dtype

@@ -2,7 +2,7 @@
 
     digest(slice) = sum over its elements of multiplier(index) * bits, modulo 2^64
 
-`bits` is the element of the published dtype read as a signed integer of its width, `index` its place in the whole HF
+`bits` is the element of the published dtype read as a signed integer of its width, `index` its index in the whole HF
 tensor, and multiplier(i, j, ...) = odd_0(i) * odd_1(j) * ..., one odd 64-bit number for every index along every
 dimension: odd_k(i) = mix64(k, i) | 1, where mix64 is the finaliser of splitmix64 (Steele, Lea, Flood 2014).
 
@@ -50,13 +50,13 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def slice_digest(values: Tensor, box: Box) -> Tensor:
     """Returns the digest of one slice, int64 [] on the values' device.
 
-    `values`: of the published dtype, shaped like `box`, the slice's place in the HF tensor, with any strides.
+    `values`: of the published dtype, shaped like `box`, the slice's elements of the HF tensor, with any strides.
     """
     return batched_digest(values.unsqueeze(0), box)[0]
 
 
 def batched_digest(values: Tensor, box: Box) -> Tensor:
-    """Returns the digests of k slices that have the same place in as many HF tensors, int64 [k] on the values' device.
+    """Returns the digests of one box of k HF tensors, int64 [k] on the values' device.
 
     `values`: [k, *box.size] of the published dtype, with any strides.
     """
@@ -87,19 +87,19 @@ def _row_sums(bits: Tensor, columns: Tensor) -> Tensor:
     chunk = max(_CUDA_CHUNK if bits.is_cuda else _CHUNK, len(columns))
     sums = torch.empty(bits.shape[:-1], dtype=torch.int64, device=bits.device)
     # One buffer for all chunks: a new one for each may come from the system, with a page fault for every 4 KiB.
-    _sum_into(sums, bits, columns, torch.empty(min(chunk, bits.numel()), dtype=torch.int64, device=bits.device))
+    buffer = torch.empty(min(chunk, bits.numel()), dtype=torch.int64, device=bits.device)
+
+    def sum_into(sums: Tensor, bits: Tensor) -> None:
+        if bits.numel() <= len(buffer):
+            torch.sum(buffer[: bits.numel()].view(bits.shape).copy_(bits).mul_(columns), -1, out=sums)
+        else:
+            rows = max(1, len(buffer) // bits[0].numel())
+            parts = [(sums[0], bits[0])] if len(bits) == 1 else zip(sums.split(rows), bits.split(rows), strict=True)
+            for part in parts:
+                sum_into(*part)
+
+    sum_into(sums, bits)
     return sums
-
-
-def _sum_into(sums: Tensor, bits: Tensor, columns: Tensor, buffer: Tensor) -> None:
-    if bits.numel() <= len(buffer):
-        torch.sum(buffer[: bits.numel()].view(bits.shape).copy_(bits).mul_(columns), -1, out=sums)
-    elif len(bits) == 1:
-        _sum_into(sums[0], bits[0], columns, buffer)
-    else:
-        rows = max(1, len(buffer) // bits[0].numel())
-        for part, out in zip(bits.split(rows), sums.split(rows), strict=True):
-            _sum_into(out, part, columns, buffer)
 
 
 @cache

@@ -1,7 +1,6 @@
 """The digest of a batch of slices in one kernel: reads every element once, writes one sum for each block of rows.
 
-Multipliers are computed in registers (digest.py says which), once for a column of a whole block of rows. Imported where
-there is Triton only.
+Multipliers (see digest.py) are computed in registers, once for a column of a whole block of rows. Needs Triton.
 """
 
 from contextlib import nullcontext
@@ -83,8 +82,8 @@ def _block_sums(
     for first in range(0, columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS).to(tl.int64)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
-        place = row[:, None] * row_stride + column[None, :] * column_stride
-        values = tl.load(start + place, mask=inside, other=0).to(tl.int64)
+        offsets = row[:, None] * row_stride + column[None, :] * column_stride
+        values = tl.load(start + offsets, mask=inside, other=0).to(tl.int64)
         total += values * _odd_number(column, column_seed)[None, :]
     per_row = tl.sum(total, axis=1)
     if WEIGH_ROWS:

@@ -5,7 +5,7 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import httpx
@@ -78,16 +78,11 @@ class EngineConnection:
         """Returns `patience_s`, or what is left of the deadline if that is less, in seconds."""
         return min(self._patience_s, self.deadline.left)
 
-    @property
-    def all_slices(self) -> Iterator[Copy]:
-        """Yields the slices of one rank after the other."""
-        return (part for slices in self.slices for part in slices)
-
     def post(self, path: str, body: dict | None = None, timeout_s: float | None = None, name: str = "") -> None:
         """Posts and requires success. Raises EngineDown for a timeout, EngineRefused for an error status.
 
-        `timeout_s` defaults to the rest of the deadline; `name`, for the timeline, to the path. The answer is ignored:
-        some paths answer in prose, and none carries the result of a custom weight loader.
+        timeout_s: by default the rest of the deadline. name: for the timeline, by default the path. The answer's text
+        is ignored: none carries the result of a custom weight loader.
         """
         timeout_s = timeout_s or self.deadline.left
         timeout = httpx.Timeout(timeout_s, connect=min(_CONNECT_S, timeout_s))
@@ -119,16 +114,8 @@ class EngineConnection:
         self.post("/begin_weight_update", timeout_s=self.patience)
 
     def end(self) -> None:
-        """Closes the session; the engine may process what was loaded."""
+        """Closes the session; the engine may process the loaded weights."""
         self.post("/end_weight_update")
-
-    def end_abandoned_update(self) -> None:
-        """Ends the update in whose middle earlier trainers died; the engine would refuse another.
-
-        What they loaded is overwritten by this one.
-        """
-        with suppress(EngineRefused):  # there is none
-            self.end()
 
     def record(self, specs: Specs, past_loader: bool, dummy_start: bool, forgets: bool = False) -> None:
         """Records the copy list of every rank. specs: with published dtypes. past_loader: see Transport.
@@ -137,58 +124,53 @@ class EngineConnection:
         its buffers in its sleep. Raises RuntimeError naming parameters that these tensors do not fill, or buffers that
         cannot be updated.
         """
-        message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
         key = self.mailbox.new_key("specs")
-        self.mailbox.put(key, message)
+        self.mailbox.put(
+            key, {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
+        )
         request = {"specs": key, "allow_computed": past_loader, "dummy_start": dummy_start}
         answers = self.ask("record", [request] * self.tp)
-        self.mailbox.forget(key)
-        problems = [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
-        if problems:
+        self.mailbox.store.delete_key(key)
+        if problems := [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]:
             raise RuntimeError(f"{self} has parameters that the published tensors do not fill:\n" + "\n".join(problems))
-        self.slices = [
-            [
-                Copy(hf, tuple(start), tuple(size), parameter, offset, tuple(strides))
-                for hf, start, size, parameter, offset, strides in answer["copies"]
-            ]
-            for answer in answers
-        ]
+
+        def copy(hf: str, start: list, size: list, parameter: str, offset: int, strides: list) -> Copy:
+            return Copy(hf, tuple(start), tuple(size), parameter, offset, tuple(strides))
+
+        self.slices = [[copy(*one) for one in answer["copies"]] for answer in answers]
         self.together = {tuple(names) for answer in answers for names in answer["together"]}
-        if computed := {name: how for answer in answers for name, how in answer["computed"].items()}:
-            lines = (f"{name} from {how}" for name, how in sorted(computed.items()))
-            print(f"{self}: not copied but computed by its loader, which gets whole tensors: {', '.join(lines)}")
-        if derived := sorted({name for answer in answers for name in answer["derived"]}):
-            names = ", ".join(derived)
-            if past_loader and not answers[0]["post_load"]:
-                raise RuntimeError(
-                    f"{self} holds, beside parameters and buffers, {names}, which may be computed from weights when "
-                    "they are loaded, and its model has no post_load_weights: use weights.transport: broadcast"
-                )
-        if unknown := sorted(
-            {name for answer in answers for name in answer["derived"] if name not in answer["proven"]}
-        ):
-            names = ", ".join(unknown)
+        if computed := {f"{name} from {how}" for answer in answers for name, how in answer["computed"].items()}:
+            lines = ", ".join(sorted(computed))
+            print(f"{self}: not copied but computed by its loader, which gets whole tensors: {lines}")
+        derived = {name for answer in answers for name in answer["derived"]}
+        if derived and past_loader and not answers[0]["post_load"]:
+            raise RuntimeError(
+                f"{self} holds, besides parameters and buffers, {', '.join(sorted(derived))}, perhaps computed from "
+                "weights on loading, and its model has no post_load_weights: use weights.transport: broadcast"
+            )
+        if unknown := {name for answer in answers for name in answer["derived"] if name not in answer["proven"]}:
+            names = ", ".join(sorted(unknown))
             if forgets:
                 raise RuntimeError(
                     f"{self} would lose {names} in its sleep, and no publish brings them back: set rollout.sglang: "
                     "{enable_weights_cpu_backup: true}, which keeps a copy of the weights in host memory"
                 )
-            print(f"{self}: no digest covers what it holds beside parameters and buffers: {names}", flush=True)
+            print(f"{self}: no digest covers {names}, which it holds besides parameters and buffers", flush=True)
 
     def digests(self, flush: bool) -> tuple[list[np.ndarray], list[str]]:
-        """Returns digests of the live parameters, by rank int64 in the order of `slices`, and problems on the way.
+        """Returns digests of the live parameters, by rank int64 in the order of `slices`, and problems found.
 
-        flush: with that, the engine forgets the keys and values that other weights have computed.
+        flush: also makes the engine forget its cache of keys and values, computed with other weights.
         """
         answers = self.ask("digest", [{}] * self.tp, flush)
         problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         return [np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers], problems
 
     def close(self) -> None:
-        """Cuts the HTTP connections, whatever state the engine is in; what waits for an answer raises EngineDown."""
+        """Cuts the HTTP connections, whatever state the engine is in; a call under way raises EngineDown."""
         self._closed = True
         if self.asked and self._sockets:
-            # Only closed, one would not wake the thread that reads from it, which might then read from the next socket
+            # Not closed: this would not wake the thread that reads from it, which might then read from the next socket
             # that gets its number. That thread closes it.
             for connection in self._sockets:
                 with suppress(OSError):
@@ -204,9 +186,9 @@ class EngineConnection:
                 self._sockets = [*still_open, info["return_value"].get_extra_info("socket")]
 
     def ask(self, operation: str, requests: Sequence[Mapping[str, object]], flush: bool = False) -> list[dict]:
-        """Runs an operation of engine_loader on every rank, inside a weight-update session of its own.
+        """Runs an operation of loader.py on every rank, inside a weight-update session of its own.
 
-        requests: one for each rank. flush: empties the KV cache too. Returns answers by rank. Raises EngineDown when
+        requests: one for each rank. flush: empties the KV cache too. Returns answers by rank. Raises EngineDown if
         one does not come, RuntimeError with the traceback of a rank in which the operation failed.
         """
         keys = [self.mailbox.new_key(f"{operation}/{self.id}") for _ in range(self.tp)]
@@ -219,7 +201,7 @@ class EngineConnection:
                 "serialized_named_tensors": payloads,
                 "load_format": WEIGHT_LOADER,
                 "flush_cache": flush,
-                "torch_empty_cache": False,  # what SGLang does for it on a CPU takes longer than the proof
+                "torch_empty_cache": False,  # on a CPU it takes longer than the proof
             },
             name=operation,
         )

@@ -10,6 +10,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.types import EngineInfo
 from megagrpo.weights.copies.record import Specs
 from megagrpo.weights.engines.client import EngineConnection, EngineDown, EngineRefused, OnCall
+from megagrpo.weights.transports.protocol import Transport
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, address_towards
 
@@ -26,25 +27,24 @@ class EngineRegistry(Protocol):
         """Returns all engines, whatever state they are in."""
 
     def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        """Says that weights are about to change. Returns False when this incarnation has died meanwhile."""
+        """Announces that weights are about to change. Returns False if this incarnation has died meanwhile."""
 
     def wake(self, engine_id: str, incarnation: int) -> bool:
-        """Gives a colocated engine its cache back. Returns False when this incarnation has died meanwhile."""
+        """Gives a colocated engine its cache back. Returns False likewise."""
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        """Says which weights were verified. Returns False when this incarnation has died meanwhile."""
+        """Notes which weights were verified. Returns False likewise."""
 
     def report_lost(self, engine_id: str, incarnation: int) -> None:
-        """Says that an update failed half-way: the engine must be started again."""
+        """Reports an update that failed half-way: the engine must be started again."""
 
 
 class EngineFleet:
     """Connections to all engines, and calls to those of the current *round*.
 
     A round is the set of engines that are opened, updated and verified together. Only `each`, `alive`, `waiting` and
-    `close` are for all ranks; on ranks other than 0 there are no connections and the round is empty. `drop` is called
-    for every connection that ends, in any thread. past_loader: see Transport. on_call, patience_s: see
-    EngineConnection.
+    `close` are for all ranks; on ranks other than 0 there are no connections and the round is empty. on_call,
+    patience_s: see EngineConnection.
     """
 
     def __init__(
@@ -52,14 +52,12 @@ class EngineFleet:
         config: ExperimentConfig,
         registry: EngineRegistry,
         specs: Specs,
-        drop: Callable[[EngineConnection], None],
-        past_loader: bool,
+        transport: Transport,
         on_call: OnCall,
         patience_s: float,
     ):
-        self._config, self._registry, self._specs = config, registry, specs
-        self._drop, self._past_loader, self._on_call = drop, past_loader, on_call
-        self._patience_s = patience_s
+        self._config, self._registry, self._specs, self._transport = config, registry, specs, transport
+        self._on_call, self._patience_s = on_call, patience_s
         self._connections: dict[str, EngineConnection] = {}  # by engine id, kept from publish to publish
         self._round: list[str] = []
         self._lost: dict[str, EngineDown] = {}  # died in this publish and are not back
@@ -71,9 +69,9 @@ class EngineFleet:
         return [self._connections[id] for id in self._round if id not in self._lost]
 
     def choose(self, only: list[str] | None, deadline: Deadline) -> list[str]:
-        """Begins a publish: waits until the service has as many usable engines as it must, and returns their ids.
+        """Begins a publish: waits until the service has enough usable engines, and returns their ids.
 
-        Of `only`, engines that died or were drained meanwhile are left out: they get their weights when they come back.
+        Engines of `only` that died or were drained meanwhile are left out: they get their weights after their restart.
         Raises TimeoutError with the state of every engine.
         """
         self._lost.clear()
@@ -91,9 +89,9 @@ class EngineFleet:
             time.sleep(_POLL_S)
 
     def open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
-        """Begins a round with those of `ids` that the service still lists: connects, pauses, learns what new ones copy.
+        """Begins a round with those of `ids` that the service still lists: connects, pauses, records new copy lists.
 
-        `writing`: their weights are about to change, which the service must know.
+        writing: whether their weights are about to change, which the service must know.
         """
         infos = {info.id: info for info in self._registry.engines()}
         for id, connection in list(self._connections.items()):
@@ -111,10 +109,11 @@ class EngineFleet:
                 raise EngineDown(f"{engine} died before it could be updated")
             engine.pause()
             if not engine.slices:
-                engine.end_abandoned_update()
+                with suppress(EngineRefused):  # unless earlier trainers died in an update, which would block this one
+                    engine.end()
                 rollout = self._config.rollout
                 forgets = rollout.colocate and not rollout.sglang.get("enable_weights_cpu_backup")
-                engine.record(self._specs, self._past_loader, rollout.load_format == "dummy", forgets)
+                engine.record(self._specs, self._transport.past_loader, rollout.load_format == "dummy", forgets)
 
         self.each(open_one)
 
@@ -128,8 +127,7 @@ class EngineFleet:
         errors = []
         with ThreadPoolExecutor(len(self.alive)) as pool:
             for engine, done in [(engine, pool.submit(work, engine)) for engine in self.alive]:
-                error = done.exception()
-                if isinstance(error, EngineDown):
+                if isinstance(error := done.exception(), EngineDown):
                     self._lost[engine.id] = error
                     self._registry.report_lost(engine.id, engine.incarnation)
                     self._end(engine)
@@ -139,20 +137,20 @@ class EngineFleet:
             raise errors[0] if len(errors) == 1 else RuntimeError("\n".join(map(repr, errors)))
 
     def wake(self, engine: EngineConnection) -> None:
-        """Gives an engine that has slept its cache back, now that its weights are there. Raises EngineDown."""
+        """Gives an engine that slept its cache back, after its weights. Raises EngineDown."""
         if self._config.rollout.colocate and not self._registry.wake(engine.id, engine.incarnation):
             raise EngineDown(f"{engine} did not get its cache back")
 
     def mark_ready(self, engine: EngineConnection, version: int) -> None:
-        """Admits requests to an engine that holds `version`, as was verified. Raises EngineDown when it has died."""
+        """Admits requests to an engine that verifiably holds `version`. Raises EngineDown if it has died."""
         if not self._registry.mark_ready(engine.id, engine.incarnation, version):
             raise EngineDown(f"{engine} died after it was verified")
 
     def wait_for_lost(self, version: int, deadline: Deadline) -> list[str]:
         """Returns the ids that a further round must update: none, unless too few engines hold `version`.
 
-        Engines that died in this publish come back with their old weights. With enough others nobody waits for them:
-        the rollout refreshes them. Raises TimeoutError with the state of every engine and why they died.
+        Engines that died in this publish come back with their old weights. If enough others are ready, this does not
+        wait: the rollout refreshes them. Raises TimeoutError with the state of every engine and why they died.
         """
         wanted = self._config.rollout.min_healthy_engines
         while self._lost:
@@ -165,8 +163,7 @@ class EngineFleet:
                     f"rank 0 waited {deadline.seconds:.0f} s (weights.timeout_s) for {wanted} engines to restart and "
                     f"take version {version}: {states}; they died because: {'; '.join(map(str, self._lost.values()))}"
                 )
-            back = [info.id for info in infos if info.state == "stale"]
-            if back:
+            if back := [info.id for info in infos if info.state == "stale"]:
                 self._lost.clear()
                 return back
             time.sleep(_POLL_S)
@@ -178,28 +175,21 @@ class EngineFleet:
         engines = list(self._connections.values())
         return ", ".join(f"{engine} to answer {engine.asked}" for engine in engines if engine.asked)
 
-    def close(self, leave: Callable[[EngineConnection], None]) -> None:
-        """Ends all connections, after `leave`. The engines stay as they are; one that is gone is no error."""
+    def close(self) -> None:
+        """Ends all connections, after the transport's `leave`. The engines stay as they are; a dead one is no error."""
         for engine in self._connections.values():
             engine.deadline = Deadline(_LEAVE_S)
             with suppress(EngineDown, EngineRefused):
-                leave(engine)
+                self._transport.leave(engine)
             self._end(engine)
         self._connections.clear()
 
     def _connect(self, info: EngineInfo) -> EngineConnection:
         if self._mailbox is None:
             self._mailbox = Mailbox(address_towards(info.url), self._config.weights.timeout_s)
-        rollout = self._config.rollout
-        return EngineConnection(
-            info,
-            tp=rollout.tp,
-            mailbox=self._mailbox,
-            api_key=self._registry.api_key,
-            patience_s=self._patience_s,
-            on_call=self._on_call,
-        )
+        tp, key = self._config.rollout.tp, self._registry.api_key
+        return EngineConnection(info, tp, self._mailbox, key, self._patience_s, self._on_call)
 
     def _end(self, engine: EngineConnection) -> None:
         engine.close()
-        self._drop(engine)
+        self._transport.drop(engine)

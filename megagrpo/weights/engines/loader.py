@@ -1,14 +1,14 @@
 """The code that SGLang calls inside an engine: `--custom-weight-loader megagrpo.weights.engines.loader.run`.
 
-(engine_process.py and rollout/cpu run there too.) Every rank of the engine calls `run` for each request of trainer
-rank 0. An exception in it would end the server, so `run` reports errors to the mailbox and raises nothing.
+Every rank of the engine calls `run` for each request of trainer rank 0. An exception would end the server, so `run`
+reports errors to the mailbox and raises nothing.
 """
 
 import base64
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field
@@ -43,7 +43,7 @@ def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None
 
     The request is one uint8 tensor [bytes of the encoded message], called "request".
     """
-    with _reported(lambda text: print(text, file=sys.stderr)):  # no way to answer: the trainer's deadline ends its wait
+    with _reported(lambda text: print(text, file=sys.stderr)):  # no mailbox: the trainer's deadline ends its wait
         request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
         mailbox: tuple[str, int] = tuple(request["mailbox"])
         store = TCPStore(*mailbox, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S))
@@ -74,22 +74,15 @@ class _Link:
 
 
 @dataclass
-class _WholeTensors:
-    """HF tensors from which the model's own loader computes parameters, and the digests of their last transfer."""
-
-    copies: list[Copy]
-    specs: Specs  # with published dtypes
-    digests: list[int] | None = None  # of the tensors as they arrived, by copy
-    results: dict[str, int] = field(default_factory=dict)  # digests of the computed parameters, right after
-
-
-@dataclass(frozen=True)
 class _Recorded:
-    """The result of the request "record", which later requests use."""
+    """The result of the request "record", and digests of the last transfer."""
 
     recording: Recording
-    batches: CopyBatches
-    whole: _WholeTensors
+    specs: Specs  # with published dtypes
+    batches: CopyBatches  # of the recorded copies
+    whole: list[Copy]  # of HF tensors from which the model's own loader computes parameters
+    arrived: list[int] | None = None  # digests of these tensors, as they arrived
+    computed: dict[str, int] = field(default_factory=dict)  # digests of the computed parameters, right after
 
 
 class EngineEnd:
@@ -106,7 +99,7 @@ class EngineEnd:
     def __init__(self, model: torch.nn.Module):
         # Weak, because _ends keeps this object as long as the model lives.
         self._weak_model = weakref.ref(model)
-        self.recorded: _Recorded | None = None
+        self.recorded: _Recorded  # from the first request on
         self.link: _Link | None = None
         self._capture: Recorder | None = None
 
@@ -128,17 +121,12 @@ class EngineEnd:
         assert model is not None, "SGLang passes the model with every request"
         return model
 
-    @property
-    def _known(self) -> _Recorded:
-        assert self.recorded is not None, "trainers record first"
-        return self.recorded
-
     def record(self, request: dict, specs: dict) -> dict:
-        """Returns the copies of this rank. problems: elements that the HF tensors do not fill exactly once."""
+        """Returns this rank's copies. problems: elements that the HF tensors do not fill exactly once."""
         model = self._model
         hf = {name: (tuple(shape), getattr(torch, dtype)) for name, (shape, dtype) in specs.items()}
         recording, whole = record_engine_model(model, hf, request["allow_computed"])
-        self.recorded = _Recorded(recording, CopyBatches(recording.copies, hf), _WholeTensors(whole, hf))
+        self.recorded = _Recorded(recording, hf, CopyBatches(recording.copies, hf), whole)
         problems = coverage_problems(recording, dict(model.named_parameters())) + _copies_of_the_start(model)
         if request["dummy_start"]:
             problems += _random_buffers(model, recording)
@@ -162,7 +150,7 @@ class EngineEnd:
         if lost:  # outside the handler: the exception keeps frames alive that keep the group alive
             self.leave()
             return {"lost": lost, "staging_bytes": 0}
-        for fill in self._known.recording.fills:  # an engine's parameters may start with any values
+        for fill in self.recorded.recording.fills:  # an engine's parameters may start with any values
             fill.view(live).fill_(fill.value)
         if hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()  # type: ignore[operator]  # torch takes it for a Tensor or a Module
@@ -172,28 +160,28 @@ class EngineEnd:
         """Returns the digests of all recorded copies' live values in the published dtype, in the order of `record`.
 
         digests: int64, little-endian, as base64. problems: live values that the published dtype cannot represent,
-        constants that have changed, and matrices that differ from what they are computed from.
+        constants that have changed, and matrices that differ from the values computed anew.
         """
-        recording, whole, live = self._known.recording, self._known.whole, _live(self._model)
-        digests = np.zeros(len(recording.copies) + len(whole.copies), dtype="<i8")
-        digests[: len(recording.copies)], problems = self._digest_copies(live)
+        recorded, live = self.recorded, _live(self._model)
+        digests, problems = self._digest_copies(live)
+        fills = recorded.recording.fills
         with torch.no_grad():
-            changed = [(fill.view(live) != fill.value).any() for fill in recording.fills]
+            changed = [(fill.view(live) != fill.value).any() for fill in fills]
             absorbed = {name: (has != expected).any() for name, has, expected in _absorbed(self._model)}
         problems += [
             f"parameter {fill.parameter}: elements that the loader sets to {fill.value} hold something else"
-            for fill, differs in zip(recording.fills, torch.stack(changed).tolist() if changed else [], strict=True)
+            for fill, differs in zip(fills, torch.stack(changed).tolist() if changed else [], strict=True)
             if differs
         ]
         problems += [f"{name}: not what the live kv_b_proj.weight gives" for name, bad in absorbed.items() if bad]
-        if whole.digests is not None:
-            digests[len(recording.copies) :] = whole.digests
-            problems += [
-                f"parameter {name}: not what the loader has computed of the weights that it was sent last"
-                for name, digest in _digests_of(recording.computed, live).items()
-                if digest != whole.results[name]
-            ]
-        return {"digests": base64.b64encode(digests.tobytes()).decode(), "problems": problems}
+        problems += [
+            f"parameter {name}: not what the loader has computed of the weights that it was sent last"
+            for name, digest in _digests_of(recorded.computed, live).items()
+            if digest != recorded.computed[name]
+        ]
+        whole = np.array(recorded.arrived or [0] * len(recorded.whole), dtype="<i8")
+        data = np.concatenate([digests, whole]).tobytes()
+        return {"digests": base64.b64encode(data).decode(), "problems": problems}
 
     def leave(self) -> dict:
         """Forgets the trainers, whatever state they are in."""
@@ -222,11 +210,11 @@ class EngineEnd:
         deadline, patience_s = Deadline(request["left_s"]), request["patience_s"]
         if self.link is None or self.link.name != request["group"]:
             self.link = self._join(request, store, mailbox)
-        model, recording, whole = self._model, self._known.recording, self._known.whole
+        model, recorded = self._model, self.recorded
         device = next(model.parameters()).device
         sent = {
-            copy.parameter: torch.empty(copy.size, dtype=whole.specs[copy.hf][1], device=device)
-            for copy in whole.copies
+            copy.parameter: torch.empty(copy.size, dtype=recorded.specs[copy.hf][1], device=device)
+            for copy in recorded.whole
         }
         staging_bytes, targets = 0, live | sent
         if self.link.group is None:
@@ -235,9 +223,9 @@ class EngineEnd:
             traffic = receive_batches(self.link.group, self.link.batches, targets, deadline, patience_s)
             staging_bytes = traffic.staging_bytes
         if sent:  # these go through the model's own loader
-            whole.digests = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in whole.copies]
-            model.load_weights([(copy.hf, sent[copy.parameter]) for copy in whole.copies])  # type: ignore[operator]
-            whole.results = _digests_of(recording.computed, _live(model))
+            recorded.arrived = [int(slice_digest(sent[copy.parameter], copy.box)) for copy in recorded.whole]
+            model.load_weights([(copy.hf, sent[copy.parameter]) for copy in recorded.whole])  # type: ignore[operator]
+            recorded.computed = _digests_of(recorded.recording.computed, _live(model))
         return staging_bytes + sum(tensor.nbytes for tensor in sent.values())
 
     def _join(self, request: ReceiveRequest, store: TCPStore, mailbox: tuple[str, int]) -> _Link:
@@ -259,11 +247,11 @@ class EngineEnd:
     def _digest_copies(self, live: dict[str, Tensor]) -> tuple[np.ndarray, list[str]]:
         """Returns the digests of the recorded copies, int64 [copies], and a line for each that the published dtype
         cannot represent."""
-        copies = self._known.recording.copies
+        copies = self.recorded.recording.copies
         digests, order = [], []
         inexact: dict[int, torch.dtype] = {}  # by copy
         with torch.no_grad():
-            for box, values, indices, dtype in self._known.batches.views(live):
+            for box, values, indices, dtype in self.recorded.batches.views(live):
                 published = values.to(dtype)
                 digests.append(batched_digest(published, box))
                 order.append(indices)
@@ -275,7 +263,7 @@ class EngineEnd:
             in_order[np.concatenate(order)] = torch.cat(digests).cpu().numpy()
         return in_order, [
             f"parameter {copies[k].parameter}, HF tensor {copies[k].source}: holds values that {dtype} cannot represent"
-            for k, dtype in sorted(inexact.items(), key=lambda item: item[0])
+            for k, dtype in sorted(inexact.items())
         ]
 
 
@@ -289,14 +277,12 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
 
     Returns also copies of the whole HF tensors from which its loader computes parameters.
     """
+
+    def load(hf: Mapping[str, Tensor]) -> None:
+        model.load_weights(list(hf.items()))  # type: ignore[operator]  # torch takes it for a Tensor or a Module
+
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
-        # type: ignore, because torch takes every attribute of a module for a Tensor or a Module.
-        recording = record(
-            lambda hf: model.load_weights(list(hf.items())),  # type: ignore[operator]
-            specs,
-            _live(model),
-            allow_computed,
-        )
+        recording = record(load, specs, _live(model), allow_computed)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
     return recording, [_whole_copy(name, specs[name][0]) for name in names]
 

@@ -49,7 +49,7 @@ class BroadcastTransport:
 
         def send(buckets: Iterator[dict[str, Tensor]]) -> None:
             # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a broadcast.
-            # Without it `wait` raises. One block around all threads: they share the environment.
+            # One block around all threads: they share the environment.
             with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
                 engines.each(self._join)
             engines.each(EngineConnection.begin)
@@ -70,15 +70,13 @@ class BroadcastTransport:
 
     def drop(self, engine: EngineConnection) -> None:
         """Aborts the engine's groups."""
-        line = self._lines.pop(engine.id, None)
-        if line is not None:
+        if line := self._lines.pop(engine.id, None):
             line.close()
 
     def leave(self, engine: EngineConnection) -> None:
         """Makes the engine destroy its end of the groups."""
-        if engine.id in self._lines:
-            for group in self._lines[engine.id].groups:
-                engine.post("/destroy_weights_update_group", {"group_name": group.name})
+        for group in self._lines[engine.id].groups if engine.id in self._lines else ():
+            engine.post("/destroy_weights_update_group", {"group_name": group.name})
 
     def _follow(self, engines: EngineFleet) -> None:
         """Collective. Rebuilds the plan if it splits tensors that an engine's loader requires in one call."""
@@ -91,7 +89,7 @@ class BroadcastTransport:
             self._plan = broadcast_plan(weights.copies, weights.specs, weights.bucket_bytes, sorted(self._together))
 
     def _join(self, engine: EngineConnection) -> None:
-        """Makes the groups of rank 0 and the engine's ranks, unless they are there; all wait until all have come."""
+        """Makes the groups of rank 0 and the engine's ranks, unless they exist; all wait for all."""
         if engine.id not in self._lines:
             self._lines[engine.id] = _Line(engine)
             for _ in range(_IN_FLIGHT):
@@ -105,8 +103,7 @@ class BroadcastTransport:
 class _Line:
     """Rank 0's end of the groups with one engine, and the calls that it has not answered.
 
-    Buckets take turns between the groups: two calls may reach the engine in either order, and each names the group
-    in which its own bucket comes.
+    Buckets take turns between the groups, because two calls may reach the engine in either order: each names its group.
     """
 
     def __init__(self, engine: EngineConnection):
@@ -118,7 +115,8 @@ class _Line:
         """Makes one more group. Raises EngineDown, EngineRefused."""
         engine = self._engine
         name = f"weights-{uuid.uuid4().hex}"  # an engine outlives trainers, and refuses a name that it has seen
-        store = listening_store(engine.address, min(_JOIN_S, engine.deadline.seconds))
+        timeout_s = min(_JOIN_S, engine.deadline.seconds)
+        store = listening_store(engine.address, timeout_s)
         body = {
             "master_address": engine.address,
             "master_port": store.port,
@@ -129,7 +127,6 @@ class _Line:
         }
 
         def join() -> None:
-            timeout_s = store.timeout.total_seconds()  # type: ignore[attr-defined]  # missing in torch's type stubs
             group = join_group(store, name, 0, 1 + engine.tp, device, engine.address, timeout_s)
             group.set_timeout(engine.deadline.seconds)
             self.groups.append(group)
@@ -157,7 +154,7 @@ class _Line:
             self._answers.popleft().result()
 
     def close(self) -> None:
-        """Ends the groups; what waits in them raises."""
+        """Ends the groups; a wait in them raises."""
         self._abort()
         self._pool.shutdown(wait=False)
 
@@ -185,12 +182,12 @@ class _Line:
 def broadcast_plan(
     everyone: list[list[Copy]], specs: Specs, bucket_bytes: int, together: Sequence[tuple[str, ...]] = ()
 ) -> GatherPlan:
-    """Returns the buckets that are gathered and broadcast; rank 0 holds about `bucket_bytes` of them."""
+    """Returns the buckets that are gathered and broadcast; rank 0 holds _HELD of them, together `bucket_bytes`."""
     return make_gather_plan(everyone, specs, bucket_bytes // _HELD, together)
 
 
 def sent_unpacked(num_bytes: Sequence[int]) -> bool:
-    """Returns whether the tensors of a bucket, of these sizes, are broadcast one by one, as they lie."""
+    """Returns whether the tensors of a bucket, of these sizes, are broadcast one by one."""
     return sum(num_bytes) >= _ALONE_BYTES * len(num_bytes)
 
 

@@ -3,6 +3,7 @@
 Exactly one trainer rank contributes each element of every HF tensor, found by inverting the recorded copies.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from megagrpo.mesh import Mesh
 from megagrpo.weights.copies.record import Copy, Specs
-from megagrpo.weights.copies.views import Box
 from megagrpo.weights.transports.reshard_plan import trainer_atoms
+from megagrpo.weights.wire.group import lost_if_cut
 from megagrpo.weights.wire.moving import Traffic
 
 
@@ -39,17 +40,14 @@ class GatherPlan:
 
 def published_specs(specs: Specs, dtype: torch.dtype, kept: Mapping[str, torch.dtype] | None = None) -> Specs:
     """Returns the specs with published dtypes: that in `kept`, else `dtype`."""
-    kept = kept or {}
-    return {name: (shape, kept.get(name, dtype)) for name, (shape, _) in specs.items()}
+    return {name: (shape, (kept or {}).get(name, dtype)) for name, (shape, _) in specs.items()}
 
 
 def share_out(everyone: list[list[Copy]], specs: Specs, on_main: bool) -> dict[str, list[tuple[int, Copy]]]:
-    """Cuts every HF tensor into disjoint slices, each with the one rank that contributes it. The same result on all
-    ranks.
+    """Cuts every HF tensor into disjoint slices, each with the one rank that contributes it, the same on all ranks.
 
-    `everyone`: copies by rank. A replicated slice goes to rank 0 if that holds it (only with `on_main`: rank 0 sends
-    nothing), else to the rank with the least work so far, the lowest on ties. Raises ValueError for an HF tensor with
-    elements that no rank holds.
+    everyone: copies by rank. on_main: a slice that rank 0 holds is rank 0's, which sends nothing; any other is the
+    rank's with the least work so far. Raises ValueError for an HF tensor with elements that no rank holds.
     """
     load = [0] * len(everyone)
     shares: dict[str, list[tuple[int, Copy]]] = {}
@@ -67,7 +65,7 @@ def make_gather_plan(
 ) -> GatherPlan:
     """Fills buckets of at most `bucket_bytes` with HF tensors in checkpoint order; a larger one has its own.
 
-    specs: with published dtypes, of which a bucket has one. together: names of tensors that must share a bucket. Raises
+    specs: with published dtypes; a bucket has one. together: names of tensors that must share a bucket. Raises
     ValueError if these have several dtypes.
     """
     shares = share_out(everyone, specs, on_main=True)
@@ -84,12 +82,11 @@ def make_gather_plan(
 
 def _units(specs: Specs, together: Iterable[tuple[str, ...]]) -> dict[torch.dtype, list[list[str]]]:
     """Returns by dtype the groups of tensors that share a bucket, most of one tensor, in the order of their first."""
-    unit_of, place = {name: [name] for name in specs}, {name: number for number, name in enumerate(specs)}
+    unit_of, order = {name: [name] for name in specs}, {name: number for number, name in enumerate(specs)}
     for group in together:
-        joined = list({id(unit_of[name]): unit_of[name] for name in group}.values())
-        names = sorted((name for unit in joined for name in unit), key=place.__getitem__)
+        names = sorted({other for name in group for other in unit_of[name]}, key=order.__getitem__)
         if len({specs[name][1] for name in names}) > 1:
-            raise ValueError(f"an engine wants {', '.join(names)} together, which are published in several dtypes")
+            raise ValueError(f"an engine loads {', '.join(names)} together, which are published in several dtypes")
         unit_of |= dict.fromkeys(names, names)
     units: dict[torch.dtype, list[list[str]]] = {}
     for name, unit in unit_of.items():
@@ -100,16 +97,16 @@ def _units(specs: Specs, together: Iterable[tuple[str, ...]]) -> dict[torch.dtyp
 
 def _filled(units: list[list[str]], specs: Specs, bucket_bytes: int) -> list[tuple[str, ...]]:
     """Returns the names of each bucket."""
-    groups: list[list[str]] = [[]]
+    buckets: list[list[str]] = [[]]
     size = 0
     for names in units:
         unit_bytes = sum(prod(shape) * dtype.itemsize for shape, dtype in map(specs.__getitem__, names))
-        if groups[-1] and size + unit_bytes > bucket_bytes:
-            groups.append([])
+        if buckets[-1] and size + unit_bytes > bucket_bytes:
+            buckets.append([])
             size = 0
-        groups[-1] += names
+        buckets[-1] += names
         size += unit_bytes
-    return [tuple(names) for names in groups]
+    return [tuple(names) for names in buckets]
 
 
 def gather_to_main(
@@ -127,11 +124,11 @@ def gather_to_main(
 
     def use_all() -> None:
         with ExitStack() as stack:
-            stack.callback(_exhaust, buckets)  # if `use` fails, the other ranks are still sending
+            stack.callback(deque, buckets, 0)  # takes the rest if `use` fails: the other ranks are still sending
             use(buckets)
 
     if not mesh.is_main:
-        _exhaust(buckets)
+        deque(buckets, 0)
     mesh.from_main(use_all, what)
 
 
@@ -139,33 +136,28 @@ def gather_buckets(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
     """Collective. Yields the whole HF tensors of one bucket after the other on rank 0, empty dicts on the others.
 
     Tensors are contiguous, in the published dtype, on the mesh's device; they are views of rank 0's parameters if those
-    are such already. Every rank must iterate to the end. The slices of the next bucket travel while the caller works on
+    are such already. Every rank must iterate to the end. The slices of the next bucket travel while the caller uses
     this one: memory has at most four buckets, two whole ones and the slices of two.
     """
     if mesh.rank != 0:
         yield from _contribute(plan, parameters, mesh)
         return
     coming = _receive(plan, 0, mesh)
-    for number, bucket in enumerate(plan.buckets):
-        (arrived, works), coming = coming, _receive(plan, number + 1, mesh)
+    for number, bucket in enumerate(plan.buckets, 1):
+        (arrived, works), coming = coming, _receive(plan, number, mesh)
         ours = bucket.parts.get(0, ())
         full = {copy.hf: live for copy in ours if _is_whole(live := copy.view(parameters), copy.hf, plan, mesh.device)}
         assembled = [name for name in bucket.names if name not in full]
         full |= {name: torch.empty(plan.specs[name][0], dtype=bucket.dtype, device=mesh.device) for name in assembled}
         for copy in ours:
             if copy.hf in assembled:
-                _at(full[copy.hf], copy.box).copy_(copy.view(parameters))
-        for work in works:
-            _wait(
-                work,
-                f"rank 0 waits for slices of weights bucket {number + 1} ({bucket.names[0]} ...) "
-                f"of ranks {sorted(arrived)}",
-            )
+                full[copy.hf][copy.box.slices].copy_(copy.view(parameters))
+        what = f"slices of weights bucket {number} ({bucket.names[0]} ...) of ranks {sorted(arrived)}"
+        _wait(works, f"rank 0 waits for {what}")
         for rank, flat in arrived.items():
-            for copy, part in zip(
-                bucket.parts[rank], flat.split([c.box.numel for c in bucket.parts[rank]]), strict=True
-            ):
-                _at(full[copy.hf], copy.box).copy_(part.view(copy.size))
+            parts = flat.split([copy.box.numel for copy in bucket.parts[rank]])
+            for copy, part in zip(bucket.parts[rank], parts, strict=True):
+                full[copy.hf][copy.box.slices].copy_(part.view(copy.size))
         yield {name: full[name] for name in bucket.names}
 
 
@@ -186,28 +178,18 @@ def gather_traffic(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mes
     return Traffic(wire_bytes, messages, staging_bytes=max((a + b for a, b in pairwise(held)), default=0))
 
 
-def _exhaust(buckets: Iterator[dict[str, Tensor]]) -> None:
-    for _ in buckets:
-        pass
-
-
 def _contribute(plan: GatherPlan, parameters: Mapping[str, Tensor], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
-    sent = None
-    for number, bucket in enumerate(plan.buckets):
+    works: list[dist.Work] = []
+    packed = None  # kept until it is sent
+    for number, bucket in enumerate(plan.buckets, 1):
         if mesh.rank in bucket.parts:
-            packed = torch.cat(
-                [c.view(parameters).to(mesh.device, bucket.dtype).reshape(-1) for c in bucket.parts[mesh.rank]]
-            )
-            if sent is not None:
-                for work in sent[0]:
-                    _wait(
-                        work,
-                        f"rank {mesh.rank} waits for rank 0 to take its slices of a weights bucket before {number + 1}",
-                    )
-            sent = (dist.batch_isend_irecv([dist.P2POp(dist.isend, packed, 0)]), packed)
+            parts = [c.view(parameters).to(mesh.device, bucket.dtype).reshape(-1) for c in bucket.parts[mesh.rank]]
+            following = torch.cat(parts)
+            _wait(works, f"rank {mesh.rank} waits for rank 0 to take its slices of a weights bucket before {number}")
+            packed = following
+            works = dist.batch_isend_irecv([dist.P2POp(dist.isend, packed, 0)])
         yield {}
-    for work in sent[0] if sent is not None else ():
-        _wait(work, f"rank {mesh.rank} waits for rank 0 to take its last slices of the weights")
+    _wait(works, f"rank {mesh.rank} waits for rank 0 to take its last slices of the weights")
 
 
 def _receive(plan: GatherPlan, number: int, mesh: Mesh) -> tuple[dict[int, Tensor], list[dist.Work]]:
@@ -220,25 +202,17 @@ def _receive(plan: GatherPlan, number: int, mesh: Mesh) -> tuple[dict[int, Tenso
         for rank, copies in sorted(bucket.parts.items())
         if rank != 0
     }
-    return flats, dist.batch_isend_irecv(
-        [dist.P2POp(dist.irecv, flat, rank) for rank, flat in flats.items()]
-    ) if flats else []
+    receives = [dist.P2POp(dist.irecv, flat, rank) for rank, flat in flats.items()]
+    return flats, dist.batch_isend_irecv(receives) if receives else []
 
 
-def _wait(work: dist.Work, who: str) -> None:
-    try:
-        work.wait()
-    except RuntimeError as exc:
-        raise RuntimeError(f"{who}: {exc}") from exc
+def _wait(works: list[dist.Work], what: str) -> None:
+    for work in works:
+        with lost_if_cut(what):
+            work.wait()
 
 
 def _is_whole(live: Tensor, name: str, plan: GatherPlan, device: torch.device) -> bool:
     """Returns whether a slice of this rank's parameters is the whole HF tensor as published."""
     shape, dtype = plan.specs[name]
     return live.dtype == dtype and live.device == device and live.is_contiguous() and live.shape == shape
-
-
-def _at(tensor: Tensor, box: Box) -> Tensor:
-    for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
-        tensor = tensor.narrow(dim, start, size)
-    return tensor

@@ -6,22 +6,18 @@ trainer ranks that hold it, and hands it over. What the carrier holds itself doe
 """
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.weights.engines.client import EngineConnection
-from megagrpo.weights.engines.fleet import EngineFleet
-from megagrpo.weights.transports.links import CutFlag, Link, LinkRegistry, Round
-from megagrpo.weights.transports.protocol import TrainerWeights
+from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport, Round
 from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, plan_transfer
-from megagrpo.weights.wire.clock import Deadline, PhaseTimer
+from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.handover import Handover
-from megagrpo.weights.wire.messages import Message, ReceiveRequest
+from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.moving import Traffic, pack, read_message
 
 
@@ -43,39 +39,13 @@ class _Post(NamedTuple):
 _Inbox = dict[_Destination, dict[tuple[int, int], Tensor]]  # values to be filled, by peer and tag
 
 
-class IpcTransport:
+class IpcTransport(LinkTransport):
     """Hands slices to engine ranks through memory of their own machine."""
 
-    past_loader = True
-
-    def __init__(self, weights: TrainerWeights):
-        self._weights = weights
-        self._links = LinkRegistry(weights, self._make_plan)
-
-    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
-        """Collective. See Transport."""
-        mesh = self._weights.mesh
-        # The number in an engine's id, which determines its carriers: engines start in any order.
-        now = mesh.from_main(
-            lambda: self._links.describe(engines, lambda engine: _number(engine.id)), "plan the transfer to the engines"
-        )
-        with timer("plan"):
-            self._links.learn(now)
-        traffic = Traffic()
-        with ThreadPoolExecutor(1) as pool:
-            receiving = pool.submit(engines.each, lambda engine: self._receive(engine, now))
-            lost = self._move(now, traffic)
-            failure = receiving.exception()
-        self._links.settle(engines, lost, failure)
-        return traffic
-
-    def drop(self, engine: EngineConnection) -> None:
-        """Forgets the engine's link: its memory was freed at the end of the transfer."""
-        self._links.drop(engine)
-
-    def leave(self, engine: EngineConnection) -> None:
-        """Makes the engine forget its plan."""
-        self._links.leave(engine)
+    def _slot(self, engine: EngineConnection) -> int:
+        """Returns the number in an engine's id, engine-3, which determines its carriers: engines start in any order."""
+        found = re.search(r"\d+$", engine.id)
+        return int(found.group()) if found else 0
 
     def _carriers(self, link: Link) -> list[int]:
         """Returns the carrier of every rank of an engine: cluster/machine.py gives both the same GPU."""
@@ -89,12 +59,12 @@ class IpcTransport:
         return plan_transfer(cover, link.slot % engines, engines, limit, self._carriers(link))
 
     def _move(self, now: Round, traffic: Traffic) -> dict[str, str]:
-        """Collective. Collects every batch at its carriers and hands it over. Returns reasons by name of a cut link.
+        """Collects every batch at its carriers and hands it over.
 
-        Batches of all links with one number travel together; an engine that is gone delays no other.
+        Batches of all links with one number travel together; a dead engine delays no other.
         """
-        plans = [self._links.plan(link) for link in now.links]
-        outgoing = [plan.numbered_sent_by(self._weights.mesh.rank) for plan in plans]
+        rank, plans = self._weights.mesh.rank, [self._plan(link) for link in now.links]
+        outgoing = [plan.numbered_sent_by(rank) for plan in plans]
         num_batches = max((int(plan.batches.max(initial=-1)) + 1 for plan in plans), default=0)
         with ExitStack() as stack:
             handovers = self._handovers(now, stack)
@@ -104,7 +74,12 @@ class IpcTransport:
                     destination: {(message.peer, message.tag): values for message, values in handover.start(number)}
                     for destination, handover in handovers.items()
                 }
-                posts = self._receives(inbox)
+                posts = [
+                    _Post(destination, tag, dist.P2POp(dist.irecv, values, peer))
+                    for destination, messages in inbox.items()
+                    for (peer, tag), values in messages.items()
+                    if peer != rank
+                ]
                 staged = shared_bytes
                 for index, link in enumerate(now.links):
                     for message in outgoing[index].get(number, ()):
@@ -116,15 +91,6 @@ class IpcTransport:
                 for handover in handovers.values():
                     handover.offer(number)
         return {now.links[to.link].name: handover.lost for to, handover in handovers.items() if handover.lost}
-
-    def _receives(self, inbox: _Inbox) -> list[_Post]:
-        """Returns posts that fill the inbox from other trainer ranks."""
-        return [
-            _Post(destination, tag, dist.P2POp(dist.irecv, values, peer))
-            for destination, messages in inbox.items()
-            for (peer, tag), values in messages.items()
-            if peer != self._weights.mesh.rank
-        ]
 
     def _send(
         self, to: _Destination, link: Link, message: Message, inbox: _Inbox, posts: list[_Post], traffic: Traffic
@@ -150,7 +116,7 @@ class IpcTransport:
                 handover = Handover(
                     link.open_store(),
                     _key(link, now, rank),
-                    self._links.plan(link).numbered_received_by(rank),
+                    self._plan(link).numbered_received_by(rank),
                     self._weights.mesh.device,
                     Deadline(link.left_s),
                     link.patience_s,
@@ -160,37 +126,12 @@ class IpcTransport:
                 handovers[_Destination(index, rank)] = handover
         return handovers
 
-    def _receive(self, engine: EngineConnection, now: Round) -> None:
-        """Makes the engine copy what is handed to it. Rank 0 only. Raises EngineDown if the transfer was cut."""
-        link = self._links.link_of(engine, now)
-        with CutFlag(link):  # an engine that does not come must not delay the carriers
-            answers = engine.ask("receive", self._requests(engine, link, now))
-        self._links.accept(engine, link, answers)
+    def _ranks(self, link: Link) -> dict[int, int]:
+        return dict.fromkeys(self._plan(link).trainers, 0)
 
-    def _requests(self, engine: EngineConnection, link: Link, now: Round) -> list[ReceiveRequest]:
-        """Returns the request to each rank of the engine."""
-        plan = self._links.plan(link)
-        batches = [
-            [[replace(message, peer=0) for message in batch] for batch in plan.received_by(rank)]
-            for rank in range(link.num_ranks)
-        ]
-        return [
-            {
-                "memory": _key(link, now, rank),
-                "group": link.name,
-                "plan": self._links.put_batches(engine, link, batches[rank], {0: 0}),
-                "patience_s": link.patience_s,
-                "left_s": link.left_s,
-            }
-            for rank in range(link.num_ranks)
-        ]
+    def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
+        return {"memory": _key(link, now, rank)}
 
 
 def _key(link: Link, now: Round, rank: int) -> str:
     return f"{link.name}/{now.transfer}/{rank}"
-
-
-def _number(engine: str) -> int:
-    """Returns the number in an engine's id, engine-3."""
-    found = re.search(r"\d+$", engine)
-    return int(found.group()) if found else 0

@@ -1,11 +1,12 @@
-"""Links between trainers and engines, shared by the transports that send slices (reshard, ipc)."""
+"""Links between trainers and engines, and the transfer of slices over them: the common part of reshard and ipc."""
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
@@ -14,9 +15,10 @@ from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, make_cover, piece_limit, trainer_atoms
-from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.clock import Deadline, PhaseTimer
 from megagrpo.weights.wire.group import PeerLost
-from megagrpo.weights.wire.messages import Message, encode_batches
+from megagrpo.weights.wire.messages import encode_batches
+from megagrpo.weights.wire.moving import Traffic
 
 _JOIN_S = 60.0
 _POLL_S = 0.05
@@ -30,7 +32,7 @@ class Link:
     url: str
     num_ranks: int
     slot: int  # the engine's number among those with equal slices
-    copy_list: int  # id of its copy list in LinkRegistry
+    copy_list: int  # id of its copy list
     store: tuple[str, int]  # address and port on rank 0
     patience_s: float  # for one batch
     join_s: float  # for all ranks of a group to meet
@@ -50,27 +52,88 @@ class Round:
     transfer: str  # unique, for keys in the store
 
 
-class LinkRegistry:
-    """Registry of engine copy lists: one shared id per distinct list, its plans, and one link per engine.
+class LinkTransport(ABC):
+    """A transport by plans: one copy list for all engines with equal slices, its plans, and one link per engine.
 
-    Ids and plans are the same on all ranks; links are known to rank 0 only. make_plan: plans a link's transfer.
+    Plans are the same on all ranks; only rank 0 knows which engine has which link.
     """
 
-    def __init__(self, weights: TrainerWeights, make_plan: Callable[[Cover, Link], TransferPlan]):
-        self._weights, self._make_plan = weights, make_plan
+    past_loader = True
+
+    def __init__(self, weights: TrainerWeights):
+        self._weights = weights
         self._atoms = trainer_atoms(weights.copies, weights.specs)
-        self._covers: list[Cover] = []  # by id
+        self._covers: list[Cover] = []  # by id of the copy list
         self._plans: dict[tuple[int, int], TransferPlan] = {}  # by id and slot
         self._copy_lists: list[list[list[Copy]]] = []  # by id
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
         self._planned: set[str] = set()  # names of links whose engine ranks have their batches
 
-    def describe(self, engines: EngineFleet, slot: Callable[[EngineConnection], int]) -> Round:
+    def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
+        """Collective. See Transport."""
+        now = self._weights.mesh.from_main(lambda: self._describe(engines), "plan the transfer to the engines")
+        with timer("plan"):
+            self._learn(now)
+        traffic = Traffic()
+        with ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(engines.each, lambda engine: self._receive(engine, now, traffic))
+            lost = self._move(now, traffic)
+            failure = receiving.exception()  # raised below: the other ranks are still sending
+        self._settle(engines, lost, failure)
+        return traffic
+
+    def drop(self, engine: EngineConnection) -> None:
+        """Forgets the engine's link. See Transport."""
+        self._planned.discard(self._names.pop(engine.id, ""))
+
+    def leave(self, engine: EngineConnection) -> None:
+        """Makes an engine that has a link forget it. Rank 0 only."""
+        if engine.id in self._names:
+            engine.ask("leave", [{}] * engine.tp)
+
+    @abstractmethod
+    def _slot(self, engine: EngineConnection) -> int:
+        """Returns the engine's number among those with equal slices. Rank 0 only."""
+
+    @abstractmethod
+    def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
+        """Returns the transfer into the link's engine."""
+
+    @abstractmethod
+    def _move(self, now: Round, traffic: Traffic) -> dict[str, str]:
+        """Sends this rank's part and counts it. Returns the reason for each lost link, by its name."""
+
+    @abstractmethod
+    def _ranks(self, link: Link) -> Mapping[int, int]:
+        """Returns by trainer rank the peer that an engine rank knows it as."""
+
+    @abstractmethod
+    def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
+        """Returns the entries of ReceiveRequest that only this transport has."""
+
+    def _describe(self, engines: EngineFleet) -> Round:
         """Returns the round of the living engines. Rank 0 only."""
-        links = [self._link(engine, slot(engine)) for engine in engines.alive]
+        links = [self._link(engine) for engine in engines.alive]
         return Round(links, self._copy_lists[len(self._covers) :], uuid.uuid4().hex)
 
-    def learn(self, now: Round) -> None:
+    def _link(self, engine: EngineConnection) -> Link:
+        if engine.slices not in self._copy_lists:
+            self._copy_lists.append(engine.slices)
+        copy_list = self._copy_lists.index(engine.slices)
+        engine.slices = self._copy_lists[copy_list]  # one list for all: it may have a million entries
+        return Link(
+            name=self._names.setdefault(engine.id, f"weights-{uuid.uuid4().hex}"),
+            url=engine.url,
+            num_ranks=engine.tp,
+            slot=self._slot(engine),
+            copy_list=copy_list,
+            store=(engine.mailbox.address, engine.mailbox.port),
+            patience_s=engine.patience,
+            join_s=min(_JOIN_S, engine.deadline.left / 4),  # leaves time for the other engines if one does not come
+            left_s=engine.deadline.left,
+        )
+
+    def _learn(self, now: Round) -> None:
         """Plans transfers to engines of a new kind. Every rank for itself."""
         limit = piece_limit(self._weights.bucket_bytes)
         self._covers += [make_cover(self._atoms, one, self._weights.specs, limit) for one in now.copy_lists]
@@ -79,34 +142,37 @@ class LinkRegistry:
             if key not in self._plans:
                 self._plans[key] = self._make_plan(self._covers[link.copy_list], link)
 
-    def plan(self, link: Link) -> TransferPlan:
-        """Returns the transfer into the link's engine."""
+    def _plan(self, link: Link) -> TransferPlan:
         return self._plans[link.copy_list, link.slot]
 
-    def link_of(self, engine: EngineConnection, now: Round) -> Link:
-        """Returns the engine's link in this round. Rank 0 only."""
-        return next(link for link in now.links if link.name == self._names[engine.id])
-
-    def put_batches(
-        self, engine: EngineConnection, link: Link, batches: Sequence[list[Message]], ranks: Mapping[int, int]
-    ) -> str:
-        """Puts the batches of an engine rank into the mailbox, once per link. Returns their key, "" later on.
-
-        ranks: see encode_batches. Rank 0 only.
-        """
-        if link.name in self._planned:
-            return ""
-        key = engine.mailbox.new_key("plan")
-        engine.mailbox.put(key, encode_batches(batches, ranks))
-        return key
-
-    def accept(self, engine: EngineConnection, link: Link, answers: list[dict]) -> None:
-        """Raises EngineDown if a rank of the engine reports that it lost the trainers. Rank 0 only."""
+    def _receive(self, engine: EngineConnection, now: Round, traffic: Traffic) -> None:
+        """Makes the engine receive its slices. Rank 0 only. Raises EngineDown if one of its ranks lost the trainers."""
+        link = next(link for link in now.links if link.name == self._names[engine.id])
+        with CutFlag(link) as flag:  # the trainers must not wait for an engine that does not come
+            answers = self._ask(engine, self._requests(engine, link, now), flag, traffic)
         if reasons := [answer["lost"] for answer in answers if answer["lost"]]:
             raise EngineDown(f"{engine} lost the trainers in the transfer: {reasons[0]}")
         self._planned.add(link.name)
 
-    def settle(self, engines: EngineFleet, lost: Mapping[str, str], failure: BaseException | None) -> list[str]:
+    def _ask(
+        self, engine: EngineConnection, requests: list[dict[str, object]], flag: "CutFlag", traffic: Traffic
+    ) -> list[dict]:
+        """Returns the answers of all ranks of the engine."""
+        return engine.ask("receive", requests)
+
+    def _requests(self, engine: EngineConnection, link: Link, now: Round) -> list[dict[str, object]]:
+        """Returns a ReceiveRequest for each rank of the engine; its batches go into the mailbox, once per link."""
+        requests = []
+        for rank in range(link.num_ranks):
+            key = ""
+            if link.name not in self._planned:
+                key = engine.mailbox.new_key("plan")
+                engine.mailbox.put(key, encode_batches(self._plan(link).received_by(rank), self._ranks(link)))
+            common = {"group": link.name, "plan": key, "patience_s": link.patience_s, "left_s": link.left_s}
+            requests.append(common | self._request(link, now, rank))
+        return requests
+
+    def _settle(self, engines: EngineFleet, lost: Mapping[str, str], failure: BaseException | None) -> list[str]:
         """Collective. Sets aside the engines of links that some rank lost (name -> reason). Returns all link names.
 
         Raises LeaderError for `failure`, any other failure on rank 0.
@@ -124,34 +190,6 @@ class LinkRegistry:
             return list(self._names.values())
 
         return self._weights.mesh.from_main(settle, "send weights to engines")
-
-    def drop(self, engine: EngineConnection) -> str:
-        """Forgets the engine's link. Returns its name, "" if there is none."""
-        name = self._names.pop(engine.id, "")
-        self._planned.discard(name)
-        return name
-
-    def leave(self, engine: EngineConnection) -> None:
-        """Makes an engine that has a link forget it. Rank 0 only."""
-        if engine.id in self._names:
-            engine.ask("leave", [{}] * engine.tp)
-
-    def _link(self, engine: EngineConnection, slot: int) -> Link:
-        if engine.slices not in self._copy_lists:
-            self._copy_lists.append(engine.slices)
-        copy_list = self._copy_lists.index(engine.slices)
-        engine.slices = self._copy_lists[copy_list]  # one list for all: it may have a million entries
-        return Link(
-            name=self._names.setdefault(engine.id, f"weights-{uuid.uuid4().hex}"),
-            url=engine.url,
-            num_ranks=engine.tp,
-            slot=slot,
-            copy_list=copy_list,
-            store=(engine.mailbox.address, engine.mailbox.port),
-            patience_s=engine.patience,
-            join_s=min(_JOIN_S, engine.deadline.left / 4),  # leaves time for the other engines if one does not come
-            left_s=engine.deadline.left,
-        )
 
 
 class CutFlag:
@@ -176,16 +214,15 @@ class CutFlag:
     def __enter__(self) -> "CutFlag":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.cut(str(error))
 
-
-def wait_until(done: Callable[[], bool], deadline: Deadline, flag: CutFlag, what: str) -> None:
-    """Polls until `done`. Raises PeerLost when the link is cut or the deadline is over."""
-    while not done():
-        if reason := flag.reason:
-            raise PeerLost(reason)
-        if deadline.over:
-            raise PeerLost(f"waited {deadline.seconds:.0f} s for {what}")
-        time.sleep(_POLL_S)
+    def wait_until(self, done: Callable[[], bool], deadline: Deadline, what: str) -> None:
+        """Polls until `done`. Raises PeerLost if the link is cut or the deadline is over."""
+        while not done():
+            if reason := self.reason:
+                raise PeerLost(reason)
+            if deadline.over:
+                raise PeerLost(f"waited {deadline.seconds:.0f} s for {what}")
+            time.sleep(_POLL_S)

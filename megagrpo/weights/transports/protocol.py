@@ -40,15 +40,14 @@ class TrainerWeights:
 class Transport(Protocol):
     """Puts the trainers' live weights into the engines' live parameters. Every trainer rank has one, for the whole run.
 
-    It runs before any gathering: from the slices of every trainer rank (`TrainerWeights.copies`) and, on rank 0, those
-    that every engine rank needs (`EngineConnection.slices`), it decides which rank sends what to which. The exchange
-    never asks for the transport's name. State of a connection (a process group, a plan) belongs to the transport's own
-    object, by engine id. In the order of a run:
+    From the slices of every trainer rank (`TrainerWeights.copies`) and, on rank 0, those that every engine rank needs
+    (`EngineConnection.slices`) it decides which rank sends which elements to which. It keeps the state of a connection
+    (a process group, a plan) by engine id. In the order of a run:
 
     1. `__init__(weights)`: on every rank, once. May be collective.
     2. A publish connects to the engines of its round and pauses them; new ones report their slices.
     3. `transfer`: on every rank, once per round. Connects to engines it has not met, then moves the weights.
-    4. The exchange compares digests of the live parameters. The transport has no part in the proof of its work.
+    4. The exchange compares digests of the live parameters, without the transport.
     5. `drop`: on rank 0, whenever an engine is gone. If it comes back, it is a new one: 2 and 3 run for it again.
     6. `leave`: on rank 0, for every engine that is still there when the run ends.
     """
@@ -58,23 +57,23 @@ class Transport(Protocol):
     def transfer(self, version: int, engines: "EngineFleet", timer: PhaseTimer) -> Traffic:
         """Collective. Moves this moment's weights, called `version`, into all engines of the round.
 
-        `engines.each` runs the HTTP part, one thread per engine; on ranks other than 0 it reaches no engine and does
-        nothing. An engine that dies raises EngineDown inside `each` and is set aside (`drop`) while the others go on;
-        no rank may wait for it longer than `EngineConnection.patience`. Any other failure is raised on every rank
-        (Mesh.from_main). Weight-update sessions are opened and closed here (`EngineConnection.begin`, `end`), where
-        the engine's call needs one. `timer` takes the phases that a transport wants to report, such as "gather"; the
-        rest counts as "transfer". Returns what this rank put on the wire.
+        `engines.each` runs the HTTP part, one thread per engine; on ranks other than 0 it does nothing. An engine that
+        dies raises EngineDown inside `each` and is set aside (`drop`) while the others go on; no rank may wait for it
+        longer than `EngineConnection.patience`. Any other failure is raised on every rank (Mesh.from_main). If the
+        engine's call needs a weight-update session, it is opened and closed here (`EngineConnection.begin`, `end`).
+        timer: takes the phases that a transport reports, such as "gather"; the rest counts as "transfer". Returns this
+        rank's traffic.
         """
 
     def drop(self, engine: "EngineConnection") -> None:
         """Drops an engine that died, was drained or restarted, and ends all waits for it.
 
-        Runs on rank 0, in any thread, possibly twice for the same engine, and raises nothing. If other ranks have
-        connections too, the next `transfer` must inform them.
+        On rank 0, in any thread, perhaps twice for one engine; raises nothing. If other ranks have connections too, the
+        next `transfer` must inform them.
         """
 
     def leave(self, engine: "EngineConnection") -> None:
-        """Makes a living engine forget the connection: it outlives these trainers. Runs on rank 0; `drop` follows.
+        """Makes a living engine forget the connection: it outlives these trainers. On rank 0; `drop` follows.
 
-        Raises EngineDown or EngineRefused, which end nothing.
+        May raise EngineDown or EngineRefused.
         """

@@ -69,7 +69,7 @@ class TransferPlan:
 
     @property
     def trainers(self) -> list[int]:
-        """Returns the trainer ranks that take part."""
+        """Returns the trainer ranks that send."""
         return np.unique(self.sources).tolist()
 
     def traffic(self, world: int, tp: int) -> tuple[np.ndarray, np.ndarray]:
@@ -154,9 +154,8 @@ class _Piece(NamedTuple):
         """Returns both as one piece if they are neighbours on both sides and have at most `limit` elements."""
         sent = _joined(self.sent, other.sent, limit)
         received = _joined(self.received, other.received, limit) if sent is not None else None
-        if sent is None or received is None or (self.ranks, self.dtype) != (other.ranks, other.dtype):
-            return None
-        return self._replace(sent=sent, received=received)
+        alike = (self.ranks, self.target, self.dtype) == (other.ranks, other.target, other.dtype)
+        return self._replace(sent=sent, received=received) if sent and received and alike else None
 
 
 def make_cover(
@@ -169,17 +168,14 @@ def make_cover(
     """
     pieces: list[_Piece] = []
     for target, copies in enumerate(engine):
-        of_target: list[_Piece] = []
         for copy in sorted(copies, key=lambda c: (c.parameter, c.offset)):
             dtype = specs[copy.hf][1]
             limit = max(piece_bytes // dtype.itemsize, 1)
             for piece in _pieces(copy, atoms[copy.hf], target, dtype, limit):
-                joined = of_target[-1].joined(piece, limit) if of_target else None
-                if joined is None:
-                    of_target.append(piece)
+                if pieces and (joined := pieces[-1].joined(piece, limit)):
+                    pieces[-1] = joined
                 else:
-                    of_target[-1] = joined
-        pieces += of_target
+                    pieces.append(piece)
     ranks = list(dict.fromkeys(piece.ranks for piece in pieces))
     dtypes = list(dict.fromkeys(dtype for _, dtype in specs.values()))
     rank_index = {each: index for index, each in enumerate(ranks)}
@@ -212,11 +208,10 @@ def plan_transfer(
 ) -> TransferPlan:
     """Returns the transfer into engine number `slot` of `slots` with the same slices.
 
-    near: by engine rank, the colocated trainer rank, which is the source of all that it holds. bucket_bytes: the most
-    that a rank stages, over two batches in flight and all engines that it serves concurrently.
-
-    For each set of trainer ranks, the pieces of all engines form one line, cut into equal parts, one per rank: the
-    ranks send equal amounts, each to as few engines as possible.
+    near: by engine rank, the colocated trainer rank, which sends all that it holds. bucket_bytes: the most that a rank
+    stages, over two batches in flight and all engines that it serves concurrently. For each set of trainer ranks, the
+    pieces of all engines form one line, cut into equal parts, one per rank: the ranks send equal amounts, each to as
+    few engines as possible.
     """
     sources = np.zeros(len(cover.sent), dtype=np.int64)
     for number, ranks in enumerate(cover.ranks):
@@ -275,11 +270,14 @@ def piece_limit(bucket_bytes: int) -> int:
 
 def _joined(first: ParameterSlice, second: ParameterSlice, limit: int) -> ParameterSlice | None:
     """Returns two slices as one run of memory, None if they are not adjacent or exceed `limit` elements."""
-    numel = first.numel
-    follows = first.parameter == second.parameter and second.offset == first.offset + numel
-    if not follows or numel + second.numel > limit or not (first.contiguous and second.contiguous):
+    numel, follows = first.numel + second.numel, second.offset == first.offset + first.numel
+    if first.parameter != second.parameter or not follows or numel > limit:
         return None
-    return ParameterSlice(first.parameter, first.offset, (numel + second.numel,), (1,))
+    return (
+        ParameterSlice(first.parameter, first.offset, (numel,), (1,))
+        if first.contiguous and second.contiguous
+        else None
+    )
 
 
 def _split(box: Box, limit: int) -> list[Box]:

@@ -26,7 +26,6 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """Returns whether it has passed."""
         return time.monotonic() >= self._end
 
 

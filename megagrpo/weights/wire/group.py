@@ -1,15 +1,14 @@
-"""Creates the process group of an engine's ranks and their trainer ranks, on both sides.
+"""The process group of an engine's ranks and their trainer ranks, on both sides.
 
-Groups are made and dropped in one thread per engine, so they stay out of torch.distributed's global registry, which is
-not thread-safe.
+Groups are made and dropped in one thread per engine and stay out of torch.distributed's registry, which is not
+thread-safe.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,7 @@ class PeerLost(RuntimeError):
     """A rank of the group is gone, or silent for too long. The group is of no use any more."""
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(NamedTuple):
     """A message to `peer`, a rank of the group. values: contiguous [n]."""
 
     values: Tensor
@@ -35,8 +33,7 @@ class Send:
     tag: int
 
 
-@dataclass(frozen=True)
-class Receive:
+class Receive(NamedTuple):
     """A message of `peer`, a rank of the group, written into values: contiguous [n]."""
 
     values: Tensor
@@ -48,7 +45,7 @@ class EngineGroup:
     """One rank's end of a group."""
 
     def __init__(self, name: str, backend: Any, device: torch.device):
-        # The backend is a ProcessGroupGloo or ProcessGroupNCCL; torch's type stubs lack what is used of them.
+        # backend: a ProcessGroupGloo or ProcessGroupNCCL, of which torch's type stubs lack most methods
         self.name, self._backend, self._device = name, backend, device
 
     def set_timeout(self, seconds: float) -> None:
@@ -59,38 +56,36 @@ class EngineGroup:
         """Starts to send `values`, contiguous, from rank 0 of the group to all others. Raises PeerLost."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        backend = self._alive
-        with self._cut("did not start"):
+        with self._started() as backend:
             return backend.broadcast([values], options)
 
     def start(self, messages: Sequence[Send | Receive]) -> list[dist.Work]:
         """Starts all messages at once. Every rank starts those of one batch together and batches in the same order.
 
-        Raises PeerLost when a group over NCCL, whose ranks meet here, does not come together.
+        Raises PeerLost if a group over NCCL, whose ranks meet here, does not come together.
         """
         if not messages:
             return []
-        backend = self._alive
-        with self._cut("did not start"):
+        with self._started() as backend:
             if self._device.type == "cuda":  # one launch over the group's own communicator, not one for every pair
                 backend._start_coalescing()
             works = [
-                backend.send([message.values], message.peer, message.tag)
-                if isinstance(message, Send)
-                else backend.recv([message.values], message.peer, message.tag)
+                (backend.send if isinstance(message, Send) else backend.recv)(
+                    [message.values], message.peer, message.tag
+                )
                 for message in messages
             ]
             return [backend._end_coalescing()] if self._device.type == "cuda" else works
 
     def wait(self, works: Sequence[dist.Work], deadline: Deadline) -> None:
-        """Waits until the works are done. Raises PeerLost when a peer is gone, or is not done by the deadline."""
+        """Waits until the works are done. Raises PeerLost if a peer is gone, or is not done by the deadline."""
         for work in works:
             # NCCL's own wait blocks a stream and not this thread, which must see the deadline pass.
             while self._device.type == "cuda" and not work.is_completed():
                 if deadline.over:
                     raise PeerLost(f"a transfer in group {self.name} took more than {deadline.seconds:.0f} s")
                 time.sleep(_POLL_S)
-            with self._cut("was cut"):
+            with lost_if_cut(f"a transfer in group {self.name} was cut"):
                 work.wait(timedelta(seconds=deadline.left))
 
     def abort(self) -> None:
@@ -102,21 +97,24 @@ class EngineGroup:
         if backend is not None and self._device.type == "cuda":
             backend.abort()
         # Over gloo without its abort, which closes file descriptors that its destructor then closes once more, when
-        # they may be those of somebody else's connection.
+        # another connection may have got their numbers.
 
-    @property
-    def _alive(self) -> Any:
+    @contextmanager
+    def _started(self) -> Iterator[Any]:
         backend = self._backend
         if backend is None:
             raise PeerLost(f"group {self.name} was ended")
-        return backend
+        with lost_if_cut(f"a transfer in group {self.name} did not start"):
+            yield backend
 
-    @contextmanager
-    def _cut(self, how: str) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as exc:
-            raise PeerLost(f"a transfer in group {self.name} {how}: {exc}") from exc
+
+@contextmanager
+def lost_if_cut(what: str) -> Iterator[None]:
+    """Turns an error of torch's connections inside into PeerLost, which begins with `what`."""
+    try:
+        yield
+    except RuntimeError as exc:
+        raise PeerLost(f"{what}: {exc}") from exc
 
 
 def join_group(
@@ -125,13 +123,13 @@ def join_group(
     """Collective over the ranks of the group. Makes this rank's end, as SGLang's init_custom_process_group does.
 
     address: of this host, as the other ranks reach it. Over gloo all ranks meet here, over NCCL in the first batch.
-    Raises PeerLost when they do not.
+    Raises PeerLost if they do not.
     """
     # The prefixes that torch.distributed puts before a group's keys, in the same torch release on both sides.
     keys = PrefixStore(f"{device.type}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        # The communicator is made in the first batch. Non-blocking, that raises when ranks do not come within
+        # The communicator is made in the first batch. Non-blocking, it raises if ranks do not come within
         # TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.of_all_nccl_ranks; else it would wait for ever.
         options.config.blocking = 0
         options._timeout = timedelta(seconds=timeout_s)
@@ -142,7 +140,5 @@ def join_group(
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's type stubs
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    try:
+    with lost_if_cut(f"the {size} ranks of group {name} did not meet"):
         return EngineGroup(name, dist.ProcessGroupGloo(keys, rank, size, options), device)
-    except RuntimeError as exc:
-        raise PeerLost(f"the {size} ranks of group {name} did not meet: {exc}") from exc

@@ -1,13 +1,13 @@
 """Hands batches of a plan from a trainer rank to the colocated engine rank through shared memory.
 
-Two halves in turn: one is filled while the engine copies from the other. Who may touch which half is said through the
-store of trainer rank 0:
+It has two halves: one is filled while the engine copies from the other. Keys in the store of trainer rank 0 order it:
 
     trainer:  handle -> offered/0 -> offered/1 -> (taken/0) offered/2 -> ... -> (closed) frees the memory
     engine:   (handle) -> (offered/0) taken/0 -> (offered/1) taken/1 -> ...  -> closed
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import PeerLost
+from megagrpo.weights.wire.group import PeerLost, lost_if_cut
 from megagrpo.weights.wire.mailbox import decode, encode
 from megagrpo.weights.wire.messages import Batches, Message
 from megagrpo.weights.wire.moving import unpack
@@ -24,12 +24,13 @@ from megagrpo.weights.wire.shared_buffer import SharedBuffer, open_shared
 
 _HALVES = 2
 _ALIGNED = 16  # bytes: any dtype may begin there
-_LOOK_S = 0.5  # between two looks at whether the other side is given up
+_LOOK_S = 0.5  # between two checks whether the other side is given up
+_STORE_GONE = "the store of trainer rank 0 is gone"
 
 
 @dataclass(frozen=True)
 class _Wait:
-    """What one side waits with. cut: why the other is given up, "" while it is not."""
+    """One side's way to wait for the other. cut: why the other is given up, "" while it is not."""
 
     store: Store
     deadline: Deadline
@@ -40,13 +41,9 @@ class _Wait:
         """Returns when the store has it. Raises PeerLost."""
         limit = self.deadline.part(self.patience_s)
         while True:
-            try:
+            with lost_if_cut(_STORE_GONE), suppress(DistStoreError):
                 self.store.wait([key], timedelta(seconds=min(_LOOK_S, limit.left)))
                 return
-            except DistStoreError:
-                pass
-            except RuntimeError as exc:
-                raise PeerLost(f"the store of trainer rank 0 is gone: {exc}") from exc
             if reason := self.cut():
                 raise PeerLost(reason)
             if limit.over:
@@ -56,8 +53,8 @@ class _Wait:
 class Handover:
     """The trainer's end of one transfer to one engine rank.
 
-    batches: what the engine rank receives, by number of the batch. cut: see _Wait. `lost`: why the engine rank does not
-    take any more, "" while it does; it is no error here, the transfer to the others goes on.
+    batches: the engine rank's, by number. cut: see _Wait. `lost`: why the engine rank takes no more, "" while it does;
+    this is no error: the transfer to the others goes on.
     """
 
     def __init__(
@@ -74,17 +71,12 @@ class Handover:
         self._wait = _Wait(store, deadline, patience_s, cut)
         self._index = {number: index for index, number in enumerate(batches)}
         self._half = _half_bytes(list(batches.values()))
-        self.lost = ""
-        self._buffer = SharedBuffer(_HALVES * self._half, device)
+        self.lost, self.num_bytes = "", _HALVES * self._half
+        self._buffer = SharedBuffer(self.num_bytes, device)
         store.set(f"{key}/handle", encode(self._buffer.handle))  # type: ignore[arg-type]  # takes bytes
 
-    @property
-    def num_bytes(self) -> int:
-        """Returns the size of the shared memory."""
-        return _HALVES * self._half
-
     def start(self, number: int) -> list[tuple[Message, Tensor]]:
-        """Returns the messages of a batch and where their values [n] belong, once the engine has left that memory."""
+        """Returns the messages of a batch, each with its memory [n], once the engine has left that."""
         if number not in self._index:
             return []
         index = self._index[number]
@@ -93,32 +85,32 @@ class Handover:
         return list(_parts(self._batches[number], self._buffer.values, index % _HALVES * self._half))
 
     def offer(self, number: int) -> None:
-        """Lets the engine rank copy a batch whose values are all there."""
+        """Makes the engine rank copy a batch whose values are complete."""
         if number in self._index:
             _finish(self._device)
-            self._say(f"offered/{self._index[number]}")
+            if not self.lost:
+                self._store.set(f"{self._key}/offered/{self._index[number]}", "")
 
     def close(self) -> None:
         """Waits until the engine rank has closed its end, and frees the memory."""
         self._expect("closed")
         self._buffer.close(closed_there=not self.lost)
         words = [f"{word}/{index}" for index in range(len(self._index)) for word in ("offered", "taken")]
-        try:
+        with self._noting_loss(), lost_if_cut(_STORE_GONE):
             for word in ("handle", "closed", *words):
                 self._store.delete_key(f"{self._key}/{word}")
-        except RuntimeError as exc:
-            self.lost = self.lost or f"the store of trainer rank 0 is gone: {exc}"
 
     def _expect(self, word: str) -> None:
         if not self.lost:
-            try:
+            with self._noting_loss():
                 self._wait.for_key(f"{self._key}/{word}")
-            except PeerLost as exc:
-                self.lost = str(exc)
 
-    def _say(self, word: str) -> None:
-        if not self.lost:
-            self._store.set(f"{self._key}/{word}", "")
+    @contextmanager
+    def _noting_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except PeerLost as exc:
+            self.lost = self.lost or str(exc)
 
 
 def take_batches(
@@ -130,9 +122,9 @@ def take_batches(
     deadline: Deadline,
     patience_s: float,
 ) -> None:
-    """The engine's end: writes everything into the parameters. Raises PeerLost when the trainer does not go on.
+    """The engine's end: writes everything into the parameters.
 
-    Raises ValueError where the two processes share no memory.
+    Raises PeerLost if the trainer does not go on, ValueError if the two processes share no memory.
     """
     wait = _Wait(store, deadline, patience_s)
     wait.for_key(f"{key}/handle")
@@ -164,6 +156,6 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _finish(device: torch.device) -> None:
-    """Waits until what was copied is there for the other process too."""
+    """Waits until the other process can see the copies too."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

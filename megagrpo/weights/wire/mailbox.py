@@ -1,7 +1,7 @@
 """Requests to engine ranks and their answers across hosts, by a TCPStore on trainer rank 0.
 
 SGLang's HTTP answers carry no data from a custom weight loader, and tensors shared through memory reach one host only.
-Messages are JSON, compressed; the store itself refuses a value above 32 MiB.
+The store itself refuses a message above 32 MiB.
 """
 
 import json
@@ -30,18 +30,14 @@ class Mailbox:
         return f"{what}/{uuid.uuid4().hex}"  # secret: only its receiver can answer
 
     def put(self, key: str, message: object) -> None:
-        """Stores a message, which stays until it is forgotten."""
+        """Stores a message, which stays until its key is deleted."""
         self.store.set(key, encode(message))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
 
-    def forget(self, key: str) -> None:
-        """Removes the message under `key`."""
-        self.store.delete_key(key)
-
     def take(self, key: str, timeout_s: float) -> Any:
-        """Returns the message under `key` and forgets it. Raises torch.distributed.DistStoreError when none comes."""
+        """Returns the message under `key` and forgets it. Raises torch.distributed.DistStoreError if none comes."""
         self.store.wait([key], timedelta(seconds=timeout_s))
         message = decode(self.store.get(key))
-        self.forget(key)
+        self.store.delete_key(key)
         return message
 
 
@@ -59,12 +55,12 @@ def listening_store(address: str, timeout_s: float) -> TCPStore:
 
 
 def encode(message: object) -> bytes:
-    """Turns what JSON can express into bytes."""
+    """Returns a message that JSON can express as compressed bytes."""
     return zlib.compress(json.dumps(message).encode(), 1)
 
 
 def decode(data: bytes) -> Any:
-    """Turns the bytes of `encode` back; tuples come back as lists."""
+    """Returns the message that `encode` was given; tuples come back as lists."""
     return json.loads(zlib.decompress(data))
 
 

@@ -20,12 +20,10 @@ class Message:
 
     @property
     def numel(self) -> int:
-        """Returns the number of elements."""
         return sum(part.numel for part in self.slices)
 
     @property
     def num_bytes(self) -> int:
-        """Returns the bytes on the wire."""
         return self.numel * self.dtype.itemsize
 
 
@@ -56,15 +54,9 @@ def encode_batches(batches: Iterable[Sequence[Message]], ranks: Mapping[int, int
 
 def decode_batches(encoded: list) -> Batches:
     """Returns the batches that encode_batches encoded."""
-    return [
-        [
-            Message(
-                peer,
-                tag,
-                getattr(torch, dtype),
-                tuple(ParameterSlice(p, o, tuple(n), tuple(s)) for p, o, n, s in parts),
-            )
-            for peer, tag, dtype, parts in batch
-        ]
-        for batch in encoded
-    ]
+
+    def message(peer: int, tag: int, dtype: str, parts: list) -> Message:
+        slices = tuple(ParameterSlice(name, offset, tuple(n), tuple(s)) for name, offset, n, s in parts)
+        return Message(peer, tag, getattr(torch, dtype), slices)
+
+    return [[message(*each) for each in batch] for batch in encoded]

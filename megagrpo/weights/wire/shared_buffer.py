@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +19,14 @@ from megagrpo.system import environment
 _PROBLEM = "weights.transport ipc needs every engine rank on the machine of the trainer rank beside it"
 
 
+# Bytes, machine, and how to open them: a CUDA handle, or a process and its file number. JSON can express it.
+Handle = tuple[int, str, list]
+
+
 class SharedBuffer:
-    """Memory of this process that another can open by `handle`, a JSON object. values: uint8 [num_bytes]."""
+    """Memory of this process that another can open by `handle`. values: uint8 [num_bytes]."""
 
     def __init__(self, num_bytes: int, device: torch.device):
-        self.handle: dict[str, Any] = {"bytes": num_bytes, "machine": _machine()}
         self._counter: tuple[bytes, int] | None = None  # torch's reference counter of the CUDA handle
         self._file = -1
         if device.type == "cuda":
@@ -32,14 +34,16 @@ class SharedBuffer:
             with _plain_segments(), torch.cuda.use_mem_pool(self._pool, device=device):
                 self.values = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             _, arguments = reduce_tensor(self.values)
-            (*_, memory, size, offset, _, counter, place, event, event_needed) = arguments
-            self._counter = counter, place
-            self.handle["cuda"] = [_text(memory), size, offset, _text(counter), place, _text(event), event_needed]
+            (*_, memory, size, offset, _, counter, counter_slot, event, event_needed) = arguments
+            self._counter = counter, counter_slot
+            texts = (base64.b64encode(data).decode() for data in (memory, counter, event))
+            how = [*texts, size, offset, counter_slot, event_needed]
         else:
             self._file = os.memfd_create("megagrpo-weights")
             os.ftruncate(self._file, num_bytes)
             self.values = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
-            self.handle["host"] = [os.getpid(), self._file]
+            how = [os.getpid(), self._file]
+        self.handle: Handle = num_bytes, _machine(), how
 
     def close(self, closed_there: bool) -> None:
         """Frees the memory. closed_there: whether the other process has closed its end; else it is gone."""
@@ -57,32 +61,33 @@ class SharedBuffer:
 
 
 @contextmanager
-def open_shared(handle: dict[str, Any], device: torch.device) -> Iterator[Tensor]:
-    """Yields the bytes behind a handle, uint8 [num_bytes]; no view of them may be kept. Raises ValueError."""
-    if handle["machine"] != _machine():
+def open_shared(handle: Handle, device: torch.device) -> Iterator[Tensor]:
+    """Yields the bytes of a SharedBuffer, uint8 [num_bytes]; no view of them may be kept. Raises ValueError."""
+    num_bytes, machine, how = handle
+    if machine != _machine():
         raise ValueError(f"{_PROBLEM}: this process does not see that one's memory")
-    if "cuda" in handle:
-        memory, size, offset, counter, place, event, event_needed = handle["cuda"]
-        storage = torch.storage.TypedStorage
+    if device.type == "cuda":
+        *texts, size, offset, counter_slot, event_needed = how
+        memory, counter, event = map(base64.b64decode, texts)
         index = torch.cuda.current_device() if device.index is None else device.index
-        shape = (handle["bytes"],), (1,), 0
-        there = index, _bytes(memory), size, offset, False, _bytes(counter), place, _bytes(event), event_needed
-        values = rebuild_cuda_tensor(Tensor, *shape, storage, torch.uint8, *there)
+        kind = Tensor, (num_bytes,), (1,), 0, torch.storage.TypedStorage, torch.uint8
+        values = rebuild_cuda_tensor(
+            *kind, index, memory, size, offset, False, counter, counter_slot, event, event_needed
+        )
     else:
-        pid, number = handle["host"]
+        pid, number = how
         path = f"/proc/{pid}/fd/{number}"
         if not os.access(path, os.R_OK | os.W_OK):
             raise ValueError(f"{_PROBLEM}: process {pid} of the trainers cannot be reached: no access to {path}")
         with open(path, "r+b", buffering=0) as file:
-            values = torch.frombuffer(mmap.mmap(file.fileno(), handle["bytes"]), dtype=torch.uint8)
+            values = torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
     yield values
 
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Makes torch allocate by cudaMalloc inside. Expandable segments are shared by descriptors, which a process may
-    take from its children only (ptrace_scope 1).
-    """
+    """Makes torch allocate by cudaMalloc: a process may take descriptors of expandable segments from its children only
+    (ptrace_scope 1)."""
     with ExitStack() as restore:
         for name, plain in environment.without_expandable_segments().items():
             restore.callback(torch.cuda.memory._set_allocator_settings, environment.get(name, ""))
@@ -93,11 +98,3 @@ def _plain_segments() -> Iterator[None]:
 def _machine() -> str:
     """Returns the boot id and the PID namespace: processes with equal ones can share memory."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)

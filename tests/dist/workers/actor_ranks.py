@@ -31,9 +31,8 @@ from megagrpo.config.actor import LoraConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.types import Batch, TrainState
-from megagrpo.weights.actor_weights import ActorWeights, export_hf, load_initial_weights
+from megagrpo.weights.actor_weights import ActorWeights, PeftFolder, export_hf, export_peft, load_initial_weights
 from megagrpo.weights.hf_folder import HfFolder
-from megagrpo.weights.peft_folder import PeftFolder, export_peft
 from tests.dist.workers.held import gradient_buffers, offload, optimiser_state
 from tests.dist.workers.recorded import recorded_logits
 from tests.dist.workers.samples import NUM_SAMPLES, VOCAB, samples
