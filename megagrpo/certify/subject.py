@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -69,9 +68,9 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
     return small
 
 
-def _description(real: dict[str, Any], sizes: TinySizes) -> dict[str, Any]:
+def _description(real: dict[str, object], sizes: TinySizes) -> dict[str, object]:
     """Returns config.json of a model of these sizes with the options of a real one."""
-    of_family = FAMILIES[real["model_type"]].SIZE_KEYS
+    of_family = FAMILIES[str(real["model_type"])].SIZE_KEYS
     options = {key: value for key, value in real.items() if key not in of_family}
     absent = ("q_lora_rank", "n_shared_experts", "first_k_dense_replace")  # parts that not every model has
     options |= {key: real[key] for key in absent if not real.get(key, 1)}

@@ -80,7 +80,7 @@ def seconds(limit: str) -> int:
     """Returns the seconds of an sbatch time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. Raises ValueError otherwise."""
     days, dash, clock = limit.rpartition("-")
     parts = clock.split(":")
-    if not all(part.isdecimal() for part in (parts + [days] if dash else parts)) or len(parts) > 3:
+    if not all(part.isdecimal() for part in ([*parts, days] if dash else parts)) or len(parts) > 3:
         raise ValueError(f"--time {limit}: should be like 30 (minutes), 4:00:00 or 1-12:00:00")
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     return 86_400 * int(days or 0) + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))

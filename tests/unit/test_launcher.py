@@ -32,9 +32,9 @@ def test_trainers_and_engines_have_gpus_of_their_own_or_too_few_are_refused():
 def test_only_one_run_trains_into_a_folder(tmp_path):
     folder = RunFolder(tmp_path / "run")
     said = "output_dir .*run: another run trains into this folder"
-    with alone_in(folder), alone_in(RunFolder(tmp_path / "other")):
-        with pytest.raises(ValueError, match=said), alone_in(folder):
-            pass
+    refused = pytest.raises(ValueError, match=said)
+    with alone_in(folder), alone_in(RunFolder(tmp_path / "other")), refused, alone_in(folder):
+        pass
     with alone_in(folder):
         pass
 

@@ -25,9 +25,10 @@ def serve(source: str, options: Mapping[str, Value]) -> None:
     with open(options["input"], encoding="utf-8") as requests, open(options["output"], "w", encoding="utf-8") as out:
 
         def answer(attempt: Callable[[], Value]) -> bool:
-            value, raised = _tried(lambda: _encode(attempt(), objects))
-            message = ["ok", value] if raised is None else ["error", f"{type(raised).__name__}: {raised}"[:300]]
-            out.write(json.dumps(message) + "\n")
+            line, raised = _tried(lambda: json.dumps(["ok", _encode(attempt(), objects)]))
+            if raised is not None:
+                line = json.dumps(["error", f"{type(raised).__name__}: {raised}"[:300]])
+            out.write(f"{line}\n")
             out.flush()
             return raised is None
 
