@@ -67,15 +67,10 @@ def bisect_main(config: ExperimentConfig) -> int:
 
 def experiment_of(config: ExperimentConfig, options: BisectOptions, folder: Path) -> ExperimentConfig:
     """Returns the experiment with one engine without CUDA graphs, in a run folder of its own."""
-    rollout = config.rollout.model_copy(
-        update={
-            "num_engines": 1,
-            "min_healthy_engines": 1,
-            "colocate": False,
-            "load_format": "model" if options.own_weights else config.rollout.load_format,
-            "sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled"),
-        }
-    )
+    alone = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False}
+    load_format = "model" if options.own_weights else config.rollout.load_format
+    eager = {"load_format": load_format, "sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled")}
+    rollout = config.rollout.model_copy(update=alone | eager)
     weights = config.weights
     if weights.traits.needs_colocation:  # no GPU is shared here
         weights = weights.model_copy(update={"transport": WeightsConfig().transport})

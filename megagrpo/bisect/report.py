@@ -80,10 +80,10 @@ def _computed(passes: list[Pass]) -> tuple[str | None, str]:
         if any(found.beyond for found in one.differences):
             return _first_beyond(one.differences)
     for flips in (flips for one in layers for flips in one.flips if flips.beyond):
-        return f"layers.{flips.layer}.experts", (
-            f"layer {flips.layer} takes other experts for {flips.flipped} of {flips.tokens} tokens, though its output "
-            "with the same experts is equal: look at the router's bias, its groups and the number of experts"
-        )
+        taken = f"layer {flips.layer} takes other experts for {flips.flipped} of {flips.tokens} tokens"
+        look = "look at the router's bias, its groups and the number of experts"
+        says = f"{taken}, though its output with the same experts is equal: {look}"
+        return f"layers.{flips.layer}.experts", says
     for one in passes:
         if any(found.beyond for found in one.differences):
             return _first_beyond(one.differences)
@@ -103,11 +103,9 @@ def table(findings: Findings) -> str:
     """Returns the report for people, in Markdown."""
     found = verdict(findings)
     lines = [f"# Engine against trainer: {found.place or 'nothing differs'}", "", *found.text.splitlines(), ""]
-    counts = f"{len(findings.lengths)} sequences, {sum(findings.lengths)} tokens"
-    lines += [
-        f"{counts}. Errors are relative to the engine's values; worst token: SEQUENCE:TOKEN, both counted from 0."
-    ]
-    lines += ["", f"weights: {findings.weights[0] if findings.weights else 'digests agree'}"]
+    read = "Errors are relative to the engine's values; worst token: SEQUENCE:TOKEN, both counted from 0."
+    lines += [f"{len(findings.lengths)} sequences, {sum(findings.lengths)} tokens. {read}", ""]
+    lines.append(f"weights: {findings.weights[0] if findings.weights else 'digests agree'}")
     for one in findings.passes:
         lines += ["", f"## {one.title}", "", "| place | error | bound | largest | worst token | |"]
         lines += ["|---|---|---|---|---|---|", *map(_row, one.differences), ""]

@@ -34,6 +34,7 @@ from megagrpo.weights.transports.gather_plan import gather_buckets, make_gather_
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)
 _CHUNK_TOKENS = 32
+_KEPT = {"transformer_engine", "deadline_s", "lora", "router_losses", "routing_replay"}  # of the experiment's actor
 Read = TypeVar("Read")
 
 
@@ -110,12 +111,8 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
         packing=case.packing,
         micro_batch_tokens=case.budget,
         recompute=case.recompute,
-        transformer_engine=config.actor.transformer_engine,
         logprob_chunk_tokens=_CHUNK_TOKENS,
-        deadline_s=config.actor.deadline_s,
-        lora=config.actor.lora,
-        router_losses=config.actor.router_losses,
-        routing_replay=config.actor.routing_replay,
+        **config.actor.model_dump(include=_KEPT),
     )
     # adapters are smaller than weights: the same rounding is a larger share of them
     adam_eps = OPTIMIZER.adam_eps if config.actor.lora is None else 1e-3
@@ -128,16 +125,12 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
             actor.keep_reference()
         weights = actor.trained_weights(load_initial_weights(actor, model))
         if config.actor.lora is not None:
-            actor.load_adapters(_trained_a_little(actor))
+            initial = InitialAdapters(actor.adapter_specs(), seed=0)  # with noise: while B is 0, A has no gradient
+            adapters = enumerate(initial.items())
+            actor.load_adapters({name: near(values, 0.05, number) for number, (name, values) in adapters})
             actor.weights_loaded()
         figures = _reference if case == REFERENCE else _compare
         return figures(config, actor, weights, groups, folder / "reference.pt")
-
-
-def _trained_a_little(actor: MegatronActor) -> dict[str, Tensor]:
-    """Returns whole adapters with noise: while B is 0, A has no gradient."""
-    initial = InitialAdapters(actor.adapter_specs(), seed=0)
-    return {name: near(values, 0.05, number) for number, (name, values) in enumerate(initial.items())}
 
 
 def _batch_of(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:

@@ -13,9 +13,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from megagrpo.cluster.machine import alone_in
+from megagrpo.cluster.machine import alone_in, interface_of_engines, trainer_variables
 from megagrpo.cluster.supervise import Child, Launch, last_lines, torchrun
-from megagrpo.cluster.variables import interface_of_engines, of_trainers
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
@@ -80,24 +79,20 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
         towards_engines = None if config.rollout.host in LOOPBACK else interface_of_engines(config)
         if node.number > 1:
             own = interface_of(socket.gethostbyname(node.own_address))  # Slurm's node addresses may be names
-            name, env = f"trainer-{node.rank}", of_trainers(config, towards_engines or own)
-            options += _rendezvous(node)
+            name, env = f"trainer-{node.rank}", trainer_variables(config, towards_engines or own)
+            # is_host is explicit: otherwise the agent resolves host names, which may fail.
+            host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S}"
+            options += ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host]
+            options += ["--rdzv-endpoint", f"{node.first_address}:{node.first_port}", "--local-addr", node.own_address]
             if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
                 env["GLOO_SOCKET_IFNAME"] = own  # gloo's default is the host name's address, often 127.0.0.1
         else:
-            name, env = "trainer", of_trainers(config, towards_engines)
+            name, env = "trainer", trainer_variables(config, towards_engines)
             options.append("--standalone")
         end, ask = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
         with Launch(folder, "train", end=end, ask=ask, ranks=name) as launch:
             return launch.watch(launch.start_ranks(["train", *arguments], options, env))
         return launch.status
-
-
-def _rendezvous(node: Node) -> list[str]:
-    # is_host is explicit: otherwise the agent resolves host names, which may fail.
-    host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S}"
-    addresses = ["--rdzv-endpoint", f"{node.first_address}:{node.first_port}", "--local-addr", node.own_address]
-    return ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host, *addresses]
 
 
 def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:

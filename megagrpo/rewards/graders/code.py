@@ -117,9 +117,8 @@ def _run_scripts(source: str, tests: TestCases, settings: CodeOptions, isolate: 
         if left_s <= 0:
             yield f"time limit of all tests ({settings.total_s:g} s)"
             continue
-        ended = run_program(
-            source, stdin.encode(errors="replace"), _limits(settings, min(settings.test_s, left_s)), isolate
-        )
+        limits = _limits(settings, min(settings.test_s, left_s))
+        ended = run_program(source, stdin.encode(errors="replace"), limits, isolate)
         right = _same_text(ended.stdout.decode(errors="replace"), expected, settings.tolerance)
         yield ended.problem or ("" if right else "wrong output")
 
