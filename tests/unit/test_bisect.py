@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagrpo.bisect.command import experiment_of
 from megagrpo.bisect.compare import BOUNDS, Flips, bound_at, compare_points, difference
@@ -23,7 +23,7 @@ from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.families.tiny import TinySizes
-from megagrpo.weights.engines.hooks import SeenTokens
+from megagrpo.weights.engines.hooks import Recorder, SeenTokens, Tap
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LENGTHS = [9, 14]
@@ -60,22 +60,29 @@ def flip(maps: Tensor, token: int) -> None:
     maps[token] = maps[token].roll(1) if (maps[token].roll(1) != maps[token]).any() else 1 - maps[token]
 
 
-def test_noise_of_right_kernels_is_no_difference():
-    found = found_in(*both_sides())
-    assert verdict(found).place is None
-    assert {d.name for d in found.passes[0].differences} == {p.name for p in POINTS if p.layout != "map"}
-
-
-@pytest.mark.parametrize("name", ["embedding", "layers.2.after_attention", "layers.3.output", "final_norm"])
-def test_the_first_of_several_differences_is_named(name):
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        (None, None),
+        ("embedding", None),
+        ("layers.0.output", 0),
+        ("layers.2.after_attention", 2),
+        ("layers.3.output", 3),
+        ("final_norm", 3),
+    ],
+)
+def test_the_first_of_several_differences_is_named_and_its_layer_opened(name, layer):
+    """Noise of right kernels is no difference; later layers differ too, and take other experts."""
     engine, trainer = both_sides()
-    compared = [point for point in POINTS if point.layout != "map"]
-    at = [point.name for point in compared].index(name)
-    for later in compared[at:]:
-        trainer[later.name] = trainer[later.name] * 1.001
+    names = [point.name for point in POINTS]
+    for later in names[names.index(name) :] if name else []:
+        trainer[later] = trainer[later].roll(1, 1) if later.endswith("experts") else trainer[later] * 1.001
     found = found_in(engine, trainer)
-    assert verdict(found).place == name
-    assert at == 0 or f"equal up to {compared[at - 1].says}" in verdict(found).text
+    compared = [point for point in POINTS if point.layout != "map"]
+    assert [d.name for d in found.passes[0].differences] == [point.name for point in compared]
+    assert verdict(found).place == name and layer_to_open([*found.passes, Pass(OUTPUT, [])]) == layer
+    before = [point.says for point in compared if names.index(point.name) < names.index(name or names[0])]
+    assert not before or f"equal up to {before[-1]}" in verdict(found).text
 
 
 def test_modules_of_a_layer_are_named_before_its_sum():
@@ -137,22 +144,6 @@ def test_weights_come_first_and_layers_before_the_output():
     assert "HF tensor b" in verdict(found).text
     assert verdict(found).computed == "layers.0.output"
     assert "layers.0" not in verdict(replace(found, passes=[])).text
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"), [(None, None), ("embedding", None), ("layers.0.output", 0), ("layers.2.after_attention", 2)]
-)
-def test_the_first_layer_that_differs_is_opened_and_none_behind_a_wrong_embedding(name, layer):
-    """The later layers differ too, and take other experts."""
-    engine, trainer = both_sides()
-    names = [point.name for point in POINTS]
-    for later in names[names.index(name) :] if name else []:
-        if later.endswith("experts"):
-            trainer[later] = trainer[later].roll(1, 1)
-        else:
-            trainer[later] = trainer[later] * 1.001
-    passes = found_in(engine, trainer).passes
-    assert layer_to_open([*passes, Pass(OUTPUT, [])]) == layer
 
 
 def test_hooks_that_saw_nothing_prove_nothing():
@@ -276,3 +267,49 @@ def test_nothing_to_compare_is_refused_before_anything_starts(tmp_path, capsys):
         assert main(["bisect", str(QUICKSTART), "--set", folder, *options]) == 2
         assert says in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+class _Norm(nn.Module):
+    def forward(self, hidden: Tensor, residual: Tensor | None = None):
+        if residual is None:
+            return hidden * 2
+        residual += hidden  # in place, as fused kernels do
+        return residual * 2, residual
+
+
+def test_hooks_copy_before_the_next_module_writes_over_it():
+    model = nn.ModuleDict({"norm": _Norm()})
+    taps = [
+        Tap("sum", "norm", "out", 1),
+        Tap("in", "norm", "in"),
+        Tap("none", "norm", "out", 7),
+        Tap("x", "gone", "out"),
+    ]
+    recorder = Recorder(dict(model.named_modules()), taps)
+    assert recorder.missing == ["gone"]
+    residual = torch.ones(3)
+    model["norm"](torch.ones(3), residual)
+    residual.zero_()
+    recorder.remove()
+    model["norm"](torch.ones(3), residual)
+    assert [t.tolist() for t in recorder.seen["sum"]] == [[2.0, 2.0, 2.0]]
+    assert [t.tolist() for t in recorder.seen["in"]] == [[1.0, 1.0, 1.0]]
+    assert recorder.seen["none"] == []
+    assert recorder.problems == ["norm: out 7 is no tensor"]
+
+
+class _FusedNorm(_Norm):
+    def forward_with_allreduce_fusion(self, hidden: Tensor, residual: Tensor | None = None, fused: bool = True):
+        return (hidden + residual, hidden * 3) if fused else self(hidden, residual)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_norm_that_is_fused_with_an_all_reduce_is_seen_once(fused):
+    model = nn.ModuleDict({"norm": _FusedNorm()})
+    taps = [Tap("normed", "norm", "out"), Tap("sum", "norm", "out", 1)]
+    recorder = Recorder(dict(model.named_modules()), taps)
+    normed, total = model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
+    recorder.remove()
+    model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
+    assert [t.tolist() for t in recorder.seen["normed"]] == [normed.tolist()]
+    assert [t.tolist() for t in recorder.seen["sum"]] == [total.tolist()]
