@@ -49,7 +49,7 @@ class ProbedEngine:
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers=bearer(api_key), timeout=limit_s)
 
     def sample(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Sequenced]:
-        """Returns the prompts with responses; one after the other, so that each is alone in its batch."""
+        """Returns the prompts with responses, sampled one after the other: each is the only one of its batch."""
         found = []
         for prompt in map(list, prompts):
             out = self._generate(prompt, {"max_new_tokens": max_new_tokens, "temperature": 1.0})

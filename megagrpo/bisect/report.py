@@ -49,21 +49,21 @@ class Findings:
 class Verdict:
     """The first point at which engine and trainers differ."""
 
-    place: str | None  # "weights", "nothing compared" or the name of a point; None: nothing differs
+    point: str | None  # "weights", "nothing compared" or the name of a point; None: nothing differs
     text: str
     computed: str | None  # the first computed value that differs, also if weights do
 
 
 def verdict(findings: Findings) -> Verdict:
     """Returns the first cause, in the order weights, layers, choice of experts, output."""
-    place, text = _computed(findings.passes)
+    point, text = _computed(findings.passes)
     if findings.weights:
-        also = f"\nand what is computed: {text}" if place is not None else ""
-        return Verdict("weights", "\n".join(findings.weights[:2]) + also, place)
-    if place is None and not any(one.differences for one in findings.passes if one.title != OUTPUT):
+        also = f"\nand what is computed: {text}" if point is not None else ""
+        return Verdict("weights", "\n".join(findings.weights[:2]) + also, point)
+    if point is None and not any(one.differences for one in findings.passes if one.title != OUTPUT):
         why = f": {findings.notes[0]}" if findings.notes else ""
         return Verdict(UNSEEN, f"log-probabilities agree, but nothing inside the model could be compared{why}", None)
-    return Verdict(place, text, place)
+    return Verdict(point, text, point)
 
 
 def layer_to_open(passes: list[Pass]) -> int | None:
@@ -102,7 +102,7 @@ def _first_beyond(differences: list[Difference]) -> tuple[str, str]:
 def table(findings: Findings) -> str:
     """Returns the report for people, in Markdown."""
     found = verdict(findings)
-    lines = [f"# Engine against trainer: {found.place or 'nothing differs'}", "", *found.text.splitlines(), ""]
+    lines = [f"# Engine against trainer: {found.point or 'nothing differs'}", "", *found.text.splitlines(), ""]
     read = "Errors are relative to the engine's values; worst token: SEQUENCE:TOKEN, both counted from 0."
     lines += [f"{len(findings.lengths)} sequences, {sum(findings.lengths)} tokens. {read}", ""]
     lines.append(f"weights: {findings.weights[0] if findings.weights else 'digests agree'}")
@@ -126,7 +126,7 @@ def _row(found: Difference) -> str:
 def write_findings(folder: Path, findings: Findings) -> str:
     """Writes report.md and report.json into `folder`; returns the table."""
     found = verdict(findings)
-    record = {"place": found.place, "computed": found.computed, "verdict": found.text, **asdict(findings)}
+    record = {"place": found.point, "computed": found.computed, "verdict": found.text, **asdict(findings)}
     write_whole(folder / "report.json", json.dumps(_plain(record), indent=1))
     text = table(findings)
     write_whole(folder / "report.md", text)

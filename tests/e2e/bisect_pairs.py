@@ -25,7 +25,7 @@ Tensors = dict[str, Tensor]
 class Found:
     """What a bisection said."""
 
-    place: str | None
+    point: str | None
     computed: str | None
     text: str
     report: str
@@ -146,5 +146,5 @@ def bisect_cases(
                 found.weights += wrong
                 said = verdict(found)
                 report, sizes = write_findings(own, found), _sizes(found)
-                results.append(Found(said.place, said.computed, said.text, report, *sizes))
+                results.append(Found(said.point, said.computed, said.text, report, *sizes))
     return results

@@ -1,4 +1,4 @@
-"""`megagrpo bisect` against real engines: it names the place of planted mistakes, and nothing in healthy pairs."""
+"""`megagrpo bisect` against real engines: it names the point of planted mistakes, and nothing in healthy pairs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ PROJECTION = "model.layers.1.self_attn.o_proj.weight"
 class Planted:
     """One mistake, in the actor, and what must be said of it."""
 
-    place: str | None
+    point: str | None
     computed: str | None  # the first computed value that differs
     words: tuple[str, ...]  # of the verdict
     tensors: Callable[[Tensors], None] | None = None
@@ -94,11 +94,11 @@ def test_planted_mistakes_are_found_and_named(names, service, pool, tiny_model, 
     args = (service.wait_alive(), service.control.api_key, 1, tmp_path / "out", cases)
     for name, said in zip(names, pool.run(1, bisect_cases, *args)[0], strict=True):
         one = PLANTED[name]
-        assert (said.place, said.computed) == (one.place, one.computed), f"{name}:\n{said.report}"
+        assert (said.point, said.computed) == (one.point, one.computed), f"{name}:\n{said.report}"
         assert not [word for word in one.words if word not in said.text], f"{name}: {said.text}"
         assert "Not compared" not in said.report, f"{name}:\n{said.report}"
         # embedding, both halves of two layers, norm, and the output
-        assert one.place or said.report.count("| ok |") == 9, said.report
+        assert one.point or said.report.count("| ok |") == 9, said.report
 
 
 @pytest.mark.slow
@@ -110,9 +110,9 @@ def test_a_perturbed_weight_is_named_wherever_it_is(service, pool, tiny_model, t
     ]
     args = (service.wait_alive(), service.control.api_key, 1, tmp_path / "out", cases)
     found = pool.run(1, bisect_cases, *args)[0]
-    for (name, place), said in zip(PERTURBED.items(), found, strict=True):
-        assert said.computed == place, f"{name}:\n{said.report}"
-        assert said.place == "weights" and name in said.text, said.text
+    for (name, point), said in zip(PERTURBED.items(), found, strict=True):
+        assert said.computed == point, f"{name}:\n{said.report}"
+        assert said.point == "weights" and name in said.text, said.text
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_nothing_differs_in_a_healthy_pair(family: str, engines: str, dtype: str
             folder = tmp_path / "_".join([str(world), *parallel])
             args = (info, ListedEngines.api_key, ENGINES[engines].get("tp", 1), folder, cases, world)
             (said,) = pool.run(world, bisect_cases, *args)[0]
-            assert said.place is None, f"{parallel}:\n{said.report}"
+            assert said.point is None, f"{parallel}:\n{said.report}"
             assert engines != "TP1" or "Not compared" not in said.report, f"{parallel}:\n{said.report}"
             assert said.margin > LEAST_MARGIN, f"{parallel}:\n{said.report}"
             print(f"{family}, {engines}, {dtype}, trainers {parallel}: bounds / {said.margin:.1f}, {said.largest}")

@@ -80,7 +80,7 @@ def test_the_first_of_several_differences_is_named_and_its_layer_opened(name, la
     found = found_in(engine, trainer)
     compared = [point for point in POINTS if point.layout != "map"]
     assert [d.name for d in found.passes[0].differences] == [point.name for point in compared]
-    assert verdict(found).place == name and layer_to_open([*found.passes, Pass(OUTPUT, [])]) == layer
+    assert verdict(found).point == name and layer_to_open([*found.passes, Pass(OUTPUT, [])]) == layer
     before = [point.says for point in compared if names.index(point.name) < names.index(name or names[0])]
     assert not before or f"equal up to {before[-1]}" in verdict(found).text
 
@@ -95,7 +95,7 @@ def test_modules_of_a_layer_are_named_before_its_sum():
     for later in ("core_attention", "attention_out", "after_attention", "output"):
         trainer[f"layers.1.{later}"] = trainer[f"layers.1.{later}"] + 0.01
     found = found_in(engine, trainer, points)
-    assert verdict(found).place == "layers.1.core_attention"
+    assert verdict(found).point == "layers.1.core_attention"
     assert "rotary" in verdict(found).text
 
 
@@ -116,12 +116,12 @@ def test_errors_are_relative_to_the_values_and_bounds_grow_with_depth():
     assert off.beyond and (off.worst_sequence, off.worst_token) == (0, 5)
 
 
-def test_more_flips_than_near_ties_explain_are_a_place():
+def test_more_flips_than_near_ties_explain_are_a_difference():
     engine, trainer = both_sides()
     for token in range(0, TOKENS, 2):
         flip(trainer["layers.2.experts"], token)
     found = found_in(engine, trainer)
-    assert verdict(found).place == "layers.2.experts"
+    assert verdict(found).point == "layers.2.experts"
     assert "bias" in verdict(found).text
     flips = found.passes[0].flips[2]
     assert (flips.tokens, flips.flipped, flips.first) == (TOKENS, 12, (0, 0)) and not replace(flips, flipped=1).beyond
@@ -135,12 +135,12 @@ def test_weights_come_first_and_layers_before_the_output():
     head = difference("head", "head", torch.ones(TOKENS, 1), torch.zeros(TOKENS, 1), LENGTHS, 1e-6)
     found = found_in(engine, trainer)
     found.passes.append(Pass(OUTPUT, [head]))
-    assert verdict(found).place == "head"
+    assert verdict(found).point == "head"
     trainer["layers.0.output"] = trainer["layers.0.output"] * 2
     found.passes[0] = found_in(engine, trainer).passes[0]
-    assert verdict(found).place == "layers.0.output"
-    found.weights = ["live weights differ in 1 places:", "engine e0 rank 0: parameter a does not hold HF tensor b"]
-    assert verdict(found).place == "weights"
+    assert verdict(found).point == "layers.0.output"
+    found.weights = ["live weights differ in 1 parameter:", "engine e0 rank 0: parameter a does not hold HF tensor b"]
+    assert verdict(found).point == "weights"
     assert "HF tensor b" in verdict(found).text
     assert verdict(found).computed == "layers.0.output"
     assert "layers.0" not in verdict(replace(found, passes=[])).text
@@ -150,9 +150,9 @@ def test_hooks_that_saw_nothing_prove_nothing():
     near = difference("logprobs", "logprobs", torch.ones(TOKENS, 1), torch.ones(TOKENS, 1), LENGTHS, 1e-6)
     blind = Findings([], [Pass("x", []), Pass(OUTPUT, [near])], ["the hooks saw 3 rows of 23"], LENGTHS, FLOAT32)
     said = verdict(blind)
-    assert (said.place, said.computed) == (UNSEEN, None)
+    assert (said.point, said.computed) == (UNSEEN, None)
     assert "the hooks saw 3 rows of 23" in said.text
-    assert verdict(replace(blind, passes=[Pass("x", [near])])).place is None
+    assert verdict(replace(blind, passes=[Pass("x", [near])])).point is None
 
 
 def test_passes_that_decode_are_left_out():
@@ -163,7 +163,7 @@ def test_passes_that_decode_are_left_out():
     found = only_prefills(seen | once, [9, 14])
     assert [int(call[0, 0]) for call in found["heads"]] == [9, 8, 6]
     assert found.keys() == {"heads", "norm"} and len(found["norm"]) == 1
-    assert [len(call) for call in only_prefills(seen, [9, 20])["heads"]] == [3 * n for n in sizes]  # cannot be told
+    assert [len(call) for call in only_prefills(seen, [9, 20])["heads"]] == [3 * n for n in sizes]  # unknown which
 
 
 def test_the_report_is_for_people_and_programs(tmp_path):
@@ -205,7 +205,7 @@ def test_both_sides_come_out_in_the_order_of_tokens_and_heads():
         ranks.append(engine_rank({qkv.name: fused, q_norm.name: normed[:, own].reshape(-1, 4), experts.name: ids}))
     engine = from_engine([qkv, q_norm, experts], ranks, TOKENS, ARCH)
     pieces = []
-    for rank in range(2):  # Megatron keeps a group's queries beside its key and value
+    for rank in range(2):  # Megatron keeps a group's queries next to its key and value
         own = slice(2 * rank, 2 * rank + 2)
         group = torch.cat([q[:, own].flatten(1), k[:, rank], v[:, rank]], 1)
         pieces += pieces_of(qkv.name, group, rank) + pieces_of(q_norm.name, normed[:, own].flatten(1), rank)

@@ -1,4 +1,4 @@
-"""Grader code: what programs score, and that hostile ones harm nobody, in real sandboxes."""
+"""Grader code: what programs score, and that hostile ones do no harm, in real sandboxes."""
 
 import json
 import os
