@@ -102,9 +102,10 @@ class Launch:
         arguments = [*torchrun, "-m", "megagrpo.cli", *command]
         return self._start(arguments, self._folder.log(self._ranks), reports, stop_file | (env or {}))
 
-    def spawn(self, command: list[str], log: Path, env: dict[str, str]) -> Child:
-        """Starts another program with this environment and `env`."""
-        child = Child(spawn(command, environment.child_environment(env), log, signal.SIGTERM), log)
+    def spawn(self, command: list[str], log: Path, env: dict[str, str], reports: str | None = None) -> Child:
+        """Starts any program with this environment and `env`; with `reports` it shares this terminal's output."""
+        whole = environment.child_environment(env)
+        child = Child(spawn(command, whole, log, signal.SIGTERM, reports is not None), log, reports)
         self._children.append(child)
         return child
 
@@ -140,11 +141,8 @@ class Launch:
         quiet = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"), "PYTHONWARNINGS": "ignore"}
         # In torchrun's own store, restarted ranks would find the dead ranks' addresses under the same names.
         quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        whole = environment.child_environment(quiet | environment.of_all_nccl_ranks() | env)
-        words = [sys.executable, "-W", "ignore", *arguments]
-        child = Child(spawn(words, whole, log, signal.SIGTERM, share_stdout=reports is not None), log, reports)
-        self._children.append(child)
-        return child
+        command = [sys.executable, "-W", "ignore", *arguments]
+        return self.spawn(command, log, quiet | environment.of_all_nccl_ranks() | env, reports)
 
     def _failed(self, child: Child) -> int:
         reports = self._folder.error_reports(child.reports) if child.reports is not None else []
