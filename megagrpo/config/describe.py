@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megagrpo.config.fields import choices, elements, members, sections
+from megagrpo.config.fields import Section, choices, elements, members, sections
 from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS
 from megagrpo.config.libraries.sglang import SERVER_REFUSED
 from megagrpo.config.libraries.source import Refusal
@@ -37,7 +36,7 @@ All other fields of Megatron's and SGLang's classes may be set by their own name
 classes of ServerArgs are refused too: speculative decoding, SGLang's LoRA, disaggregation, multi-modal inputs,
 diffusion, recurrent layers and offloading.
 """
-_SCALARS = {int: "integer", float: "number", str: "text", bool: "true or false"}
+_SCALARS: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 
 def reference() -> str:
@@ -66,7 +65,7 @@ def _refused_rows(path: str, refused: Mapping[str, Refusal]) -> list[str]:
     return [f"| `{path}` | {reason} | {', '.join(names)} |" for reason, names in fields.items()]
 
 
-def _add_section(lines: list[str], path: str, section: type[BaseModel], seen: set[type[BaseModel]]) -> None:
+def _add_section(lines: list[str], path: str, section: type[Section], seen: set[type[Section]]) -> None:
     """Appends the table of `section` at `path`, then those of the sections inside it that are not `seen`."""
     if section in seen:
         return
@@ -84,7 +83,7 @@ def _add_section(lines: list[str], path: str, section: type[BaseModel], seen: se
             _add_variants(lines, below, inner)
 
 
-def _add_variants(lines: list[str], path: str, variants: list[type[BaseModel]]) -> None:
+def _add_variants(lines: list[str], path: str, variants: list[type[Section]]) -> None:
     lines += [f"## `{path}`", "", "One of these variants; its `name` chooses.", ""]
     for variant in variants:
         names = " and ".join(f"`name: {name}`" for name in choices([variant.model_fields["name"].annotation]))
@@ -92,15 +91,15 @@ def _add_variants(lines: list[str], path: str, variants: list[type[BaseModel]]) 
         lines += _table(path, variant)
 
 
-def _doc(section: type[BaseModel]) -> list[str]:
+def _doc(section: type[Section]) -> list[str]:
     return [" ".join(section.__doc__.split()), ""] if section.__doc__ else []
 
 
-def _table(path: str, section: type[BaseModel]) -> list[str]:
+def _table(path: str, section: type[Section]) -> list[str]:
     rows = []
     for name, field in section.model_fields.items():
         if not _is_variant_name(name, field, path):
-            meaning = (field.description or "").replace("|", "\\|")  # a bar ends a cell
+            meaning = " ".join((field.description or "").split()).replace("|", "\\|")  # a bar ends a cell
             rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {meaning} |")
     return ["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
 
@@ -113,7 +112,7 @@ def _is_variant_name(name: str, field: FieldInfo, path: str) -> bool:
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
-    if isinstance(field.default, BaseModel):
+    if isinstance(field.default, Section):
         changed = field.default.model_dump(exclude_defaults=True)
         if len(sections(members(field.annotation))) > 1:
             changed = {"name": field.default.model_dump()["name"], **changed}
@@ -121,7 +120,7 @@ def _default(field: FieldInfo) -> str:
     return _value(field.default)
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     match value:
         case None:
             return "none"
@@ -142,7 +141,7 @@ def _type(field: FieldInfo) -> str:
     return f"{' or '.join(dict.fromkeys(parts))} {' and '.join(bounds)}".strip()
 
 
-def _member(member: Any) -> str:
+def _member(member: object) -> str:
     if get_origin(member) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(member))
     if get_origin(member) is list:
@@ -152,14 +151,14 @@ def _member(member: Any) -> str:
     return _SCALARS.get(member, "section")
 
 
-def _inner_metadata(annotation: Any) -> list[Any]:
+def _inner_metadata(annotation: object) -> list[object]:
     """Returns the constraints inside an optional or a list type, which pydantic does not lift to the field."""
     annotated = [argument for argument in get_args(annotation) if get_origin(argument) is Annotated]
     fields = [item for argument in annotated for item in argument.__metadata__ if isinstance(item, FieldInfo)]
     return [constraint for field in fields for constraint in field.metadata]
 
 
-def _bounds(constraint: Any) -> list[str]:
+def _bounds(constraint: object) -> list[str]:
     match constraint:
         case annotated_types.Ge():
             return [f">= {constraint.ge}"]

@@ -64,10 +64,7 @@ def in_this_process(command: str, config: Path, *words: str, timeout_s: float) -
         ("reward.grader=exat", "reward.grader 'exat' is unknown; did you mean 'exact'?"),
         ("reward.grader=graders_of_tests:low_digit", "has no function low_digit; did you mean 'low_digits'?"),
         ("reward.args={strict: true}", "reward.args do not fit grader"),
-        (
-            "train.num_updates_per_step=3",
-            "train.num_prompts_per_step 8 is not a multiple of train.num_updates_per_step 3",
-        ),
+        ("train.num_updates_per_step=3", "train: num_prompts_per_step 8 is not a multiple of num_updates_per_step 3"),
         ("weights.timeout_s=700", "weights.timeout_s 700 must be below actor.deadline_s 600: while rank 0"),
     ],
 )

@@ -89,6 +89,8 @@ def test_every_key_has_a_description_in_the_schema():
             chooses_variant = bool(parents) and key == "name"  # the heading of the variant names it
             if field is not None and not chooses_variant and not field.description:
                 missing.append(f"{section.__name__}.{key}")
+            if not section.__doc__:
+                missing.append(section.__name__)
     assert not missing
 
 
@@ -202,7 +204,7 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         ),
         (
             "train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n",
-            "9 is not a multiple of train.num_updates_per_step 2",
+            "e.yaml:5: train: num_prompts_per_step 9 is not a multiple of num_updates_per_step 2",
         ),
         (
             "train: {num_steps: 9, num_epochs: 2}\n",
