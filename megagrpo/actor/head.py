@@ -1,7 +1,7 @@
 """The head: log-probability, entropy and exact KL to the reference of sampled tokens, from hidden states."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
+from megagrpo.algo.logprob import VocabularyShard, chunked_full_kl, chunked_logprobs
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -75,7 +75,8 @@ def token_values(
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probability and entropy [T] of `tokens` [T], predicted at flat positions of hidden [s / tp, b, h]."""
     weight = chunk.output_weight()
-    return chunked_logprobs(gathered(actor, hidden)[flat], weight, tokens, temperature, **_vocabulary(actor, weight))
+    rows, shard = actor.config.logprob_chunk_tokens, _vocabulary(actor, weight)
+    return chunked_logprobs(gathered(actor, hidden)[flat], weight, tokens, temperature, rows, shard)
 
 
 def _full_kl(
@@ -98,7 +99,8 @@ def _full_kl(
         ref_hidden=reference.hidden[index],
         ref_weight=reference.output_weight,
         temperature=temperature,
-        **_vocabulary(actor, weight),
+        chunk_tokens=actor.config.logprob_chunk_tokens,
+        shard=_vocabulary(actor, weight),
     )
 
 
@@ -110,20 +112,19 @@ def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:
     return hidden.transpose(0, 1).flatten(0, 1)
 
 
-def _vocabulary(actor: MegatronActor, weight: Tensor) -> dict[str, Any]:
-    """Returns what the chunked functions ask about this rank's shard `weight` [padded vocab / tp, h]."""
+def _vocabulary(actor: MegatronActor, weight: Tensor) -> VocabularyShard:
+    """Describes this rank's shard `weight` [padded vocab / tp, h]."""
     group = mpu.get_tensor_model_parallel_group()
 
     def all_reduce(tensor: Tensor, op: str) -> Tensor:
         dist.all_reduce(tensor, op=_TP_OPS[op], group=group)
         return tensor
 
-    return {
-        "chunk_tokens": actor.config.logprob_chunk_tokens,
-        "vocab_start": mpu.get_tensor_model_parallel_rank() * weight.shape[0],
-        "vocab_size": actor.arch.vocab_size,
-        "reduce": all_reduce if actor.config.parallel.tp > 1 else None,
-    }
+    return VocabularyShard(
+        start=mpu.get_tensor_model_parallel_rank() * weight.shape[0],
+        size=actor.arch.vocab_size,
+        reduce=all_reduce if actor.config.parallel.tp > 1 else None,
+    )
 
 
 def _all_context_ranks(grid: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ ranks, so two all-reduces serve the whole call. All arithmetic on logits is floa
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,29 +16,38 @@ from megagrpo.algo.statistics import Reduce
 TILE_COLUMNS = 8192
 
 
+class VocabularyShard(NamedTuple):
+    """Says which rows of the output weight a tensor-parallel rank has: from `start` of the vocabulary on."""
+
+    start: int = 0
+    size: int | None = None  # of the real vocabulary, columns beyond it are padding; None: no padding
+    reduce: Reduce | None = None  # over tensor-parallel ranks, which must all see the same hidden and targets
+
+    def columns(self, weight: Tensor) -> int:
+        """Counts the rows of weight [V_local, H] that are not padding."""
+        return len(weight) if self.size is None else max(0, min(len(weight), self.size - self.start))
+
+
+WHOLE_VOCABULARY = VocabularyShard()
+
+
 def chunked_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     temperature: float,
     chunk_tokens: int,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    reduce: Reduce | None = None,
+    shard: VocabularyShard = WHOLE_VOCABULARY,
 ) -> tuple[Tensor, Tensor]:
     """Collective over tensor-parallel ranks. Returns log-probabilities of the targets and entropies, float32 [T] each.
 
-    Of softmax(hidden weight^T / temperature), in nats. hidden [T, H]; weight [V_local, H], rows vocab_start.. of
-    the vocabulary; targets [T] int64, ids in the whole vocabulary, -1 for positions whose outputs are 0.
-    chunk_tokens: rows of a tile. vocab_size: real vocabulary, columns beyond it are padding (default: no padding).
-    reduce: over tensor-parallel ranks, which must all see the same hidden and targets. The gradient of hidden is
-    this rank's PARTIAL sum over its columns, for the caller to all-reduce or reduce-scatter; the gradient of weight
-    is complete.
+    Of softmax(hidden weight^T / temperature), in nats. hidden [T, H]; weight [V_local, H]; targets [T] int64, ids in the
+    whole vocabulary, -1 for positions whose outputs are 0. chunk_tokens: rows of a tile. The gradient of hidden is this
+    rank's PARTIAL sum over its columns, for the caller to all-reduce or reduce-scatter; the gradient of weight is
+    complete.
     """
-    columns = len(weight) if vocab_size is None else max(0, min(len(weight), vocab_size - vocab_start))
-    return _LogProbs.apply(
-        hidden, weight, targets - vocab_start, targets < 0, temperature, chunk_tokens, columns, reduce
-    )
+    options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
+    return _LogProbs.apply(hidden, weight, targets - shard.start, targets < 0, *options)
 
 
 class _LogProbs(torch.autograd.Function):
@@ -109,17 +119,15 @@ def chunked_full_kl(
     ref_weight: Tensor,
     temperature: float,
     chunk_tokens: int,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    reduce: Reduce | None = None,
+    shard: VocabularyShard = WHOLE_VOCABULARY,
 ) -> Tensor:
     """Collective over tensor-parallel ranks. Returns the exact KL(policy || reference) of every position, float32 [T].
 
     Over the whole vocabulary, in nats, from the hidden states and output weights of both models. Arguments as for
     chunked_logprobs; the reference's [T, H'] and [V_local, H'] get no gradient.
     """
-    columns = len(weight) if vocab_size is None else max(0, min(len(weight), vocab_size - vocab_start))
-    return _FullKl.apply(hidden, weight, ref_hidden, ref_weight, temperature, chunk_tokens, columns, reduce)
+    options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
+    return _FullKl.apply(hidden, weight, ref_hidden, ref_weight, *options)
 
 
 class _FullKl(torch.autograd.Function):

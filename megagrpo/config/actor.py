@@ -1,6 +1,5 @@
 """The `actor` section: layout, kernels, dtype and optimizer of the learner."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, get_args
 
 from pydantic import Field, field_validator
@@ -12,6 +11,7 @@ from megagrpo.config.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Problems,
     Section,
 )
 
@@ -33,12 +33,13 @@ class ParallelConfig(Section):
     last_stage_layers: PositiveInt | None = None
     """Layers of the last pipeline stage; default: stages that are not given are equal."""
 
-    def problems(self) -> Iterator[str]:
-        if self.vpp > 1 and self.pp == 1:
-            yield f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline"
-        for name in ("first_stage_layers", "last_stage_layers"):
-            if getattr(self, name) is not None and self.pp == 1:
-                yield f"{name} {getattr(self, name)} needs pp > 1: without a pipeline one stage has all layers"
+    def problems(self) -> Problems:
+        one_stage = "needs pp > 1: without a pipeline one stage has all layers"
+        return {
+            f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline": self.vpp > 1 and self.pp == 1,
+            f"first_stage_layers {self.first_stage_layers} {one_stage}": self.first_stage_layers and self.pp == 1,
+            f"last_stage_layers {self.last_stage_layers} {one_stage}": self.last_stage_layers and self.pp == 1,
+        }
 
     def stage_layers(self, num_layers: int) -> list[int]:
         """Returns the number of layers of each pipeline stage.
@@ -79,11 +80,12 @@ class OptimizerConfig(Section):
     """Fields of Megatron's OptimizerConfig by their own names, such as `optimizer_cpu_offload: true`; what is set
     elsewhere in this file, or would break a promise, is refused."""
 
-    def problems(self) -> Iterator[str]:
-        if self.min_lr and self.lr_schedule == "constant":
-            yield f"min_lr {self.min_lr:g} has no effect with lr_schedule constant; choose linear or cosine"
-        if self.min_lr > self.lr:
-            yield f"min_lr {self.min_lr:g} is above lr {self.lr:g}"
+    def problems(self) -> Problems:
+        unread = self.min_lr and self.lr_schedule == "constant"
+        return {
+            f"min_lr {self.min_lr:g} has no effect with lr_schedule constant; choose linear or cosine": unread,
+            f"min_lr {self.min_lr:g} is above lr {self.lr:g}": self.min_lr > self.lr,
+        }
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -132,9 +134,8 @@ class RouterLossConfig(Section):
     """Coefficient of the z-loss: the squared log-sum-exp of a token's router logits, the mean over the update's tokens,
     summed over layers; 0: none. ST-MoE took 0.001."""
 
-    def problems(self) -> Iterator[str]:
-        if not self.balance and not self.z:
-            yield "balance and z are both 0: set one, or remove router_losses"
+    def problems(self) -> Problems:
+        return {"balance and z are both 0: set one, or remove router_losses": not self.balance and not self.z}
 
 
 class ActorConfig(Section):
@@ -201,41 +202,36 @@ class ActorConfig(Section):
         """What two starts must share to hold the same slices on the same ranks: `ranks` and every field of parallel."""
         return {"ranks": self.world_size, **self.parallel.model_dump()}
 
-    def problems(self) -> Iterator[str]:
-        p = self.parallel
-        for what, size in (("tp x pp x cp", p.tp * p.pp * p.cp), ("etp x ep x pp", p.etp * p.ep * p.pp)):
-            if self.world_size % size:
-                up = -(-self.world_size // size) * size
-                yield f"world_size {self.world_size} is not a multiple of {what} = {size}; {up} would be"
-        if self.lora is not None and self.transformer_engine is True:
-            yield "lora adds to Megatron's own linear layers, not Transformer Engine's: set transformer_engine: false"
-        if self.lora is not None and self.router_bias_update is not None:
-            yield "with lora all other weights stay, the routers' biases too: remove router_bias_update"
-        if self.lora is not None and self.router_losses is not None:
-            yield "with lora all other weights stay, the routers' too: remove router_losses"
-        if self.routing_replay is not None and self.megatron.get("moe_router_fusion"):
-            yield (
-                "routing_replay with megatron.moe_router_fusion: the fused kernel chooses experts by itself, whatever "
-                "it is given; remove one of them"
-            )
+    def problems(self) -> Problems:
+        p, with_lora = self.parallel, self.lora is not None
+        frozen = "with lora all other weights stay, the routers'"
+        own_layers = "lora adds to Megatron's own linear layers, not Transformer Engine's"
+        return {
+            **self._indivisible("tp x pp x cp", p.tp * p.pp * p.cp),
+            **self._indivisible("etp x ep x pp", p.etp * p.ep * p.pp),
+            f"{own_layers}: set transformer_engine: false": with_lora and self.transformer_engine is True,
+            f"{frozen} biases too: remove router_bias_update": with_lora and self.router_bias_update is not None,
+            f"{frozen} too: remove router_losses": with_lora and self.router_losses is not None,
+            "routing_replay with megatron.moe_router_fusion: the fused kernel chooses experts by itself, whatever it "
+            "is given; remove one of them": self.routing_replay and self.megatron.get("moe_router_fusion"),
+        }
 
-    def excludes(self, experiment: "ExperimentConfig") -> Iterator[str]:
+    def _indivisible(self, what: str, size: int) -> Problems:
+        up = -(-self.world_size // size) * size
+        text = f"world_size {self.world_size} is not a multiple of {what} = {size}; {up} would be"
+        return {text: self.world_size % size}
+
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
         sglang, words = experiment.rollout.sglang, experiment.rollout.extra_args
-        if self.routing_replay == "old" and experiment.train.updates_of_step == 1:
-            yield (
-                "actor.routing_replay old changes nothing with one update a step: the weights before it are those that "
-                "choose the experts; remove it, raise train.num_updates_per_step or num_epochs_per_step, or set it to "
-                "rollout"
-            )
-        chunk = sglang.get("chunked_prefill_size")
-        if self.routing_replay == "rollout" and isinstance(chunk, int) and chunk <= 0:
-            yield (
-                f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: SGLang keeps the "
-                "experts of one chunk, and a longer prompt in one piece would end the engine; remove the latter"
-            )
+        chunk, by_engine = sglang.get("chunked_prefill_size"), self.routing_replay == "rollout"
+        unchunked = by_engine and isinstance(chunk, int) and chunk <= 0
         halves = sglang.get("enable_two_batch_overlap") or any(word.startswith("--enable-two") for word in words)
-        if self.routing_replay == "rollout" and halves:
-            yield (
-                "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the experts of a "
-                "batch's second half where those of the first are; remove one of them"
-            )
+        return {
+            "actor.routing_replay old changes nothing with one update a step: the weights before it are those that "
+            "choose the experts; remove it, raise train.num_updates_per_step or num_epochs_per_step, or set it to "
+            "rollout": self.routing_replay == "old" and experiment.train.updates_of_step == 1,
+            f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: SGLang keeps the experts "
+            "of one chunk, and a longer prompt in one piece would end the engine; remove the latter": unchunked,
+            "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the experts of a batch's "
+            "second half where those of the first are; remove one of them": by_engine and halves,
+        }

@@ -1,11 +1,11 @@
 """The `algorithm` section. Options of an estimator, a loss or a reward step are fields of its own variant."""
 
-from collections.abc import Iterator
+import math
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from megagrpo.config.fields import Aggregation, PositiveFloat, Section
+from megagrpo.config.fields import Aggregation, PositiveFloat, Problems, Section
 from megagrpo.config.objective.correction import MismatchConfig
 from megagrpo.config.objective.estimators import AdvantageConfig, GrpoAdvantage
 from megagrpo.config.objective.kl import KL_ERROR_LIMIT, KlConfig
@@ -50,63 +50,44 @@ class AlgorithmConfig(Section):
     dynamic_sampling: DynamicSampling | None = None
     """Trains only on groups whose responses differ; null: on all."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Problems:
         advantage, reward = self.advantage, self.reward
-        if reward.normalises_by_group and advantage.normalises_by_group:
-            yield (
-                f"reward.mean/std: group with advantage {advantage.name} normalises by the group twice; "
-                "use batch, running or none"
-            )
         missed = reward.missed_by_greedy_baseline
-        if advantage.needs_greedy_response and missed:
-            yield (
-                f"reward.{', reward.'.join(missed)}: changes the rewards but not {advantage.name}'s greedy baseline; "
-                "leave it out"
-            )
-        if self.whiten_advantages and advantage.whitens:
-            yield f"advantage {advantage.name} is whitened already; remove whiten_advantages"
-        if self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm":
-            yield f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}"
+        unread = self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm"
+        twice = self.whiten_advantages and advantage.whitens
+        return {
+            f"reward.mean/std: group with advantage {advantage.name} normalises by the group twice; use batch, running "
+            "or none": reward.normalises_by_group and advantage.normalises_by_group,
+            f"reward.{', reward.'.join(missed)}: changes the rewards but not {advantage.name}'s greedy baseline; leave "
+            "it out": missed and advantage.needs_greedy_response,
+            f"advantage {advantage.name} is whitened already; remove whiten_advantages": twice,
+            f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}": unread,
+        }
 
-    def excludes(self, experiment: "ExperimentConfig") -> Iterator[str]:
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
         train, parallel, longest = experiment.train, experiment.actor.parallel, experiment.sampling.max_response_tokens
-        full = self.kl.estimator == "full" and self.uses_reference
-        if full and parallel.cp > 1 and train.updates_of_step > 1 and not experiment.actor.packing:
-            yield (
-                f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {train.updates_of_step} updates"
-                " a step need actor.packing: true; padded, the reference's positions would lie on other ranks than the"
-                " actor's"
-            )
-        if self.dynamic_sampling is not None and train.num_epochs is not None:
-            yield (
-                "train.num_epochs with algorithm.dynamic_sampling: a step then takes as many prompts as it must, so "
-                "that passes over them do not say how many steps there are; give train.num_steps"
-            )
-        if train.group_size == 1:
-            yield from self._problems_of_one_response()
-        adaptive, responses = self.kl.adaptive, train.num_prompts_per_step * train.group_size
-        if adaptive is not None and adaptive.horizon <= KL_ERROR_LIMIT * responses:
-            yield (
-                f"algorithm.kl.adaptive.horizon {adaptive.horizon:g} is too short for {responses} responses a "
-                f"step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x {responses} / horizon at worst; "
-                f"use more than {KL_ERROR_LIMIT * responses:g}"
-            )
-        overlong = self.reward.overlong
-        if overlong is not None and overlong.buffer(longest) > longest:
-            yield (
-                f"algorithm.reward.overlong.buffer_tokens {overlong.buffer_tokens} is more than "
-                f"sampling.max_response_tokens {longest}: every response would be punished; "
-                "DAPO's buffer is a fifth of the longest response"
-            )
-
-    def _problems_of_one_response(self) -> Iterator[str]:
-        """Yields why the algorithm cannot learn from groups of one response."""
-        if self.reward.normalises_by_group:
-            yield "reward.mean/std: group with train.group_size 1 makes every reward 0; use batch, running or none"
-        if self.advantage.refuses_group_of_one is not None:
-            yield self.advantage.refuses_group_of_one
-        if self.dynamic_sampling:
-            yield "dynamic_sampling keeps groups whose responses differ; train.group_size must be at least 2"
+        updates, responses = train.updates_of_step, train.num_prompts_per_step * train.group_size
+        padded = parallel.cp > 1 and updates > 1 and not experiment.actor.packing
+        apart = self.kl.estimator == "full" and self.uses_reference and padded
+        horizon = self.kl.adaptive.horizon if self.kl.adaptive is not None else math.inf
+        overlong, endless = self.reward.overlong, self.dynamic_sampling and train.num_epochs
+        refused, alone = self.advantage.refuses_group_of_one, train.group_size == 1
+        all_zero, all_equal = alone and self.reward.normalises_by_group, alone and self.dynamic_sampling
+        return {
+            f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step need "
+            "actor.packing: true; padded, the reference's positions would lie on other ranks than the actor's": apart,
+            "train.num_epochs with algorithm.dynamic_sampling: a step then takes as many prompts as it must, so that "
+            "passes over them do not say how many steps there are; give train.num_steps": endless,
+            "reward.mean/std: group with train.group_size 1 makes every reward 0; use batch, running or none": all_zero,
+            f"{refused}": alone and refused,
+            "dynamic_sampling keeps groups whose responses differ; train.group_size must be at least 2": all_equal,
+            f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} responses a step: the coefficient "
+            f"is multiplied by 1 - {KL_ERROR_LIMIT} x {responses} / horizon at worst; use more than "
+            f"{KL_ERROR_LIMIT * responses:g}": horizon <= KL_ERROR_LIMIT * responses,
+            f"algorithm.reward.overlong.buffer_tokens {overlong and overlong.buffer_tokens} is more than "
+            f"sampling.max_response_tokens {longest}: every response would be punished; DAPO's buffer is a fifth of "
+            "the longest response": overlong is not None and overlong.buffer(longest) > longest,
+        }
 
     @property
     def uses_reference(self) -> bool:

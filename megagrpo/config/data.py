@@ -1,10 +1,8 @@
 """The sections of the inputs: `model`, `data`, `eval`."""
 
-from collections.abc import Iterator
-
 from pydantic import Field
 
-from megagrpo.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from megagrpo.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, Problems, Section
 
 
 class ModelConfig(Section):
@@ -51,16 +49,17 @@ class DataConfig(Section):
         """The files, as messages name them together."""
         return ", ".join(self.paths)
 
-    def problems(self) -> Iterator[str]:
-        if not self.paths:
-            yield "path names no file"
-        for twice in sorted({path for path in self.paths if self.paths.count(path) > 1}):
-            yield f"path names {twice!r} twice"
-        if self.add_bos and self.chat_template:
-            yield "add_bos with chat_template: the template writes its own special tokens; remove add_bos"
-        for key in ("system_prompt", "chat_template_args"):
-            if getattr(self, key) and not self.chat_template:
-                yield f"{key} has no effect without chat_template: true"
+    def problems(self) -> Problems:
+        twice = sorted({path for path in self.paths if self.paths.count(path) > 1})
+        templated, unread = "the template writes its own special tokens", "has no effect without chat_template: true"
+        chat = self.chat_template
+        return {
+            "path names no file": not self.paths,
+            f"path names {', '.join(map(repr, twice))} twice": twice,
+            f"add_bos with chat_template: {templated}; remove add_bos": self.add_bos and chat,
+            f"system_prompt {unread}": self.system_prompt and not chat,
+            f"chat_template_args {unread}": self.chat_template_args and not chat,
+        }
 
 
 class EvalConfig(Section):

@@ -1,6 +1,6 @@
 """The base classes of configuration sections, shared types of fields, and walks over the schema."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
@@ -17,6 +17,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Ddof = Literal[0, 1]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 LibrarySettings = dict[str, Any]  # fields of a library by its own names; config/libraries checks their values
+Problems = dict[str, object]  # message with the reason and the remedy -> whether it holds
 KeyPath = tuple[str | int, ...]  # of a value in an experiment: ("sampling", "stop", 0)
 
 
@@ -35,18 +36,19 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    def problems(self) -> Iterator[str]:
-        """Yields why fields that are right one by one do not go together, with the remedy."""
-        yield from ()
+    def problems(self) -> Problems:
+        """Fields of this section that are right one by one and do not go together."""
+        return {}
 
-    def excludes(self, experiment: "ExperimentConfig") -> Iterator[str]:
-        """Yields why this section does not go together with others of the experiment, with the remedy."""
-        yield from ()
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+        """Other sections of the experiment with which this one does not go together."""
+        return {}
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        for problem in self.problems():
-            raise ValueError(problem)
+        for problem, holds in self.problems().items():
+            if holds:
+                raise ValueError(problem)
         return self
 
 

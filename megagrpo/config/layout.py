@@ -14,8 +14,11 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
 
     Rules between the sizes themselves (world_size, vpp) are the schema's.
     """
-    rules = (_sizes, _stages, _routers, _adapters, _context, _experts)
-    return [problem for rule in rules for problem in rule(arch, config)]
+    problems = [problem for rule in (_sizes, _stages, _routers, _adapters) for problem in rule(arch, config)]
+    gpu = config.device == "cuda" or (config.device == "auto" and config.dtype == "bfloat16")
+    if gpu and (problem := context_problem(config, config.expects_transformer_engine)):
+        problems.append(problem)
+    return [*problems, *_experts(arch, config)]
 
 
 def _sizes(arch: Architecture, config: ActorConfig) -> Iterator[str]:
@@ -74,12 +77,6 @@ def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
         )
     if arch.family in _WITHOUT_ADAPTERS:
         yield f"actor.lora is not supported with a {arch.family} model: train all weights, or another family"
-
-
-def _context(arch: Architecture, config: ActorConfig) -> Iterator[str]:
-    gpu = config.device == "cuda" or (config.device == "auto" and config.dtype == "bfloat16")
-    if gpu and (problem := context_problem(config, config.expects_transformer_engine)):
-        yield problem
 
 
 def _experts(arch: Architecture, config: ActorConfig) -> Iterator[str]:

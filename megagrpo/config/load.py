@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import yaml
 from pydantic import ValidationError
@@ -84,8 +84,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     Raises ConfigError naming every unknown key, wrong value and impossible combination, with file, line and remedy.
     """
     source = _read_file(Path(path))
-    if source.data is None and not source.problems:
-        source.problems.append(f"{path}: the file is empty")
     _refuse(source, source.problems)
     # A preset and the choice of a variant come before what is set inside them, in any order on the command line.
     for text in overrides:
@@ -99,7 +97,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     try:
         config = ExperimentConfig.model_validate(source.data)
     except ValidationError as exc:
-        raise _error(source, _explain_errors(exc, source)) from None
+        _refuse(source, _explain_errors(exc, source))
+        raise
     found = [*megatron_setting_problems(config.actor), *engine_setting_problems(config.rollout)]
     _refuse(source, [f"{source.location(keys)}: {_shown(keys, source.value(keys))}: {text}" for keys, text in found])
     return config
@@ -111,14 +110,10 @@ def dump_config(config: ExperimentConfig, path: str | Path) -> None:
     write_whole(Path(path), text)
 
 
-def _error(source: _Source, problems: list[str]) -> ConfigError:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return ConfigError("\n  ".join([f"{source.name}: {count}", *problems]))
-
-
 def _refuse(source: _Source, problems: list[str]) -> None:
     if problems:
-        raise _error(source, problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"{source.name}: {count}", *problems])) from None
 
 
 def _read_file(path: Path) -> _Source:
@@ -131,8 +126,11 @@ def _read_file(path: Path) -> _Source:
     except (OSError, UnicodeDecodeError) as exc:
         return _Source(str(path), problems=[f"{path}: cannot be read as text: {exc}"])
     source = _parse(text, str(path))
-    if source.data is not None and not isinstance(source.data, dict):
-        source.problems.append(f"{path}: should be sections like 'model:', is {_show(source.data)}")
+    if not isinstance(source.data, dict) and not source.problems:
+        is_what = (
+            "the file is empty" if source.data is None else f"should be sections like 'model:', is {source.data!r}"
+        )
+        source.problems.append(f"{path}: {is_what}")
     return source
 
 
@@ -170,18 +168,18 @@ def _build(loader: _Loader, node: yaml.Node, path: KeyPath, source: _Source) -> 
 
 def _lay_over_preset(source: _Source) -> None:
     """Puts the values of the source's preset, if it names one, under its own."""
-    if not (isinstance(source.data, dict) and "preset" in source.data):
+    own = cast(dict[str, Plain], source.data)
+    if "preset" not in own:
         return
-    name = source.data.pop("preset")
+    name = own.pop("preset")
     known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
     if name not in known:
-        source.problems.append(
-            f"{source.location(('preset',))}: preset {name!r} is unknown{_nearest(str(name), known)}"
-        )
+        location = source.location(("preset",))
+        source.problems.append(f"{location}: preset {name!r} is unknown{_nearest(str(name), known)}")
         return
     preset = _read_file(PRESETS / f"{name}.yaml")
     _refuse(source, preset.problems)
-    source.data = _merge(preset.data, source.data, ())
+    source.data = _merge(preset.data, own, ())
     source.locations = preset.locations | source.locations
 
 
@@ -212,17 +210,16 @@ def _override(source: _Source, text: str) -> None:
         return
     parsed = _parse(value, location)
     source.problems += parsed.problems
-    section: Plain = source.data
+    section = cast(dict[str, Plain], source.data)
     for depth, key in enumerate(keys[:-1], start=1):
-        assert isinstance(section, dict)
         if section.get(key) is None:
             section[key] = {}
             source.locations[keys[:depth]] = location
-        section = section[key]
-        if not isinstance(section, dict):
-            source.problems.append(f"{location}: {_dotted(keys[:depth])} is {_show(section)}, not a section")
+        inner = section[key]
+        if not isinstance(inner, dict):
+            source.problems.append(f"{location}: {_dotted(keys[:depth])} is {_show(inner)}, not a section")
             return
-    assert isinstance(section, dict)
+        section = inner
     forgotten: KeyPath = keys
     if keys[-1] == "name" and len(keys) > 1 and section.get("name") != parsed.data:
         section.clear()
@@ -305,8 +302,7 @@ def _keys(path: KeyPath) -> list[str]:
 
 
 def _variants(path: KeyPath) -> list[str]:
-    found = sections(annotations_at(ExperimentConfig, path))
-    return choices(variant.model_fields["name"].annotation for variant in found)
+    return choices(annotations_at(ExperimentConfig, (*path, "name")))
 
 
 def _remedy_unknown(path: KeyPath) -> str:

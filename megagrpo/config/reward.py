@@ -1,13 +1,13 @@
 """The `reward` section. Graders with many options have their own section here."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 
-from megagrpo.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Problems, Section
 
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
@@ -111,9 +111,9 @@ class GraderConfig(Section):
         """`name`, or what follows the grader's module, as metrics can spell it."""
         return self.name or re.sub(r"[^a-z0-9_]", "_", self.grader.rpartition(":")[2].lower())
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Problems:
         check_options(self.grader, self.args)
-        yield from ()
+        return {}
 
 
 class RewardConfig(Section):
@@ -145,32 +145,32 @@ class RewardConfig(Section):
         """Whether a reward is made of scores that are worth a record of their own."""
         return bool(self.graders) or self.group_grader is not None
 
-    def problems(self) -> Iterator[str]:
-        if self.graders and (self.args or self.grader != type(self).model_fields["grader"].default):
-            yield "grader and graders: write one of them, and each grader's args with it"
+    def problems(self) -> Problems:
         names = [entry.short_name for entry in self.entries]
-        if twice := {name for name in names if names.count(name) > 1}:
-            yield f"graders: two are named {', '.join(sorted(twice))}; give each a name of its own"
-        if self.group_args and self.group_grader is None:
-            yield "group_args without group_grader"
+        twice = sorted({name for name in names if names.count(name) > 1})
+        is_set = self.args or self.grader != type(self).model_fields["grader"].default
         for entry in self.entries:
             check_options(entry.grader, entry.args)
-            if entry.grader == "code" and (total_s := CodeOptions.model_validate(entry.args).total_s) >= self.timeout_s:
-                yield (
-                    f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; "
-                    "else a slow program is the grader's failure, not a wrong answer"
-                )
+        limits = [CodeOptions.model_validate(entry.args).total_s for entry in self.entries if entry.grader == "code"]
+        total_s = max(limits, default=0.0)
+        return {
+            "grader and graders: write one of them, and each grader's args with it": self.graders and is_set,
+            f"graders: two are named {', '.join(twice)}; give each a name of its own": twice,
+            "group_args without group_grader": self.group_args and self.group_grader is None,
+            f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; else a slow "
+            "program is the grader's failure, not a wrong answer": total_s >= self.timeout_s,
+        }
 
-    def excludes(self, experiment: "ExperimentConfig") -> Iterator[str]:
-        if self.group_grader is not None and experiment.algorithm.needs_greedy_response:
-            yield (
-                f"reward.group_grader with advantage {experiment.algorithm.advantage.name}: its greedy baseline is "
-                "graded alone, and cannot be compared with rewards that depend on the group"
-            )
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+        advantage = experiment.algorithm.advantage
+        return {
+            f"reward.group_grader with advantage {advantage.name}: its greedy baseline is graded alone, and cannot be "
+            "compared with rewards that depend on the group": self.group_grader and advantage.needs_greedy_response
+        }
 
 
 def check_options(grader: str, args: GraderArgs) -> None:
-    """Raises ValueError where `args` are not the options of a grader that has a section of them."""
+    """Raises ValueError if `args` are not the options of a grader that has a section of them."""
     if grader not in OPTIONS:
         return
     try:

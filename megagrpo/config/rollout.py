@@ -1,11 +1,10 @@
 """The sections of the sampling side: `sampling`, `rollout`, `weights`."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
-from megagrpo.config.fields import Dtype, LibrarySettings, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.fields import Dtype, LibrarySettings, NonNegativeInt, PositiveFloat, PositiveInt, Problems, Section
 
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
@@ -39,12 +38,12 @@ class SamplingConfig(Section):
     allow_truncated_distribution: bool = False
     """Accept top_p < 1 or top_k > 0, for which log-probabilities are not renormalised."""
 
-    def problems(self) -> Iterator[str]:
-        if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated_distribution:
-            yield (
-                "top_p < 1 or top_k > 0 samples from another distribution than the log-probs describe; "
-                "set allow_truncated_distribution: true to accept that"
-            )
+    def problems(self) -> Problems:
+        truncated = self.top_p < 1 or self.top_k > 0
+        return {
+            "top_p < 1 or top_k > 0 samples from another distribution than the log-probs describe; "
+            "set allow_truncated_distribution: true to accept that": truncated and not self.allow_truncated_distribution
+        }
 
 
 class RolloutConfig(Section):
@@ -119,65 +118,42 @@ class RolloutConfig(Section):
             return {"mem_fraction": _COLOCATED_MEM_FRACTION} | given
         return given
 
-    def problems(self) -> Iterator[str]:
-        if self.colocate and self.nodes_per_engine > 1:
-            yield f"colocate is for one machine, nodes_per_engine {self.nodes_per_engine} for several"
-        if self.extra_groups and self.max_staleness:
-            yield (
-                f"extra_groups {self.extra_groups} with max_staleness {self.max_staleness}: engines that sample ahead "
-                "are never empty, and their groups are trained on in order; set one of them"
-            )
-        if self.tp % self.nodes_per_engine:
-            yield f"tp {self.tp} does not divide over nodes_per_engine {self.nodes_per_engine}"
-        if self.tp % self.ep:
-            yield f"tp {self.tp} is not a multiple of ep {self.ep}"
-        if self.min_healthy_engines > self.num_engines:
-            yield f"min_healthy_engines {self.min_healthy_engines} is more than num_engines {self.num_engines}"
+    def problems(self) -> Problems:
+        nodes, healthy = self.nodes_per_engine, self.min_healthy_engines
+        return {
+            f"colocate is for one machine, nodes_per_engine {nodes} for several": self.colocate and nodes > 1,
+            f"extra_groups {self.extra_groups} with max_staleness {self.max_staleness}: engines that sample ahead are "
+            "never empty, and their groups are trained on in order; set one of "
+            "them": self.extra_groups and self.max_staleness,
+            f"tp {self.tp} does not divide over nodes_per_engine {nodes}": self.tp % nodes,
+            f"tp {self.tp} is not a multiple of ep {self.ep}": self.tp % self.ep,
+            f"min_healthy_engines {healthy} is more than num_engines {self.num_engines}": healthy > self.num_engines,
+        }
 
-    def excludes(self, experiment: "ExperimentConfig") -> Iterator[str]:
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
         algorithm, weights, wanted = experiment.algorithm, experiment.weights, experiment.train.num_prompts_per_step
         ahead = next((f"{k} {n}" for k in ("max_staleness", "extra_groups") if (n := getattr(self, k))), "")
         extra = f"rollout.extra_groups {self.extra_groups}"
-        if self.colocate and weights.traits.uses_groups:
-            yield (
-                f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks on one GPU; set "
-                "weights.transport: ipc, or disk"
-            )
-        if self.colocate and ahead:
-            yield (
-                f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can sample nothing "
-                "ahead; set one of them"
-            )
-        if self.max_staleness == 1 and algorithm.dynamic_sampling is not None:
-            yield (
-                "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves over are trained "
-                "on one step later, so that nothing could be sampled ahead within the bound; take 2 or more, or 0"
-            )
-        if ahead and algorithm.mismatch.weight is None and algorithm.mismatch.reject is None:
-            yield (
-                f"rollout.{ahead} trains on tokens of older weights, which needs a correction: set "
-                "algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject"
-            )
-        if self.extra_groups > wanted:
-            yield (
-                f"{extra} is more than train.num_prompts_per_step {wanted}: groups would be left behind more often "
-                "than they are taken"
-            )
-        if self.extra_groups and weights.in_flight == "drain":
-            yield (
-                f"{extra} with weights.in_flight drain: every publish would wait for the groups that the step did not "
-                "wait for; take retract"
-            )
-        if self.extra_groups and algorithm.dynamic_sampling is not None:
-            yield (
-                f"{extra} with algorithm.dynamic_sampling, which samples more groups than a step takes by itself; set "
-                "one of them"
-            )
-        if self.extra_groups and algorithm.needs_greedy_response:
-            yield (
-                f"{extra} with advantage {algorithm.advantage.name}: its greedy requests would change what the groups "
-                "draw that are still being sampled; set one of them"
-            )
+        corrected = algorithm.mismatch.weight or algorithm.mismatch.reject
+        return {
+            f"rollout.colocate with weights.transport {weights.transport}: NCCL takes no two ranks on one GPU; set "
+            "weights.transport: ipc, or disk": self.colocate and weights.traits.uses_groups,
+            f"rollout.{ahead} with rollout.colocate: engines sleep while the actor trains, and can sample nothing "
+            "ahead; set one of them": self.colocate and ahead,
+            "rollout.max_staleness 1 with algorithm.dynamic_sampling: groups that a step leaves over are trained on "
+            "one step later, so that nothing could be sampled ahead within the bound; take 2 or more, or "
+            "0": self.max_staleness == 1 and algorithm.dynamic_sampling,
+            f"rollout.{ahead} trains on tokens of older weights, which needs a correction: set "
+            "algorithm.mismatch.weight, such as {name: tis}, or algorithm.mismatch.reject": ahead and not corrected,
+            f"{extra} is more than train.num_prompts_per_step {wanted}: groups would be left behind more often than "
+            "they are taken": self.extra_groups > wanted,
+            f"{extra} with weights.in_flight drain: every publish would wait for the groups that the step did not wait "
+            "for; take retract": self.extra_groups and weights.in_flight == "drain",
+            f"{extra} with algorithm.dynamic_sampling, which samples more groups than a step takes by itself; set one "
+            "of them": self.extra_groups and algorithm.dynamic_sampling,
+            f"{extra} with advantage {algorithm.advantage.name}: its greedy requests would change what the groups draw "
+            "that are still being sampled; set one of them": self.extra_groups and algorithm.needs_greedy_response,
+        }
 
 
 class TransportTraits(NamedTuple):
@@ -223,12 +199,12 @@ class WeightsConfig(Section):
             )
         return given
 
-    def excludes(self, experiment: "ExperimentConfig") -> Iterator[str]:
-        if self.timeout_s >= experiment.actor.deadline_s:
-            yield (
-                f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s {experiment.actor.deadline_s:g}: "
-                "while rank 0 updates engines, the other ranks wait for it in a collective"
-            )
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+        deadline_s = experiment.actor.deadline_s
+        return {
+            f"weights.timeout_s {self.timeout_s:g} must be below actor.deadline_s {deadline_s:g}: while rank 0 updates "
+            "engines, the other ranks wait for it in a collective": self.timeout_s >= deadline_s
+        }
 
     bucket_mb: PositiveFloat = 512.0
     """MiB of weights that a rank holds beside its parameters during a transfer."""

@@ -4,7 +4,6 @@ A default and a description live on their field, nowhere else; docs/reference/co
 (`python -m megagrpo.config.describe`). Reading files, overrides and error messages are in config/load.py.
 """
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -12,7 +11,7 @@ from pydantic import Field
 from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
-from megagrpo.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Problems, Section
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, ToolConfig, WeightsConfig
 
@@ -73,13 +72,13 @@ class TrainConfig(Section):
             return -(-self.num_epochs * num_prompts // self.num_prompts_per_step)
         return self.num_steps or DEFAULT_STEPS
 
-    def problems(self) -> Iterator[str]:
-        if self.num_epochs is not None and self.num_steps is not None:
-            both = f"num_steps {self.num_steps} and num_epochs {self.num_epochs}"
-            yield f"{both} both say how long the run is; set one to null"
-        if self.num_prompts_per_step % self.num_updates_per_step:
-            given = f"num_prompts_per_step {self.num_prompts_per_step}"
-            yield f"{given} is not a multiple of num_updates_per_step {self.num_updates_per_step}"
+    def problems(self) -> Problems:
+        prompts, updates = f"num_prompts_per_step {self.num_prompts_per_step}", self.num_updates_per_step
+        both = f"num_steps {self.num_steps} and num_epochs {self.num_epochs}"
+        return {
+            f"{both} both say how long the run is; set one to null": self.num_epochs and self.num_steps,
+            f"{prompts} is not a multiple of num_updates_per_step {updates}": self.num_prompts_per_step % updates,
+        }
 
 
 class CheckpointConfig(Section):
@@ -163,6 +162,6 @@ class ExperimentConfig(Section):
     log: LogConfig = Field(default=LogConfig(), description="What is recorded.")
     sft: SftConfig | None = Field(default=None, description="Supervised warm-up; default: none.")
 
-    def problems(self) -> Iterator[str]:
-        for section in (self.rollout, self.train, self.weights, self.algorithm, self.reward, self.actor):
-            yield from section.excludes(self)
+    def problems(self) -> Problems:
+        sections = (self.rollout, self.train, self.weights, self.algorithm, self.reward, self.actor)
+        return {text: holds for section in sections for text, holds in section.excludes(self).items()}

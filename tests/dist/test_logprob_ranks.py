@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
+from megagrpo.algo.logprob import VocabularyShard, chunked_full_kl, chunked_logprobs
 from tests.dist.workers.launch import POOL
 
 WORLD, TOKENS, HIDDEN, VOCAB, PADDED = 2, 23, 8, 37, 48  # the second rank's last 11 columns are padding
@@ -24,9 +24,10 @@ def solve(start: int, stop: int, reduce) -> dict[str, torch.Tensor]:
     hidden, weight, targets, a, b = problem()
     hidden.requires_grad_()
     local = weight[start:stop].clone().requires_grad_()
-    logprobs, entropy = chunked_logprobs(hidden, local, targets, 0.7, 5, start, VOCAB, reduce)
+    shard = VocabularyShard(start, VOCAB, reduce)
+    logprobs, entropy = chunked_logprobs(hidden, local, targets, 0.7, 5, shard)
     reference = (hidden.detach().flip(0), weight[start:stop].flip(1))
-    kl = chunked_full_kl(hidden, local, *reference, 0.7, 5, start, VOCAB, reduce)
+    kl = chunked_full_kl(hidden, local, *reference, 0.7, 5, shard)
     (logprobs @ a + entropy @ b + kl @ a).backward()
     out = {"logprobs": logprobs, "entropy": entropy, "kl": kl, "hidden": hidden.grad, "weight": local.grad}
     return {name: value.detach() for name, value in out.items()}

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from megagrpo.algo import logprob
-from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
+from megagrpo.algo.logprob import VocabularyShard, chunked_full_kl, chunked_logprobs
 
 TOKENS, HIDDEN, VOCAB, PADDED = 21, 8, 29, 32
+REAL = VocabularyShard(size=VOCAB)
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def gradients(value, *inputs):
 def test_values_and_gradients(problem, monkeypatch, tile, chunk, a, b):
     monkeypatch.setattr(logprob, "TILE_COLUMNS", tile)
     hidden, weight, targets = problem
-    logprobs, entropy = chunked_logprobs(hidden, weight, targets, 0.7, chunk, 0, VOCAB)
+    logprobs, entropy = chunked_logprobs(hidden, weight, targets, 0.7, chunk, REAL)
     right_logprobs, right_entropy = plain(hidden, weight, targets, 0.7)
     close = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(logprobs, right_logprobs, **close)
@@ -49,7 +50,7 @@ def test_values_and_gradients(problem, monkeypatch, tile, chunk, a, b):
 
 def test_only_the_logprob_may_be_used(problem):
     hidden, weight, targets = problem
-    logprobs, _ = chunked_logprobs(hidden, weight, targets, 1.0, 4, 0, VOCAB)
+    logprobs, _ = chunked_logprobs(hidden, weight, targets, 1.0, 4, REAL)
     right, _ = plain(hidden, weight, targets, 1.0)
     torch.testing.assert_close(
         gradients(logprobs.sum(), hidden)[0], gradients(right.sum(), hidden)[0], rtol=1e-4, atol=1e-5
@@ -58,7 +59,7 @@ def test_only_the_logprob_may_be_used(problem):
 
 def test_no_tokens_keep_the_graph(problem):
     hidden, weight, targets = problem
-    logprobs, entropy = chunked_logprobs(hidden[:0], weight, targets[:0], 1.0, 4, 0, VOCAB)
+    logprobs, entropy = chunked_logprobs(hidden[:0], weight, targets[:0], 1.0, 4, REAL)
     grad_hidden, grad_weight = gradients(logprobs.sum() + entropy.sum(), hidden, weight)
     assert logprobs.shape == (0,) and (grad_hidden == 0).all() and (grad_weight == 0).all()
 
@@ -67,7 +68,7 @@ def test_bfloat16_weights_are_multiplied_in_float32(problem):
     """N7: bfloat16 logits move log-probabilities by 1e-2; here only the inputs are rounded."""
     hidden, weight, targets = (x.detach() for x in problem)
     half_hidden, half_weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
-    logprobs, entropy = chunked_logprobs(half_hidden, half_weight, targets, 1.0, 4, 0, VOCAB)
+    logprobs, entropy = chunked_logprobs(half_hidden, half_weight, targets, 1.0, 4, REAL)
     right, right_entropy = plain(half_hidden.detach().float(), half_weight.detach().float(), targets, 1.0)
     torch.testing.assert_close(logprobs, right, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, right_entropy, rtol=1e-5, atol=1e-5)
@@ -78,7 +79,7 @@ def test_bfloat16_weights_are_multiplied_in_float32(problem):
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 def test_flat_and_peaked_distributions_stay_finite(problem, scale):
     hidden, weight, targets = problem
-    logprobs, entropy = chunked_logprobs(hidden * scale, weight, targets, 1.0, 4, 0, VOCAB)
+    logprobs, entropy = chunked_logprobs(hidden * scale, weight, targets, 1.0, 4, REAL)
     grads = gradients(logprobs.sum() + entropy.sum(), hidden, weight)
     assert all(torch.isfinite(x).all() for x in (logprobs, entropy, *grads)) and (entropy >= -1e-4).all()
 
@@ -88,7 +89,7 @@ def test_full_kl(problem, monkeypatch, tile):
     monkeypatch.setattr(logprob, "TILE_COLUMNS", tile)
     hidden, weight, _ = problem
     ref_hidden, ref_weight = torch.randn(TOKENS, 5), torch.randn(PADDED, 5)  # the reference may be of another width
-    mine = chunked_full_kl(hidden, weight, ref_hidden, ref_weight, 0.7, 4, 0, VOCAB)
+    mine = chunked_full_kl(hidden, weight, ref_hidden, ref_weight, 0.7, 4, REAL)
     logp, logq = (((h @ w[:VOCAB].T) / 0.7).log_softmax(-1) for h, w in ((hidden, weight), (ref_hidden, ref_weight)))
     right = (logp.exp() * (logp - logq)).sum(1)
     torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
@@ -97,7 +98,7 @@ def test_full_kl(problem, monkeypatch, tile):
         gradients(mine @ coefficients, hidden, weight), gradients(right @ coefficients, hidden, weight), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    itself = chunked_full_kl(hidden, weight, hidden.detach(), weight.detach(), 0.7, 4, 0, VOCAB)
+    itself = chunked_full_kl(hidden, weight, hidden.detach(), weight.detach(), 0.7, 4, REAL)
     assert itself.abs().max() < 1e-5 and gradients(itself.sum(), hidden)[0].abs().max() < 1e-5
 
 
@@ -110,6 +111,6 @@ def test_largest_block_is_one_tile(problem, monkeypatch):
         logprob, "_matmul", lambda left, right, out: (sizes.append(out.numel()), matmul(left, right, out))
     )
     hidden, weight, targets = problem
-    logprobs, entropy = chunked_logprobs(hidden, weight, targets, 1.0, 4, 0, VOCAB)
+    logprobs, entropy = chunked_logprobs(hidden, weight, targets, 1.0, 4, REAL)
     (logprobs.sum() + entropy.sum()).backward()
     assert max(sizes) == 24

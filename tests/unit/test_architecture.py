@@ -21,8 +21,6 @@ MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
     "actor/layers/attention.py:__init__": "Megatron-Core builds core attention with it",
     "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
     "algo/logprob.py:forward": "torch.autograd.Function takes its inputs one by one",
-    "algo/logprob.py:chunked_logprobs": "ours, to be shortened",
-    "algo/logprob.py:chunked_full_kl": "ours, to be shortened",
     "batching/microbatch.py:plan_micro_batches": "ours, to be shortened",
 }
 NAMES_TRANSPORTS = {"planning/publish_bytes.py"}  # it compares the bytes of two transports

@@ -1,11 +1,10 @@
 """The `algorithm.mismatch` section: engine and trainer give the same token different probabilities."""
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Section
+from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Problems, Section
 
 
 class TruncatedImportance(Section):
@@ -20,9 +19,8 @@ class TruncatedImportance(Section):
     self_normalise: bool = False
     """Divides by the mean weight of the step's tokens, or sequences."""
 
-    def problems(self) -> Iterator[str]:
-        if self.floor >= self.cap:
-            yield f"floor {self.floor} is not below cap {self.cap}"
+    def problems(self) -> Problems:
+        return {f"floor {self.floor} is not below cap {self.cap}": self.floor >= self.cap}
 
 
 class Band(Section):
@@ -33,9 +31,8 @@ class Band(Section):
     low: NonNegativeFloat = Field(default=0.5, description="Smallest ratio old / rollout that is not given weight 0.")
     high: PositiveFloat = Field(default=5.0, description="Largest ratio old / rollout that is not given weight 0.")
 
-    def problems(self) -> Iterator[str]:
-        if self.low >= self.high:
-            yield f"low {self.low} is not below high {self.high}"
+    def problems(self) -> Problems:
+        return {f"low {self.low} is not below high {self.high}": self.low >= self.high}
 
 
 class Rejection(Section):
@@ -52,10 +49,11 @@ class Rejection(Section):
     keep_denominator: bool = False
     """Counts rejected tokens and sequences in the denominators all the same."""
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Problems:
         agreement = 1.0 if self.measure == "ratio" else 0.0
-        if not self.low <= agreement <= self.high:
-            yield f"[low, high] = [{self.low}, {self.high}] rejects perfect agreement, {self.measure} = {agreement:g}"
+        limits = f"[low, high] = [{self.low}, {self.high}]"
+        outside = not self.low <= agreement <= self.high
+        return {f"{limits} rejects perfect agreement, {self.measure} = {agreement:g}": outside}
 
 
 class MismatchConfig(Section):

@@ -25,7 +25,7 @@ class Estimator(Variant):
 
     @property
     def refuses_group_of_one(self) -> str | None:
-        """The reason why train.group_size 1 cannot work, or None where it can."""
+        """The reason why train.group_size 1 cannot work; None if it can."""
         return None
 
 

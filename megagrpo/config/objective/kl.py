@@ -1,12 +1,11 @@
 """The `algorithm.kl` section: the divergence of the policy from its reference."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import Field
 
-from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Section
+from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Problems, Section
 
 # How far from its target the adaptive coefficient sees the divergence; arXiv 1909.08593, section 2.2.
 KL_ERROR_LIMIT = 0.2
@@ -71,17 +70,17 @@ class KlConfig(Section):
         """Returns the section with this coefficient in the place of the one that is not 0."""
         return self.model_copy(update={"reward_coef" if self.reward_coef else "loss_coef": coef})
 
-    def problems(self) -> Iterator[str]:
-        full = self.form.value == "full"
-        if self.loss_coef and self.reward_coef:
-            yield "loss_coef and reward_coef are both set: the KL would be charged twice; set one of them to 0"
-        if self.reward_coef and (full or self.form.gradient_of_k2):
-            yield f'estimator "{self.estimator}" is a form for the loss; with reward_coef use k1, abs, k2 or k3'
-        if self.importance and not self.form.gradient_of_k2:
-            yield f'importance corrects the gradient of the "+" estimators; "{self.estimator}" is none of them'
-        if self.value_clamp is not None and self.form.value != "k3":
-            yield f'value_clamp belongs to k3; estimator is "{self.estimator}"'
-        if self.adaptive and full:
-            yield 'adaptive measures the KL on the sampled tokens, estimator "full" does not; use k1, abs, k2 or k3'
-        if self.adaptive and not self.coef:
-            yield "adaptive needs a starting coefficient: set loss_coef or reward_coef"
+    def problems(self) -> Problems:
+        own, full = f'"{self.estimator}"', self.form.value == "full"
+        both = self.loss_coef and self.reward_coef
+        of_loss = self.reward_coef and (full or self.form.gradient_of_k2)
+        uncorrected = self.importance and not self.form.gradient_of_k2
+        return {
+            "loss_coef and reward_coef are both set: the KL would be charged twice; set one of them to 0": both,
+            f"estimator {own} is a form for the loss; with reward_coef use k1, abs, k2 or k3": of_loss,
+            f'importance corrects the gradient of the "+" estimators; {own} is none of them': uncorrected,
+            f"value_clamp belongs to k3; estimator is {own}": self.value_clamp and self.form.value != "k3",
+            'adaptive measures the KL on the sampled tokens, estimator "full" does not; use k1, abs, k2 or '
+            "k3": self.adaptive and full,
+            "adaptive needs a starting coefficient: set loss_coef or reward_coef": self.adaptive and not self.coef,
+        }

@@ -98,6 +98,5 @@ class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, Rewar
         ]
 
 
-REWARD_STEP_CONFIGS: tuple[type[RewardStep], ...] = tuple(
-    base for base in RewardShapingConfig.__bases__ if issubclass(base, RewardStep)
-)
+_BASES = RewardShapingConfig.__bases__
+REWARD_STEP_CONFIGS: tuple[type[RewardStep], ...] = tuple(base for base in _BASES if issubclass(base, RewardStep))
