@@ -41,10 +41,9 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Collective over tensor-parallel ranks. Returns log-probabilities of the targets and entropies, float32 [T] each.
 
-    Of softmax(hidden weight^T / temperature), in nats. hidden [T, H]; weight [V_local, H]; targets [T] int64, ids in the
-    whole vocabulary, -1 for positions whose outputs are 0. chunk_tokens: rows of a tile. The gradient of hidden is this
-    rank's PARTIAL sum over its columns, for the caller to all-reduce or reduce-scatter; the gradient of weight is
-    complete.
+    Of softmax(hidden weight^T / temperature), in nats. hidden [T, H]; weight [V_local, H]; targets [T] int64, ids in
+    the whole vocabulary, -1 for positions whose outputs are 0. chunk_tokens: rows of a tile. The gradient of hidden is
+    this rank's PARTIAL sum over its columns, for the caller to all-reduce or reduce-scatter; that of weight is whole.
     """
     options = (temperature, chunk_tokens, shard.columns(weight), shard.reduce)
     return _LogProbs.apply(hidden, weight, targets - shard.start, targets < 0, *options)

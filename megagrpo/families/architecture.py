@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-HfConfig = dict[str, Any]  # a parsed config.json, or an object in it
+HfConfig = Mapping[str, Any]  # a parsed config.json, or an object in it
 
 # the constants of Megatron's own llama3 scaling; only the factor is free
 _LLAMA3_SCALING = {
@@ -180,7 +180,7 @@ def decoder_architecture(hf: HfConfig) -> Architecture:
         hidden_size=hf["hidden_size"],
         num_layers=hf["num_hidden_layers"],
         num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+        num_kv_heads=hf.get("num_key_value_heads", hf["num_attention_heads"]),
         head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         ffn_size=hf["intermediate_size"],
         vocab_size=hf["vocab_size"],

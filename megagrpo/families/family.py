@@ -81,6 +81,6 @@ class Family:
 
     attention_tensors = staticmethod(attention_tensors)
 
-    def tiny_options(self, sizes: TinySizes) -> HfConfig:
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         """Returns the keys of a tiny model's config.json that add to or replace the common ones."""
         return {}

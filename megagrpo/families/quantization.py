@@ -46,7 +46,7 @@ def fp8_block(hf: HfConfig) -> tuple[int, int] | None:
     return (rows, columns) if rows else None
 
 
-def dequantised_config(hf: HfConfig) -> HfConfig:
+def dequantised_config(hf: HfConfig) -> dict[str, object]:
     """Returns the config.json of the same model in bfloat16."""
     plain = {key: value for key, value in hf.items() if key != _KEY}
     if len(plain) < len(hf):

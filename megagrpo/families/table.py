@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megagrpo.families.architecture import Architecture, HfConfig
 from megagrpo.families.family import Family
@@ -74,7 +75,7 @@ def read_architecture(folder: str | Path) -> Architecture:
     return architecture_of(hf)
 
 
-def read_description(path: Path) -> HfConfig:
+def read_description(path: Path) -> dict[str, Any]:
     """Returns the values of an existing config.json. Raises ValueError, naming the file, when it is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -128,6 +129,6 @@ def is_left_out(hf: HfConfig, tensor: str) -> bool:
     return not prefix and number.isdecimal() and layers is not None and int(number) >= layers
 
 
-def exported_config(hf: HfConfig) -> HfConfig:
+def exported_config(hf: HfConfig) -> dict[str, object]:
     """Returns the config.json for export and publish: without quantisation and ignored layers."""
     return {**dequantised_config(hf), **({_PREDICTION_LAYERS: 0} if left_out(hf) else {})}

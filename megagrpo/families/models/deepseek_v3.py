@@ -98,7 +98,7 @@ class DeepseekV3(SigmoidMoe):
         yield TensorSpec(prefix + "kv_b_proj.weight", (heads * (mla.nope_dim + mla.v_dim), mla.kv_lora_rank), "matrix")
         yield TensorSpec(prefix + "o_proj.weight", (hidden, heads * mla.v_dim), "matrix")
 
-    def tiny_options(self, sizes: TinySizes) -> HfConfig:
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         """Kimi-K2 has no groups of experts. Engines require moe_layer_freq, topk_method and scoring_func."""
         rope = sizes.head_dim // 2
         return {

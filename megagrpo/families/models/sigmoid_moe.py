@@ -87,7 +87,7 @@ def _group_refusals(hf: HfConfig) -> list[str]:
     return []
 
 
-def tiny_moe_options(sizes: TinySizes, groups: bool) -> HfConfig:
+def tiny_moe_options(sizes: TinySizes, groups: bool) -> dict[str, object]:
     """Returns the keys of experts in a tiny model's config.json. groups: grouped experts, if sizes allow."""
     top = sizes.experts_per_token // _GROUP_SCORE_EXPERTS
     grouped = groups and top > 0 and sizes.num_experts % (2 * top) == 0
@@ -129,6 +129,6 @@ class Glm4Moe(SigmoidMoe):
             rotary_fraction=rotary_fraction(hf, _ROTARY_FRACTION),
         )
 
-    def tiny_options(self, sizes: TinySizes) -> HfConfig:
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         own = {"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": _ROTARY_FRACTION}
         return {**own, **tiny_moe_options(sizes, groups=False)}

@@ -36,7 +36,7 @@ class Qwen3Moe(Qwen3):
             norm_topk_prob=bool(hf.get("norm_topk_prob", False)),
         )
 
-    def tiny_options(self, sizes: TinySizes) -> HfConfig:
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return {
             "num_experts": sizes.num_experts,
             "num_experts_per_tok": sizes.experts_per_token,
@@ -74,7 +74,7 @@ class Mixtral(Family):
             expert_ffn_size=hf["intermediate_size"],  # of one expert
         )
 
-    def tiny_options(self, sizes: TinySizes) -> HfConfig:
+    def tiny_options(self, sizes: TinySizes) -> dict[str, object]:
         return {
             "num_local_experts": sizes.num_experts,
             "num_experts_per_tok": sizes.experts_per_token,
