@@ -46,10 +46,7 @@ WEIGHTS_DIFFER = "live weights differ from the trainers'"  # start of the error 
 
 
 class Exchange:
-    """Publishes the actor's weights. Collective over all trainer ranks: construction, publish and verify.
-
-    on_call: see EngineConnection; on rank 0.
-    """
+    """Publishes the actor's weights. Collective: construction, publish, verify. on_call: see EngineConnection."""
 
     def __init__(
         self,

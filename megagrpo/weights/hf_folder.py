@@ -122,10 +122,7 @@ class HfFolder(Mapping[str, Tensor]):
         return whole
 
     def read_into(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
-        """Copies the box of a tensor that begins at `start` and has the shape of `target` into `target`.
-
-        An FP8 tensor needs one or two rows of blocks in float32 besides; it is rounded to bfloat16.
-        """
+        """Copies the box at `start` with the shape of `target`. FP8 takes one or two rows of blocks in float32 more."""
         if name in self._fp8:
             self._dequantise(target, name, start)
         else:
@@ -137,10 +134,7 @@ class HfFolder(Mapping[str, Tensor]):
         return prod(size) * (1 if name in self._fp8 else self.specs[name][1].itemsize)
 
     def _dequantise(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
-        """Computes bfloat16(float32(weight) * scale of its block), as SGLang's block_quant_dequant does.
-
-        One row of blocks at a time, on the device of `target`, which receives the stored bytes.
-        """
+        """Computes bfloat16(weight * scale of its block) as SGLang's block_quant_dequant, a row of blocks at a time."""
         weight, scales = self._stored(name), self._stored(name + _SCALES)
         (top, left), (height, width) = start, self._block
         bottom, right = top + target.shape[0], left + target.shape[1]

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fake_engine import FakeEngine, FakeFleet, running, write_checkpoint
+from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_checkpoint
 
-from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
@@ -49,14 +48,12 @@ class ToyEngine(nn.Module):
                 live[name][len(rows) :].fill_(0)
             elif part == "norm":
                 live[f"{layer}-norm" if layer else "norm"].copy_(tensor)
-            elif part in ("gate", "up"):
-                at = 0 if part == "gate" else FFN // 2
-                live[f"{layer}-fc1"][at : at + FFN // 2].copy_(shard(tensor, 0))
             elif part == "down":
                 live[f"{layer}-fc2"].copy_(shard(tensor, 1))
             else:
-                at, rows = (0, 4) if part == "q" else (4, 2)
-                live[f"{layer}-qk"][at : at + rows].copy_(shard(tensor, 0))
+                parts = dict(zip(("gate", "up"), live[f"{layer}-fc1"].chunk(2), strict=True))
+                parts |= dict(zip(("q", "k"), live[f"{layer}-qk"].split([4, 2]), strict=True))
+                parts[part].copy_(shard(tensor, 0))
 
 
 def assert_filled(engine: FakeEngine, hf: dict[str, torch.Tensor]) -> None:
@@ -92,23 +89,18 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
     actor.load(hf)
     weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live)
     engines = [FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)]) for _ in range(2)]
-    config = ExperimentConfig.model_validate(
-        {
-            "name": "t",
-            "output_dir": str(folder),
-            "model": {"path": str(folder / "initial/model")},
-            "data": {"path": "none.jsonl"},
-            "rollout": {"num_engines": 2, "tp": ENGINE_TP, "min_healthy_engines": 2, "dtype": dtype},
-            "weights": {"timeout_s": 40, "bucket_mb": 2e-3, "transport": transport},
-        }
-    )
+    sections = {
+        "rollout": {"num_engines": 2, "tp": ENGINE_TP, "min_healthy_engines": 2, "dtype": dtype},
+        "weights": {"timeout_s": 40, "bucket_mb": 2e-3, "transport": transport},
+    }
+    config = exchange_config(folder, folder / "initial/model", **sections)
     with ExitStack() as stack:
         if rank == 0:
             for engine in engines:
                 stack.enter_context(running(engine))
         fleet = FakeFleet(engines)
         exchange = Exchange(config, mesh, weights, fleet, folder)
-        reports = [exchange.publish(1)]
+        first = exchange.publish(1)
         published = {name: tensor.to(getattr(torch, dtype)).float() for name, tensor in hf.items()}
         if rank == 0:
             for engine in engines:
@@ -122,7 +114,7 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
                     engines[number].info = fleet.by_id[f"engine-{number}"].info
                     engines[number].report_lost("", engines[number].info.incarnation)
                 dies_once(engines[number], joining)
-            reports.append(exchange.publish(version))
+            exchange.publish(version)
             if rank == 0:
                 assert fleet.lost[-1:] == [f"engine-{number}"]
                 assert all(info.state == "ready" and info.weight_version == version for info in fleet.engines())
@@ -131,7 +123,7 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
         exchange.close()
         assert not any(engine_end(model).link for engine in engines for model in engine.models)
     dist.destroy_process_group()
-    return reports[0]
+    return first
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,7 @@ class Concatenation:
         return cls(parts, dim, parts[0].new_empty(shape))
 
     def pieces(self, cut: Tensor, shape: torch.Size) -> list[JoinedPart]:
-        """Returns the parts of a view of `whole` that is copied into this shape.
-
-        The view takes a range of every dimension, in any order of dimensions; else this raises Untraceable.
-        """
+        """Returns the parts of `cut`, a range of `whole` with any order of dimensions. Raises Untraceable for others."""
         first, rest = [], int(cut.storage_offset())
         for stride in self.whole.stride():
             first.append(rest // stride)
@@ -63,10 +60,7 @@ class Concatenation:
         return found
 
     def _order(self, cut: Tensor, first: list[int]) -> list[int]:
-        """Returns the dimension of `whole` that each dimension of a view runs along, -1 for none.
-
-        first: the index in `whole` of the view's first element.
-        """
+        """Returns for each dimension of `cut` that of `whole` it runs along, or -1. first: index of its start."""
         order: list[int] = []
         for size, stride in zip(cut.shape, cut.stride(), strict=True):
             fitting = (

@@ -48,18 +48,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def slice_digest(values: Tensor, box: Box) -> Tensor:
-    """Returns the digest of one slice, int64 [] on the values' device.
-
-    `values`: of the published dtype, shaped like `box`, the slice's elements of the HF tensor, with any strides.
-    """
+    """Returns the digest of one slice [*box.size], int64 []; see batched_digest."""
     return batched_digest(values.unsqueeze(0), box)[0]
 
 
 def batched_digest(values: Tensor, box: Box) -> Tensor:
-    """Returns the digests of one box of k HF tensors, int64 [k] on the values' device.
-
-    `values`: [k, *box.size] of the published dtype, with any strides.
-    """
+    """Returns the digests of one box of k HF tensors, int64 [k]. values: [k, *box.size] as published, any strides."""
     assert tuple(values.shape[1:]) == box.size, (values.shape, box)
     bits = values.view(_INTEGERS[values.element_size()])
     if not box.size:

@@ -158,10 +158,7 @@ class EngineConnection:
             print(f"{self}: no digest covers {names}, which it holds besides parameters and buffers", flush=True)
 
     def digests(self, flush: bool) -> tuple[list[np.ndarray], list[str]]:
-        """Returns digests of the live parameters, by rank int64 in the order of `slices`, and problems found.
-
-        flush: also makes the engine forget its cache of keys and values, computed with other weights.
-        """
+        """Returns live digests, by rank as `slices`, and problems. flush: the engine also empties its cache of keys."""
         answers = self.ask("digest", [{}] * self.tp, flush)
         problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         return [np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers], problems

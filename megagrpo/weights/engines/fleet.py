@@ -118,10 +118,7 @@ class EngineFleet:
         self.each(open_one)
 
     def each(self, work: Callable[[EngineConnection], object]) -> None:
-        """Runs `work` for every living engine of the round, one thread each, and waits for all.
-
-        Engines for which it raises EngineDown are set aside and reported to the service. Raises any other failure.
-        """
+        """Runs `work` for every living engine in threads. Reports engines that raise EngineDown, raises other errors."""
         if not self.alive:
             return
         errors = []

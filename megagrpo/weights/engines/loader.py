@@ -39,10 +39,7 @@ _ends: "weakref.WeakKeyDictionary[torch.nn.Module, EngineEnd]" = weakref.WeakKey
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Runs the request in `named_tensors` and puts the answer into the trainer's mailbox. Raises nothing.
-
-    The request is one uint8 tensor [bytes of the encoded message], called "request".
-    """
+    """Runs the request, uint8 [bytes] in "request", and puts its answer into the trainer's mailbox. Raises nothing."""
     with _reported(lambda text: print(text, file=sys.stderr)):  # no mailbox: the trainer's deadline ends its wait
         request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
         mailbox: tuple[str, int] = tuple(request["mailbox"])
@@ -245,8 +242,7 @@ class EngineEnd:
         return _Link(name, group, batches)
 
     def _digest_copies(self, live: dict[str, Tensor]) -> tuple[np.ndarray, list[str]]:
-        """Returns the digests of the recorded copies, int64 [copies], and a line for each that the published dtype
-        cannot represent."""
+        """Returns the recorded copies' digests, int64 [copies], and a line for each that its dtype cannot represent."""
         copies = self.recorded.recording.copies
         digests, order = [], []
         inexact: dict[int, torch.dtype] = {}  # by copy
@@ -273,10 +269,7 @@ def engine_end(model: torch.nn.Module) -> EngineEnd:
 
 
 def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool) -> tuple[Recording, list[Copy]]:
-    """Records what a model of SGLang copies from these HF tensors into its parameters and buffers. See `record`.
-
-    Returns also copies of the whole HF tensors from which its loader computes parameters.
-    """
+    """Records a model of SGLang; returns also copies of the whole HF tensors from which it computes parameters."""
 
     def load(hf: Mapping[str, Tensor]) -> None:
         model.load_weights(list(hf.items()))  # type: ignore[operator]  # torch takes it for a Tensor or a Module
@@ -316,8 +309,7 @@ def _random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
 
 
 def _derived_tensors(model: torch.nn.Module) -> list[str]:
-    """Returns the names of matrices besides parameters and buffers, perhaps computed from weights: no digest covers
-    them."""
+    """Returns the matrices besides parameters and buffers, perhaps computed from weights: no digest covers them."""
     storages = {t.untyped_storage()._cdata for t in _live(model).values()}
     found = []
     for path, module in model.named_modules():

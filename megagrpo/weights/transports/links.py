@@ -53,10 +53,7 @@ class Round:
 
 
 class LinkTransport(ABC):
-    """A transport by plans: one copy list for all engines with equal slices, its plans, and one link per engine.
-
-    Plans are the same on all ranks; only rank 0 knows which engine has which link.
-    """
+    """A transport by plans, which are the same on all ranks; only rank 0 knows which engine has which link."""
 
     past_loader = True
 
@@ -173,10 +170,7 @@ class LinkTransport(ABC):
         return requests
 
     def _settle(self, engines: EngineFleet, lost: Mapping[str, str], failure: BaseException | None) -> list[str]:
-        """Collective. Sets aside the engines of links that some rank lost (name -> reason). Returns all link names.
-
-        Raises LeaderError for `failure`, any other failure on rank 0.
-        """
+        """Collective. Sets aside the engines of lost links (name -> reason), or raises `failure`. Returns all names."""
         reasons = {name: why for part in self._weights.mesh.gather_world(lost) for name, why in part.items()}
 
         def refuse(engine: EngineConnection) -> None:
@@ -193,10 +187,7 @@ class LinkTransport(ABC):
 
 
 class CutFlag:
-    """Reports to all ranks of a link, through the store on rank 0, that the link is cut, so that no rank waits for it.
-
-    As a context manager: an exception inside cuts the link.
-    """
+    """Cuts a link for all its ranks, through the store on rank 0. As a context manager: an exception inside cuts it."""
 
     def __init__(self, link: Link, store: TCPStore | None = None):
         self._key, self._store = f"{link.name}/cut", store or link.open_store()

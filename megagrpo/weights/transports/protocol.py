@@ -73,7 +73,4 @@ class Transport(Protocol):
         """
 
     def leave(self, engine: "EngineConnection") -> None:
-        """Makes a living engine forget the connection: it outlives these trainers. On rank 0; `drop` follows.
-
-        May raise EngineDown or EngineRefused.
-        """
+        """Makes a living engine forget the connection. Rank 0; `drop` follows. May raise EngineDown, EngineRefused."""

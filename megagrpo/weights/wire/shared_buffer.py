@@ -86,8 +86,7 @@ def open_shared(handle: Handle, device: torch.device) -> Iterator[Tensor]:
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Makes torch allocate by cudaMalloc: a process may take descriptors of expandable segments from its children only
-    (ptrace_scope 1)."""
+    """Makes torch allocate by cudaMalloc: only children may open expandable segments (ptrace_scope 1)."""
     with ExitStack() as restore:
         for name, plain in environment.without_expandable_segments().items():
             restore.callback(torch.cuda.memory._set_allocator_settings, environment.get(name, ""))
