@@ -167,12 +167,12 @@ class HfFolder(Mapping[str, Tensor]):
 
 
 @contextmanager
-def _refusing(what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turns these errors inside into a ValueError that begins with `what`."""
+def _refusing(what: str, *errors: type[Exception], raised: type[Exception] = ValueError) -> Iterator[None]:
+    """Turns these errors inside into one that begins with `what`."""
     try:
         yield
     except errors as exc:
-        raise ValueError(f"{what}: {exc}") from None
+        raise raised(f"{what}: {exc}") from None
 
 
 class ReadingProgress:
@@ -206,12 +206,10 @@ def write_hf_folder(
     bytes of all tensors. Raises OSError (disk full, ...) naming the folder.
     """
     target, like = Path(target), Path(like)
-    try:
-        with whole_folder(target) as draft:
-            size = _write_shards(draft, tensors)
-            write_description(like, draft, dtype)
-    except (OSError, SafetensorError) as exc:
-        raise OSError(f"cannot write the checkpoint {target}: {exc}; the unfinished copy was removed") from exc
+    what = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
+    with _refusing(what, OSError, SafetensorError, raised=OSError), whole_folder(target) as draft:
+        size = _write_shards(draft, tensors)
+        write_description(like, draft, dtype)
     return size
 
 

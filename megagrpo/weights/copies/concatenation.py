@@ -35,7 +35,7 @@ class Concatenation:
         return cls(parts, dim, parts[0].new_empty(shape))
 
     def pieces(self, cut: Tensor, shape: torch.Size) -> list[JoinedPart]:
-        """Returns the parts of `cut`, a range of `whole` with any order of dimensions. Raises Untraceable for others."""
+        """Returns the parts of `cut`, a range of `whole` in any order of dimensions. Else raises Untraceable."""
         first, rest = [], int(cut.storage_offset())
         for stride in self.whole.stride():
             first.append(rest // stride)

@@ -15,7 +15,7 @@ Why that is enough:
 - A product of odd numbers is odd, hence invertible modulo 2^64: one element whose bits change by d != 0, |d| < 2^64,
   changes the digest by multiplier * d, which is not 0. No single change goes unnoticed; nor any number of changes in
   one row (column) whose sum weighted by odd_1 (odd_0) is not 0.
-- Any other change: let 2^t be the largest power of two that divides all of D, and n = 64 - t. For odd numbers drawn
+- Other changes: let 2^t be the largest power of two that divides all of D, and n = 64 - t. For odd numbers drawn
   uniformly and independently, the chance that the sum vanishes is at most n^(dimensions - 1) * 2^(1 - n):
   in one dimension some D / 2^t is odd, and its product with an odd number is uniform among the odd residues modulo 2^n.
   In two, w(i) = sum_j D(i, j) / 2^t odd_1(j) is divisible by 2^k for all i with a chance of at most 2^(1 - k), by the

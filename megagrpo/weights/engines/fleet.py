@@ -118,7 +118,7 @@ class EngineFleet:
         self.each(open_one)
 
     def each(self, work: Callable[[EngineConnection], object]) -> None:
-        """Runs `work` for every living engine in threads. Reports engines that raise EngineDown, raises other errors."""
+        """Runs `work` for every living engine in threads. Reports engines that raise EngineDown; raises other errors"""
         if not self.alive:
             return
         errors = []
