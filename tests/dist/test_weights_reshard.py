@@ -12,7 +12,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_checkpoint
 
-from megagrpo.mesh import make_mesh
+from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.engines.loader import EngineEnd, engine_end
@@ -105,6 +105,11 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
         if rank == 0:
             for engine in engines:
                 assert_filled(engine, published)
+        norm = actor.live.get("norm", torch.zeros(HIDDEN))
+        actor.live["norm"] = norm + 1  # after publishing: the engines now differ from the trainers
+        with pytest.raises(LeaderError, match=r"in 4 places(.|\n)* rank 1: parameter norm .* HF tensor norm \[0:8\]"):
+            exchange.verify()
+        actor.live["norm"] = norm
         for version, (number, joining) in enumerate([(1, False), (0, True)], 2):
             for tensor in actor.live.values():
                 tensor.neg_()

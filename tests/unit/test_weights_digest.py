@@ -52,31 +52,6 @@ def test_definition_in_chunks_of_any_size(values, monkeypatch):
         assert whole(values) & MASK == by_hand(values)
 
 
-@given(
-    dtype=dtypes,
-    seed=st.integers(0, 10**6),
-    cut=st.tuples(*(st.integers(1, n - 1) for n in (3, 5, 7))),
-    order=st.permutations(range(3)),
-)
-def test_adds_up_over_any_split_and_memory_layout(dtype, seed, cut, order):
-    tensor = random_bits(dtype, (3, 5, 7), seed)
-    live = tensor.permute(order).contiguous().permute([order.index(k) for k in range(3)])
-    boxes = [Box((), ())]
-    for at, size in zip(cut, tensor.shape, strict=True):
-        halves = ((0, at), (at, size - at))
-        boxes = [Box((*box.start, a), (*box.size, n)) for box in boxes for a, n in halves]
-    total = sum(int(slice_digest(live[box.slices], box)) for box in boxes)
-    assert total & MASK == whole(tensor) & MASK
-
-
-@given(dtype=dtypes, index=st.integers(0, 119), bit=st.integers(0, 31), seed=st.integers(0, 10**6))
-def test_every_single_bit_flip_changes_it(dtype, index, bit, seed):
-    values = random_bits(dtype, SHAPE, seed)
-    before, width = whole(values), 8 * values.element_size()
-    values.view(INTEGERS[dtype]).flatten()[index] ^= torch.tensor(1 << bit % width).to(INTEGERS[dtype])
-    assert whole(values) != before
-
-
 def exchanged(values: torch.Tensor, a: tuple, b: tuple) -> torch.Tensor:
     moved = values.clone()
     moved[a], moved[b] = values[b], values[a]
@@ -97,8 +72,9 @@ def changed(values: torch.Tensor, kind: str, dim: int, draw: Random) -> torch.Te
     first = tuple(slice(0, h) for h in half)
     last = tuple(slice(size - h, size) for size, h in zip(values.shape, half, strict=True))
     tail, other = (*here, slice(a, n)), draw.randrange(values.dim())
+    bit = torch.tensor(1 << draw.randrange(8 * values.element_size())).to(values.dtype)
     return {
-        "element": lambda: replaced(values, i, values[i] ^ 1 << draw.randrange(15)),
+        "bit": lambda: replaced(values, i, values[i] ^ bit),
         "elements": lambda: exchanged(values, i, j),  # any two
         "slices": lambda: exchanged(values, (*here, a), (*here, b)),  # rows, columns, ...
         "blocks": lambda: exchanged(values, (*here, first[dim]), (*here, last[dim])),
@@ -114,10 +90,10 @@ def changed(values: torch.Tensor, kind: str, dim: int, draw: Random) -> torch.Te
     }[kind]()
 
 
-KINDS = "element elements slices blocks corners shift flat_shift reversal transposition stale skipped repeated negated"
+KINDS = "bit elements slices blocks corners shift flat_shift reversal transposition stale skipped repeated negated"
 
 
-@settings(max_examples=600)
+@settings(max_examples=800)
 @given(
     dtype=dtypes,
     shape=st.lists(st.integers(4, 9), min_size=1, max_size=3).flatmap(

@@ -218,24 +218,6 @@ def test_reshard_sends_every_slice_once_and_leaves(engine, tmp_path):
     assert not engine_end(engine.model).link
 
 
-def test_an_engine_that_dies_in_a_reshard_is_filled_after_its_restart(engine, tmp_path, monkeypatch):
-    trainer, deaths, receive = Trainer(tmp_path, engine, "reshard"), [], EngineEnd.receive
-    trainer.publish()
-
-    def die_once(side, *request):
-        if deaths:
-            return receive(side, *request)
-        deaths.append(side.leave())
-        raise SystemExit("the process is gone")  # the server drops the connection
-
-    monkeypatch.setattr(EngineEnd, "receive", die_once)
-    start = time.monotonic()
-    trainer.publish_and_compare()
-    assert time.monotonic() - start < 15, "no wait for the deadline of the half that was left alone"
-    assert engine.info.incarnation == 2 and deaths
-    trainer.exchange.close()
-
-
 @pytest.mark.parametrize(
     ("large", "formats"), [(None, {"flattened_bucket"}), (1, {None})], ids=["packed", "as they lie"]
 )
@@ -274,13 +256,25 @@ def test_the_reason_for_which_an_engine_refuses_a_bucket_stops_the_run(engine, t
     assert engine.info.state == "stale"
 
 
-def test_an_engine_that_dies_in_a_broadcast_is_filled_after_its_restart(engine, tmp_path):
-    receiving = ReceivingEnd(engine)
-    receiving.dies_at, start = 2, time.monotonic()
-    trainer = Trainer(tmp_path, engine, "broadcast")
+@pytest.mark.parametrize("transport", ["reshard", "broadcast"])
+def test_an_engine_that_dies_in_a_transfer_is_filled_after_its_restart(engine, tmp_path, monkeypatch, transport):
+    receiving, deaths, receive = ReceivingEnd(engine), [], EngineEnd.receive
+    receiving.dies_at = 5
+
+    def die_once(side, *request):
+        if deaths:
+            return receive(side, *request)
+        deaths.append(side.leave())
+        raise SystemExit("the process is gone")  # the server drops the connection
+
+    trainer = Trainer(tmp_path, engine, transport)
+    trainer.publish()
+    monkeypatch.setattr(EngineEnd, "receive", die_once)
+    start = time.monotonic()
     trainer.publish_and_compare()
     assert time.monotonic() - start < 15, "no wait for the deadline of the half that was left alone"
-    assert engine.info.incarnation == 2 and receiving.num_buckets == 2 + 3
+    assert engine.info.incarnation == 2
+    assert deaths if transport == "reshard" else receiving.num_buckets == 3 + 2 + 3
     trainer.exchange.close()
 
 
