@@ -76,8 +76,8 @@ class CopyBatches:
 def constant_steps(ascending: Sequence[int]) -> list[range]:
     """Cuts ascending numbers into runs of constant steps and returns the indices of each.
 
-    Greedy; then many equal short runs at a constant distance become few long ones: 0 1, 10 11, 20 21 become 0 10 20 and
-    1 11 21 (gate and up of experts that lie apart).
+    Greedy; then equal short runs at a constant distance become long ones (gate and up of experts that lie apart): 0 1,
+    10 11, 20 21 become 0 10 20 and 1 11 21.
     """
     short, first = [], 0
     while first < len(ascending):

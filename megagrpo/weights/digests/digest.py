@@ -11,7 +11,7 @@ Why that is enough:
 - It is a sum over elements, so the digests of disjoint slices add up to that of their union, in any order, and an
   all-reduce (sum) of the ranks' parts is the digest of the whole. int64 wraps around alike on every device.
 - It is linear: two contents whose bits differ by D(i, j) have digests that differ by sum D(i, j) odd_0(i) odd_1(j), so
-  whether a change is noticed depends on D alone. Equal contents have equal digests whatever was exchanged in between.
+  whether a change is noticed depends only on D. Equal contents have equal digests.
 - A product of odd numbers is odd, hence invertible modulo 2^64: one element whose bits change by d != 0, |d| < 2^64,
   changes the digest by multiplier * d, which is not 0. No single change goes unnoticed; nor any number of changes in
   one row (column) whose sum weighted by odd_1 (odd_0) is not 0.

@@ -124,10 +124,8 @@ class EngineConnection:
         its buffers in its sleep. Raises RuntimeError naming parameters that these tensors do not fill, or buffers that
         cannot be updated.
         """
-        key = self.mailbox.new_key("specs")
-        self.mailbox.put(
-            key, {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
-        )
+        message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
+        key = self.mailbox.put("specs", message)
         request = {"specs": key, "allow_computed": past_loader, "dummy_start": dummy_start}
         answers = self.ask("record", [request] * self.tp)
         self.mailbox.store.delete_key(key)

@@ -133,13 +133,11 @@ class EngineFleet:
         if errors:
             raise errors[0] if len(errors) == 1 else RuntimeError("\n".join(map(repr, errors)))
 
-    def wake(self, engine: EngineConnection) -> None:
-        """Gives an engine that slept its cache back, after its weights. Raises EngineDown."""
+    def admit(self, engine: EngineConnection, version: int) -> None:
+        """Gives a verified engine its cache back if it slept, its version, and requests. Raises EngineDown."""
         if self._config.rollout.colocate and not self._registry.wake(engine.id, engine.incarnation):
             raise EngineDown(f"{engine} did not get its cache back")
-
-    def mark_ready(self, engine: EngineConnection, version: int) -> None:
-        """Admits requests to an engine that verifiably holds `version`. Raises EngineDown if it has died."""
+        engine.resume(version)
         if not self._registry.mark_ready(engine.id, engine.incarnation, version):
             raise EngineDown(f"{engine} died after it was verified")
 

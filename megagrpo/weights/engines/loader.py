@@ -157,7 +157,7 @@ class EngineEnd:
         """Returns the digests of all recorded copies' live values in the published dtype, in the order of `record`.
 
         digests: int64, little-endian, as base64. problems: live values that the published dtype cannot represent,
-        constants that have changed, and matrices that differ from the values computed anew.
+        constants that have changed, and computed matrices that differ from a fresh computation.
         """
         recorded, live = self.recorded, _live(self._model)
         digests, problems = self._digest_copies(live)
@@ -277,17 +277,16 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
         recording = record(load, specs, _live(model), allow_computed)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
-    return recording, [_whole_copy(name, specs[name][0]) for name in names]
+    whole = [Box((0,) * len(specs[name][0]), specs[name][0]) for name in names]
+    return recording, [  # into buffers of this loader, under names that no parameter has
+        Copy(name, box.start, box.size, f"HF tensor {name}", 0, row_major(box.size))
+        for name, box in zip(names, whole, strict=True)
+    ]
 
 
 def _live(model: torch.nn.Module) -> dict[str, Tensor]:
     """Returns the live parameters and buffers by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
-def _whole_copy(name: str, shape: tuple[int, ...]) -> Copy:
-    """Returns a copy of a whole HF tensor into a buffer of this loader, under a name that no parameter has."""
-    return Copy(name, (0,) * len(shape), shape, f"HF tensor {name}", 0, row_major(shape))
 
 
 def _digests_of(names: Iterable[str], live: dict[str, Tensor]) -> dict[str, int]:

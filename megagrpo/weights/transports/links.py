@@ -159,12 +159,11 @@ class LinkTransport(ABC):
 
     def _requests(self, engine: EngineConnection, link: Link, now: Round) -> list[dict[str, object]]:
         """Returns a ReceiveRequest for each rank of the engine; its batches go into the mailbox, once per link."""
-        requests = []
+        requests, plan = [], self._plan(link)
         for rank in range(link.num_ranks):
             key = ""
             if link.name not in self._planned:
-                key = engine.mailbox.new_key("plan")
-                engine.mailbox.put(key, encode_batches(self._plan(link).received_by(rank), self._ranks(link)))
+                key = engine.mailbox.put("plan", encode_batches(plan.received_by(rank), self._ranks(link)))
             common = {"group": link.name, "plan": key, "patience_s": link.patience_s, "left_s": link.left_s}
             requests.append(common | self._request(link, now, rank))
         return requests

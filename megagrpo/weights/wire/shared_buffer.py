@@ -1,6 +1,6 @@
 """Memory shared by two processes of one machine: on a GPU by a CUDA IPC handle, on the host by a file.
 
-The file has no name (memfd): the kernel frees it when the last process that maps it ends, in whatever way.
+The file has no name (memfd): the kernel frees it when the last process that maps it ends, even killed.
 """
 
 import base64
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megagrpo.system import environment
 
-_PROBLEM = "weights.transport ipc needs every engine rank on the machine of the trainer rank beside it"
+_PROBLEM = "weights.transport ipc needs every engine rank on the machine of its colocated trainer rank"
 
 
 # Bytes, machine, and how to open them: a CUDA handle, or a process and its file number. JSON can express it.
