@@ -4,17 +4,16 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megagrpo import __version__
+from megagrpo.bisect.command import bisect, bisect_main
+from megagrpo.bisect.options import BisectOptions
+from megagrpo.cluster.machine import run, train_ranks
+from megagrpo.cluster.nodes import Node, serve_node, train_node
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.monitor.report import write_report
 from megagrpo.system.environment import under_torchrun
-
-if TYPE_CHECKING:
-    from megagrpo.cluster.nodes import Node
-
-_KINDS = ("one-job", "het", "one-node")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,14 +47,13 @@ class _Commands:
         return command
 
     def add_with_config(
-        self, name: str, run: Callable[[argparse.Namespace], int], text: str
+        self, name: str, run: Callable[[argparse.Namespace, ExperimentConfig], int], text: str
     ) -> argparse.ArgumentParser:
         """Adds a command that reads an experiment."""
-        command = self.add(name, run, text)
-        command.add_argument("config", help="experiment YAML")
-        command.add_argument(
-            "--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="override one key"
-        )
+        command = self.add(name, lambda args: run(args, load_config(args.config, args.overrides)), text)
+        option = command.add_argument
+        option("config", help="experiment YAML")
+        option("--set", action="append", default=[], metavar="a.b=c", dest="overrides", help="override one key")
         return command
 
 
@@ -63,161 +61,124 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megagrpo", description="GRPO with Megatron-Core actors and SGLang rollouts")
     parser.add_argument("--version", action="version", version=__version__)
     commands = _Commands(parser)
-    _add_training(commands)
-    _add_submit(commands)
-    _add_preparation(commands)
-    _add_planning(commands)
-    _add_checkpoints(commands)
-    _add_inspection(commands)
+    for add in (_add_training, _add_submit, _add_preparation, _add_planning, _add_checkpoints, _add_inspection):
+        add(commands)
     return parser
 
 
 def _add_training(commands: _Commands) -> None:
-    commands.add_with_config("run", _run, "serve and train on this machine, and clean up")
-    serve = commands.add_with_config(
-        "serve", _serve, "start the rollout service and watch over it; with --master-addr, this node's part of it"
-    )
+    commands.add_with_config("run", lambda _, config: run(config), "serve and train on this machine, and clean up")
+    text = "start the rollout service and watch over it; with --master-addr, this node's part of it"
+    serve = commands.add_with_config("serve", _serve, text)
     serve.add_argument("--ray-address", help="join this Ray cluster")
-    _add_place(serve, "rollout", 30000)
-    train = commands.add_with_config(
-        "train", _train, "the trainer ranks of one node, against a running service (under torchrun: one rank)"
-    )
+    _add_node(serve, "rollout", 30000)
+    text = "the trainer ranks of one node, against a running service (under torchrun: one rank)"
+    train = commands.add_with_config("train", _train, text)
     train.add_argument("--service", help="URL of the service; default: as it stands in the run folder")
-    _add_place(train, "trainer", 29500)
+    _add_node(train, "trainer", 29500)
 
 
 def _add_submit(commands: _Commands) -> None:
-    submit = commands.add_with_config("submit", _submit, "run the experiment as a Slurm job")
-    submit.add_argument(
-        "--kind",
-        choices=_KINDS,
-        default="one-job",
-        help="first nodes train, last sample | heterogeneous job | one node",
-    )
-    submit.add_argument("--trainer-nodes", type=int, default=1)
-    submit.add_argument("--rollout-nodes", type=int, default=1)
-    submit.add_argument("--gpus-per-node", type=int, help="of every node; default: none is asked for")
-    submit.add_argument("--time", help="time limit, as sbatch takes it")
-    submit.add_argument("--partition")
-    submit.add_argument(
-        "--grace-s", type=int, default=300, help="seconds for the rest of a step and a checkpoint before the limit"
-    )
-    submit.add_argument(
-        "--sbatch", action="append", default=[], metavar="OPTION", help="further option: --sbatch=--account=x"
-    )
-    submit.add_argument("--dry-run", action="store_true", help="print the script and sbatch's command line")
+    option = commands.add_with_config("submit", _submit, "run the experiment as a Slurm job").add_argument
+    kinds = "first nodes train, last sample | heterogeneous job | one node"
+    option("--kind", choices=("one-job", "het", "one-node"), default="one-job", help=kinds)
+    option("--trainer-nodes", type=int, default=1)
+    option("--rollout-nodes", type=int, default=1)
+    option("--gpus-per-node", type=int, help="of every node; default: none is asked for")
+    option("--time", help="time limit, as sbatch takes it")
+    option("--partition")
+    rest = "seconds for the rest of a step and a checkpoint before the limit"
+    option("--grace-s", type=int, default=300, help=rest)
+    option("--sbatch", action="append", default=[], metavar="OPTION", help="further option: --sbatch=--account=x")
+    option("--dry-run", action="store_true", help="print the script and sbatch's command line")
 
 
 def _add_preparation(commands: _Commands) -> None:
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
     check = commands.add_with_config("check", _check, "explain the experiment without starting anything")
     check.add_argument("--hardware", help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds")
-    certify = commands.add_with_config(
-        "certify", _certify, "prove on a tiny model of this architecture that no layout changes loss or gradients"
-    )
-    certify.add_argument(
-        "--ranks", type=int, default=2, help="processes on this machine; more of them cover more layouts (default 2)"
-    )
-    certify.add_argument(
-        "--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit"
-    )
-    bisect = commands.add_with_config(
-        "bisect", _bisect, "run the same tokens through an engine and the trainer, and name where they first differ"
-    )
-    bisect.add_argument("--checkpoint", help="checkpoint folder; default: the weights in model.path")
-    bisect.add_argument("--prompts", type=int, default=4, help="how many, from the start of the data (default 4)")
-    bisect.add_argument("--max-new-tokens", type=int, default=32, help="of each response (default 32)")
-    bisect.add_argument(
-        "--own-weights",
-        action="store_true",
-        help="the engine keeps what it loads from model.path: nothing is published",
-    )
-    bisect.add_argument("--bound", type=float, help="relative, before the first layer; default: by dtype")
+    text = "prove on a tiny model of this architecture that no layout changes loss or gradients"
+    option = commands.add_with_config("certify", _certify, text).add_argument
+    ranks = "processes on this machine; more of them cover more layouts (default 2)"
+    option("--ranks", type=int, default=2, help=ranks)
+    option("--layouts", type=lambda text: text.split(","), help="comma-separated names; default: all that fit")
+    text = "run the same tokens through an engine and the trainer, and name where they first differ"
+    option = commands.add_with_config("bisect", _bisect, text).add_argument
+    option("--checkpoint", help="checkpoint folder; default: the weights in model.path")
+    option("--prompts", type=int, default=4, help="how many, from the start of the data (default 4)")
+    option("--max-new-tokens", type=int, default=32, help="of each response (default 32)")
+    own = "the engine keeps what it loads from model.path: nothing is published"
+    option("--own-weights", action="store_true", help=own)
+    option("--bound", type=float, help="relative, before the first layer; default: by dtype")
 
 
 def _add_planning(commands: _Commands) -> None:
-    whole = commands.add_with_config(
-        "plan",
-        _plan,
-        "memory of both sides and a roofline of a step on the cluster, from the model's config.json only",
-    )
-    whole.add_argument("--lengths", help="of responses in tokens: their mean, or a file with one number a line")
-    whole.add_argument("--measured", type=Path, metavar="RUN", help="a run folder whose seconds scale the roofline")
-    whole.add_argument("--search", type=int, metavar="NODES", help="also layouts of as many nodes by their bound")
-    plan = commands.add_with_config(
-        "plan-weights", _plan_weights, "what a publish will move on the cluster, from the model's config.json alone"
-    )
-    plan.add_argument(
-        "--engines",
-        type=lambda text: [int(part) for part in text.split(",")],
-        metavar="8,16,32",
-        help="numbers of engines to plan for; default: rollout.num_engines",
-    )
-    plan.add_argument("--between-gb-s", type=float, help="GB/s of one rank between nodes, instead of the table's")
-    plan.add_argument("--inside-gb-s", type=float, help="GB/s of one rank inside a node")
-    plan.add_argument("--efficiency", type=float, help="share of these rates that transfers reach")
-    plan.add_argument("--message-us", type=float, help="microseconds that a rank needs for a message")
-    plan.add_argument("--call-ms", type=float, help="milliseconds of an HTTP call to an engine")
-    for command in (whole, plan):
+    text = "memory of both sides and a roofline of a step on the cluster, from the model's config.json only"
+    whole = commands.add_with_config("plan", _plan, text)
+    option = whole.add_argument
+    option("--lengths", help="of responses in tokens: their mean, or a file with one number a line")
+    option("--measured", type=Path, metavar="RUN", help="a run folder whose seconds scale the roofline")
+    option("--search", type=int, metavar="NODES", help="also layouts of as many nodes by their bound")
+    text = "what a publish will move on the cluster, from the model's config.json alone"
+    publish = commands.add_with_config("plan-weights", _plan_weights, text)
+    option = publish.add_argument
+    engines = "numbers of engines to plan for; default: rollout.num_engines"
+    option("--engines", type=lambda text: [int(part) for part in text.split(",")], metavar="8,16,32", help=engines)
+    option("--between-gb-s", type=float, help="GB/s of one rank between nodes, instead of the table's")
+    option("--inside-gb-s", type=float, help="GB/s of one rank inside a node")
+    option("--efficiency", type=float, help="share of these rates that transfers reach")
+    option("--message-us", type=float, help="microseconds that a rank needs for a message")
+    option("--call-ms", type=float, help="milliseconds of an HTTP call to an engine")
+    for command in (whole, publish):
         command.add_argument("--gpus-per-node", type=int, default=8, help="of every node (default 8)")
         command.add_argument("--hardware", default="H100", help="row of the table: H100 (default), H200, H20, B200")
         command.add_argument("--json", type=Path, metavar="FILE", help="also write all figures")
 
 
 def _add_checkpoints(commands: _Commands) -> None:
-    export = commands.add_with_config("export", _export, "write a checkpoint as a Hugging Face model folder")
-    export.add_argument("output", help="folder to create")
-    export.add_argument("--lora", action="store_true", help="the adapters alone, in PEFT's format")
-    export.add_argument("--checkpoint", help="checkpoint folder; default: the latest of the run")
-    replay = commands.add_with_config(
-        "replay", _replay, "update once more on a dumped batch: of a step that was not finite, or of log.dump_steps"
-    )
+    text = "write a checkpoint as a Hugging Face model folder"
+    option = commands.add_with_config("export", _export, text).add_argument
+    option("output", help="folder to create")
+    option("--lora", action="store_true", help="the adapters alone, in PEFT's format")
+    option("--checkpoint", help="checkpoint folder; default: the latest of the run")
+    text = "update once more on a dumped batch: of a step that was not finite, or of log.dump_steps"
+    replay = commands.add_with_config("replay", _replay, text)
     replay.add_argument("dump", help="folder dumps/step_N of a run")
 
 
 def _add_inspection(commands: _Commands) -> None:
     report = commands.add("report", _report, "summary table and learning curve of a run folder")
     report.add_argument("run_dir")
-    view = commands.add("view", _view, "samples of one or more runs as one HTML file, and their traces for Perfetto")
-    view.add_argument("run_dirs", metavar="RUN", nargs="+", help="run folder; several share one page")
-    view.add_argument(
-        "--output", type=Path, metavar="FILE", help="the page; default: view.html in the first run folder"
-    )
-    view.add_argument(
-        "--trace", type=Path, metavar="FILE", help="the first run's trace; default: trace.json.gz in its folder"
-    )
-    view.add_argument("--sample-mb", type=float, default=20.0, help="MB of samples of each run (default 20)")
-    view.add_argument("--timeline-steps", type=int, default=20, help="last steps in the trace (default 20)")
+    text = "samples of one or more runs as one HTML file, and their traces for Perfetto"
+    option = commands.add("view", _view, text).add_argument
+    option("run_dirs", metavar="RUN", nargs="+", help="run folder; several share one page")
+    option("--output", type=Path, metavar="FILE", help="the page; default: view.html in the first run folder")
+    trace = "the first run's trace; default: trace.json.gz in its folder"
+    option("--trace", type=Path, metavar="FILE", help=trace)
+    option("--sample-mb", type=float, default=20.0, help="MB of samples of each run (default 20)")
+    option("--timeline-steps", type=int, default=20, help="last steps in the trace (default 20)")
     status = commands.add("status", _status, "state of the rollout service of a run")
     status.add_argument("run_dir")
     status.add_argument("--json", action="store_true", help="for programs")
-    engines = commands.add("engines", _engines, "add an engine to a running service, or drain one")
-    engines.add_argument("action", choices=["add", "drain"])
-    engines.add_argument("run_dir")
-    engines.add_argument("engine", nargs="?", help="drain: its name, as in `megagrpo status`")
+    option = commands.add("engines", _engines, "add an engine to a running service, or drain one").add_argument
+    option("action", choices=["add", "drain"])
+    option("run_dir")
+    option("engine", nargs="?", help="drain: its name, as in `megagrpo status`")
     commands.add("doctor", _doctor, "versions, what is missing or clashes, and the remedy")
 
 
-def _add_place(parser: argparse.ArgumentParser, kind: str, port: int) -> None:
-    parser.add_argument("--nnodes", type=int, default=1, help=f"how many {kind} nodes there are (default 1)")
-    parser.add_argument("--node-rank", type=int, default=0, help=f"this {kind} node's number, from 0")
-    parser.add_argument("--master-addr", help=f"address of {kind} node 0")
-    parser.add_argument(
-        "--master-port", type=int, default=port, help=f"port of {kind} node 0 where the nodes meet (default {port})"
-    )
-    parser.add_argument("--node-addr", help="this node's own address; default: that of the interface towards node 0")
+def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
+    option = command.add_argument
+    option("--nnodes", type=int, default=1, help=f"how many {kind} nodes there are (default 1)")
+    option("--node-rank", type=int, default=0, help=f"this {kind} node's number, from 0")
+    option("--master-addr", help=f"address of {kind} node 0")
+    meeting = f"port of {kind} node 0 where the nodes meet (default {port})"
+    option("--master-port", type=int, default=port, help=meeting)
+    option("--node-addr", help="this node's own address; default: that of the interface towards node 0")
 
 
-def _place(args: argparse.Namespace) -> "Node":
-    from megagrpo.cluster.nodes import Node
-
-    return Node(
-        rank=args.node_rank,
-        number=args.nnodes,
-        address=args.node_addr,
-        first_address=args.master_addr,
-        first_port=args.master_port,
-    )
+def _node(args: argparse.Namespace) -> Node:
+    return Node(args.node_rank, args.nnodes, args.node_addr, args.master_addr, args.master_port)
 
 
 def _experiment_words(args: argparse.Namespace) -> list[str]:
@@ -225,132 +186,98 @@ def _experiment_words(args: argparse.Namespace) -> list[str]:
     return [args.config, *(word for override in args.overrides for word in ("--set", override))]
 
 
-def _config(args: argparse.Namespace) -> ExperimentConfig:
-    return load_config(args.config, args.overrides)
-
-
-def _run(args: argparse.Namespace) -> int:
-    from megagrpo.cluster.machine import run
-
-    return run(_config(args))
-
-
-def _serve(args: argparse.Namespace) -> int:
-    config = _config(args)
+def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if args.master_addr is not None and args.ray_address is None:
-        from megagrpo.cluster.nodes import serve_node
-
-        return serve_node(config, _experiment_words(args), _place(args))
+        return serve_node(config, _experiment_words(args), _node(args))
     from megagrpo.rollout.service.server import serve
 
     return serve(config, Path(config.output_dir), args.ray_address)
 
 
-def _train(args: argparse.Namespace) -> int:
-    config = _config(args)
-    if under_torchrun():
-        from megagrpo.tasks.ranks import train_main
+def _train(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    if not under_torchrun():
+        service = ["--service", args.service] if args.service else []
+        return train_node(config, [*_experiment_words(args), *service], _node(args))
+    from megagrpo.tasks.ranks import train_main
 
-        return train_main(config, args.service)
-    from megagrpo.cluster.nodes import train_node
-
-    service = ["--service", args.service] if args.service else []
-    return train_node(config, [*_experiment_words(args), *service], _place(args))
+    return train_main(config, args.service)
 
 
-def _submit(args: argparse.Namespace) -> int:
+def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.cluster.submit import Request, submit
 
     names = ("kind", "trainer_nodes", "rollout_nodes", "gpus_per_node", "time", "partition", "grace_s")
     request = Request(**{name: getattr(args, name) for name in names}, options=tuple(args.sbatch))
     args.config = str(Path(args.config).absolute())
-    return submit(_config(args), _experiment_words(args), request, args.dry_run)
+    return submit(config, _experiment_words(args), request, args.dry_run)
 
 
-def _sft(args: argparse.Namespace) -> int:
-    config = _config(args)
+def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if config.sft is None:
         raise ValueError(f"{args.config} has no sft section: there is no warm-up to run")
-    if under_torchrun():
-        from megagrpo.tasks.ranks import sft_main
+    if not under_torchrun():
+        return train_ranks(config, ["sft"])
+    from megagrpo.tasks.ranks import sft_main
 
-        return sft_main(config)
-    from megagrpo.cluster.machine import train_ranks
-
-    return train_ranks(config, ["sft"])
+    return sft_main(config)
 
 
-def _check(args: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.planning.explain import check_command
 
-    return check_command(_config(args), args.hardware)
+    return check_command(config, args.hardware)
 
 
-def _certify(args: argparse.Namespace) -> int:
+def _certify(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.certify.command import certify, certify_main
 
-    config = _config(args)
     return certify_main(config) if under_torchrun() else certify(config, args.ranks, args.layouts)
 
 
-def _bisect(args: argparse.Namespace) -> int:
-    from megagrpo.bisect.command import bisect, bisect_main
-    from megagrpo.bisect.options import BisectOptions
-
-    config = _config(args)
+def _bisect(args: argparse.Namespace, config: ExperimentConfig) -> int:
     if under_torchrun():
         return bisect_main(config)
     options = BisectOptions(args.checkpoint, args.prompts, args.max_new_tokens, args.own_weights, args.bound)
     return bisect(config, options)
 
 
-def _plan(args: argparse.Namespace) -> int:
+def _plan(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.planning.search import Options, plan_command
 
     names = ("hardware", "gpus_per_node", "lengths", "measured", "search", "json")
-    text, fits = plan_command(_config(args), Options(**{name: getattr(args, name) for name in names}))
+    text, fits = plan_command(config, Options(**{name: getattr(args, name) for name in names}))
     print(text)
     return 0 if fits else 1
 
 
-def _plan_weights(args: argparse.Namespace) -> int:
+def _plan_weights(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.planning.hardware import rates_of
     from megagrpo.planning.publish_bytes import plan_weights
 
-    config = _config(args)
-    engines = args.engines or [config.rollout.num_engines]
     names = ("between_gb_s", "inside_gb_s", "efficiency", "message_us", "call_ms")
     rates = rates_of(args.hardware, {name: getattr(args, name) for name in names})
-    print(plan_weights(config, engines, rates, args.gpus_per_node, args.json))
+    print(plan_weights(config, args.engines or [config.rollout.num_engines], rates, args.gpus_per_node, args.json))
     return 0
 
 
-def _export(args: argparse.Namespace) -> int:
-    config = _config(args)
-    if under_torchrun():
-        from megagrpo.tasks.ranks import export_main
+def _export(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    if not under_torchrun():
+        checkpoint = ["--checkpoint", args.checkpoint] if args.checkpoint else []
+        return train_ranks(config, ["export", args.output, *checkpoint, *(["--lora"] if args.lora else [])])
+    from megagrpo.tasks.ranks import export_main
 
-        return export_main(config, args.checkpoint, args.output, args.lora)
-    from megagrpo.cluster.machine import train_ranks
-
-    options = [*(["--checkpoint", args.checkpoint] if args.checkpoint else []), *(["--lora"] if args.lora else [])]
-    return train_ranks(config, ["export", args.output, *options])
+    return export_main(config, args.checkpoint, args.output, args.lora)
 
 
-def _replay(args: argparse.Namespace) -> int:
-    config = _config(args)
-    if under_torchrun():
-        from megagrpo.tasks.ranks import replay_main
+def _replay(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    if not under_torchrun():
+        return train_ranks(config, ["replay", args.dump])
+    from megagrpo.tasks.ranks import replay_main
 
-        return replay_main(config, args.dump)
-    from megagrpo.cluster.machine import train_ranks
-
-    return train_ranks(config, ["replay", args.dump])
+    return replay_main(config, args.dump)
 
 
 def _report(args: argparse.Namespace) -> int:
-    from megagrpo.monitor.report import write_report
-
     print(write_report(Path(args.run_dir)))
     return 0
 

@@ -13,7 +13,7 @@ from megagrpo.algo.kl import LOG_RATIO_LIMIT, kl_penalty, probability_ratio
 from megagrpo.algo.policy_loss import PolicyInputs, TokenLoss, token_loss
 from megagrpo.algo.statistics import Reduce
 from megagrpo.config.algorithm import AlgorithmConfig
-from megagrpo.config.variant import Aggregation
+from megagrpo.config.fields import Aggregation
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megagrpo.algo.kl import LOG_RATIO_LIMIT, probability_ratio
 from megagrpo.algo.table import check_complete
+from megagrpo.config.fields import Variant
 from megagrpo.config.objective.policy_loss import (
     POLICY_LOSS_CONFIGS,
     CispoLoss,
@@ -19,7 +20,6 @@ from megagrpo.config.objective.policy_loss import (
     PpoClipLoss,
     SapoLoss,
 )
-from megagrpo.config.variant import Variant
 
 GSPO_VERL_LIMIT = 10.0
 

@@ -1,7 +1,7 @@
 """Reports versions, missing or conflicting packages, and remedies: `megagrpo doctor`.
 
 Versions are read from package metadata; nothing heavy is imported, so a broken installation can still be diagnosed: on
-a machine with GPUs another process asks torch about them. What is wanted is stated once, in pyproject.toml.
+a machine with GPUs another process asks torch about them. Requirements are stated once, in pyproject.toml.
 """
 
 import importlib.metadata
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import psutil
 from packaging.requirements import Requirement
@@ -27,16 +27,14 @@ from rich.table import Table
 from megagrpo.rewards.sandbox.sandbox import isolation
 
 _INSTALL = "bash launch/install.sh --repair"
-_SHOWN = tuple(
-    canonicalize_name(name) for name in ("torch", "megatron-core", "transformers", "sglang", "sglang-router", "ray")
-)
+_SHOWN = tuple(map(canonicalize_name, ("torch", "megatron-core", "transformers", "sglang", "sglang-router", "ray")))
 _CPU_ENGINE = "cpu-engine"  # the extra that is installed without its requirements, which name CUDA packages
 _GIB = 2**30
 _DRIVERS = {12: 525, 13: 580}  # CUDA's major version -> the oldest driver that runs it, of NVIDIA's release notes
 _TORCH_S = 180.0  # to import torch and ask it: seconds, minutes from a slow file system
 _ASK_TORCH = """
 import json, torch
-found = {"cuda": torch.version.cuda, "available": torch.cuda.is_available(), "why": ""}
+found = {"available": torch.cuda.is_available(), "why": "", "gpus": [], "nccl": ""}
 if found["available"]:
     found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -47,7 +45,6 @@ else:
         found["why"] = str(exc).strip().partition(chr(10))[0]
 print(json.dumps(found))
 """
-_SHM_REMEDY = "mount -o remount,size=4G /dev/shm (docker: --shm-size=4g)"
 
 
 @dataclass(frozen=True)
@@ -61,13 +58,23 @@ class Finding:
     remedy: str = ""
 
 
+class TorchAnswer(TypedDict):
+    """What torch says of CUDA."""
+
+    available: bool
+    why: str  # it is not available
+    gpus: list[str]
+    nccl: str
+
+
 def run_doctor() -> int:
-    """Prints the table; returns 0 when everything needed is there, else 1."""
-    gpu = _has_gpu()
-    findings = [_python(), *package_findings(gpu), *(gpu_findings() if gpu else []), *machine_findings(gpu)]
-    table = Table(
-        title=f"megagrpo doctor: {'GPU' if gpu else 'CPU'} machine, {platform.machine()}", title_justify="left"
-    )
+    """Prints the table; returns 0 if everything needed is there, else 1."""
+    gpu = Path("/dev/nvidiactl").exists()
+    enough = sys.version_info >= (3, 11)
+    python = _judge("python", ">=3.11", platform.python_version(), enough, "install Python 3.11 or later")
+    findings = [python, *package_findings(gpu), *(gpu_findings() if gpu else []), *machine_findings(gpu)]
+    title = f"megagrpo doctor: {'GPU' if gpu else 'CPU'} machine, {platform.machine()}"
+    table = Table(title=title, title_justify="left")
     for heading in ("", "what", "wanted", "found", "remedy"):
         table.add_column(heading, overflow="fold")
     marks = {"ok": "[green]ok[/]", "warning": "[yellow]note[/]", "error": "[red]BAD[/]"}
@@ -80,12 +87,8 @@ def run_doctor() -> int:
     return 1 if bad else 0
 
 
-def _python() -> Finding:
-    found = platform.python_version()
-    enough = tuple(map(int, platform.python_version_tuple()[:2])) >= (3, 11)
-    return Finding(
-        "python", ">=3.11", found, "ok" if enough else "error", "" if enough else "install Python 3.11 or later"
-    )
+def _judge(what: str, wanted: str, found: str, fits: bool, remedy: str, otherwise: str = "error") -> Finding:
+    return Finding(what, wanted, found, "ok" if fits else otherwise, "" if fits else remedy)
 
 
 # ---- packages ------------------------------------------------------------------------------------------------------
@@ -98,11 +101,9 @@ def package_findings(gpu: bool) -> list[Finding]:
     extras = ["gpu"] if gpu else ["cpu", _CPU_ENGINE]
     wanted = {canonicalize_name(r.name): r for r in _requirements("megagrpo", extras)}
     shown = [_package_finding(wanted[name]) for name in _SHOWN if name in wanted]
-    bare = (
-        set() if gpu else {canonicalize_name(r.name) for r in _requirements("megagrpo", [_CPU_ENGINE], only_extra=True)}
-    )
+    of_engine = [] if gpu else _requirements("megagrpo", [_CPU_ENGINE], only_extra=True)
     num_met, unmet = 0, []
-    for owner, requirement in _closure(extras, bare):
+    for owner, requirement in _closure(extras, {canonicalize_name(r.name) for r in of_engine}):
         finding = _package_finding(requirement)
         if finding.status == "ok":
             num_met += 1
@@ -114,26 +115,21 @@ def package_findings(gpu: bool) -> list[Finding]:
 
 def _package_finding(requirement: Requirement) -> Finding:
     found = _version(requirement.name)
-    wanted = str(requirement.specifier) or "any version"
-    if found is None:
-        return Finding(requirement.name, wanted, "missing", "error", _INSTALL)
-    met = requirement.specifier.contains(found, prereleases=True)
-    return Finding(requirement.name, wanted, found, "ok" if met else "error", "" if met else _INSTALL)
+    met = found is not None and requirement.specifier.contains(found, prereleases=True)
+    return _judge(requirement.name, str(requirement.specifier) or "any version", found or "missing", met, _INSTALL)
 
 
 def _torch_build(gpu: bool) -> Finding:
     """Reports which device this torch was built for, read from its version file: importing torch takes seconds."""
-    wanted = "CUDA" if gpu else "any"
     if _version("torch") is None:
-        return Finding("torch build", wanted, "missing", "error", _INSTALL)
+        return Finding("torch build", "CUDA" if gpu else "any", "missing", "error", _INSTALL)
     cuda = _cuda_of_torch()
-    found = f"CUDA {cuda}" if cuda else "CPU only"
-    clash = gpu and cuda is None
     remedy = (
         "this torch cannot use the GPU: remove the environment, take PyTorch's CUDA build out of reach of CPU indexes, "
         + _INSTALL
     )
-    return Finding("torch build", wanted, found, "error" if clash else "ok", remedy if clash else "")
+    found = f"CUDA {cuda}" if cuda else "CPU only"
+    return _judge("torch build", "CUDA" if gpu else "any", found, not gpu or cuda is not None, remedy)
 
 
 def _cuda_of_torch() -> str | None:
@@ -146,16 +142,12 @@ def _cuda_of_torch() -> str | None:
 
 
 def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return next((found.version for found in importlib.metadata.distributions(name=name)), None)
 
 
 def _requirements(name: str, extras: list[str], only_extra: bool = False) -> Iterator[Requirement]:
     """Yields the requirements of an installed distribution that apply here with these extras."""
-    for text in importlib.metadata.requires(name) or []:
-        requirement = Requirement(text)
+    for requirement in map(Requirement, importlib.metadata.requires(name) or []):
         marker = requirement.marker
         if marker is None or marker.evaluate({"extra": ""}):
             if not only_extra:
@@ -186,70 +178,62 @@ def gpu_findings() -> list[Finding]:
     cuda, driver = _cuda_of_torch(), driver_version()
     least = _DRIVERS.get(int(cuda.partition(".")[0])) if cuda else None
     wanted = f">={least} for CUDA {cuda}" if least else "any"
+    fits = driver is not None and (least is None or int(driver.partition(".")[0]) >= least)
+    remedy = f"CUDA {cuda} of this torch needs a newer driver: update it, or take a torch for an older CUDA"
     if driver is None:
-        fits, remedy = False, "install NVIDIA's driver, or start the container with its GPUs (docker --gpus all)"
-    else:
-        fits = least is None or int(driver.partition(".")[0]) >= least
-        remedy = f"CUDA {cuda} of this torch needs a newer driver: update it, or take a torch for an older CUDA"
-    findings = [_judge("NVIDIA driver", wanted, driver or "none found", fits, "error", remedy)]
-    return [*findings, *_torch_findings(), _transformer_engine()]
+        remedy = "install NVIDIA's driver, or start the container with its GPUs (docker --gpus all)"
+    judged = _judge("NVIDIA driver", wanted, driver or "none found", fits, remedy)
+    return [judged, *_torch_findings(), _transformer_engine()]
 
 
 def driver_version() -> str | None:
-    """Returns the version of NVIDIA's kernel driver, such as 580.65.06; None where none is loaded."""
+    """Returns the version of NVIDIA's kernel driver, such as 580.65.06; None if none is loaded."""
     file = Path("/proc/driver/nvidia/version")
     match = re.search(r"(?:Module|x86_64|aarch64)\s+(\d+\.[\d.]+)", file.read_text()) if file.is_file() else None
-    if match:
-        return match[1]
     program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
+    if match or program is None:
+        return match[1] if match else None
     words = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
 
 
-def ask_torch() -> dict[str, Any]:
-    """Returns torch's view of CUDA, from a child process: "available", "gpus" and "nccl", or "why" there is none."""
+def ask_torch() -> TorchAnswer:
+    """Returns torch's view of CUDA, from a child process."""
     try:
         words = [sys.executable, "-c", _ASK_TORCH]
         done = subprocess.run(words, capture_output=True, text=True, timeout=_TORCH_S, check=False)
     except subprocess.TimeoutExpired:
-        return {"available": False, "why": f"torch gave no answer in {_TORCH_S:.0f} s"}
+        return TorchAnswer(available=False, why=f"torch gave no answer in {_TORCH_S:.0f} s", gpus=[], nccl="")
     if done.returncode != 0:
-        return {"available": False, "why": (done.stderr.strip().splitlines() or ["torch ended"])[-1]}
+        why = (done.stderr.strip().splitlines() or ["torch ended"])[-1]
+        return TorchAnswer(available=False, why=why, gpus=[], nccl="")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def _torch_findings() -> list[Finding]:
-    answer = ask_torch()
+    answer, what = ask_torch(), "GPUs that torch sees"
     if answer["available"]:
         gpus = answer["gpus"]
-        seen = Finding("GPUs that torch sees", "one or more", f"{len(gpus)}: {', '.join(sorted(set(gpus)))}", "ok")
+        seen = Finding(what, "one or more", f"{len(gpus)}: {', '.join(sorted(set(gpus)))}", "ok")
         return [seen, Finding("NCCL of torch", "any", answer["nccl"], "ok")]
-    remedy = (
-        "there are GPUs, and torch cannot use them: see the lines above, CUDA_VISIBLE_DEVICES, and what the job asked"
-    )
-    return [Finding("GPUs that torch sees", "one or more", answer["why"] or "none", "error", remedy)]
+    remedy = "torch cannot use the machine's GPUs: see the lines above, CUDA_VISIBLE_DEVICES, and the job's options"
+    return [Finding(what, "one or more", answer["why"] or "none", "error", remedy)]
 
 
 def _transformer_engine() -> Finding:
     """Judges Transformer Engine: an experiment may do without, but not with one that Megatron-Core does not know."""
-    name = "transformer-engine"
-    wanted = next(
-        (r for r in _requirements("megagrpo", ["te"], only_extra=True) if canonicalize_name(r.name) == name), None
-    )
-    found = _version(name)
-    bounds = str(wanted.specifier) if wanted else "any version"
+    name, torch_part = "transformer-engine", "transformer-engine-torch"
+    extra = _requirements("megagrpo", ["te"], only_extra=True)
+    wanted = next((r.specifier for r in extra if canonicalize_name(r.name) == name), None)
+    bounds, found = str(wanted or "any version"), _version(name)
     if found is None:
         remedy = "without it layers are Megatron's own, one expert after the other: " + _INSTALL
         return Finding(name, bounds, "missing", "warning", remedy)
-    if wanted is not None and not wanted.specifier.contains(found, prereleases=True):
-        return Finding(name, bounds, found, "error", f"pip uninstall {name} transformer-engine-torch, then {_INSTALL}")
-    if _version("transformer-engine-torch") != found:
-        remedy = f"its part for torch was not built (found {_version('transformer-engine-torch')}): {_INSTALL}"
-        return Finding(name, bounds, found, "error", remedy)
-    return Finding(name, bounds, found, "ok")
+    if wanted is not None and not wanted.contains(found, prereleases=True):
+        return Finding(name, bounds, found, "error", f"pip uninstall {name} {torch_part}, then {_INSTALL}")
+    remedy = f"its part for torch was not built (found {_version(torch_part)}): {_INSTALL}"
+    return _judge(name, bounds, found, _version(torch_part) == found, remedy)
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------
@@ -261,53 +245,44 @@ def machine_findings(gpu: bool) -> list[Finding]:
     memory, disk = psutil.virtual_memory().available, shutil.disk_usage(Path.cwd()).free
     shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = soft == resource.RLIM_INFINITY
+    more_files = f"ulimit -n {hard if 0 < hard < 65536 else 65536}"
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    compiler_use = "for Transformer Engine" if gpu else "on GPU machines only"
-    no_compiler = "error" if gpu else "warning"
-    enough_files = soft == resource.RLIM_INFINITY or soft >= 4096
-    most = hard if 0 < hard < 65536 else 65536
-    open_files = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
+    compiler_use, no_compiler = ("for Transformer Engine", "error") if gpu else ("on GPU machines only", "warning")
+    found = "unlimited" if unlimited else str(soft)
+    more_shared = "mount -o remount,size=4G /dev/shm (docker: --shm-size=4g)"
     return [
-        _at_least("free memory", memory, 6 * _GIB, 4 * _GIB, "fewer actor ranks or engines, or a larger machine"),
-        _at_least("free disk here", disk, 10 * _GIB, 2 * _GIB, "free some, or set output_dir to a larger disk"),
-        _at_least("free /dev/shm", shared, 1 * _GIB, _GIB // 16, _SHM_REMEDY),
-        _judge("CPU cores", "2", str(cores), cores >= 2, "warning", "everything shares one core: slow"),
-        _judge("open files", "4096", open_files, enough_files, "warning", f"ulimit -n {most}"),
-        _judge("C++ compiler", compiler_use, compiler or "none", bool(compiler), no_compiler, "apt-get install g++"),
+        at_least("free memory", memory, 6 * _GIB, 4 * _GIB, "fewer actor ranks or engines, or a larger machine"),
+        at_least("free disk here", disk, 10 * _GIB, 2 * _GIB, "free some, or set output_dir to a larger disk"),
+        at_least("free /dev/shm", shared, 1 * _GIB, _GIB // 16, more_shared),
+        _judge("CPU cores", "2", str(cores), cores >= 2, "everything shares one core: slow", "warning"),
+        _judge("open files", "4096", found, unlimited or soft >= 4096, more_files, "warning"),
+        _judge("C++ compiler", compiler_use, compiler or "none", bool(compiler), "apt-get install g++", no_compiler),
         _loopback(),
         _program_isolation(),
     ]
 
 
-def _at_least(what: str, found: int, good: int, least: int, remedy: str) -> Finding:
+def at_least(what: str, found: int, good: int, least: int, remedy: str) -> Finding:
     """Judges a number of bytes: from `good` on ok, from `least` on a warning, else an error."""
-    status = "ok" if found >= good else "warning" if found >= least else "error"
-    wanted = f"{good / _GIB:.0f} GiB"
-    return Finding(what, wanted, f"{found / _GIB:.1f} GiB", status, "" if status == "ok" else remedy)
-
-
-def _judge(what: str, wanted: str, found: str, fulfilled: bool, otherwise: str, remedy: str) -> Finding:
-    return Finding(what, wanted, found, "ok" if fulfilled else otherwise, "" if fulfilled else remedy)
+    otherwise = "warning" if found >= least else "error"
+    return _judge(what, f"{good / _GIB:.0f} GiB", f"{found / _GIB:.1f} GiB", found >= good, remedy, otherwise)
 
 
 def _loopback() -> Finding:
     """Tries 127.0.0.1, over which services of one machine meet; a proxy or a closed sandbox can forbid even that."""
+    found = "work"
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()
-            return Finding("ports on 127.0.0.1", "bind and connect", "work", "ok")
     except OSError as error:
-        return Finding("ports on 127.0.0.1", "bind and connect", str(error), "error", "allow local sockets")
+        found = str(error)
+    return _judge("ports on 127.0.0.1", "bind and connect", found, found == "work", "allow local sockets")
 
 
 def _program_isolation() -> Finding:
     """Tries a trivial program in the sandbox of grader `code`."""
     problem = isolation()
-    if not problem:
-        return Finding("grader code", "namespaces", "programs are isolated", "ok")
-    remedy = "programs run within limits alone; allow user namespaces (kernel.unprivileged_userns_clone, seccomp)"
-    return Finding("grader code", "namespaces", problem, "warning", remedy)
-
-
-def _has_gpu() -> bool:
-    return Path("/dev/nvidiactl").exists()
+    remedy = "programs run within limits only; allow user namespaces (kernel.unprivileged_userns_clone, seccomp)"
+    found = problem or "programs are isolated"
+    return _judge("grader code", "namespaces", found, not problem, remedy, "warning")

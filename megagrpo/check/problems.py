@@ -1,12 +1,13 @@
 """Finds every problem of an experiment that is known before a start. Loads no torch."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from megagrpo.checkpoint.folder import latest, layout_problem
+from megagrpo.config.fields import complaints
 from megagrpo.config.layout import divisors, layout_problems
 from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.prompts import read_rows
@@ -21,22 +22,16 @@ from megagrpo.system.run_folder import RunFolder
 
 def preflight(config: ExperimentConfig) -> list[str]:
     """Returns every problem: missing files, broken lines, unknown functions, a model that the layout cannot cut."""
-    problems = [
-        *_missing_files(config),
-        *_missing_packages(config),
-        *_broken_lines(config),
-        *_function_problems(config),
-        *_source_problems(config),
-    ]
+    checks = (_missing_files, _missing_packages, _broken_lines, _function_problems, _source_problems)
+    problems = [problem for check in checks for problem in check(config)]
     hf = model_description(config)
     if hf is not None:
-        problems += check_against_model(
-            config, hf, _largest_token_id(Path(config.model.tokenizer or config.model.path))
-        )
+        tokenizer = Path(config.model.tokenizer or config.model.path) / "tokenizer.json"
+        problems += check_against_model(config, hf, _largest_token_id(tokenizer))
     return problems
 
 
-def model_description(config: ExperimentConfig) -> dict[str, Any] | None:
+def model_description(config: ExperimentConfig) -> dict[str, object] | None:
     """Returns the model's config.json, or that of the model from which the warm-up will make it; None without both.
 
     Raises ValueError for a config.json that is not JSON.
@@ -48,167 +43,124 @@ def model_description(config: ExperimentConfig) -> dict[str, Any] | None:
     return None
 
 
-def check_against_model(config: ExperimentConfig, hf: dict[str, Any], largest_token_id: int | None = None) -> list[str]:
+def check_against_model(
+    config: ExperimentConfig, hf: dict[str, object], largest_token_id: int | None = None
+) -> list[str]:
     """Returns every clash between the experiment and the model's own config.json, each with its numbers."""
-    problems = model_problems(hf)
+    problems = [f"model.path: {problem}" for problem in model_problems(hf)]
     if problems:
-        return [f"model.path: {problem}" for problem in problems]
+        return problems
     arch = architecture_of(hf)
-    problems = [
-        *layout_problems(arch, config.actor),
-        *_engine_problems(config, arch),
-        *load_format_problems(hf, config.rollout.load_format),
-        *_length_problems(config, arch),
-    ]
+    problems += layout_problems(arch, config.actor)
+    problems += _engine_problems(config, arch)
+    problems += load_format_problems(hf, config.rollout.load_format)
+    problems += _length_problems(config, arch)
     if largest_token_id is not None and largest_token_id >= arch.vocab_size:
-        problems.append(
-            f"model.tokenizer has token id {largest_token_id}, "
-            f"but the model only {arch.vocab_size} embeddings (vocab_size)"
-        )
+        size = f"{arch.vocab_size} embeddings (vocab_size)"
+        problems.append(f"model.tokenizer has token id {largest_token_id}, but the model only {size}")
     return problems
 
 
 def longest_samples(config: ExperimentConfig) -> dict[str, int]:
     """Returns the most tokens that one sample of each data section may have."""
     response = config.sampling.max_response_tokens
-
-    def total(data: DataConfig, max_response: int) -> int:
-        return data.max_prompt_tokens + max_response
-
-    out = {"data": total(config.data, response)}
+    out = {"data": config.data.max_prompt_tokens + response}
     if config.eval is not None:
-        out["eval.data"] = total(config.eval.data, config.eval.max_response_tokens or response)
+        out["eval.data"] = config.eval.data.max_prompt_tokens + (config.eval.max_response_tokens or response)
     return out
 
 
-def _engine_problems(config: ExperimentConfig, arch: Architecture) -> list[str]:
-    tp, ep, experts = config.rollout.tp, config.rollout.ep, arch.num_experts
-    heads, kv_heads = arch.num_heads, arch.num_kv_heads
-    problems = []
-    if heads % tp:
-        problems.append(
-            f"rollout.tp = {tp} does not divide the model's num_attention_heads = {heads}; "
-            f"it may be {divisors(heads, tp)}"
-        )
+def _engine_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
+    tp, ep, heads, kv_heads = config.rollout.tp, config.rollout.ep, arch.num_heads, arch.num_kv_heads
+    sizes = (("tp", tp, "num_attention_heads", heads), ("ep", ep, "num_experts", arch.num_experts))
+    for key, by, what, number in sizes:
+        if number % by:
+            its = f"the model's {what} = {number}; it may be {divisors(number, by)}"
+            yield f"rollout.{key} = {by} does not divide {its}"
     if arch.mla is None and kv_heads % tp and tp % kv_heads:
-        problems.append(
-            f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's num_key_value_heads = {kv_heads}"
-        )
-    if experts and experts % ep:
-        problems.append(
-            f"rollout.ep = {ep} does not divide the model's num_experts = {experts}; it may be {divisors(experts, ep)}"
-        )
-    if ep > 1 and not experts:
-        problems.append(f"rollout.ep = {ep}, but a {arch.family} model has no experts; ep must be 1")
-    return problems
+        yield f"rollout.tp = {tp} is neither a divisor nor a multiple of the model's num_key_value_heads = {kv_heads}"
+    if ep > 1 and not arch.num_experts:
+        yield f"rollout.ep = {ep}, but a {arch.family} model has no experts; ep must be 1"
 
 
-def _length_problems(config: ExperimentConfig, arch: Architecture) -> list[str]:
-    problems = []
+def _length_problems(config: ExperimentConfig, arch: Architecture) -> Iterator[str]:
     cache = config.rollout.max_total_tokens
     for section, length in longest_samples(config).items():
         if length > arch.max_positions:
-            problems.append(f"{section}: up to {length} tokens, but the model has {arch.max_positions} positions")
+            yield f"{section}: up to {length} tokens, but the model has {arch.max_positions} positions"
         if cache is not None and length > cache:
-            problems.append(
-                f"{section}: up to {length} tokens, but an engine's cache holds {cache} (rollout.max_total_tokens)"
-            )
-    return problems
+            yield f"{section}: up to {length} tokens, but an engine's cache holds {cache} (rollout.max_total_tokens)"
 
 
-def _missing_files(config: ExperimentConfig) -> list[str]:
+def _missing_files(config: ExperimentConfig) -> Iterator[str]:
     wanted = [("model.path", config.model.path), *(("data.path", path) for path in config.data.paths)]
     if config.model.tokenizer is not None:
         wanted.append(("model.tokenizer", config.model.tokenizer))
     if config.eval is not None:
         wanted += [("eval.data.path", path) for path in config.eval.data.paths]
     if config.sft is not None:
-        wanted.append(("sft.model", config.sft.model))
-        wanted += [("sft.data.path", path) for path in config.sft.data.paths]
+        wanted += [("sft.model", config.sft.model), *(("sft.data.path", path) for path in config.sft.data.paths)]
     if config.checkpoint.load is not None and not any(RunFolder(Path(config.output_dir)).checkpoints.glob("step_*")):
         wanted.append(("checkpoint.load", config.checkpoint.load))
-    problems = [
-        f"{key}: {path} does not exist" for key, path in wanted if not Path(path).exists() and not is_made(config, path)
-    ]
-    if Path(config.model.path).is_dir() and not (Path(config.model.path) / "config.json").is_file():
-        problems.append(f"model.path: {config.model.path} holds no config.json, so it is no Hugging Face model folder")
-    return problems
+    for key, path in wanted:
+        if not Path(path).exists() and not is_made(config, path):
+            yield f"{key}: {path} does not exist"
+    model = config.model.path
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        yield f"model.path: {model} holds no config.json, so it is no Hugging Face model folder"
 
 
-def _missing_packages(config: ExperimentConfig) -> list[str]:
-    """Returns which optional packages the experiment needs and this environment lacks."""
-    problems = []
+def _missing_packages(config: ExperimentConfig) -> Iterator[str]:
+    """Yields which optional packages the experiment needs and this environment lacks."""
     wandb, spec = config.log.wandb, find_spec("wandb")
-    # without an origin it is a folder of that name where Python was started
+    # without an origin it is a folder of that name in the working directory
     if wandb is not None and wandb.mode != "disabled" and (spec is None or spec.origin is None):
-        problems.append("log.wandb: the package wandb is not installed; `pip install wandb`, or remove log.wandb")
-    return problems
+        yield "log.wandb: the package wandb is not installed; `pip install wandb`, or remove log.wandb"
 
 
-def _source_problems(config: ExperimentConfig) -> list[str]:
-    """Returns why the checkpoint that the run would start from cannot be loaded in its layout."""
+def _source_problems(config: ExperimentConfig) -> Iterator[str]:
+    """Yields why the checkpoint that the run would start from cannot be loaded in its layout."""
     load = config.checkpoint.load
     source = latest(RunFolder(Path(config.output_dir)).checkpoints) or (Path(load) if load else None)
-    if source is None:
-        return []
-    try:
-        problem = layout_problem(source, config.actor.layout)
-    except (OSError, ValueError):  # a damaged checkpoint, which is refused with its reason when it is loaded
-        return []
-    return [f"actor: {problem}"] if problem else []
+    with suppress(OSError, ValueError):  # of a damaged checkpoint, whose load gives the reason
+        if source is not None and (problem := layout_problem(source, config.actor.layout)):
+            yield f"actor: {problem}"
 
 
-def _broken_lines(config: ExperimentConfig) -> list[str]:
-    problems = []
+def _broken_lines(config: ExperimentConfig) -> Iterator[str]:
     for data in data_sections(config):
         if all(Path(path).exists() for path in data.paths):
-            found = _complaint(_read_lines, data, config.reward)
-            problems += [text if any(p in text for p in data.paths) else f"{data.name}: {text}" for text in found]
-    return problems
+            for text in complaints(_read_lines, data, config.reward):
+                yield text if any(path in text for path in data.paths) else f"{data.name}: {text}"
 
 
 def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
     rows = read_rows(data)
-    known = {name: entry for entry in reward.entries for name in (entry.short_name, entry.grader)}
-    for grader in sorted({str(row.values[data.grader_key]) for row in rows} if data.grader_key else ()):
-        if grader not in known:
-            check_grader(grader, {})
-    for row in rows:
-        named = known.get(str(row.values[data.grader_key])) if data.grader_key else None
-        graders = [str(row.values[data.grader_key])] if data.grader_key else [entry.grader for entry in reward.entries]
-        if "code" in graders or (named is not None and named.grader == "code"):
-            try:
-                read_tests(str(row.values[data.answer_key]))
-            except ValueError as exc:
-                raise ValueError(f"{row.location}: {exc}") from exc
+    names = [str(row.values[data.grader_key]) if data.grader_key else None for row in rows]
+    known = {name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)}
+    for unknown in sorted({name for name in names if name is not None} - known.keys()):
+        check_grader(unknown, {})
+    for name, row in zip(names, rows, strict=True):
+        graders = [entry.grader for entry in reward.entries] if name is None else [known.get(name, name)]
+        if "code" in graders:
+            for problem in complaints(read_tests, str(row.values[data.answer_key])):
+                raise ValueError(f"{row.location}: {problem}")
 
 
 def data_sections(config: ExperimentConfig) -> Iterator[DataConfig]:
-    """Yields the sections that name a file of prompts."""
+    """Yields the sections that name files of prompts."""
     yield config.data
-    if config.eval is not None:
-        yield config.eval.data
-    if config.sft is not None:
-        yield config.sft.data
+    yield from (section.data for section in (config.eval, config.sft) if section is not None)
 
 
-def _function_problems(config: ExperimentConfig) -> list[str]:
+def _function_problems(config: ExperimentConfig) -> Iterator[str]:
     reward = config.reward
-    problems = [problem for entry in reward.entries for problem in _complaint(check_grader, entry.grader, entry.args)]
+    for entry in reward.entries:
+        yield from complaints(check_grader, entry.grader, entry.args)
     if reward.group_grader is not None:
-        problems += _complaint(load_group_grader, reward.group_grader, reward.group_args)
+        yield from complaints(load_group_grader, reward.group_grader, reward.group_args)
     if config.sampling.tool is not None:
-        problems += _complaint(load_tool, config.sampling.tool.function)
-    return problems
-
-
-def _complaint(load: Callable[..., object], *arguments: object) -> list[str]:
-    """Returns the text of the ValueError with which a loader refuses its arguments."""
-    try:
-        load(*arguments)
-    except ValueError as exc:
-        return [str(exc)]
-    return []
+        yield from complaints(load_tool, config.sampling.tool.function)
 
 
 def is_made(config: ExperimentConfig, path: str) -> bool:
@@ -216,9 +168,8 @@ def is_made(config: ExperimentConfig, path: str) -> bool:
     return config.sft is not None and Path(path) == Path(config.model.path)
 
 
-def _largest_token_id(folder: Path) -> int | None:
+def _largest_token_id(path: Path) -> int | None:
     """Returns the largest id in tokenizer.json; None without that file: load_tokenizer checks after loading."""
-    path = folder / "tokenizer.json"
     if not path.is_file():
         return None
     tokenizer = json.loads(path.read_text(encoding="utf-8"))

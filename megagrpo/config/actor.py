@@ -1,10 +1,22 @@
 """The `actor` section: layout, kernels, dtype and optimizer of the learner."""
 
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from megagrpo.config.section import Dtype, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.fields import (
+    Dtype,
+    LibrarySettings,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problems,
+    Section,
+)
+
+if TYPE_CHECKING:
+    from megagrpo.config.schema import ExperimentConfig
 
 
 class ParallelConfig(Section):
@@ -16,24 +28,18 @@ class ParallelConfig(Section):
     cp: PositiveInt = Field(default=1, description="Context-parallel ranks, which share one sequence.")
     ep: PositiveInt = Field(default=1, description="Expert-parallel ranks.")
     etp: PositiveInt = Field(default=1, description="Tensor-parallel ranks of each expert.")
-    first_stage_layers: PositiveInt | None = Field(
-        default=None, description="Layers of the first pipeline stage; default: stages that are not given are equal."
-    )
-    last_stage_layers: PositiveInt | None = Field(
-        default=None, description="Layers of the last pipeline stage; default: stages that are not given are equal."
-    )
+    first_stage_layers: PositiveInt | None = None
+    """Layers of the first pipeline stage; default: stages that are not given are equal."""
+    last_stage_layers: PositiveInt | None = None
+    """Layers of the last pipeline stage; default: stages that are not given are equal."""
 
-    @model_validator(mode="after")
-    def _sizes(self) -> Self:
-        if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline")
-        for name, layers in (
-            ("first_stage_layers", self.first_stage_layers),
-            ("last_stage_layers", self.last_stage_layers),
-        ):
-            if layers is not None and self.pp == 1:
-                raise ValueError(f"{name} {layers} needs pp > 1: without a pipeline one stage has all layers")
-        return self
+    def problems(self) -> Problems:
+        one_stage = "needs pp > 1: without a pipeline one stage has all layers"
+        return {
+            f"vpp {self.vpp} needs pp > 1: virtual stages share the ranks of a pipeline": self.vpp > 1 and self.pp == 1,
+            f"first_stage_layers {self.first_stage_layers} {one_stage}": self.first_stage_layers and self.pp == 1,
+            f"last_stage_layers {self.last_stage_layers} {one_stage}": self.last_stage_layers and self.pp == 1,
+        }
 
     def stage_layers(self, num_layers: int) -> list[int]:
         """Returns the number of layers of each pipeline stage.
@@ -58,35 +64,28 @@ class OptimizerConfig(Section):
     """Adam with decoupled weight decay, and the learning rate over time."""
 
     lr: PositiveFloat = Field(default=1e-6, description="Learning rate after the warm-up.")
-    min_lr: NonNegativeFloat = Field(
-        default=0.0, description="Learning rate at the last update, for linear and cosine decay."
-    )
-    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant",
-        description="Learning rate after the warm-up: constant, or decaying to `min_lr` at the last update.",
-    )
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the last update, for linear and cosine decay."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or decaying to `min_lr` at the last update."""
     warmup_steps: NonNegativeInt = Field(default=0, description="Optimizer updates of linear warm-up.")
-    weight_decay: NonNegativeFloat = Field(
-        default=0.0, description="Decoupled weight decay; norms and biases are spared."
-    )
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay; norms and biases are spared."""
     adam_beta1: float = Field(default=0.9, description="Decay of Adam's first moment.")
     adam_beta2: float = Field(default=0.999, description="Decay of Adam's second moment.")
     adam_eps: PositiveFloat = Field(default=1e-8, description="Added to the root of Adam's second moment.")
     clip_grad: NonNegativeFloat = Field(default=1.0, description="Largest global gradient norm; 0: no clipping.")
     distributed: bool = Field(default=True, description="Shard the optimizer's state over data-parallel ranks.")
-    megatron: dict[str, Any] = Field(
-        default={},
-        description="Fields of Megatron's OptimizerConfig by their own names, such as `optimizer_cpu_offload: true`; "
-        "what is set elsewhere in this file, or would break a promise, is refused.",
-    )
+    megatron: LibrarySettings = Field(default={})
+    """Fields of Megatron's OptimizerConfig by their own names, such as `optimizer_cpu_offload: true`; what is set
+    elsewhere in this file, or would break a promise, is refused."""
 
-    @model_validator(mode="after")
-    def _decay(self) -> Self:
-        if self.min_lr and self.lr_schedule == "constant":
-            raise ValueError(f"min_lr {self.min_lr:g} has no effect with lr_schedule constant; choose linear or cosine")
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}")
-        return self
+    def problems(self) -> Problems:
+        unread = self.min_lr and self.lr_schedule == "constant"
+        return {
+            f"min_lr {self.min_lr:g} has no effect with lr_schedule constant; choose linear or cosine": unread,
+            f"min_lr {self.min_lr:g} is above lr {self.lr:g}": self.min_lr > self.lr,
+        }
 
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -97,14 +96,10 @@ class LoraConfig(Section):
 
     rank: PositiveInt = Field(default=16, description="Rows of A and columns of B.")
     alpha: PositiveFloat = Field(default=32.0, description="What the adapters add is multiplied by alpha / rank.")
-    dropout: NonNegativeFloat = Field(
-        default=0.0, description="Must be 0: the mask's noise would be in every ratio of new to old probabilities."
-    )
-    targets: list[Projection] = Field(
-        default=list(get_args(Projection)),
-        min_length=1,
-        description="Projections with adapters, by their Hugging Face names; of a model with experts, its experts'.",
-    )
+    dropout: NonNegativeFloat = 0.0
+    """Must be 0: the mask's noise would be in every ratio of new to old probabilities."""
+    targets: list[Projection] = Field(default=list(get_args(Projection)), min_length=1)
+    """Projections with adapters, by their Hugging Face names; of a model with experts, its experts'."""
 
     @field_validator("dropout")
     @classmethod
@@ -132,93 +127,61 @@ class LoraConfig(Section):
 class RouterLossConfig(Section):
     """Losses of the routers, of real tokens alone, divided by what is counted over the whole update on all ranks."""
 
-    balance: NonNegativeFloat = Field(
-        default=0.0,
-        description="Coefficient of the balance loss of single sequences (DeepSeek-V3's; 1 is balanced): the mean over "
-        "the update's samples, summed over layers; 0: none. DeepSeek-V3 took 0.0001.",
-    )
-    z: NonNegativeFloat = Field(
-        default=0.0,
-        description="Coefficient of the z-loss: the squared log-sum-exp of a token's router logits, the mean over the "
-        "update's tokens, summed over layers; 0: none. ST-MoE took 0.001.",
-    )
+    balance: NonNegativeFloat = 0.0
+    """Coefficient of the balance loss of single sequences (DeepSeek-V3's; 1 is balanced): the mean over the update's
+    samples, summed over layers; 0: none. DeepSeek-V3 took 0.0001."""
+    z: NonNegativeFloat = 0.0
+    """Coefficient of the z-loss: the squared log-sum-exp of a token's router logits, the mean over the update's tokens,
+    summed over layers; 0: none. ST-MoE took 0.001."""
 
-    @model_validator(mode="after")
-    def _some(self) -> Self:
-        if not self.balance and not self.z:
-            raise ValueError("balance and z are both 0: set one, or remove router_losses")
-        return self
+    def problems(self) -> Problems:
+        return {"balance and z are both 0: set one, or remove router_losses": not self.balance and not self.z}
 
 
 class ActorConfig(Section):
     """The Megatron-Core learner."""
 
     world_size: PositiveInt = Field(default=1, description="Trainer ranks, over all nodes.")
-    device: Literal["auto", "cuda", "cpu"] = Field(
-        default="auto",
-        description="What trainers compute on; auto: CUDA where a GPU is visible, else the CPU, where bfloat16 is then "
-        "refused.",
-    )
-    dtype: Dtype = Field(
-        default="float32", description="Type of weights and activations; sums and optimizer state are float32."
-    )
-    parallel: ParallelConfig = Field(
-        default=ParallelConfig(), description="How model and samples are cut over the ranks."
-    )
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What trainers compute on; auto: CUDA where a GPU is visible, else the CPU, where bfloat16 is then refused."""
+    dtype: Dtype = "float32"
+    """Type of weights and activations; sums and optimizer state are float32."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How model and samples are cut over the ranks."""
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Adam and its learning rate.")
-    lora: LoraConfig | None = Field(
-        default=None, description="Train low-rank adapters instead of all weights; default: all weights."
-    )
-    router_bias_update: PositiveFloat | None = Field(
-        default=None,
-        description="Move each bias of a router by this after an update, up where its expert got fewer tokens than the "
-        "mean: DeepSeek-V3's balance without an auxiliary loss, which took 0.001 for most of its training; default: "
-        "biases stay as they are.",
-    )
-    router_losses: RouterLossConfig | None = Field(
-        default=None, description="Auxiliary losses of the routers of a model with experts; default: none."
-    )
-    routing_replay: Literal["rollout", "old"] | None = Field(
-        default=None,
-        description="Experts that the actor's forwards take as given, with weights from its own routers: those that "
-        "the engine chose (rollout; R3, arXiv 2510.11370), or those of the log-probabilities before a step's first "
-        "update (old; R2, arXiv 2507.18071). The reference's forward routes for itself. Default: routers choose.",
-    )
-    micro_batch_tokens: PositiveInt = Field(
-        default=4096, description="Most tokens in one forward pass, padding included."
-    )
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights; default: all weights."""
+    router_bias_update: PositiveFloat | None = None
+    """Move each bias of a router by this after an update, up where its expert got fewer tokens than the mean:
+    DeepSeek-V3's balance without an auxiliary loss, which took 0.001 for most of its training; default: biases stay as
+    they are."""
+    router_losses: RouterLossConfig | None = None
+    """Auxiliary losses of the routers of a model with experts; default: none."""
+    routing_replay: Literal["rollout", "old"] | None = None
+    """Experts that the actor's forwards take as given, with weights from its own routers: those that the engine chose
+    (rollout; R3, arXiv 2510.11370), or those of the log-probabilities before a step's first update (old; R2, arXiv
+    2507.18071). The reference's forward routes for itself. Default: routers choose."""
+    micro_batch_tokens: PositiveInt = 4096
+    """Most tokens in one forward pass, padding included."""
     packing: bool = Field(default=True, description="Lay several sequences into one row, without padding between them.")
-    recompute: Literal["none", "selective", "full"] = Field(
-        default="none",
-        description="Activations computed again in the backward pass: none; those of `megatron.recompute_modules`; or "
-        "all, layer by layer.",
-    )
-    transformer_engine: Literal["auto"] | bool = Field(
-        default="auto",
-        description="Use Transformer Engine's layers, attention and grouped experts; auto: on CUDA where it is "
-        "installed, but for `lora`, whose adapters are added to Megatron's own layers, and for float32, which it would "
-        "multiply as TF32.",
-    )
-    megatron: dict[str, Any] = Field(
-        default={},
-        description="Fields of Megatron's TransformerConfig by their own names, such as `moe_permute_fusion: true`; "
-        "what is set elsewhere in this file, or would break a promise, is refused.",
-    )
-    ddp: dict[str, Any] = Field(
-        default={},
-        description="Fields of Megatron's DistributedDataParallelConfig by their own names, such as `bucket_size: "
-        "40000000`; what is set elsewhere in this file, or would break a promise, is refused.",
-    )
-    logprob_chunk_tokens: PositiveInt = Field(
-        default=1024,
-        description="Tokens whose logits exist at once: [chunk, vocab / tp] is the largest block ever held.",
-    )
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass: none; those of `megatron.recompute_modules`; or all, layer by
+    layer."""
+    transformer_engine: Literal["auto"] | bool = "auto"
+    """Use Transformer Engine's layers, attention and grouped experts; auto: on CUDA where it is installed, but for
+    `lora`, whose adapters are added to Megatron's own layers, and for float32, which it would multiply as TF32."""
+    megatron: LibrarySettings = Field(default={})
+    """Fields of Megatron's TransformerConfig by their own names, such as `moe_permute_fusion: true`; what is set
+    elsewhere in this file, or would break a promise, is refused."""
+    ddp: LibrarySettings = Field(default={})
+    """Fields of Megatron's DistributedDataParallelConfig by their own names, such as `bucket_size: 40000000`; what is
+    set elsewhere in this file, or would break a promise, is refused."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits exist at once: [chunk, vocab / tp] is the largest block ever held."""
     threads: PositiveInt = Field(default=1, description="Threads of a rank's operators on a CPU.")
     deadline_s: PositiveFloat = Field(default=1800.0, description="Seconds that any collective may wait.")
-    max_restarts: NonNegativeInt = Field(
-        default=3,
-        description="Times in a run that all ranks start again from the last checkpoint because one was lost.",
-    )
+    max_restarts: NonNegativeInt = 3
+    """Times in a run that all ranks start again from the last checkpoint because one was lost."""
 
     @property
     def dp(self) -> int:
@@ -239,32 +202,36 @@ class ActorConfig(Section):
         """What two starts must share to hold the same slices on the same ranks: `ranks` and every field of parallel."""
         return {"ranks": self.world_size, **self.parallel.model_dump()}
 
-    @model_validator(mode="after")
-    def _world_divides(self) -> Self:
-        p = self.parallel
-        for what, size in (("tp x pp x cp", p.tp * p.pp * p.cp), ("etp x ep x pp", p.etp * p.ep * p.pp)):
-            if self.world_size % size:
-                up = -(-self.world_size // size) * size
-                raise ValueError(f"world_size {self.world_size} is not a multiple of {what} = {size}; {up} would be")
-        return self
+    def problems(self) -> Problems:
+        p, with_lora = self.parallel, self.lora is not None
+        frozen = "with lora all other weights stay, the routers'"
+        own_layers = "lora adds to Megatron's own linear layers, not Transformer Engine's"
+        return {
+            **self._indivisible("tp x pp x cp", p.tp * p.pp * p.cp),
+            **self._indivisible("etp x ep x pp", p.etp * p.ep * p.pp),
+            f"{own_layers}: set transformer_engine: false": with_lora and self.transformer_engine is True,
+            f"{frozen} biases too: remove router_bias_update": with_lora and self.router_bias_update is not None,
+            f"{frozen} too: remove router_losses": with_lora and self.router_losses is not None,
+            "routing_replay with megatron.moe_router_fusion: the fused kernel chooses experts by itself, whatever it "
+            "is given; remove one of them": self.routing_replay and self.megatron.get("moe_router_fusion"),
+        }
 
-    @model_validator(mode="after")
-    def _lora_layers(self) -> Self:
-        if self.lora is not None and self.transformer_engine is True:
-            raise ValueError(
-                "lora adds to Megatron's own linear layers, not to Transformer Engine's: set transformer_engine: false"
-            )
-        if self.lora is not None and self.router_bias_update is not None:
-            raise ValueError("with lora all other weights stay, the routers' biases too: remove router_bias_update")
-        if self.lora is not None and self.router_losses is not None:
-            raise ValueError("with lora all other weights stay, the routers' too: remove router_losses")
-        return self
+    def _indivisible(self, what: str, size: int) -> Problems:
+        up = -(-self.world_size // size) * size
+        text = f"world_size {self.world_size} is not a multiple of {what} = {size}; {up} would be"
+        return {text: self.world_size % size}
 
-    @model_validator(mode="after")
-    def _routes(self) -> Self:
-        if self.routing_replay is not None and self.megatron.get("moe_router_fusion"):
-            raise ValueError(
-                "routing_replay with megatron.moe_router_fusion: the fused kernel chooses experts by itself, whatever "
-                "it is given; remove one of them"
-            )
-        return self
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+        sglang, words = experiment.rollout.sglang, experiment.rollout.extra_args
+        chunk, by_engine = sglang.get("chunked_prefill_size"), self.routing_replay == "rollout"
+        unchunked = by_engine and isinstance(chunk, int) and chunk <= 0
+        halves = sglang.get("enable_two_batch_overlap") or any(word.startswith("--enable-two") for word in words)
+        return {
+            "actor.routing_replay old changes nothing with one update a step: the weights before it are those that "
+            "choose the experts; remove it, raise train.num_updates_per_step or num_epochs_per_step, or set it to "
+            "rollout": self.routing_replay == "old" and experiment.train.updates_of_step == 1,
+            f"actor.routing_replay rollout with rollout.sglang.chunked_prefill_size {chunk}: SGLang keeps the experts "
+            "of one chunk, and a longer prompt in one piece would end the engine; remove the latter": unchunked,
+            "actor.routing_replay rollout with SGLang's enable_two_batch_overlap, which keeps the experts of a batch's "
+            "second half where those of the first are; remove one of them": by_engine and halves,
+        }

@@ -1,29 +1,28 @@
 """The `algorithm` section. Options of an estimator, a loss or a reward step are fields of its own variant."""
 
-from typing import Literal, Self
+import math
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from megagrpo.config.fields import Aggregation, PositiveFloat, Problems, Section
 from megagrpo.config.objective.correction import MismatchConfig
 from megagrpo.config.objective.estimators import AdvantageConfig, GrpoAdvantage
 from megagrpo.config.objective.kl import KL_ERROR_LIMIT, KlConfig
 from megagrpo.config.objective.policy_loss import PolicyLossConfig, PpoClipLoss
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
-from megagrpo.config.section import Section
-from megagrpo.config.variant import Aggregation, Positive
+
+if TYPE_CHECKING:
+    from megagrpo.config.schema import ExperimentConfig
 
 
 class DynamicSampling(Section):
     """DAPO: keep only groups that differ in the metric, ask for more until the batch is full. arXiv 2503.14476."""
 
-    metric: Literal["reward", "shaped_reward"] = Field(
-        default="reward",
-        description="In what the responses of a group must differ: the grader's reward, or that scaled and after "
-        "overlong shaping.",
-    )
-    max_num_gen_batches: int = Field(
-        default=10, ge=1, description="Batches of prompts a step may generate before the run stops."
-    )
+    metric: Literal["reward", "shaped_reward"] = "reward"
+    """In what the responses of a group must differ: the grader's reward, or that scaled and after overlong shaping."""
+    max_num_gen_batches: int = Field(default=10, ge=1)
+    """Batches of prompts a step may generate before the run stops."""
 
 
 class AlgorithmConfig(Section):
@@ -31,91 +30,64 @@ class AlgorithmConfig(Section):
 
     advantage: AdvantageConfig = Field(default=GrpoAdvantage(), description="Advantage estimator.")
     loss: PolicyLossConfig = Field(default=PpoClipLoss(), description="Policy loss of a token.")
-    aggregation: Aggregation = Field(
-        default="token-mean", description="How the losses of tokens become one number; divided once, over all ranks."
-    )
-    loss_scale_factor: Positive | None = Field(
-        default=None,
-        description="C of seq-mean-token-sum-norm, in tokens; null: sampling.max_response_tokens.",
-    )
+    aggregation: Aggregation = "token-mean"
+    """How the losses of tokens become one number; divided once, over all ranks."""
+    loss_scale_factor: PositiveFloat | None = None
+    """C of seq-mean-token-sum-norm, in tokens; null: sampling.max_response_tokens."""
     kl: KlConfig = Field(default=KlConfig(), description="KL to the initial weights.")
-    entropy_coef: float = Field(
-        default=0.0, description="Coefficient of the entropy bonus; positive values keep the policy random."
-    )
-    reward: RewardShapingConfig = Field(
-        default=RewardShapingConfig(), description="What happens to the grader's reward before the advantage."
-    )
-    whiten_advantages: bool = Field(
-        default=False, description="Shifts and scales advantages to mean 0 and variance 1 over the step's tokens."
-    )
-    advantage_clip: Positive | None = Field(
-        default=None, description="Limits advantages to [-advantage_clip, advantage_clip]; null: off."
-    )
-    mask_truncated: bool = Field(
-        default=False, description="Leaves responses that ended by length out of the loss, not out of the statistics."
-    )
-    mismatch: MismatchConfig = Field(
-        default=MismatchConfig(),
-        description="Correction for engine and trainer giving the same token different probabilities.",
-    )
-    dynamic_sampling: DynamicSampling | None = Field(
-        default=None, description="Trains only on groups whose responses differ; null: on all."
-    )
+    entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus; positive values keep the policy random."""
+    reward: RewardShapingConfig = RewardShapingConfig()
+    """What happens to the grader's reward before the advantage."""
+    whiten_advantages: bool = False
+    """Shifts and scales advantages to mean 0 and variance 1 over the step's tokens."""
+    advantage_clip: PositiveFloat | None = None
+    """Limits advantages to [-advantage_clip, advantage_clip]; null: off."""
+    mask_truncated: bool = False
+    """Leaves responses that ended by length out of the loss, not out of the statistics."""
+    mismatch: MismatchConfig = MismatchConfig()
+    """Correction for engine and trainer giving the same token different probabilities."""
+    dynamic_sampling: DynamicSampling | None = None
+    """Trains only on groups whose responses differ; null: on all."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def problems(self) -> Problems:
         advantage, reward = self.advantage, self.reward
-        if reward.normalises_by_group and advantage.normalises_by_group:
-            raise ValueError(
-                f"reward.mean/std: group with advantage {advantage.name} normalises by the group twice; "
-                "use batch, running or none"
-            )
         missed = reward.missed_by_greedy_baseline
-        if advantage.needs_greedy_response and missed:
-            raise ValueError(
-                f"reward.{', reward.'.join(missed)}: changes the rewards but not {advantage.name}'s greedy baseline; "
-                "leave it out"
-            )
-        if self.whiten_advantages and advantage.whitens:
-            raise ValueError(f"advantage {advantage.name} is whitened already; remove whiten_advantages")
-        if self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm":
-            raise ValueError(f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}")
-        return self
+        unread = self.loss_scale_factor is not None and self.aggregation != "seq-mean-token-sum-norm"
+        twice = self.whiten_advantages and advantage.whitens
+        return {
+            f"reward.mean/std: group with advantage {advantage.name} normalises by the group twice; use batch, running "
+            "or none": reward.normalises_by_group and advantage.normalises_by_group,
+            f"reward.{', reward.'.join(missed)}: changes the rewards but not {advantage.name}'s greedy baseline; leave "
+            "it out": missed and advantage.needs_greedy_response,
+            f"advantage {advantage.name} is whitened already; remove whiten_advantages": twice,
+            f"loss_scale_factor belongs to seq-mean-token-sum-norm; aggregation is {self.aggregation}": unread,
+        }
 
-    def check_group_size(self, group_size: int) -> None:
-        """Raises ValueError where the advantage cannot work with this many samples per prompt."""
-        if group_size > 1:
-            return
-        if self.reward.normalises_by_group:
-            raise ValueError(
-                "reward.mean/std: group with train.group_size 1 makes every reward 0; use batch, running or none"
-            )
-        if self.advantage.refuses_group_of_one is not None:
-            raise ValueError(self.advantage.refuses_group_of_one)
-        if self.dynamic_sampling:
-            raise ValueError(
-                "dynamic_sampling keeps groups whose responses differ; train.group_size must be at least 2"
-            )
-
-    def check_response_tokens(self, max_response_tokens: int) -> None:
-        """Raises ValueError where an option does not fit the longest response, in tokens."""
-        overlong = self.reward.overlong
-        if overlong is not None and overlong.buffer(max_response_tokens) > max_response_tokens:
-            raise ValueError(
-                f"algorithm.reward.overlong.buffer_tokens {overlong.buffer_tokens} is more than "
-                f"sampling.max_response_tokens {max_response_tokens}: every response would be punished; "
-                "DAPO's buffer is a fifth of the longest response"
-            )
-
-    def check_responses(self, num_responses: int) -> None:
-        """Raises ValueError where the adaptive KL coefficient could reach 0 with this many responses a step."""
-        adaptive = self.kl.adaptive
-        if adaptive is not None and adaptive.horizon <= KL_ERROR_LIMIT * num_responses:
-            raise ValueError(
-                f"algorithm.kl.adaptive.horizon {adaptive.horizon:g} is too short for {num_responses} responses a "
-                f"step: the coefficient is multiplied by 1 - {KL_ERROR_LIMIT} x {num_responses} / horizon at worst; "
-                f"use more than {KL_ERROR_LIMIT * num_responses:g}"
-            )
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+        train, parallel, longest = experiment.train, experiment.actor.parallel, experiment.sampling.max_response_tokens
+        updates, responses = train.updates_of_step, train.num_prompts_per_step * train.group_size
+        padded = parallel.cp > 1 and updates > 1 and not experiment.actor.packing
+        apart = self.kl.estimator == "full" and self.uses_reference and padded
+        horizon = self.kl.adaptive.horizon if self.kl.adaptive is not None else math.inf
+        overlong, endless = self.reward.overlong, self.dynamic_sampling and train.num_epochs
+        refused, alone = self.advantage.refuses_group_of_one, train.group_size == 1
+        all_zero, all_equal = alone and self.reward.normalises_by_group, alone and self.dynamic_sampling
+        return {
+            f"algorithm.kl.estimator full, actor.parallel.cp {parallel.cp} and {updates} updates a step need "
+            "actor.packing: true; padded, the reference's positions would lie on other ranks than the actor's": apart,
+            "train.num_epochs with algorithm.dynamic_sampling: a step then takes as many prompts as it must, so that "
+            "passes over them do not say how many steps there are; give train.num_steps": endless,
+            "reward.mean/std: group with train.group_size 1 makes every reward 0; use batch, running or none": all_zero,
+            f"{refused}": alone and refused,
+            "dynamic_sampling keeps groups whose responses differ; train.group_size must be at least 2": all_equal,
+            f"algorithm.kl.adaptive.horizon {horizon:g} is too short for {responses} responses a step: the coefficient "
+            f"is multiplied by 1 - {KL_ERROR_LIMIT} x {responses} / horizon at worst; use more than "
+            f"{KL_ERROR_LIMIT * responses:g}": horizon <= KL_ERROR_LIMIT * responses,
+            f"algorithm.reward.overlong.buffer_tokens {overlong and overlong.buffer_tokens} is more than "
+            f"sampling.max_response_tokens {longest}: every response would be punished; DAPO's buffer is a fifth of "
+            "the longest response": overlong is not None and overlong.buffer(longest) > longest,
+        }
 
     @property
     def uses_reference(self) -> bool:

@@ -6,12 +6,10 @@ python -m megagrpo.config.describe > docs/reference/configuration.md
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-import annotated_types
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megagrpo.config.fields import choices, elements, members, sections
+from megagrpo.config.fields import Section, choices, elements, members, sections
 from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS
 from megagrpo.config.libraries.sglang import SERVER_REFUSED
 from megagrpo.config.libraries.source import Refusal
@@ -37,7 +35,8 @@ All other fields of Megatron's and SGLang's classes may be set by their own name
 classes of ServerArgs are refused too: speculative decoding, SGLang's LoRA, disaggregation, multi-modal inputs,
 diffusion, recurrent layers and offloading.
 """
-_SCALARS = {int: "integer", float: "number", str: "text", bool: "true or false"}
+_SIGNS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))  # of the classes in annotated_types
+_SCALARS: dict[object, str] = {int: "integer", float: "number", str: "text", bool: "true or false"}
 
 
 def reference() -> str:
@@ -46,13 +45,8 @@ def reference() -> str:
     _add_section(lines, "", ExperimentConfig, seen=set())
     for grader, options in OPTIONS.items():
         lines += [f"## `reward.args` of grader `{grader}`", "", *_doc(options), *_table("reward.args", options)]
-    lines += [
-        "## Settings of libraries that are refused",
-        "",
-        _REFUSED_HEAD,
-        "| map | reason | fields |",
-        "|---|---|---|",
-    ]
+    head = ("## Settings of libraries that are refused", "", _REFUSED_HEAD)
+    lines += [*head, "| map | reason | fields |", "|---|---|---|"]
     for table in MEGATRON_SETTINGS:
         lines += _refused_rows(".".join(table.path), table.refused)
     return "\n".join([*lines, *_refused_rows("rollout.sglang", SERVER_REFUSED), ""])
@@ -66,13 +60,12 @@ def _refused_rows(path: str, refused: Mapping[str, Refusal]) -> list[str]:
     return [f"| `{path}` | {reason} | {', '.join(names)} |" for reason, names in fields.items()]
 
 
-def _add_section(lines: list[str], path: str, section: type[BaseModel], seen: set[type[BaseModel]]) -> None:
+def _add_section(lines: list[str], path: str, section: type[Section], seen: set[type[Section]]) -> None:
     """Appends the table of `section` at `path`, then those of the sections inside it that are not `seen`."""
     if section in seen:
         return
     seen.add(section)
-    lines += [f"## {f'`{path}`' if path else 'Top level'}", "", *_doc(section)]
-    lines += _table(path, section)
+    lines += [f"## {f'`{path}`' if path else 'Top level'}", "", *_doc(section), *_table(path, section)]
     for name, field in section.model_fields.items():
         inner, below = sections(members(field.annotation)), f"{path}.{name}".lstrip(".")
         of_list = sections(item for member in members(field.annotation) for item in elements(member))
@@ -81,39 +74,30 @@ def _add_section(lines: list[str], path: str, section: type[BaseModel], seen: se
         elif len(inner) == 1:
             _add_section(lines, below, inner[0], seen)
         elif inner:
-            _add_variants(lines, below, inner)
+            lines += [f"## `{below}`", "", "One of these variants; its `name` chooses.", ""]
+            for variant in inner:
+                names = " and ".join(f"`name: {name}`" for name in choices([variant.model_fields["name"].annotation]))
+                lines += [f"### `{below}`, {names}", "", *_doc(variant), *_table(below, variant)]
 
 
-def _add_variants(lines: list[str], path: str, variants: list[type[BaseModel]]) -> None:
-    lines += [f"## `{path}`", "", "One of these variants; its `name` chooses.", ""]
-    for variant in variants:
-        names = " and ".join(f"`name: {name}`" for name in choices([variant.model_fields["name"].annotation]))
-        lines += [f"### `{path}`, {names}", "", *_doc(variant)]
-        lines += _table(path, variant)
-
-
-def _doc(section: type[BaseModel]) -> list[str]:
+def _doc(section: type[Section]) -> list[str]:
     return [" ".join(section.__doc__.split()), ""] if section.__doc__ else []
 
 
-def _table(path: str, section: type[BaseModel]) -> list[str]:
+def _table(path: str, section: type[Section]) -> list[str]:
     rows = []
     for name, field in section.model_fields.items():
-        if not _is_variant_name(name, field, path):
-            meaning = (field.description or "").replace("|", "\\|")  # a bar ends a cell
+        chooses_variant = path and name == "name" and get_origin(field.annotation) is Literal
+        if not chooses_variant:  # its heading says the name already
+            meaning = " ".join((field.description or "").split()).replace("|", "\\|")  # a bar ends a cell
             rows.append(f"| `{name}` | {_type(field)} | {_default(field)} | {meaning} |")
     return ["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
-
-
-def _is_variant_name(name: str, field: FieldInfo, path: str) -> bool:
-    """Whether the field only chooses the variant, which its heading says already."""
-    return bool(path) and name == "name" and get_origin(field.annotation) is Literal
 
 
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
         return "required"
-    if isinstance(field.default, BaseModel):
+    if isinstance(field.default, Section):
         changed = field.default.model_dump(exclude_defaults=True)
         if len(sections(members(field.annotation))) > 1:
             changed = {"name": field.default.model_dump()["name"], **changed}
@@ -121,28 +105,26 @@ def _default(field: FieldInfo) -> str:
     return _value(field.default)
 
 
-def _value(value: Any) -> str:
-    match value:
-        case None:
-            return "none"
-        case bool():
-            return f"`{str(value).lower()}`"
-        case str():
-            return f'`"{value}"`'
-        case float():
-            return f"`{value:g}`"
-        case dict():
-            return f"`{{{', '.join(f'{key}: {item}' for key, item in value.items())}}}`"
-    return f"`{value}`"
+def _value(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, dict):
+        return f"`{{{', '.join(f'{key}: {item}' for key, item in value.items())}}}`"
+    if isinstance(value, float):
+        return f"`{value:g}`"
+    return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
 
 
 def _type(field: FieldInfo) -> str:
     parts = [_member(member) for member in members(field.annotation) if member is not type(None)]
-    bounds = [text for item in (*field.metadata, *_inner_metadata(field.annotation)) for text in _bounds(item)]
+    constraints = [*field.metadata, *_inner_metadata(field.annotation)]
+    bounds = [f"{sign} {getattr(item, name)}" for item in constraints for name, sign in _SIGNS if hasattr(item, name)]
     return f"{' or '.join(dict.fromkeys(parts))} {' and '.join(bounds)}".strip()
 
 
-def _member(member: Any) -> str:
+def _member(member: object) -> str:
     if get_origin(member) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(member))
     if get_origin(member) is list:
@@ -152,24 +134,11 @@ def _member(member: Any) -> str:
     return _SCALARS.get(member, "section")
 
 
-def _inner_metadata(annotation: Any) -> list[Any]:
+def _inner_metadata(annotation: object) -> list[object]:
     """Returns the constraints inside an optional or a list type, which pydantic does not lift to the field."""
     annotated = [argument for argument in get_args(annotation) if get_origin(argument) is Annotated]
     fields = [item for argument in annotated for item in argument.__metadata__ if isinstance(item, FieldInfo)]
     return [constraint for field in fields for constraint in field.metadata]
-
-
-def _bounds(constraint: Any) -> list[str]:
-    match constraint:
-        case annotated_types.Ge():
-            return [f">= {constraint.ge}"]
-        case annotated_types.Gt():
-            return [f"> {constraint.gt}"]
-        case annotated_types.Le():
-            return [f"<= {constraint.le}"]
-        case annotated_types.Lt():
-            return [f"< {constraint.lt}"]
-    return []
 
 
 if __name__ == "__main__":

@@ -1,15 +1,77 @@
-"""Walks the schema: the sections, variants and choices that a field's annotation allows."""
+"""The base classes of configuration sections, shared types of fields, and walks over the schema."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+if TYPE_CHECKING:
+    from megagrpo.config.schema import ExperimentConfig
+
+Dtype = Literal["float32", "bfloat16"]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Ddof = Literal[0, 1]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LibrarySettings = dict[str, Any]  # fields of a library by its own names; config/libraries checks their values
+Problems = dict[str, object]  # message with the reason and the remedy -> whether it holds
 KeyPath = tuple[str | int, ...]  # of a value in an experiment: ("sampling", "stop", 0)
 
 
-def members(annotation: Any) -> list[Any]:
+class Section(BaseModel):
+    """Holds one section of an experiment: strict types, no unknown keys, frozen, finite numbers.
+
+    A description that is too long for its field's line stands below it, as the field's docstring.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+    def problems(self) -> Problems:
+        """Fields of this section that are right one by one and do not go together."""
+        return {}
+
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+        """Other sections of the experiment with which this one does not go together."""
+        return {}
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        for problem, holds in self.problems().items():
+            if holds:
+                raise ValueError(problem)
+        return self
+
+
+class Variant(Section):
+    """Holds the fields of one choice, which `name` selects in YAML; class variables describe it to the program."""
+
+    formula: ClassVar[str]  # in the papers' notation, for AlgorithmConfig.formula
+    aggregations: ClassVar[tuple[Aggregation, ...] | None] = None  # those the paper's objective needs; None: any
+    aggregation_advice: ClassVar[str] = ""  # given for another aggregation; {aggregation} is its name
+
+    name: str
+
+
+def complaints(function: Callable[..., object], *arguments: object) -> list[str]:
+    """Returns the text of the ValueError with which the function refuses its arguments; [] if it accepts them."""
+    try:
+        function(*arguments)
+    except ValueError as exc:
+        return [str(exc)]
+    return []
+
+
+def members(annotation: object) -> list[object]:
     """Returns the members of a possibly annotated, possibly optional union."""
     if get_origin(annotation) is Annotated:
         return members(get_args(annotation)[0])
@@ -18,44 +80,34 @@ def members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def sections(annotations: Iterable[Any]) -> list[type[BaseModel]]:
+def sections(annotations: Iterable[object]) -> list[type[Section]]:
     """Returns those of the annotations that are sections; several are the variants of one."""
-    return [member for member in annotations if isinstance(member, type) and issubclass(member, BaseModel)]
+    return [member for member in annotations if isinstance(member, type) and issubclass(member, Section)]
 
 
-def elements(annotation: Any) -> list[Any]:
+def elements(annotation: object) -> list[object]:
     """Returns the types of a list's elements; none if the annotation is no list."""
     return members(get_args(annotation)[0]) if get_origin(annotation) is list else []
 
 
-def annotations_at(root: type[BaseModel], path: KeyPath) -> list[Any]:
+def annotations_at(root: type[Section], path: KeyPath) -> list[object]:
     """Returns the types of the value at `path`; none if the schema has no such key."""
-    found: list[Any] = [root]
+    found: list[object] = [root]
     for key in path:
         if isinstance(key, int):
             found = [item for member in found for item in elements(member)]
-            continue
-        fields = [section.model_fields[key] for section in sections(found) if key in section.model_fields]
-        found = [member for field in fields for member in members(field.annotation)]
+        else:
+            fields = [section.model_fields[key] for section in sections(found) if key in section.model_fields]
+            found = [member for field in fields for member in members(field.annotation)]
     return found
 
 
-def keys_of(models: Iterable[type[BaseModel]]) -> list[str]:
-    """Returns the keys of a section, over all of its variants."""
-    return list(dict.fromkeys(name for model in models for name in model.model_fields))
-
-
-def choices(annotations: Iterable[Any]) -> list[str]:
+def choices(annotations: Iterable[object]) -> list[str]:
     """Returns the values of the annotations that are Literals, as text."""
     return [str(value) for member in annotations if get_origin(member) is Literal for value in get_args(member)]
 
 
-def variant_names(models: Iterable[type[BaseModel]]) -> list[str]:
-    """Returns the `name` of each variant of a section."""
-    return [name for model in models for name in choices([model.model_fields["name"].annotation])]
-
-
-def all_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
+def all_paths(model: type[Section], prefix: str = "") -> list[str]:
     """Returns the dotted path of every key below `model`."""
     out = []
     for name, info in model.model_fields.items():

@@ -1,6 +1,9 @@
 """Coordinates of each rank, and whether a model can be sharded by a layout."""
 
+from collections.abc import Iterator
+
 from megagrpo.config.actor import ActorConfig, ParallelConfig
+from megagrpo.config.fields import complaints
 from megagrpo.families.architecture import Architecture
 
 _WITHOUT_ADAPTERS = ("mixtral", "glm4_moe", "deepseek_v3", "kimi_k2")  # actor/layers/lora.py does not know their layers
@@ -11,61 +14,79 @@ def layout_problems(arch: Architecture, config: ActorConfig) -> list[str]:
 
     Rules between the sizes themselves (world_size, vpp) are the schema's.
     """
-    p = config.parallel
-    rules = [("num_attention_heads", arch.num_heads, "tp", p.tp)]
-    if arch.mla is None and (arch.num_kv_heads > p.tp or p.tp % arch.num_kv_heads):
-        rules.append(("num_key_value_heads", arch.num_kv_heads, "tp", p.tp))
-    if arch.is_moe:
-        width = "intermediate_size" if arch.family == "mixtral" else "moe_intermediate_size"
-        rules += [("num_experts", arch.num_experts, "ep", p.ep), (width, arch.expert_ffn_size, "etp", p.etp)]
-    if arch.shared_ffn_size:
-        rules.append(("n_shared_experts x moe_intermediate_size", arch.shared_ffn_size, "tp", p.tp))
-    if not arch.is_moe or arch.dense_layers:
-        rules.append(("intermediate_size", arch.ffn_size, "tp", p.tp))
-    problems = [
-        f"actor.parallel.{key} = {by} does not divide the model's {what} = {number}; it may be {divisors(number, by)}"
-        for what, number, key, by in rules
-        if number % by
-    ]
-    problems += _stage_problems(arch, config)
-    if config.router_bias_update is not None and not arch.router_bias:
-        problems.append(f"actor.router_bias_update: a {arch.family} model's routers have no bias; remove it")
-    if config.router_losses is not None and not arch.is_moe:
-        problems.append(f"actor.router_losses: a {arch.family} model has no experts to route to; remove it")
-    if config.routing_replay is not None and not arch.is_moe:
-        problems.append(f"actor.routing_replay: a {arch.family} model has no experts to route to; remove it")
-    if config.routing_replay == "rollout" and arch.family == "mixtral":
-        problems.append(
-            "actor.routing_replay: SGLang's Mixtral does not say which layer chose experts, and would tell wrong ones; "
-            "take old, or remove it"
-        )
-    experts_adapted = config.lora is not None and {"gate_proj", "up_proj", "down_proj"} & set(config.lora.targets)
-    if arch.is_moe and experts_adapted and p.tp % p.etp:
-        problems.append(
-            f"actor.lora has targets in experts, which needs an actor.parallel.etp that divides tp = {p.tp}; "
-            f"{p.etp} does not: the gradient norm would count their adapters twice"
-        )
-    if config.lora is not None and arch.mla is None and arch.num_kv_heads < p.tp:
-        problems.append(
-            f"actor.lora: with actor.parallel.tp = {p.tp} ranks share the model's {arch.num_kv_heads} key/value heads, "
-            f"whose projections adapters cannot be cut like; tp may be {divisors(arch.num_kv_heads, p.tp)}"
-        )
-    if config.lora is not None and arch.family in _WITHOUT_ADAPTERS:
-        problems.append(f"actor.lora is not supported with a {arch.family} model: train all weights, or another family")
+    problems = [problem for rule in (_sizes, _stages, _routers, _adapters) for problem in rule(arch, config)]
     gpu = config.device == "cuda" or (config.device == "auto" and config.dtype == "bfloat16")
     if gpu and (problem := context_problem(config, config.expects_transformer_engine)):
         problems.append(problem)
-    if not arch.is_moe:
-        problems += [
-            f"actor.parallel.{key} = {size}, but a {arch.family} model has no experts; {key} must be 1"
-            for key, size in (("ep", p.ep), ("etp", p.etp))
-            if size > 1
-        ]
-    return problems
+    return [*problems, *_experts(arch, config)]
+
+
+def _sizes(arch: Architecture, config: ActorConfig) -> Iterator[str]:
+    p = config.parallel
+    sizes = [("num_attention_heads", arch.num_heads, "tp", p.tp)]
+    if arch.mla is None and (arch.num_kv_heads > p.tp or p.tp % arch.num_kv_heads):
+        sizes.append(("num_key_value_heads", arch.num_kv_heads, "tp", p.tp))
+    if arch.is_moe:
+        width = "intermediate_size" if arch.family == "mixtral" else "moe_intermediate_size"
+        sizes += [("num_experts", arch.num_experts, "ep", p.ep), (width, arch.expert_ffn_size, "etp", p.etp)]
+    if arch.shared_ffn_size:
+        sizes.append(("n_shared_experts x moe_intermediate_size", arch.shared_ffn_size, "tp", p.tp))
+    if not arch.is_moe or arch.dense_layers:
+        sizes.append(("intermediate_size", arch.ffn_size, "tp", p.tp))
+    for what, number, key, by in sizes:
+        if number % by:
+            its = f"the model's {what} = {number}; it may be {divisors(number, by)}"
+            yield f"actor.parallel.{key} = {by} does not divide {its}"
+
+
+def _stages(arch: Architecture, config: ActorConfig) -> Iterator[str]:
+    p, layers = config.parallel, arch.num_layers
+    if p.first_stage_layers or p.last_stage_layers:
+        yield from (f"actor.parallel: {text}" for text in complaints(p.stage_layers, layers))
+    elif layers % (chunks := p.pp * p.vpp):
+        its = f"the model's num_hidden_layers = {layers}; it may be {divisors(layers, chunks)}"
+        yield f"actor.parallel.pp x vpp = {chunks} does not divide {its}"
+
+
+def _routers(arch: Architecture, config: ActorConfig) -> Iterator[str]:
+    if config.router_bias_update is not None and not arch.router_bias:
+        yield f"actor.router_bias_update: a {arch.family} model's routers have no bias; remove it"
+    for key in ("router_losses", "routing_replay"):
+        if getattr(config, key) is not None and not arch.is_moe:
+            yield f"actor.{key}: a {arch.family} model has no experts to route to; remove it"
+    if config.routing_replay == "rollout" and arch.family == "mixtral":
+        yield (
+            "actor.routing_replay: SGLang's Mixtral does not say which layer chose experts, and would tell wrong ones; "
+            "take old, or remove it"
+        )
+
+
+def _adapters(arch: Architecture, config: ActorConfig) -> Iterator[str]:
+    if config.lora is None:
+        return
+    p, of_experts = config.parallel, {"gate_proj", "up_proj", "down_proj"} & set(config.lora.targets)
+    if arch.is_moe and of_experts and p.tp % p.etp:
+        yield (
+            f"actor.lora has targets in experts, which needs an actor.parallel.etp that divides tp = {p.tp}; "
+            f"{p.etp} does not: the gradient norm would count their adapters twice"
+        )
+    if arch.mla is None and arch.num_kv_heads < p.tp:
+        yield (
+            f"actor.lora: with actor.parallel.tp = {p.tp} ranks share the model's {arch.num_kv_heads} key/value heads, "
+            f"whose projections adapters cannot be cut like; tp may be {divisors(arch.num_kv_heads, p.tp)}"
+        )
+    if arch.family in _WITHOUT_ADAPTERS:
+        yield f"actor.lora is not supported with a {arch.family} model: train all weights, or another family"
+
+
+def _experts(arch: Architecture, config: ActorConfig) -> Iterator[str]:
+    for key, size in (("ep", config.parallel.ep), ("etp", config.parallel.etp)):
+        if size > 1 and not arch.is_moe:
+            yield f"actor.parallel.{key} = {size}, but a {arch.family} model has no experts; {key} must be 1"
 
 
 def context_problem(config: ActorConfig, transformer_engine: bool) -> str | None:
-    """Returns why a sequence cannot be shared by GPUs of which it is known whether layers are Transformer Engine's."""
+    """Returns why GPUs, with or without Transformer Engine's layers, cannot share a sequence; None if they can."""
     if config.parallel.cp == 1 or (transformer_engine and config.dtype == "bfloat16"):
         return None
     if config.lora is not None:
@@ -101,20 +122,3 @@ def divisors(number: int, near: int) -> str:
     every = [d for d in range(1, number + 1) if number % d == 0]
     below, above = [d for d in every if d < near][-1:], [d for d in every if d > near][:1]
     return " or ".join(map(str, below + above))
-
-
-def _stage_problems(arch: Architecture, config: ActorConfig) -> list[str]:
-    p = config.parallel
-    if p.first_stage_layers or p.last_stage_layers:
-        try:
-            p.stage_layers(arch.num_layers)
-        except ValueError as exc:
-            return [f"actor.parallel: {exc}"]
-        return []
-    chunks = p.pp * p.vpp
-    if arch.num_layers % chunks == 0:
-        return []
-    return [
-        f"actor.parallel.pp x vpp = {chunks} does not divide the model's num_hidden_layers = {arch.num_layers}; "
-        f"it may be {divisors(arch.num_layers, chunks)}"
-    ]

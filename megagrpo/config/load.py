@@ -10,32 +10,52 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias, cast
 
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, keys_of, sections, variant_names
+from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, sections
 from megagrpo.config.libraries.megatron import megatron_setting_problems
 from megagrpo.config.libraries.sglang import engine_setting_problems
+from megagrpo.config.libraries.source import nearest
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.run_folder import write_whole
 
 PRESETS = Path(__file__).with_name("presets")
 
 
+Plain: TypeAlias = "dict[str, Plain] | list[Plain] | str | int | float | bool | None"
+
+
 class ConfigError(ValueError):
-    """The experiment cannot be run as written; the text lists every problem with its place and its remedy."""
+    """The experiment cannot be run as written; the text lists every problem with its location and its remedy."""
 
 
 @dataclass
 class _Source:
     """Plain data of one source, the location of each key path, and problems of the text itself."""
 
-    data: Any
-    places: dict[KeyPath, str] = field(default_factory=dict)
+    name: str
+    data: Plain = None
+    locations: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+
+    def location(self, path: KeyPath) -> str:
+        """Returns the location of the value at `path`, or of the nearest section around it."""
+        around = (path[:length] for length in range(len(path), 0, -1))
+        return next((self.locations[part] for part in around if part in self.locations), self.name)
+
+    def value(self, path: KeyPath) -> Plain:
+        """Returns the value at `path`; None if it is missing."""
+        value = self.data
+        for key in path:
+            if isinstance(value, dict):
+                value = value.get(str(key))
+            elif isinstance(value, list) and isinstance(key, int):
+                value = value[key]
+        return value
 
 
 class _Loader(yaml.SafeLoader):
@@ -64,28 +84,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     Raises ConfigError naming every unknown key, wrong value and impossible combination, with file, line and remedy.
     """
     source = _read_file(Path(path))
-    if source.data is None and not source.problems:
-        source.problems.append(f"{path}: the file is empty")
-    if source.problems:
-        raise _error(path, source.problems)
-    # A preset and the choice of a variant come before what is set inside them, wherever they stand on the command line.
-    presets = [text for text in overrides if _sets(text, "preset")]
-    others = [text for text in overrides if not _sets(text, "preset")]
-    for text in presets:
-        _override(source, text)
-    source = _with_preset(source, path)
-    for text in sorted(others, key=lambda text: not _sets(text, "name")):
-        _override(source, text)
-    if source.problems:
-        raise _error(path, source.problems)
+    _refuse(source, source.problems)
+    # A preset and the choice of a variant come before what is set inside them, in any order on the command line.
+    for text in overrides:
+        if _sets(text, "preset"):
+            _override(source, text)
+    _lay_over_preset(source)
+    for text in sorted(overrides, key=lambda text: not _sets(text, "name")):
+        if not _sets(text, "preset"):
+            _override(source, text)
+    _refuse(source, source.problems)
     try:
         config = ExperimentConfig.model_validate(source.data)
     except ValidationError as exc:
-        raise _error(path, _explain_errors(exc, source, str(path))) from None
+        _refuse(source, _explain_errors(exc, source))
+        raise
     found = [*megatron_setting_problems(config.actor), *engine_setting_problems(config.rollout)]
-    problems = [_at(keys, problem, source, str(path)) for keys, problem in found]
-    if problems:
-        raise _error(path, problems)
+    _refuse(source, [f"{source.location(keys)}: {_shown(keys, source.value(keys))}: {text}" for keys, text in found])
     return config
 
 
@@ -95,32 +110,36 @@ def dump_config(config: ExperimentConfig, path: str | Path) -> None:
     write_whole(Path(path), text)
 
 
-def _error(path: str | Path, problems: list[str]) -> ConfigError:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return ConfigError("\n  ".join([f"{path}: {count}", *problems]))
+def _refuse(source: _Source, problems: list[str]) -> None:
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"{source.name}: {count}", *problems])) from None
 
 
 def _read_file(path: Path) -> _Source:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if not path.exists():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        return _Source(None, problems=[f"{path}: no such file{hint}"])
+        return _Source(str(path), problems=[f"{path}: no such file{hint}"])
+    try:
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        return _Source(None, problems=[f"{path}: cannot be read as text: {exc}"])
+        return _Source(str(path), problems=[f"{path}: cannot be read as text: {exc}"])
     source = _parse(text, str(path))
-    if source.data is not None and not isinstance(source.data, dict):
-        source.problems.append(f"{path}: should be sections like 'model:', is {_show(source.data)}")
+    if not isinstance(source.data, dict) and not source.problems:
+        is_what = (
+            "the file is empty" if source.data is None else f"should be sections like 'model:', is {source.data!r}"
+        )
+        source.problems.append(f"{path}: {is_what}")
     return source
 
 
 def _parse(text: str, name: str) -> _Source:
-    source = _Source(None)
+    source = _Source(name)
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        source.data = None if node is None else _build(loader, node, (), source, name)
+        source.data = None if node is None else _build(loader, node, (), source)
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark or exc.context_mark
         source.problems.append(f"{name}:{mark.line + 1 if mark else '?'}: not valid YAML: {exc.problem or exc.context}")
@@ -129,50 +148,49 @@ def _parse(text: str, name: str) -> _Source:
     return source
 
 
-def _build(loader: _Loader, node: yaml.Node, path: KeyPath, source: _Source, name: str) -> Any:
-    source.places[path] = f"{name}:{node.start_mark.line + 1}"
+def _build(loader: _Loader, node: yaml.Node, path: KeyPath, source: _Source) -> Plain:
+    source.locations[path] = f"{source.name}:{node.start_mark.line + 1}"
     if isinstance(node, yaml.SequenceNode):
-        return [_build(loader, child, (*path, i), source, name) for i, child in enumerate(node.value)]
+        return [_build(loader, child, (*path, i), source) for i, child in enumerate(node.value)]
     if isinstance(node, yaml.ScalarNode):
         return loader.construct_object(node)
-    out: dict = {}
+    out: dict[str, Plain] = {}
     for key_node, child in node.value:
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else "<not a name>"
-        here = (*path, key)
+        here, location = (*path, key), f"{source.name}:{key_node.start_mark.line + 1}"
         if key in out:
-            where = f"{name}:{key_node.start_mark.line + 1}"
-            source.problems.append(
-                f"{where}: {_dotted(here)} is written twice (first at {source.places[here]}); remove one"
-            )
-        out[key] = _build(loader, child, here, source, name)
-        source.places[here] = f"{name}:{key_node.start_mark.line + 1}"
+            first = source.locations[here]
+            source.problems.append(f"{location}: {_dotted(here)} is written twice (first at {first}); remove one")
+        out[key] = _build(loader, child, here, source)
+        source.locations[here] = location
     return out
 
 
-def _with_preset(source: _Source, path: str | Path) -> _Source:
-    if "preset" not in source.data:
-        return source
-    name = source.data.pop("preset")
-    known = sorted(p.stem for p in PRESETS.glob("*.yaml"))
-    if not isinstance(name, str) or name not in known:
-        source.problems.append(f"{source.places[('preset',)]}: preset {name!r} is unknown{_nearest(str(name), known)}")
-        return source
+def _lay_over_preset(source: _Source) -> None:
+    """Puts the values of the source's preset, if it names one, under its own."""
+    own = cast(dict[str, Plain], source.data)
+    if "preset" not in own:
+        return
+    name = own.pop("preset")
+    known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    if name not in known:
+        location = source.location(("preset",))
+        source.problems.append(f"{location}: preset {name!r} is unknown{_nearest(str(name), known)}")
+        return
     preset = _read_file(PRESETS / f"{name}.yaml")
-    if preset.problems or preset.data is None:
-        raise _error(path, preset.problems or [f"{PRESETS / name}.yaml: the preset is empty"])
-    return _Source(_merge(preset.data, source.data, ()), {**preset.places, **source.places})
+    _refuse(source, preset.problems)
+    source.data = _merge(preset.data, own, ())
+    source.locations = preset.locations | source.locations
 
 
-def _merge(below: Any, above: Any, path: KeyPath) -> Any:
+def _merge(below: Plain, above: Plain, path: KeyPath) -> Plain:
     """Lays `above` over `below`, key by key; a section with another `name` is another variant and replaces it."""
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     if path and "name" in above and above["name"] != below.get("name"):
         return above
-    out = dict(below)
-    for key, value in above.items():
-        out[key] = _merge(below[key], value, (*path, key)) if key in below else value
-    return out
+    merged = {key: _merge(below[key], value, (*path, key)) for key, value in above.items() if key in below}
+    return below | above | merged
 
 
 def _sets(override: str, key: str) -> bool:
@@ -186,142 +204,127 @@ def _override(source: _Source, text: str) -> None:
     """
     dotted, equals, value = text.partition("=")
     keys = tuple(dotted.strip().split("."))
-    place = f"--set {text}"
+    location = f"--set {text}"
     if not equals or not all(keys):
-        source.problems.append(f"{place}: should look like --set train.num_steps=20")
+        source.problems.append(f"{location}: should look like --set train.num_steps=20")
         return
-    parsed = _parse(value, place)
+    parsed = _parse(value, location)
     source.problems += parsed.problems
-    section = source.data
-    for i, key in enumerate(keys[:-1]):
-        inner = section.get(key)
-        if inner is None:
-            inner = section[key] = {}
-            source.places[keys[: i + 1]] = place
+    section = cast(dict[str, Plain], source.data)
+    for depth, key in enumerate(keys[:-1], start=1):
+        if section.get(key) is None:
+            section[key] = {}
+            source.locations[keys[:depth]] = location
+        inner = section[key]
         if not isinstance(inner, dict):
-            source.problems.append(f"{place}: {_dotted(keys[: i + 1])} is {_show(inner)}, not a section")
+            source.problems.append(f"{location}: {_dotted(keys[:depth])} is {_show(inner)}, not a section")
             return
         section = inner
+    forgotten: KeyPath = keys
     if keys[-1] == "name" and len(keys) > 1 and section.get("name") != parsed.data:
         section.clear()
-        source.places = {k: v for k, v in source.places.items() if k[: len(keys) - 1] != keys[:-1]} | {keys[:-1]: place}
+        forgotten = keys[:-1]
     section[keys[-1]] = parsed.data
-    source.places = {k: v for k, v in source.places.items() if k[: len(keys)] != keys}
-    source.places.update({(*keys, *k): place for k in parsed.places})
-    source.places[keys] = place
+    source.locations = {k: v for k, v in source.locations.items() if k[: len(forgotten)] != forgotten}
+    source.locations |= {forgotten: location} | {(*keys, *k): location for k in parsed.locations} | {keys: location}
 
 
-# ---- what is wrong, in words ---------------------------------------------------------------------------------------
+# ---- problems, in words ------------------------------------------------------------------------------------------
 
 
-def _at(path: KeyPath, problem: str, source: _Source, name: str) -> str:
-    """Returns one problem with its place and its value."""
-    return f"{_place(path, source, name)}: {_dotted(path)} = {_show(_value_at(source.data, path))}: {problem}"
-
-
-def _place(path: KeyPath, source: _Source, name: str) -> str:
-    return next((source.places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in source.places), name)
-
-
-def _explain_errors(exc: ValidationError, source: _Source, name: str) -> list[str]:
+def _explain_errors(exc: ValidationError, source: _Source) -> list[str]:
     """Returns one line for each problem. pydantic reports a union of scalar types once a member; one line is enough."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in exc.errors(include_url=False):
         by_path.setdefault(_data_path(error["loc"], error["type"], source.data), []).append(error)
     lines = []
     for path, errors in by_path.items():
-        place = _place(path, source, name)
-        value = _value_at(source.data, path)
+        value = source.value(path)
         if len(errors) > 1 and errors[0]["type"].endswith("_type"):
-            problems = [f"{_dotted(path)} = {_show(value)}: should be a text, a number, true or false"]
+            problems = [f"{_shown(path, value)}: should be a text, a number, true or false"]
         else:
             problems = list(dict.fromkeys(_describe(error, path, value) for error in errors))
-        lines += [f"{place}: {problem}" for problem in problems]
+        lines += [f"{source.location(path)}: {problem}" for problem in problems]
     return lines
 
 
-def _data_path(loc: tuple[Any, ...], kind: str, data: Any) -> KeyPath:
+def _data_path(loc: KeyPath, kind: str, data: Plain) -> KeyPath:
     """Returns pydantic's location without the union tags that it puts between keys."""
     path: list[str | int] = []
     for i, key in enumerate(loc):
-        in_dict = isinstance(data, dict) and key in data
-        in_list = isinstance(data, list) and isinstance(key, int) and key < len(data)
-        if in_dict or in_list:
+        if isinstance(data, dict) and key in data:
+            data = data[str(key)]
+        elif isinstance(data, list) and isinstance(key, int) and key < len(data):
             data = data[key]
-            path.append(key)
-        elif i == len(loc) - 1 and kind == "missing":
-            path.append(key)
+        elif i < len(loc) - 1 or kind != "missing":
+            continue
+        path.append(key)
     return tuple(path)
 
 
-def _value_at(data: Any, path: KeyPath) -> Any:
-    for key in path:
-        if isinstance(data, dict) and key not in data:
-            return None
-        data = data[key]
-    return data
-
-
-def _describe(error: ErrorDetails, path: KeyPath, value: Any) -> str:
+def _describe(error: ErrorDetails, path: KeyPath, value: Plain) -> str:
     kind, dotted, context = error["type"], _dotted(path), error.get("ctx", {})
-    allowed = annotations_at(ExperimentConfig, path)
     match kind:
         case "extra_forbidden":
-            return f"{dotted} = {_show(value)}: unknown key{_remedy_unknown(path)}"
+            return f"{_shown(path, value)}: unknown key{_remedy_unknown(path)}"
         case "missing":
             return f"{dotted} is missing; it has no default, write it"
         case "value_error":
             return f"{dotted + ': ' if dotted else ''}{context['error']}"
         case "union_tag_not_found":
-            return f"{dotted} = {_show(value)}: needs a 'name', one of {', '.join(variant_names(sections(allowed)))}"
+            return f"{_shown(path, value)}: needs a 'name', one of {', '.join(_variants(path))}"
         case "union_tag_invalid":
             tag = str(context["tag"])
-            return f"{dotted}.name = {_show(tag)}: unknown{_nearest(tag, variant_names(sections(allowed)))}"
+            return f"{dotted}.name = {_show(tag)}: unknown{_nearest(tag, _variants(path))}"
         case "literal_error":
-            near = _nearest(str(value), choices(allowed), context["expected"])
-            return f"{dotted} = {_show(value)}: not a choice{near}"
+            allowed = choices(annotations_at(ExperimentConfig, path))
+            return f"{_shown(path, value)}: not a choice{_nearest(str(value), allowed, context['expected'])}"
         case "model_type" | "model_attributes_type":
-            keys = ", ".join(keys_of(sections(allowed)))
-            return f"{dotted} = {_show(value)}: should be a section with keys {keys}"
-    return f"{dotted} = {_show(value)}: {_plain(error['msg'])}{_type_remedy(kind, value)}"
+            return f"{_shown(path, value)}: should be a section with keys {', '.join(_keys(path))}"
+    message = re.sub(r"^Input should be", "should be", error["msg"])
+    return f"{_shown(path, value)}: {message}{_type_remedy(kind, value)}"
 
 
-def _plain(message: str) -> str:
-    return re.sub(r"^Input should be", "should be", message)
-
-
-def _type_remedy(kind: str, value: Any) -> str:
+def _type_remedy(kind: str, value: Plain) -> str:
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         return "; write it without quotes" if re.fullmatch(r"[-+\d.eE_]+|true|false", value) else ""
-    if kind == "string_type" and value is not None and not isinstance(value, (dict, list)):
+    if kind == "string_type" and value is not None and not isinstance(value, dict | list):
         return f"; write it in quotes: '{value}'"
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"
-    if kind == "list_type":
-        return f"; write [{value}]"
-    return ""
+    return f"; write [{value}]" if kind == "list_type" else ""
+
+
+def _keys(path: KeyPath) -> list[str]:
+    """Returns the keys of the section at `path`, over all of its variants."""
+    found = sections(annotations_at(ExperimentConfig, path))
+    return list(dict.fromkeys(name for section in found for name in section.model_fields))
+
+
+def _variants(path: KeyPath) -> list[str]:
+    return choices(annotations_at(ExperimentConfig, (*path, "name")))
 
 
 def _remedy_unknown(path: KeyPath) -> str:
-    siblings = keys_of(sections(annotations_at(ExperimentConfig, path[:-1])))
-    near = difflib.get_close_matches(str(path[-1]), siblings, n=1, cutoff=0.6)
-    elsewhere = [p for p in all_paths(ExperimentConfig) if p.split(".")[-1] == path[-1]]
-    if elsewhere and not near:
+    key, siblings = str(path[-1]), _keys(path[:-1])
+    elsewhere = [known for known in all_paths(ExperimentConfig) if known.split(".")[-1] == key]
+    if elsewhere and not nearest(key, siblings):
         return f"; did you mean {' or '.join(elsewhere[:3])}?"
-    return _nearest(str(path[-1]), siblings)
+    return _nearest(key, siblings)
 
 
 def _nearest(word: str, choices: list[str], fallback: str = "") -> str:
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {near[0]!r}?"
     known = ", ".join(choices) or fallback
-    return f"; known: {known}" if known else ""
+    return nearest(word, choices) or (f"; known: {known}" if known else "")
 
 
-def _show(value: Any) -> str:
+def _show(value: Plain) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _shown(path: KeyPath, value: Plain) -> str:
+    return f"{_dotted(path)} = {_show(value)}"
 
 
 def _dotted(path: KeyPath) -> str:

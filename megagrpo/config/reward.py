@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator
 
-from megagrpo.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Problems, Section
+
+if TYPE_CHECKING:
+    from megagrpo.config.schema import ExperimentConfig
 
 Scalar = str | int | float | bool
 GraderArgs = dict[str, Scalar | dict[str, Scalar]]
@@ -16,44 +19,35 @@ GraderArgs = dict[str, Scalar | dict[str, Scalar]]
 class CodeOptions(Section):
     """Runs the response's Python program against the answer's test cases; see [rewards](../data-and-rewards.md)."""
 
-    score: Literal["fraction", "all"] = Field(
-        default="fraction", description="Fraction of the tests that pass, or 1 if all do, else 0."
-    )
+    score: Literal["fraction", "all"] = "fraction"
+    """Fraction of the tests that pass, or 1 if all do, else 0."""
     test_s: PositiveFloat = Field(default=3.0, description="Seconds for one test; then it has failed.")
-    total_s: PositiveFloat = Field(
-        default=8.0, description="Seconds for all tests of a response; those left then have failed."
-    )
-    memory_mb: Annotated[int, Field(ge=64)] = Field(
-        default=512, description="MiB: address space of each process, resident memory of all of a program's together."
-    )
+    total_s: PositiveFloat = 8.0
+    """Seconds for all tests of a response; those left then have failed."""
+    memory_mb: Annotated[int, Field(ge=64)] = 512
+    """MiB: address space of each process, resident memory of all of a program's together."""
     output_kb: PositiveInt = Field(default=1024, description="KiB that a program may write to standard output.")
     disk_mb: PositiveInt = Field(default=16, description="MiB of files that a program may write.")
     open_files: Annotated[int, Field(ge=8)] = Field(default=64, description="Files that one process may have open.")
     processes: PositiveInt = Field(default=8, description="Processes and threads of one program.")
-    tolerance: NonNegativeFloat = Field(
-        default=0.0, description="Largest absolute or relative difference of numbers that are equal."
-    )
-    isolation: Literal["preferred", "required"] = Field(
-        default="preferred",
-        description="What to do where the kernel allows no namespaces: run programs within limits alone (network and "
-        "readable files stay in reach), or refuse.",
-    )
+    tolerance: NonNegativeFloat = 0.0
+    """Largest absolute or relative difference of numbers that are equal."""
+    isolation: Literal["preferred", "required"] = "preferred"
+    """What to do where the kernel allows no namespaces: run programs within limits alone (network and readable files
+    stay in reach), or refuse."""
 
 
 class ServiceOptions(Section):
     """What graders that ask a service over HTTP share."""
 
     url: str = Field(description="URL that is asked by POST; without user name or password.")
-    timeout_s: PositiveFloat = Field(
-        default=60.0, description="Seconds for one request with its retries; then the outcome is a timeout."
-    )
-    retries: NonNegativeInt = Field(
-        default=4, description="Further attempts after a lost connection, a status 429 or a status of 500 and above."
-    )
+    timeout_s: PositiveFloat = 60.0
+    """Seconds for one request with its retries; then the outcome is a timeout."""
+    retries: NonNegativeInt = 4
+    """Further attempts after a lost connection, a status 429 or a status of 500 and above."""
     concurrency: PositiveInt = Field(default=16, description="Requests in flight at once, of each leader.")
-    api_key_env: str | None = Field(
-        default=None, description="Environment variable of the trainers with the key, sent as a bearer token."
-    )
+    api_key_env: str | None = None
+    """Environment variable of the trainers with the key, sent as a bearer token."""
 
     @field_validator("url")
     @classmethod
@@ -70,9 +64,8 @@ class HttpOptions(ServiceOptions):
     """Asks a reward service for the scores of batches of responses; see [rewards](../data-and-rewards.md)."""
 
     batch_size: PositiveInt = Field(default=32, description="Most responses in one request.")
-    batch_wait_s: NonNegativeFloat = Field(
-        default=0.05, description="Seconds that a response waits for others to share its request."
-    )
+    batch_wait_s: NonNegativeFloat = 0.05
+    """Seconds that a response waits for others to share its request."""
 
 
 class JudgeOptions(ServiceOptions):
@@ -81,13 +74,10 @@ class JudgeOptions(ServiceOptions):
     model: str = Field(description="Name of the model, as the endpoint knows it.")
     prompt_file: str = Field(description="File with the judge's prompt: {prompt}, {response} and {answer} are put in.")
     system: str | None = Field(default=None, description="System message before it; default: none.")
-    pattern: str = Field(
-        default=r"(?i)score:\s*(-?\d+(?:\.\d+)?)",
-        description="Regular expression whose last match in the judge's reply holds the score in its first group.",
-    )
-    scores: dict[str, float | int] = Field(
-        default={}, description="Words of the first group and their scores, such as {yes: 1, no: 0}; default: a number."
-    )
+    pattern: str = r"(?i)score:\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose last match in the judge's reply holds the score in its first group."""
+    scores: dict[str, float | int] = Field(default={})
+    """Words of the first group and their scores, such as {yes: 1, no: 0}; default: a number."""
     temperature: NonNegativeFloat = Field(default=0.0, description="The judge's sampling temperature.")
     max_tokens: PositiveInt = Field(default=1024, description="Longest reply of the judge in tokens.")
     body: dict[str, Scalar] = Field(default={}, description="Further fields of the request, such as {top_p: 0.9}.")
@@ -111,9 +101,8 @@ class GraderConfig(Section):
     """One of several graders, and what its score counts."""
 
     grader: str = Field(description="As `reward.grader`.")
-    name: Annotated[str, Field(pattern=r"^[a-z0-9_]*$")] = Field(
-        default="", description="Its name in metrics, rollouts and `data.grader_key`; default: that of the grader."
-    )
+    name: Annotated[str, Field(pattern=r"^[a-z0-9_]*$")] = ""
+    """Its name in metrics, rollouts and `data.grader_key`; default: that of the grader."""
     weight: float = Field(default=1.0, description="Factor of its score in the reward, which is the sum.")
     args: GraderArgs = Field(default={}, description="Keyword arguments of the grader.")
 
@@ -122,40 +111,29 @@ class GraderConfig(Section):
         """`name`, or what follows the grader's module, as metrics can spell it."""
         return self.name or re.sub(r"[^a-z0-9_]", "_", self.grader.rpartition(":")[2].lower())
 
-    @model_validator(mode="after")
-    def _args_fit(self) -> Self:
+    def problems(self) -> Problems:
         check_options(self.grader, self.args)
-        return self
+        return {}
 
 
 class RewardConfig(Section):
     """How responses are graded: by one grader (`grader`, `args`), or by several (`graders`)."""
 
-    grader: str = Field(
-        default="gsm8k",
-        description="`exact`, `format`, `gsm8k`, `math`, `code`, `http`, `judge`, or your own as "
-        '"package.module:function".',
-    )
+    grader: str = "gsm8k"
+    """`exact`, `format`, `gsm8k`, `math`, `code`, `http`, `judge`, or your own as "package.module:function"."""
     args: GraderArgs = Field(default={}, description="Keyword arguments of the grader.")
-    graders: list[GraderConfig] = Field(
-        default=[], description="Several graders instead of one: the reward is the weighted sum of their scores."
-    )
-    group_grader: str | None = Field(
-        default=None,
-        description="Makes the rewards of a whole group from its scores: `rank`, `distinct`, or your own as "
-        '"package.module:function"; default: none.',
-    )
+    graders: list[GraderConfig] = Field(default=[])
+    """Several graders instead of one: the reward is the weighted sum of their scores."""
+    group_grader: str | None = None
+    """Makes the rewards of a whole group from its scores: `rank`, `distinct`, or your own as "package.module:function";
+    default: none."""
     group_args: dict[str, Scalar] = Field(default={}, description="Keyword arguments of the group grader.")
     workers: PositiveInt = Field(default=2, description="Grader processes of each rank that samples.")
-    timeout_s: PositiveFloat = Field(
-        default=10.0,
-        description="Seconds for one response in a grader process; then its outcome is a timeout, which is never "
-        "learned from. `http` and `judge` have their own.",
-    )
-    shuffle: bool = Field(
-        default=False,
-        description="Control experiment: permute the rewards over the step's samples, so that they say nothing.",
-    )
+    timeout_s: PositiveFloat = 10.0
+    """Seconds for one response in a grader process; then its outcome is a timeout, which is never learned from. `http`
+    and `judge` have their own."""
+    shuffle: bool = False
+    """Control experiment: permute the rewards over the step's samples, so that they say nothing."""
 
     @property
     def entries(self) -> Sequence[GraderConfig]:
@@ -167,27 +145,32 @@ class RewardConfig(Section):
         """Whether a reward is made of scores that are worth a record of their own."""
         return bool(self.graders) or self.group_grader is not None
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.graders and (self.args or self.grader != type(self).model_fields["grader"].default):
-            raise ValueError("grader and graders: write one of them, and each grader's args beside it")
+    def problems(self) -> Problems:
         names = [entry.short_name for entry in self.entries]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"graders: two are named {', '.join(sorted(twice))}; give each a name of its own")
-        if self.group_args and self.group_grader is None:
-            raise ValueError("group_args without group_grader")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        is_set = self.args or self.grader != type(self).model_fields["grader"].default
         for entry in self.entries:
             check_options(entry.grader, entry.args)
-            if entry.grader == "code" and (total_s := CodeOptions.model_validate(entry.args).total_s) >= self.timeout_s:
-                raise ValueError(
-                    f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; "
-                    "else a slow program is the grader's failure, not a wrong answer"
-                )
-        return self
+        limits = [CodeOptions.model_validate(entry.args).total_s for entry in self.entries if entry.grader == "code"]
+        total_s = max(limits, default=0.0)
+        return {
+            "grader and graders: write one of them, and each grader's args with it": self.graders and is_set,
+            f"graders: two are named {', '.join(twice)}; give each a name of its own": twice,
+            "group_args without group_grader": self.group_args and self.group_grader is None,
+            f"timeout_s {self.timeout_s:g} must be some seconds above grader code's total_s {total_s:g}; else a slow "
+            "program is the grader's failure, not a wrong answer": total_s >= self.timeout_s,
+        }
+
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+        advantage = experiment.algorithm.advantage
+        return {
+            f"reward.group_grader with advantage {advantage.name}: its greedy baseline is graded alone, and cannot be "
+            "compared with rewards that depend on the group": self.group_grader and advantage.needs_greedy_response
+        }
 
 
 def check_options(grader: str, args: GraderArgs) -> None:
-    """Raises ValueError where `args` are not the options of a grader that has a section of them."""
+    """Raises ValueError if `args` are not the options of a grader that has a section of them."""
     if grader not in OPTIONS:
         return
     try:

@@ -16,26 +16,12 @@ from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ParallelConfig
-from megagrpo.families.table import architecture_of, parameter_counts
+from megagrpo.families.table import architecture_of, parameter_counts, read_description
 from megagrpo.planning.explain import explain
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-BIG = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 4096,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 4,
-}
-BIG |= {
-    "head_dim": 128,
-    "moe_intermediate_size": 1536,
-    "intermediate_size": 12288,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-}
-BIG |= {"vocab_size": 151_936, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+BIG = read_description(ROOT / "configs" / "models" / "Qwen3-235B-A22B" / "config.json")
 DENSE = hf_config(TinyModelConfig(path="x", family="qwen3"))
 MOE = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
 
@@ -44,20 +30,17 @@ MOE = hf_config(TinyModelConfig(path="x", family="qwen3_moe"))
     "tp, cp, pp, ep, etp, world",
     [(2, 1, 2, 2, 1, 8), (2, 2, 2, 4, 1, 16), (4, 1, 1, 2, 2, 8), (1, 1, 1, 2, 1, 2), (2, 1, 4, 8, 1, 64)],
 )
-def test_ranks_stand_where_megatron_puts_them(tp, cp, pp, ep, etp, world):
+def test_coordinates_of_ranks_are_megatrons(tp, cp, pp, ep, etp, world):
     from megatron.core.parallel_state import RankGenerator
 
     order, layout = "tp-cp-ep-dp-pp", ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
     dense = RankGenerator(tp=tp, ep=1, dp=world // (tp * cp * pp), pp=pp, cp=cp, order=order)
     expert = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)
-    places = [rank_coordinates(r, world, layout) for r in range(world)]
-    for generator, axes in (
-        (dense, {"dp": "dp", "tp": "tp", "pp": "pp", "cp": "cp"}),
-        (expert, {"ep": "ep", "dp": "edp"}),
-    ):
-        for axis, name in axes.items():
-            for group in generator.get_ranks(axis):
-                assert [places[rank][name] for rank in group] == list(range(len(group))), (axis, group)
+    coordinates = [rank_coordinates(r, world, layout) for r in range(world)]
+    axes = [*((dense, axis, axis) for axis in ("dp", "tp", "pp", "cp")), (expert, "ep", "ep"), (expert, "dp", "edp")]
+    for generator, axis, name in axes:
+        for group in generator.get_ranks(axis):
+            assert [coordinates[rank][name] for rank in group] == list(range(len(group))), (axis, group)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
@@ -76,53 +59,26 @@ def test_the_big_model_has_the_size_in_its_name():
 @pytest.mark.parametrize(
     "hf, overrides, said",
     [
-        (
-            DENSE,
-            ["actor.world_size=8", "actor.parallel={tp: 8}"],
-            "tp = 8 does not divide the model's num_attention_heads = 4",
-        ),
-        (
-            {**DENSE, "num_attention_heads": 12, "num_key_value_heads": 3},
-            ["actor.world_size=4", "actor.parallel={tp: 4}"],
-            "tp = 4 does not divide the model's num_key_value_heads = 3",
-        ),
-        (
-            DENSE,
-            ["actor.world_size=3", "actor.parallel={pp: 3}"],
-            "pp x vpp = 3 does not divide the model's num_hidden_layers = 4",
-        ),
-        (
-            DENSE,
-            ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"],
-            "pp x vpp = 8 does not divide the model's num_hidden_layers = 4",
-        ),
-        (
-            MOE,
-            ["actor.world_size=3", "actor.parallel={ep: 3}"],
-            "ep = 3 does not divide the model's num_experts = 8; it may be 2 or 4",
-        ),
-        (
-            DENSE,
-            ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"],
-            "actor.parallel.etp = 2, but a qwen3 model has no experts",
-        ),
-        (DENSE, ["actor.parallel={ep: 2}"], "actor.parallel.ep = 2, but a qwen3 model has no experts"),
-        (MOE, ["rollout.tp=3"], "rollout.tp = 3 does not divide the model's num_attention_heads = 4; it may be 2 or 4"),
-        (
-            BIG,
-            ["rollout={tp: 64, ep: 64}", "rollout.ep=3", "rollout.tp=6"],
-            "rollout.tp = 6 is neither a divisor nor a multiple",
-        ),
-        (DENSE, ["rollout.tp=2", "rollout.ep=2"], "rollout.ep = 2, but a qwen3 model has no experts"),
-        (MOE, ["sampling.max_response_tokens=2048"], "data: up to 2056 tokens, but the model has 2048 positions"),
-        (MOE, ["eval.max_response_tokens=4000"], "eval.data: up to 4008 tokens, but the model has 2048 positions"),
-        (MOE, ["rollout.max_total_tokens=10"], "data: up to 16 tokens, but an engine's cache holds 10"),
-        ({"model_type": "gpt2"}, [], "model_type 'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"),
+        (DENSE, ["actor.world_size=8", "actor.parallel.tp=8"], "parallel.tp = 8 .* num_attention_heads = 4"),
+        (BIG, ["actor.world_size=3", "actor.parallel.tp=3"], "parallel.tp = 3 .* num_key_value_heads = 4"),
+        (DENSE, ["actor.world_size=3", "actor.parallel.pp=3"], "pp x vpp = 3 .* num_hidden_layers = 4"),
+        (DENSE, ["actor.world_size=2", "actor.parallel={pp: 2, vpp: 4}"], "pp x vpp = 8 .* num_hidden_layers = 4"),
+        (MOE, ["actor.world_size=3", "actor.parallel.ep=3"], "ep = 3 .* num_experts = 8; it may be 2 or 4"),
+        (DENSE, ["actor.world_size=2", "actor.parallel={tp: 2, etp: 2}"], "etp = 2, but a qwen3 model has no experts"),
+        (DENSE, ["actor.parallel.ep=2"], "actor.parallel.ep = 2, but a qwen3 model has no experts"),
+        (MOE, ["rollout.tp=3"], "rollout.tp = 3 .* num_attention_heads = 4; it may be 2 or 4"),
+        (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.tp = 6 is neither a divisor nor a multiple"),
+        (BIG, ["rollout={tp: 6, ep: 3}"], "rollout.ep = 3 .* num_experts = 128; it may be 2 or 4"),
+        (DENSE, ["rollout={tp: 2, ep: 2}"], "rollout.ep = 2, but a qwen3 model has no experts"),
+        (MOE, ["sampling.max_response_tokens=2048"], "^data: up to 2056 tokens, but the model has 2048 positions"),
+        (MOE, ["eval.max_response_tokens=4000"], "^eval.data: up to 4008 tokens, but the model has 2048 positions"),
+        (MOE, ["rollout.max_total_tokens=10"], "^data: up to 16 tokens, but an engine's cache holds 10"),
+        ({"model_type": "gpt2"}, [], "'gpt2' is not supported; supported: llama, qwen2, qwen3, qwen3_moe"),
     ],
 )
 def test_clashes_with_the_model_are_named_with_their_numbers(hf, overrides, said):
     found = check_against_model(load_config(QUICKSTART, ["actor.parallel={}", *overrides]), hf)
-    assert any(said in problem for problem in found), found
+    assert any(re.search(said, problem) for problem in found), found
 
 
 def test_the_unchanged_layout_has_no_clash():
@@ -136,12 +92,10 @@ def test_preflight_finds_missing_files_a_wrong_grader_and_a_foreign_tokenizer(pr
     found = preflight(load_config(other, ["sft=null", "reward={grader: exakt}"]))
     assert [p.split(":")[0] for p in found[:3]] == ["model.path", "data.path", "eval.data.path"]
     assert "did you mean 'exact'" in found[3] and len(found) == 4
-    Path("lines.jsonl").write_text(
-        '{"prompt": "1", "answer": "1", "by": "exact"}\n{"prompt": "1", "answer": "1", "by": "exakt"}\n'
-    )
-    found = preflight(
-        load_config(QUICKSTART, ["data.path=lines.jsonl", "data.grader_key=by", "checkpoint.load=nowhere"])
-    )
+    rows = [{"prompt": "1", "answer": "1", "by": grader} for grader in ("exact", "exakt")]
+    Path("lines.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    by_row = ["data.path=lines.jsonl", "data.grader_key=by", "checkpoint.load=nowhere"]
+    found = preflight(load_config(QUICKSTART, by_row))
     assert found[0] == "checkpoint.load: nowhere does not exist" and len(found) == 2
     assert "'exakt' is unknown; did you mean 'exact'" in found[1]
     alphabet = "".join(map(chr, range(33, 93)))
@@ -162,9 +116,7 @@ def test_preflight_finds_a_checkpoint_of_another_layout(prepared):
         state |= change
         (folder / "state.json").write_text(json.dumps(state))
         found = preflight(config)
-        assert len(found) == problems and all(
-            "step_000003 can be loaded by its own layout alone (ranks 4, tp 2)" in text for text in found
-        )
+        assert len(found) == problems and all("by its own layout alone (ranks 4, tp 2)" in text for text in found)
 
 
 def test_explain_says_what_a_step_is(prepared):
@@ -201,7 +153,7 @@ def test_explaining_starts_nothing_and_loads_no_torch(prepared):
 import json, sys
 from megagrpo.config.load import load_config, PRESETS as PRESET_FOLDER
 from megagrpo.planning.explain import explain
-explain(load_config({str(QUICKSTART)!r}))
+explain(load_config({str(QUICKSTART)!r}, ["actor.megatron.apply_rope_fusion=false", "rollout.sglang.page_size=64"]))
 print(json.dumps(sorted({{"torch", "transformers", "megatron", "ray", "sglang"}} & set(sys.modules))))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

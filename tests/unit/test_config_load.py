@@ -1,14 +1,11 @@
 """Configuration files, good and bad: every problem is reported at once, with its place, its value and the remedy."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megagrpo.config.fields import all_paths, annotations_at, sections
-from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.load import ConfigError, dump_config, load_config
 from megagrpo.config.schema import ExperimentConfig
 
@@ -43,24 +40,11 @@ def test_every_shipped_config_loads_and_survives_being_written(path, tmp_path):
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
-@pytest.mark.parametrize("path", sorted(PRESET_FOLDER.glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_preset_loads(path, tmp_path):
-    assert load(tmp_path, MINIMAL + f"preset: {path.stem}\n")
-
-
 def test_a_minimal_file_gets_the_defaults_and_overrides_win(tmp_path):
-    config = load(
-        tmp_path,
-        MINIMAL,
-        "train.num_steps=7",
-        "actor.optimizer.lr=1e-6",
-        "sampling.stop=['a', b]",
-        "reward.args.format=last",
-    )
-    assert config.train.num_steps == 7
-    assert config.actor.optimizer.lr == 1e-6
-    assert config.sampling.stop == ["a", "b"]
-    assert config.reward.args == {"format": "last"}
+    overrides = ("train.num_steps=7", "actor.optimizer.lr=1e-6", "sampling.stop=['a', b]", "reward.args.format=last")
+    config = load(tmp_path, MINIMAL, *overrides)
+    assert (config.train.num_steps, config.actor.optimizer.lr) == (7, 1e-6)
+    assert (config.sampling.stop, config.reward.args) == (["a", "b"], {"format": "last"})
     assert config.train.group_size == ExperimentConfig.model_fields["train"].default.group_size
 
 
@@ -89,6 +73,8 @@ def test_every_key_has_a_description_in_the_schema():
             chooses_variant = bool(parents) and key == "name"  # the heading of the variant names it
             if field is not None and not chooses_variant and not field.description:
                 missing.append(f"{section.__name__}.{key}")
+            if not section.__doc__:
+                missing.append(section.__name__)
     assert not missing
 
 
@@ -135,83 +121,39 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         "e.yaml:20: eval = 3: should be a section with keys data, every, num_samples, temperature, num_as_trained, "
         "max_response_tokens",
     ]
-    for line in expected:
-        assert line in found
-    assert any(line.startswith("e.yaml:19: sampling: top_p < 1") for line in found)
-    assert len(found) == len(expected) + 1
+    (rest,) = set(found) - set(expected)
+    assert rest.startswith("e.yaml:19: sampling: top_p < 1") and len(found) == len(expected) + 1
 
 
 @pytest.mark.parametrize(
     "more, said",
     [
         ("sampling:\n  temprature: 1\n", "e.yaml:6: sampling.temprature = 1: unknown key; did you mean 'temperature'?"),
-        (
-            "algorithm: {advantage: {eps: 1e-6}}\n",
-            "e.yaml:5: algorithm.advantage = {'eps': 1e-06}: needs a 'name', one of grpo, dr_grpo",
-        ),
-        (
-            "algorithm: {advantage: {name: dr_grpo, std_ddof: 0}}\n",
-            "e.yaml:5: algorithm.advantage.std_ddof = 0: unknown key",
-        ),
+        ("algorithm: {advantage: {eps: 1e-6}}\n", "advantage = {'eps': 1e-06}: needs a 'name', one of grpo, "),
+        ("algorithm: {advantage: {name: dr_grpo, std_ddof: 0}}\n", "algorithm.advantage.std_ddof = 0: unknown key"),
         ("train: [1]\n", "e.yaml:5: train = [1]: should be a section with keys num_steps"),
         ("train:\n", "e.yaml:5: train = None: should be a section with keys num_steps"),
         ("seed: -1\n", "e.yaml:5: seed = -1: should be greater than or equal to 0"),
         ("seed: true\n", "e.yaml:5: seed = True: should be a valid integer"),
         ("data: {path: d}\n", "e.yaml:5: data is written twice (first at e.yaml:4); remove one"),
-        (
-            "train:\n  num_steps: 1\n  num_steps: 2\n",
-            "e.yaml:7: train.num_steps is written twice (first at e.yaml:6); remove one",
-        ),
+        ("train:\n  num_steps: 1\n  num_steps: 2\n", "e.yaml:7: train.num_steps is written twice (first at e.yaml:6)"),
         ("train: {num_steps: 1\n", "e.yaml:6: not valid YAML"),
         ("train:\n\tnum_steps: 1\n", "e.yaml:6: not valid YAML"),
         ("name2: !!python/object:os.system {}\n", "e.yaml:5: name2 = {}: unknown key; did you mean 'name'?"),
         ("preset: no_such\n", "e.yaml:5: preset 'no_such' is unknown"),
-        (
-            "actor: {world_size: 3, parallel: {tp: 2}}\n",
-            "e.yaml:5: actor: world_size 3 is not a multiple of tp x pp x cp = 2; 4 would be",
-        ),
-        (
-            "actor: {world_size: 4, parallel: {ep: 3}}\n",
-            "e.yaml:5: actor: world_size 4 is not a multiple of etp x ep x pp = 3; 6 would be",
-        ),
+        ("actor: {world_size: 3, parallel: {tp: 2}}\n", "3 is not a multiple of tp x pp x cp = 2; 4 would be"),
+        ("actor: {world_size: 4, parallel: {ep: 3}}\n", "world_size 4 is not a multiple of etp x ep x pp = 3; 6"),
         ("actor: {parallel: {vpp: 2}}\n", "e.yaml:5: actor.parallel: vpp 2 needs pp > 1"),
         ("rollout: {tp: 3, ep: 2}\n", "e.yaml:5: rollout: tp 3 is not a multiple of ep 2"),
-        (
-            "sft: {model: m, data: {path: d, system_prompt: hi}}\n",
-            "e.yaml:5: sft.data: system_prompt has no effect without chat_template",
-        ),
-        (
-            "sft: {model: m, data: {path: d, add_bos: true, chat_template: true}}\n",
-            "the template writes its own special tokens",
-        ),
-        (
-            "actor: {optimizer: {min_lr: 1e-7}}\n",
-            "e.yaml:5: actor.optimizer: min_lr 1e-07 has no effect with lr_schedule constant",
-        ),
-        (
-            "actor: {optimizer: {min_lr: 1, lr_schedule: linear}}\n",
-            "e.yaml:5: actor.optimizer: min_lr 1 is above lr 1e-06",
-        ),
-        (
-            "algorithm: {kl: {loss_coef: 0.1, adaptive: {target: 0.1, horizon: 100}}}\n",
-            "horizon 100 is too short for 512 responses a step",
-        ),
-        (
-            "actor: {optimizer: {schedule: linear}}\n",
-            "e.yaml:5: actor.optimizer.schedule = 'linear': unknown key; did you mean 'lr_schedule'?",
-        ),
-        (
-            "train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n",
-            "9 is not a multiple of train.num_updates_per_step 2",
-        ),
-        (
-            "train: {num_steps: 9, num_epochs: 2}\n",
-            "e.yaml:5: train: num_steps 9 and num_epochs 2 both say how long the run is; set one to null",
-        ),
-        (
-            "train: {num_epochs: 2}\nalgorithm: {dynamic_sampling: {metric: reward}}\n",
-            "train.num_epochs with algorithm.dynamic_sampling: a step then takes as many prompts as it must",
-        ),
+        ("sft: {model: m, data: {path: d, system_prompt: hi}}\n", "sft.data: system_prompt has no effect without chat"),
+        ("sft: {model: m, data: {path: d, add_bos: true, chat_template: true}}\n", "template writes its own special"),
+        ("actor: {optimizer: {min_lr: 1e-7}}\n", "min_lr 1e-07 has no effect with lr_schedule constant"),
+        ("actor: {optimizer: {min_lr: 1, lr_schedule: linear}}\n", "actor.optimizer: min_lr 1 is above lr 1e-06"),
+        ("algorithm: {kl: {loss_coef: 0.1, adaptive: {target: 0.1, horizon: 100}}}\n", "too short for 512 responses"),
+        ("actor: {optimizer: {schedule: linear}}\n", "schedule = 'linear': unknown key; did you mean 'lr_schedule'?"),
+        ("train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n", "9 is not a multiple of num_updates"),
+        ("train: {num_steps: 9, num_epochs: 2}\n", "train: num_steps 9 and num_epochs 2 both say how long the run is"),
+        ("train: {num_epochs: 2}\nalgorithm: {dynamic_sampling: {}}\n", "num_epochs with algorithm.dynamic_sampling"),
     ],
 )
 def test_one_bad_line(tmp_path, more, said):
@@ -246,9 +188,7 @@ def test_an_override_can_mend_a_bad_line(tmp_path):
 def test_an_override_of_the_variant_drops_what_belonged_to_the_old_one(tmp_path):
     text = MINIMAL + "algorithm: {loss: {name: ppo_clip, clip_ratio_low: 0.1, clip_ratio_high: 0.2}}\n"
     loss = load(tmp_path, text, "algorithm.loss.clip_ratio_high=5e-4", "algorithm.loss.name=gspo").algorithm.loss
-    assert (loss.name, loss.clip_ratio_low, loss.clip_ratio_high) == ("gspo", 3e-4, 5e-4), (
-        "the paper's, and what was asked for"
-    )
+    assert (loss.name, loss.clip_ratio_low, loss.clip_ratio_high) == ("gspo", 3e-4, 5e-4), "the paper's, and the given"
     assert load(tmp_path, text, "algorithm.loss.name=ppo_clip").algorithm.loss.clip_ratio_high == 0.2
     found = problems(tmp_path, text, "algorithm.loss.name=gsqo")
     said = "--set algorithm.loss.name=gsqo: algorithm.loss.name = 'gsqo': unknown; did you mean 'gspo'"
@@ -271,9 +211,8 @@ def test_presets_lie_under_the_files_own_values(tmp_path, monkeypatch):
     (folder / "mine.yaml").write_text(preset.replace("num_steps", "group_sise"))
     found = problems(tmp_path, MINIMAL + "preset: mine\n")
     assert found == ["presets/mine.yaml:4: train.group_sise = 3: unknown key; did you mean 'group_size'?"]
-    assert problems(tmp_path, MINIMAL + "preset: mime\n") == [
-        "e.yaml:5: preset 'mime' is unknown; did you mean 'mine'?"
-    ]
+    found = problems(tmp_path, MINIMAL + "preset: mime\n")
+    assert found == ["e.yaml:5: preset 'mime' is unknown; did you mean 'mine'?"]
 
 
 def test_bad_files(tmp_path):
@@ -283,11 +222,10 @@ def test_bad_files(tmp_path):
     assert problems(tmp_path, "# nothing\n") == ["e.yaml: the file is empty"]
     assert "should be sections like 'model:'" in problems(tmp_path, "- a\n")[0]
     assert "not valid YAML" in problems(tmp_path, "a: \x07\n")[0]
-    with pytest.raises(ConfigError, match="cannot be read as text"):
-        load_config(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"name: \xe9\n")
-    with pytest.raises(ConfigError, match="cannot be read as text"):
-        load_config(tmp_path / "latin.yaml")
+    for unreadable in (tmp_path, tmp_path / "latin.yaml"):
+        with pytest.raises(ConfigError, match="cannot be read as text"):
+            load_config(unreadable)
 
 
 def test_writing_is_whole_or_nothing(tmp_path, monkeypatch):
@@ -304,11 +242,3 @@ def test_writing_is_whole_or_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         dump_config(config, target)
     assert target.read_text() == before and [p.name for p in target.parent.iterdir()] == ["config.yaml"]
-
-
-def test_the_command_ends_in_one_message_and_a_non_zero_exit(tmp_path):
-    (tmp_path / "e.yaml").write_text(MINIMAL + "train: {group_sise: 8}\n")
-    command = [sys.executable, "-m", "megagrpo.cli", "check", str(tmp_path / "e.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 2 and done.stdout == ""
-    assert "did you mean 'group_size'?" in done.stderr and "Traceback" not in done.stderr

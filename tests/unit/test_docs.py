@@ -53,7 +53,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 @every_page
-def test_links_resolve(page):
+def test_links_resolve_and_named_files_exist(page):
     for text, target in re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", page.read_text()):
         if "://" in target:
             continue
@@ -61,16 +61,14 @@ def test_links_resolve(page):
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), f"[{text}]({target})"
         assert not anchor or anchor in anchors(file), f"[{text}]({target}): anchors are {sorted(anchors(file))}"
-
-
-@every_page
-def test_named_files_exist(page):
     for name in re.findall(rf"`({FOLDERS}[\w./-]*)`", page.read_text()):
         assert (ROOT / name).exists(), name
 
 
 @every_page
-def test_commands_parse(page):
+def test_commands_parse_and_scripts_exist(page):
+    for script in (script for block in fenced(page, "bash") for script in SCRIPTS.findall(block)):
+        assert (ROOT / script).is_file(), script
     for words in commands(page):
         if len(words) == 1:  # a command in running text
             with pytest.raises(SystemExit, match="0"):
@@ -82,20 +80,11 @@ def test_commands_parse(page):
 
 
 @every_page
-def test_scripts_exist(page):
-    for block in fenced(page, "bash"):
-        for script in SCRIPTS.findall(block):
-            assert (ROOT / script).is_file(), script
-
-
-@every_page
 def test_snippets_are_valid(page, tmp_path):
     for block in fenced(page, "yaml"):
-        if "output_dir" in yaml.safe_load(block):  # a whole experiment, not a part of one
-            (tmp_path / "experiment.yaml").write_text(block)
-        else:
-            whole = "name: n\noutput_dir: o\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
-            (tmp_path / "experiment.yaml").write_text(whole + block)
+        whole = "name: n\noutput_dir: o\nmodel: {path: m}\ndata: {path: d.jsonl}\n"
+        is_whole = "output_dir" in yaml.safe_load(block)  # an experiment, not a part of one
+        (tmp_path / "experiment.yaml").write_text(block if is_whole else whole + block)
         load_config(tmp_path / "experiment.yaml")
     for block in fenced(page, "python"):
         if block.startswith("def "):  # a grader
@@ -105,12 +94,9 @@ def test_snippets_are_valid(page, tmp_path):
             assert (grade("so 3.5", "3.51", tolerance=0.1), grade("so 3.5", "3.51")) == (1.0, 0.0)
 
 
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
-
-
 def test_pages_are_short_and_reachable():
-    """At most 250 lines but the generated ones, and every page is linked from the index."""
+    """At most 250 lines but the generated ones, 160 for README; and every page is linked from the index."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
     generated = {"configuration.md", "cli.md"}
     pages_of_docs = [page for page in pages() if page.name != "README.md"]
     lengths = {page.name: len(page.read_text().splitlines()) for page in pages_of_docs if page.name not in generated}
@@ -121,27 +107,28 @@ def test_pages_are_short_and_reachable():
     assert {page.resolve() for page in pages_of_docs} - linked == {index.resolve()}
 
 
-def test_the_reference_of_the_command_line_is_fresh():
-    assert (ROOT / "docs" / "reference" / "cli.md").read_text() == command_line(), "python bench/readme.py"
+def test_the_generated_reference_is_fresh():
+    folder = ROOT / "docs" / "reference"
+    assert (folder / "cli.md").read_text() == command_line(), "python bench/readme.py"
+    again = "python -m megagrpo.config.describe > docs/reference/configuration.md"
+    assert (folder / "configuration.md").read_text() == reference(), again
 
 
 def test_every_metric_is_explained():
     """Every name of a metric in the package's source matches a row of docs/reference/metrics.md."""
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
-    rows: set[str] = set()
-    for line in page.splitlines():
-        if line.startswith("| `"):
-            rows |= set(re.findall(r"`([a-z_]+/[a-z_0-9*]+)`", line.split("|")[1]))
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    rows = {row for cell in cells for row in re.findall(r"`([a-z_]+/[a-z_0-9*]+)`", cell)}
     groups = {row.partition("/")[0] for row in rows}
     patterns = [re.compile(re.escape(row).replace(r"\*", r"[a-z_0-9{}]+")) for row in rows]
     sources = "\n".join(path.read_text() for path in (ROOT / "megagrpo").rglob("*.py"))
     names = {name for name in re.findall(r"f?\"([a-z_]+/[a-z_0-9{}]+)\"", sources) if name.partition("/")[0] in groups}
     assert len(names) > 40
-    explained = lambda name: any(pattern.fullmatch(name) for pattern in patterns)  # noqa: E731
-    families = {name for name in names if "{" in name}  # f"loss/{name}": at least one row has the prefix
-    unexplained = sorted(name for name in names - families if not explained(name))
-    unexplained += sorted(name for name in families if not any(row.startswith(name.partition("{")[0]) for row in rows))
-    assert not unexplained, unexplained
+    for name in sorted(names):  # of f"loss/{name}" at least one row has the prefix
+        prefix, is_family, _ = name.partition("{")
+        assert any(row.startswith(prefix) for row in rows) if is_family else any(p.fullmatch(name) for p in patterns), (
+            name
+        )
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
@@ -169,21 +156,13 @@ def test_the_table_of_files_to_open_counts_them():
         assert len(re.findall(rf"`{FOLDERS}", files)) == int(touched), row
 
 
-def test_measured_tables_are_shown():
+def test_measured_tables_are_shown_and_figures_in_prose_are_measured():
     shown = {name for page in pages() for name in re.findall(r"<!-- (bench/results/\w+\.md) -->", page.read_text())}
     names = "learning_quickstart learning_gsm8k_calc faults soak presets certificates layouts plan_weights_235b"
     assert {f"bench/results/{name}.md" for name in names.split()} <= shown
-
-
-def test_figures_in_prose_are_measured():
     text = (ROOT / "README.md").read_text().replace("\n", " ")
     before, after = re.search(r"Seed 0 of the quickstart.*? from (0\.\d+) to (0\.\d+);", text).groups()
     assert f"| seed 0 | {before} | {after} |" in (ROOT / "bench/results/learning_quickstart.md").read_text()
-
-
-def test_the_configuration_page_is_fresh():
-    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
-    assert page == reference(), "python -m megagrpo.config.describe > docs/reference/configuration.md"
 
 
 def test_papers():

@@ -22,26 +22,15 @@ def environment(tmp_path, monkeypatch):
     def add(name: str, version: str, *requirements: str) -> None:
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
-        extras = [f"Provides-Extra: {extra}" for extra in ("cpu", "gpu", "te", "cpu-engine")]
-        lines = [
-            "Metadata-Version: 2.1",
-            f"Name: {name}",
-            f"Version: {version}",
-            *extras,
-            *(f"Requires-Dist: {r}" for r in requirements),
-        ]
-        (folder / "METADATA").write_text("\n".join(lines) + "\n")
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Provides-Extra: {extra}" for extra in ("cpu", "gpu", "te", "cpu-engine")]
+        (folder / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {r}" for r in requirements)]) + "\n")
 
     return add
 
 
-OURS = (
-    "torch==2.13.0",
-    "rich>=14",
-    'sglang==0.5.21; extra == "cpu-engine"',
-    'scipy; extra == "cpu"',
-    'nvidia-thing; extra == "gpu"',
-)
+ENGINE, CPU, GPU = 'sglang==0.5.21; extra == "cpu-engine"', 'scipy; extra == "cpu"', 'nvidia-thing; extra == "gpu"'
+OURS = ("torch==2.13.0", "rich>=14", ENGINE, CPU, GPU)
 
 
 def statuses(gpu: bool = False) -> dict[str, str]:
@@ -51,15 +40,15 @@ def statuses(gpu: bool = False) -> dict[str, str]:
 def test_complete_environment(environment):
     environment("megagrpo", "0.1", *OURS)
     environment("torch", "2.13.0+cpu", "filelock")
-    environment("filelock", "3")
-    environment("rich", "15.0")
-    environment("scipy", "1.17")
     environment("sglang", "0.5.21", "cuda-python>=13")  # installed without its requirements: not followed
+    for name, version in (("filelock", "3"), ("rich", "15.0"), ("scipy", "1.17")):
+        environment(name, version)
     found = statuses()
     assert set(found.values()) == {"ok"} and {"torch", "sglang"} <= set(found)
 
 
 def test_missing_and_clashing(environment):
+    assert statuses() == {"megagrpo": "error"}
     environment("megagrpo", "0.1", *OURS)
     environment("torch", "2.12.0", "filelock>=4")
     environment("filelock", "3")
@@ -68,10 +57,6 @@ def test_missing_and_clashing(environment):
     assert bad == {"torch", "sglang", "rich (for megagrpo)", "scipy (for megagrpo)", "filelock (for torch)"}
     assert findings["torch"].found == "2.12.0" and findings["torch"].wanted == "==2.13.0"
     assert all(findings[what].remedy for what in bad)
-
-
-def test_not_installed(environment):
-    assert statuses() == {"megagrpo": "error"}
 
 
 def test_gpu_machine_wants_the_gpu_extra_and_a_cuda_build(environment, tmp_path):
@@ -87,64 +72,61 @@ SEES = {"cuda": "13.0", "available": True, "gpus": ["NVIDIA H100 80GB HBM3"] * 2
 BLIND = {"cuda": "13.0", "available": False, "why": "The NVIDIA driver on your system is too old (found version 12040)"}
 
 
-def gpu_lines(monkeypatch, driver: str | None, answer: dict) -> dict[str, doctor.Finding]:
-    monkeypatch.setattr(doctor, "driver_version", lambda: driver)
-    monkeypatch.setattr(doctor, "ask_torch", lambda: answer)
-    return {finding.what: finding for finding in doctor.gpu_findings()}
-
-
-def with_gpus(environment, tmp_path: Path, transformer_engine: str | None) -> None:
+@pytest.fixture
+def on_gpus(environment, tmp_path, monkeypatch):
+    """on_gpus(...) returns the findings of a machine with this driver, this answer of torch, and these packages."""
     environment("megagrpo", "0.1", *OURS, 'transformer-engine[core_cu13,pytorch]>=2.9,<2.12; extra == "te"')
     environment("torch", "2.13.0")
-    (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '13.0'\n")
-    if transformer_engine:
-        environment("transformer-engine", transformer_engine)
-        environment("transformer-engine-torch", transformer_engine)
+
+    def findings(driver, answer, cuda="13.0", engine="2.11.0", torch_part=True) -> dict[str, doctor.Finding]:
+        (tmp_path / "torch" / "version.py").write_text(f"cuda: Optional[str] = '{cuda}'\n")
+        for name in ("transformer-engine", *(["transformer-engine-torch"] if torch_part else [])):
+            if engine and doctor._version(name) is None:
+                environment(name, engine)
+        monkeypatch.setattr(doctor, "driver_version", lambda: driver)
+        monkeypatch.setattr(doctor, "ask_torch", lambda: answer)
+        return {finding.what: finding for finding in doctor.gpu_findings()}
+
+    return findings
 
 
-def test_a_gpu_machine_that_fits(environment, tmp_path, monkeypatch):
-    with_gpus(environment, tmp_path, "2.11.0")
-    found = gpu_lines(monkeypatch, "580.65.06", SEES)
+def test_a_gpu_machine_that_fits(on_gpus):
+    found = on_gpus("580.65.06", SEES)
     assert {finding.status for finding in found.values()} == {"ok"}
-    assert found["NVIDIA driver"].wanted == ">=580 for CUDA 13.0"
-    assert (
-        found["GPUs that torch sees"].found == "2: NVIDIA H100 80GB HBM3" and found["NCCL of torch"].found == "2.29.7"
-    )
+    assert found["NVIDIA driver"].wanted == ">=580 for CUDA 13.0" and found["NCCL of torch"].found == "2.29.7"
+    assert found["GPUs that torch sees"].found == "2: NVIDIA H100 80GB HBM3"
 
 
-def test_a_driver_too_old_for_this_torch(environment, tmp_path, monkeypatch):
-    with_gpus(environment, tmp_path, "2.11.0")
-    found = gpu_lines(monkeypatch, "550.54.15", BLIND)
+def test_a_driver_too_old_for_this_torch(on_gpus):
+    found = on_gpus("550.54.15", BLIND)
     bad = {what for what, finding in found.items() if finding.status == "error"}
     assert bad == {"NVIDIA driver", "GPUs that torch sees"}
     assert "newer driver" in found["NVIDIA driver"].remedy and "too old" in found["GPUs that torch sees"].found
-    (tmp_path / "torch" / "version.py").write_text("cuda: Optional[str] = '12.9'\n")
-    assert gpu_lines(monkeypatch, "550.54.15", SEES)["NVIDIA driver"].status == "ok"
+    assert on_gpus("550.54.15", SEES, cuda="12.9")["NVIDIA driver"].status == "ok"
 
 
-def test_devices_without_a_driver_or_hidden(environment, tmp_path, monkeypatch):
-    with_gpus(environment, tmp_path, "2.11.0")
-    found = gpu_lines(monkeypatch, None, {"available": False, "why": ""})
+def test_devices_without_a_driver_or_hidden(on_gpus):
+    found = on_gpus(None, {"available": False, "why": ""})
     assert found["NVIDIA driver"].found == "none found" and found["NVIDIA driver"].status == "error"
     assert found["GPUs that torch sees"].found == "none"
     assert "CUDA_VISIBLE_DEVICES" in found["GPUs that torch sees"].remedy
 
 
-@pytest.mark.parametrize("version, status", [(None, "warning"), ("2.20.2", "error"), ("2.8.0", "error")])
-def test_transformer_engine_out_of_bounds(environment, tmp_path, monkeypatch, version, status):
-    with_gpus(environment, tmp_path, version)
-    found = gpu_lines(monkeypatch, "580.65.06", SEES)["transformer-engine"]
-    assert (found.status, found.wanted) == (status, "<2.12,>=2.9") and found.remedy
+@pytest.mark.parametrize(
+    "version, torch_part, status, remedy",
+    [
+        (None, True, "warning", "without it"),
+        ("2.20.2", True, "error", "pip uninstall"),
+        ("2.8.0", True, "error", "pip uninstall"),
+        ("2.11.0", False, "error", "was not built"),
+    ],
+)
+def test_transformer_engine_out_of_bounds_or_in_part(on_gpus, version, torch_part, status, remedy):
+    found = on_gpus("580.65.06", SEES, engine=version, torch_part=torch_part)["transformer-engine"]
+    assert (found.status, found.wanted) == (status, "<2.12,>=2.9") and remedy in found.remedy
 
 
-def test_transformer_engine_without_its_torch_part(environment, tmp_path, monkeypatch):
-    with_gpus(environment, tmp_path, None)
-    environment("transformer-engine", "2.11.0")
-    found = gpu_lines(monkeypatch, "580.65.06", SEES)["transformer-engine"]
-    assert found.status == "error" and "was not built" in found.remedy
-
-
-def test_torch_is_asked_in_another_process(environment, tmp_path, monkeypatch):
+def test_torch_is_asked_in_another_process(environment, monkeypatch):
     monkeypatch.setattr(doctor, "_ASK_TORCH", "print('noise'); import json; print(json.dumps({'available': False}))")
     assert doctor.ask_torch() == {"available": False}
     monkeypatch.setattr(doctor, "_ASK_TORCH", "raise ImportError('libcuda.so.1: cannot open')")
@@ -154,10 +136,9 @@ def test_torch_is_asked_in_another_process(environment, tmp_path, monkeypatch):
     assert "gave no answer" in doctor.ask_torch()["why"]
 
 
-def test_short_of_memory_and_disk():
-    assert doctor._at_least("disk", 11, 10, 5, "free some").status == "ok"
-    assert doctor._at_least("disk", 7, 10, 5, "free some").status == "warning"
-    assert doctor._at_least("disk", 4, 10, 5, "free some").status == "error"
+@pytest.mark.parametrize("found, status", [(11, "ok"), (7, "warning"), (4, "error")])
+def test_short_of_memory_and_disk(found, status):
+    assert doctor.at_least("disk", found, 10, 5, "free some").status == status
 
 
 def test_exit_status_and_imports():

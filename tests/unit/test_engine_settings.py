@@ -1,17 +1,14 @@
 """`rollout.sglang`: every field of ServerArgs is decided, wrong and forbidden ones are refused, right ones arrive."""
 
 import json
-import re
 import subprocess
 import sys
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 
 from megagrpo.config.libraries import sglang as server_settings
 from megagrpo.config.libraries.sglang import SERVER_REFUSED, engine_setting_problems, server_fields, server_options
-from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.planning.settings_report import engine_report
 from megagrpo.rollout.service.engine_command import (
@@ -24,7 +21,6 @@ from megagrpo.rollout.service.engine_command import (
 )
 from megagrpo.system.environment import WEIGHT_LOADER, child_environment
 
-ROOT = Path(__file__).parents[2]
 PLACE = {cuda: ServerPlace(0, "127.0.0.1", 20001, "10.0.0.1:20002", cuda=cuda, num_cores=8) for cuda in (False, True)}
 
 
@@ -64,9 +60,8 @@ def test_fields_and_options_are_those_of_sglang_itself():
     assert done.returncode == 0, done.stderr
     theirs = {name: set(options) for name, options in json.loads(done.stdout.splitlines()[-1]).items()}
     fields = server_fields()
-    negated = {
-        name: [f"--no-{o[2:]}" for o in server_options(f)] for name, f in fields.items() if "action" in f.options
-    }
+    negatable = {name: server_options(field) for name, field in fields.items() if "action" in field.options}
+    negated = {name: [f"--no-{option[2:]}" for option in options] for name, options in negatable.items()}
     ours = {name: {*server_options(field), *negated.get(name, [])} for name, field in fields.items()}
     assert theirs.keys() == ours.keys()
     functions = {"custom_sigquit_handler", "stat_loggers"}  # no option, and no value of a file has their type
@@ -78,35 +73,23 @@ def test_fields_and_options_are_those_of_sglang_itself():
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"chunked_prefil_size": 1}, "rollout.sglang.chunked_prefil_size: SGLang's ServerArgs has no such field; "
-         "did you mean 'chunked_prefill_size'?"),
+        ({"chunked_prefil_size": 1}, "ServerArgs has no such field; did you mean 'chunked_prefill_size'?"),
         ({"chunked_prefill_size": "8k"}, "should be Optional[int], as SGLang declares it (sglang/srt/arg_groups/"),
-        ({"chunked_prefill_size": True}, "should be Optional[int]"),
         ({"disable_radix_cache": 1}, "should be bool"),
         ({"schedule_policy": "best"}, "should be one of lpm, random, fcfs"),
-        ({"attention_backend": "fa9"}, "should be one of triton, torch_native"),
         ({"cuda_graph_bs_decode": [1, "2"]}, "should be Optional[List[int]]"),
-        ({"schedule_conservativeness": "1"}, "should be float"),
         ({"radix_eviction_policy_config": "{}"}, "should be Optional[Dict[str, Any]]"),
         ({"tp_size": 8}, "rollout.sglang.tp_size: is set by rollout.tp"),
-        ({"random_seed": 1}, "is set by seed"),
-        ({"api_key": "x"}, "MEGAGRPO_API_KEY"),
-        ({"enable_fp32_lm_head": False}, "is set by rollout.dtype"),
-        ({"enable_memory_saver": True}, "is set by rollout.colocate"),
         ({"speculative_algorithm": "EAGLE"}, "a draft model would keep its first weights"),
         ({"quantization": "fp8"}, "is refused: engines sample from the actor's weights"),
         ({"moe_runner_backend": "flashinfer_trtllm"}, "digests would stop the run; it may be triton, deep_gemm"),
         ({"moe_runner_backend": "auto"}, "digests would stop the run"),
-        ({"moe_a2a_backend": "megamoe"}, "it may be none, deepep"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "of another distribution"),
-        ({"enable_eplb": True}, "experts would leave the ranks"),
-        ({"pp_size": 2}, "an engine's ranks are rollout.tp"),
         ({"dp_size": 2}, "rollout.sglang.dp_size: is refused without enable_dp_attention"),
-        ({"enable_hierarchical_cache": True}, "keys and values of older weights"),
-        ({"stat_loggers": {}}, "its value is a Python function"),
     ],
 )  # fmt: skip
 def test_refused(given, said):
+    """One field of each kind of refusal; docs/reference/configuration.md, which a test compares, has them all."""
     found = problems(sglang=given)
     assert len(found) == 1 and said in found[0], found
     with pytest.raises(ValueError, match="rollout.sglang"):
@@ -127,11 +110,8 @@ def test_refused(given, said):
 def test_the_same_is_refused_as_a_word(words, said):
     found = problems(extra_args=words)
     assert len(found) == 1 and said in found[0], found
-
-
-def test_words_that_are_no_fields_or_allowed_pass():
-    words = ["--disable-cuda-graph", "--decode-log-interval", "1", "--moe-runner-backend=deep_gemm"]
-    assert problems(extra_args=[*words, "--custom-weight-loader", WEIGHT_LOADER, "other.run"]) == []
+    allowed = ["--disable-cuda-graph", "--decode-log-interval", "1", "--moe-runner-backend=deep_gemm"]
+    assert problems(extra_args=[*allowed, "--custom-weight-loader", WEIGHT_LOADER, "other.run"]) == []
 
 
 def test_right_ones_arrive_and_take_the_place_of_our_defaults():
@@ -148,17 +128,10 @@ def test_right_ones_arrive_and_take_the_place_of_our_defaults():
     command = engine_command(config(sglang=given, extra_args=["--x"]), PLACE[False])
     text = " ".join(command)
     assert '--radix-eviction-policy-config {"a": 1}' in text and "--overlap" not in text and command[-1] == "--x"
-    assert (
-        "--chunked-prefill-size 4096 --disable-radix-cache --cuda-graph-bs-decode 1 2 --bf16-gemm-backend torch" in text
-    )
+    assert "--chunked-prefill-size 4096 --disable-radix-cache --cuda-graph-bs-decode 1 2" in text
+    assert "--bf16-gemm-backend torch" in text
     assert command.count("--sampling-backend") == command.count("--log-level-http") == 1
     assert command[command.index("--sampling-backend") + 1] == "flashinfer"
-
-
-def test_bfloat16_engines_on_gpus_have_logits_of_float32():
-    half, full = config(dtype="bfloat16"), config()
-    assert engine_settings(half, PLACE[True])["enable_fp32_lm_head"]
-    assert "enable_fp32_lm_head" not in engine_settings(half, PLACE[False]) | engine_settings(full, PLACE[True])
 
 
 def test_interleaved_experts_are_refused(monkeypatch):
@@ -196,15 +169,21 @@ def test_patience_is_of_the_device_unless_it_is_given():
     assert config(health_timeout_s=20.0).rollout.patience_s(True) == 20
 
 
-def test_float32_engines_on_gpus_have_attention_that_knows_it():
-    assert engine_settings(config(), PLACE[True])["attention_backend"] == "torch_native"
-    assert engine_settings(config(deterministic=True), PLACE[True])["attention_backend"] == "triton"
-    assert "attention_backend" not in engine_settings(config(dtype="bfloat16"), PLACE[True])
-
-
-def test_experts_keep_their_order_on_every_gpu():
-    assert engine_settings(config(), PLACE[True])["moe_runner_backend"] == "triton"
-    assert "moe_runner_backend" not in engine_settings(config(sglang={"moe_a2a_backend": "deepep"}), PLACE[True])
+@pytest.mark.parametrize(
+    "rollout, setting, value",
+    [
+        ({"dtype": "bfloat16"}, "enable_fp32_lm_head", True),  # logits of float32
+        ({}, "enable_fp32_lm_head", None),
+        ({}, "attention_backend", "torch_native"),  # it knows float32
+        ({"deterministic": True}, "attention_backend", "triton"),
+        ({"dtype": "bfloat16"}, "attention_backend", None),
+        ({}, "moe_runner_backend", "triton"),  # experts keep their order on every GPU
+        ({"sglang": {"moe_a2a_backend": "deepep"}}, "moe_runner_backend", None),
+    ],
+)
+def test_settings_of_our_own_on_gpus(rollout, setting, value):
+    assert engine_settings(config(**rollout), PLACE[True]).get(setting) == value
+    assert "enable_fp32_lm_head" not in engine_settings(config(**rollout), PLACE[False])
 
 
 def test_check_says_what_differs():
@@ -219,18 +198,6 @@ def test_check_says_what_differs():
 
 def test_without_sglang_nothing_is_taken_unchecked(monkeypatch):
     monkeypatch.setattr(server_settings, "server_fields", dict)
-    assert problems(sglang={"page_size": 64}) == [
-        "rollout.sglang: SGLang is not installed here, so its settings cannot be checked"
-    ]
+    (said,) = problems(sglang={"page_size": 64})
+    assert said == "rollout.sglang: SGLang is not installed here, so its settings cannot be checked"
     assert problems() == []
-
-
-def test_they_are_reported_with_their_lines(tmp_path):
-    text, file = (ROOT / "configs" / "quickstart.yaml").read_text(), tmp_path / "e.yaml"
-    section = "rollout:\n  sglang:\n    page_sise: 1\n    page_size: x"
-    file.write_text(re.sub(r"^rollout: .*$", section, text, flags=re.MULTILINE))
-    line = file.read_text().splitlines().index("  sglang:") + 1
-    with pytest.raises(ConfigError) as error:
-        load_config(file)
-    assert f"e.yaml:{line + 1}: rollout.sglang.page_sise = 1: SGLang's ServerArgs has no such field" in str(error.value)
-    assert f"e.yaml:{line + 2}: rollout.sglang.page_size = 'x': should be Optional[int]" in str(error.value)

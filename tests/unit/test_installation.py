@@ -62,25 +62,16 @@ def test_extras_gpu_and_te_resolve_on_linux(python, tmp_path):
         pytest.skip(f"no package index is reachable: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    found = {
-        entry["metadata"]["name"].lower().replace("_", "-"): entry["metadata"]["version"] for entry in report["install"]
-    }
+    packages = [entry["metadata"] for entry in report["install"]]
+    found = {package["name"].lower().replace("_", "-"): package["version"] for package in packages}
     print(f"Python {python}: {len(found)} packages, " + ", ".join(f"{n} {found[n]}" for n in ("torch", "sglang")))
     assert found["transformer-engine"] == found["transformer-engine-torch"] == "2.11.0"
     assert found["torch"].startswith("2.13.0") and found["sglang"] == "0.5.21" and found["megatron-core"] == "0.16.1"
 
 
-def test_sglang_is_built_in_isolation_and_transformer_engine_is_not():
-    """Steps of the installation by the words that pip gets."""
-    script = (ROOT / "launch" / "install.sh").read_text().split("install_gpu() {")[1].split("\n}")[0]
-    steps = [line for line in script.splitlines() if "pip install" in line]
-    assert "'.[gpu,test,lint]'" in steps[0] and "--no-build-isolation" not in steps[0]
-    assert "--no-build-isolation" in steps[-1] and "NVTE_BUILD_USE_NVIDIA_WHEELS=1" in script
-
-
 @pytest.mark.parametrize("without, built", [("", True), ("", False), ("te", None)])
 def test_transformer_engine_may_fail_or_be_left_out(without, built, tmp_path):
-    """install_gpu itself, with a python that notes its words and may fail to build."""
+    """install_gpu itself, with a python that notes its words and may fail to build; SGLang is built in isolation."""
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     fails = 'case "$*" in *--no-build-isolation*) exit 1;; esac' if built is False else ""
@@ -91,6 +82,7 @@ def test_transformer_engine_may_fail_or_be_left_out(without, built, tmp_path):
     code = f"set -euo pipefail\nvenv={tmp_path}\nwithout={without!r}\n{functions}\ninstall_gpu\necho went on\n"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "went on" in done.stdout, done.stderr
-    isolated = "--no-build-isolation" in (tmp_path / "words").read_text()
-    assert isolated == (without == "")
+    steps = [line for line in (tmp_path / "words").read_text().splitlines() if "pip install" in line]
+    assert ".[gpu,test,lint]" in steps[0] and "--no-build-isolation" not in steps[0]
+    assert ("--no-build-isolation" in steps[-1]) == (without == "") and "NVTE_BUILD_USE_NVIDIA_WHEELS=1" in functions
     assert ("could not be built" in done.stderr) == (built is False)

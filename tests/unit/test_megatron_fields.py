@@ -25,9 +25,8 @@ from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, ROOT, described
 CPU = Kernels(cuda=False, transformer_engine=False, fused_weight_gradient=False)
 CUDA = Kernels(cuda=True, transformer_engine=False, fused_weight_gradient=False)
 ENGINE = Kernels(cuda=True, transformer_engine=True, fused_weight_gradient=False)
-DENSE, EXPERTS, LATENT = (
-    read_architecture(MODELS / name) for name in ("Qwen3-8B", "Qwen3-235B-A22B", "DeepSeek-V3-0324")
-)
+MODEL_NAMES = ("Qwen3-8B", "Qwen3-235B-A22B", "DeepSeek-V3-0324")
+DENSE, EXPERTS, LATENT = (read_architecture(MODELS / name) for name in MODEL_NAMES)
 BUILD = """
 import json, sys
 from megagrpo.actor.host import prepare_host
@@ -36,12 +35,17 @@ from megagrpo.actor.megatron.config import megatron_configs
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.actor.megatron.fields import expected_kernels
-for name, description, actor in json.load(sys.stdin):
+*jobs, refused = json.load(sys.stdin)
+for name, description, actor in jobs:
     actor = ActorConfig.model_validate(actor)
     kernels = expected_kernels(actor)
     model, ddp, optimizer = megatron_configs(architecture_of(description), actor, kernels)
     print(json.dumps([name, model.moe_permute_fusion, model.moe_grouped_gemm, ddp.overlap_grad_reduce,
                       str(optimizer.exp_avg_dtype)]))
+try:
+    megatron_configs(architecture_of(refused[1]), ActorConfig.model_validate(refused[2]), kernels)
+except ValueError as exc:
+    print(json.dumps([refused[0], str(exc)]))
 """
 
 
@@ -49,39 +53,27 @@ def actor(**options) -> ActorConfig:
     return ActorConfig.model_validate({"world_size": 8, "dtype": "bfloat16", **options})
 
 
+BIAS = {"bias_activation_fusion", "bias_dropout_fusion"}
+OF_ENGINE = {*BIAS, "gradient_accumulation_fusion"}
+OF_EXPERTS = {"moe_permute_fusion", "moe_router_fusion"}
+STAGES = {"parallel": {"pp": 2}}
+
+
 @pytest.mark.parametrize(
     ("arch", "kernels", "options", "on"),
     [
         (EXPERTS, CPU, {"parallel": {"pp": 2, "ep": 2}}, set()),
-        (DENSE, CUDA, {}, {"bias_activation_fusion", "bias_dropout_fusion"}),
-        (
-            DENSE,
-            CUDA,
-            {"parallel": {"pp": 2}},
-            {*(["bias_activation_fusion", "bias_dropout_fusion"]), "deallocate_pipeline_outputs"},
-        ),
+        (DENSE, CUDA, {}, BIAS),
+        (DENSE, CUDA, STAGES, {*BIAS, "deallocate_pipeline_outputs"}),
+        (DENSE, ENGINE, {}, {*OF_ENGINE, "apply_rope_fusion"}),
+        (EXPERTS, ENGINE, {}, {*OF_ENGINE, *OF_EXPERTS, "apply_rope_fusion"}),
+        (LATENT, ENGINE, {}, OF_ENGINE | OF_EXPERTS),
+        (DENSE, ENGINE, {"parallel": {"pp": 2, "vpp": 2}}, {*OF_ENGINE, "apply_rope_fusion", "overlap_p2p_comm"}),
+        (DENSE, CUDA, {"lora": {"rank": 4}}, BIAS),  # adapters get no fused gradients
     ],
 )
-def test_defaults_without_transformer_engine(arch, kernels, options, on):
+def test_defaults_by_kernels(arch, kernels, options, on):
     assert set(transformer_defaults(arch, actor(**options), kernels)) == on
-
-
-@pytest.mark.parametrize(
-    ("arch", "options", "added"),
-    [
-        (DENSE, {}, {"apply_rope_fusion", "gradient_accumulation_fusion"}),
-        (EXPERTS, {}, {"apply_rope_fusion", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion"}),
-        (LATENT, {}, {"gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion"}),
-        (
-            DENSE,
-            {"parallel": {"pp": 2, "vpp": 2}},
-            {"apply_rope_fusion", "gradient_accumulation_fusion", "overlap_p2p_comm"},
-        ),
-    ],
-)
-def test_defaults_with_transformer_engine(arch, options, added):
-    found = set(transformer_defaults(arch, actor(**options), ENGINE))
-    assert found == added | {"bias_activation_fusion", "bias_dropout_fusion"}
 
 
 @pytest.mark.parametrize(
@@ -96,19 +88,15 @@ def test_defaults_with_transformer_engine(arch, options, added):
 def test_no_output_is_freed_while_it_is_sent(given, on):
     layout = actor(parallel={"pp": 4, "vpp": 2}, megatron=given)
     fields = transformer_fields(DENSE, layout, ENGINE)
+    assert given.items() <= fields.items(), "the user's settings win"
     assert [name for name in ("overlap_p2p_comm", "deallocate_pipeline_outputs") if fields.get(name)] == on
-
-
-def test_adapters_get_no_fused_gradients_and_no_overlap():
-    adapters = actor(lora={"rank": 4})
-    assert "gradient_accumulation_fusion" not in transformer_defaults(DENSE, adapters, CUDA)
-    assert ddp_fields(adapters, CUDA).keys() == {"use_distributed_optimizer", "grad_reduce_in_fp32"}
 
 
 @pytest.mark.parametrize(
     ("options", "kernels", "overlaps"),
     [
         ({}, CPU, []),
+        ({"lora": {"rank": 4}}, CUDA, []),
         ({}, ENGINE, ["overlap_grad_reduce", "overlap_param_gather"]),
         ({"optimizer": {"distributed": False}}, ENGINE, ["overlap_grad_reduce"]),
         ({"parallel": {"tp": 8}}, ENGINE, []),  # no data-parallel ranks
@@ -124,12 +112,6 @@ def test_communication_overlaps_on_cuda(options, kernels, overlaps):
     assert [name for name in ("overlap_grad_reduce", "overlap_param_gather") if fields.get(name)] == overlaps
     assert optimizer_fields(actor(**options), kernels)["overlap_param_gather"] == ("overlap_param_gather" in overlaps)
     assert bool(fields.get("align_param_gather")) == ("vpp" in options.get("parallel", {}))
-
-
-def test_what_the_user_sets_wins():
-    given = actor(megatron={"moe_router_fusion": False, "moe_token_dispatcher_type": "flex"})
-    fields = transformer_fields(EXPERTS, given, ENGINE)
-    assert fields["moe_router_fusion"] is False and fields["moe_token_dispatcher_type"] == "flex"
 
 
 @pytest.mark.parametrize(
@@ -149,25 +131,18 @@ def test_selective_recompute_takes_what_holds_memory(arch, kernels, megatron, mo
     assert fields["recompute_granularity"] == "selective" and fields["recompute_modules"] == modules
 
 
+AWARE = {"use_precision_aware_optimizer": True}
+SMALL = {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "fp8", "main_grads_dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("dtype", "settings", "gradient", "state", "host"),
     [
         ("float32", {}, 4, 8, 0),
         ("bfloat16", {}, 4, 12, 0),
-        ("bfloat16", {"use_precision_aware_optimizer": True}, 4, 10, 0),
-        ("bfloat16", {"use_precision_aware_optimizer": True, "store_param_remainders": False}, 4, 12, 0),
-        (
-            "bfloat16",
-            {
-                "use_precision_aware_optimizer": True,
-                "exp_avg_dtype": "bfloat16",
-                "exp_avg_sq_dtype": "fp8",
-                "main_grads_dtype": "bfloat16",
-            },
-            2,
-            5,
-            0,
-        ),
+        ("bfloat16", AWARE, 4, 10, 0),
+        ("bfloat16", AWARE | {"store_param_remainders": False}, 4, 12, 0),
+        ("bfloat16", AWARE | SMALL, 2, 5, 0),
         ("bfloat16", {"optimizer_cpu_offload": True}, 4, 0, 16),
         ("bfloat16", {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25}, 4, 9, 4),
     ],
@@ -178,13 +153,12 @@ def test_bytes_of_a_trained_element(dtype, settings, gradient, state, host):
 
 
 def test_gradients_in_bfloat16_are_reduced_in_it():
-    aware = actor(optimizer={"megatron": {"use_precision_aware_optimizer": True, "main_grads_dtype": "bfloat16"}})
-    assert ddp_fields(aware, ENGINE)["grad_reduce_in_fp32"] is False
+    assert ddp_fields(actor(optimizer={"megatron": AWARE | SMALL}), ENGINE)["grad_reduce_in_fp32"] is False
     assert ddp_fields(actor(), ENGINE)["grad_reduce_in_fp32"] is True
 
 
 def test_every_shipped_experiment_builds_megatrons_objects(prepared):
-    """As on CUDA, with the functions that Transformer Engine's stand-in has; Megatron's own checks run.
+    """As on CUDA, with the functions that Transformer Engine's stand-in has; Megatron's own checks run and are named.
 
     Of the laptop's experiments the quickstart has its model's description.
     """
@@ -197,38 +171,19 @@ def test_every_shipped_experiment_builds_megatrons_objects(prepared):
             report = "\n".join(settings_report(architecture_of(hf), config.actor))
             assert report.count("fields handed over") == 3
     assert {path.stem for path in CONFIGS} - {"gsm8k", *LAPTOP - {"quickstart"}} == {name for name, *_ in jobs}
-    environment = child_environment(
-        {"PYTHONPATH": f"{ROOT / 'tests' / 'stand_ins'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=ROOT, env=environment, input=json.dumps(jobs), capture_output=True, text=True
-    )
+    hf = json.loads((MODELS / "Qwen3-8B" / "config.json").read_text())
+    wrong = {"recompute_method": "block", "distribute_saved_activations": True}
+    jobs.append(["wrong", hf, actor(recompute="full", megatron=wrong, parallel={"tp": 2}).model_dump()])
+    stand_ins = {"PYTHONPATH": f"{ROOT / 'tests' / 'stand_ins'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
+    command, environment = [sys.executable, "-c", BUILD], child_environment(stand_ins)
+    done = subprocess.run(command, cwd=ROOT, env=environment, input=json.dumps(jobs), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     built = {name: rest for name, *rest in map(json.loads, done.stdout.splitlines())}
     assert built.keys() == {name for name, *_ in jobs}
+    said = built["wrong"][0]
+    assert "Megatron's TransformerConfig refuses these settings: distribute_saved_activations" in said
+    assert "sequence_parallel is actor.parallel.tp here" in said or "actor.megatron.distribute" in said
     assert built["qwen3_30b_a3b"][:3] == [True, True, True] and built["quickstart"][:3] == [False, False, False]
-
-
-def test_what_megatron_refuses_is_said_with_our_keys():
-    code = """
-from megagrpo.actor.host import prepare_host
-prepare_host("cpu", False)
-from megagrpo.actor.megatron.config import kernels_here, transformer_config
-from megagrpo.config.actor import ActorConfig
-from megagrpo.families.table import read_architecture
-import sys
-actor = ActorConfig(recompute="full", megatron={"recompute_method": "block", "distribute_saved_activations": True},
-                    world_size=2, parallel={"tp": 2})
-try:
-    transformer_config(read_architecture(sys.argv[1]), actor, kernels_here(actor))
-except ValueError as exc:
-    print(exc)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(MODELS / "Qwen3-8B")], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert "Megatron's TransformerConfig refuses these settings: distribute_saved_activations" in done.stdout
-    assert "sequence_parallel is actor.parallel.tp here" in done.stdout or "actor.megatron.distribute" in done.stdout
 
 
 def test_bfloat16_is_for_cuda():

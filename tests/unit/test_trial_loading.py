@@ -33,12 +33,8 @@ def model(tmp_path_factory) -> Path:
 def experiment(folder: Path, model: Path, **data) -> Path:
     rows = [{"prompt": "12+3", "answer": "15"}, {"prompt": "1", "answer": "1"}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = {
-        "name": "trial",
-        "output_dir": str(folder / "run"),
-        "model": {"path": str(model)},
-        "data": {"path": str(folder / "rows.jsonl"), "chat_template": True, "max_prompt_tokens": 2} | data,
-    }
+    data = {"path": str(folder / "rows.jsonl"), "chat_template": True, "max_prompt_tokens": 2} | data
+    text = {"name": "trial", "output_dir": str(folder / "run"), "model": {"path": str(model)}, "data": data}
     path = folder / "trial.yaml"
     path.write_text(yaml.safe_dump(text))
     return path
@@ -92,9 +88,8 @@ def test_a_broken_torchvision_is_a_problem_with_its_remedy(tmp_path, model):
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise RuntimeError('built for another torch')\n")
     command = [sys.executable, "-W", "ignore", "-m", "megagrpo.cli", "check", str(experiment(tmp_path, model))]
-    done = subprocess.run(
-        command, env=child_environment(python_path=[str(broken.parent)]), capture_output=True, text=True, timeout=120
-    )
+    environment = child_environment(python_path=[str(broken.parent)])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "PROBLEMS (1)" in done.stdout and f"{model}: no tokenizer can be loaded from here" in done.stdout
     assert "built for another torch" in done.stdout and "`bash launch/install.sh --repair`" in done.stdout

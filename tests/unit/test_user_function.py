@@ -51,10 +51,7 @@ def test_built_in_and_own_functions_are_found(own):
     [
         ("joni", "a.key 'joni' is unknown; did you mean 'join'? (your own is written package.module:function)"),
         ("xyz", "a.key 'xyz' is unknown; known: join, split (your own"),
-        (
-            "no.such:f",
-            "a.key 'no.such:f': importing no.such failed: ModuleNotFoundError: No module named 'no'; is its folder",
-        ),
+        ("no.such:f", "importing no.such failed: ModuleNotFoundError: No module named 'no'; is its folder"),
         ("broken_functions:f", "importing broken_functions failed: KeyError: 'on purpose'"),
         ("own_functions:lenght", "own_functions has no function lenght; did you mean 'length'?"),
         ("own_functions:LIMIT", "own_functions has no function LIMIT"),

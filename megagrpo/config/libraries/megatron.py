@@ -5,9 +5,10 @@ All other fields are the user's. A pattern such as tp_comm_* stands for every fi
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
 
 from megagrpo.config.actor import ActorConfig
+from megagrpo.config.fields import LibrarySettings
 from megagrpo.config.libraries.source import LibraryField, Refusal, nearest, read_fields, refusal_of, refusals
 
 _MODEL = """
@@ -135,21 +136,14 @@ class SettingsTable:
         """The fields of the installed class; {} without Megatron."""
         return read_fields("megatron", self.files, (*self.bases, self.name))
 
-    def given(self, actor: ActorConfig) -> dict[str, Any]:
+    def given(self, actor: ActorConfig) -> LibrarySettings:
         """Returns the experiment's map."""
-        return {
-            ("actor", "megatron"): actor.megatron,
-            ("actor", "ddp"): actor.ddp,
-            ("actor", "optimizer", "megatron"): actor.optimizer.megatron,
-        }[self.path]
+        return reduce(getattr, self.path[1:], actor)  # type: ignore[arg-type]
 
 
 def _refused(ours: Mapping[str, str], refused: Mapping[str, str]) -> dict[str, Refusal]:
-    elsewhere = {
-        name: Refusal("another key of the file, or the model's config.json, says it", key)
-        for key, names in ours.items()
-        for name in names.split()
-    }
+    reason = "another key of the file, or the model's config.json, says it"
+    elsewhere = {name: Refusal(reason, key) for key, names in ours.items() for name in names.split()}
     return elsewhere | refusals(refused)
 
 
@@ -185,7 +179,8 @@ def megatron_setting_problems(actor: ActorConfig) -> Iterator[tuple[tuple[str, .
         for key, value in table.given(actor).items()
         if (problem := _problem(table, key, value))
     ]
-    yield from wrong or (((*table.path, key), problem) for table, key, problem in _wrong_together(actor))
+    together = (*_wrong_with_kernels(actor), *_wrong_with_stages(actor), *_wrong_with_optimizer(actor))
+    yield from wrong or ((("actor", *key.split(".")), problem) for key, problem in together)
 
 
 def _problem(table: SettingsTable, key: str, value: object) -> str:
@@ -206,57 +201,59 @@ _RECOMPUTE_OF = {"recompute_modules": "selective", "recompute_method": "full", "
 _RECOMPUTED_BY_ENGINE = {"layernorm", "moe_act", "mla_up_proj"}
 
 
-def _wrong_together(actor: ActorConfig) -> Iterator[tuple[SettingsTable, str, str]]:
-    """Yields settings that other keys of the experiment make impossible or meaningless."""
-    model, ddp, optimizer = actor.megatron, actor.ddp, actor.optimizer.megatron
+def _wrong_with_kernels(actor: ActorConfig) -> Iterator[tuple[str, str]]:
+    """Yields (key, problem) of settings that actor.recompute or the layers' implementation contradicts."""
+    model = actor.megatron
     for key, kind in _RECOMPUTE_OF.items():
         if key in model and actor.recompute != kind:
-            yield TRANSFORMER_SETTINGS, key, f"it is read with actor.recompute {kind} alone, which is {actor.recompute}"
+            yield f"megatron.{key}", f"it is read with actor.recompute {kind} only, which is {actor.recompute}"
     if not actor.expects_transformer_engine:
-        engine = _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ())
-        if engine:
-            text = f"{', '.join(sorted(engine))}: only with Transformer Engine's layers (actor.transformer_engine)"
-            yield TRANSFORMER_SETTINGS, "recompute_modules", text
+        if engine := _RECOMPUTED_BY_ENGINE.intersection(model.get("recompute_modules") or ()):
+            only = "only with Transformer Engine's layers (actor.transformer_engine)"
+            yield "megatron.recompute_modules", f"{', '.join(sorted(engine))}: {only}"
         for key in ("fp8", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion", "use_te_activation_func"):
             if model.get(key):
-                yield TRANSFORMER_SETTINGS, key, "it needs Transformer Engine's layers (actor.transformer_engine)"
+                yield f"megatron.{key}", "it needs Transformer Engine's layers (actor.transformer_engine)"
     if model.get("moe_token_dispatcher_type") == "flex" and model.get("moe_shared_expert_overlap"):
-        yield TRANSFORMER_SETTINGS, "moe_shared_expert_overlap", "it works with the alltoall dispatcher alone"
-    yield from _wrong_with_stages(actor)
-    if actor.lora is not None:
-        for key in ("overlap_grad_reduce", "overlap_param_gather"):
-            if ddp.get(key):
-                yield DDP_SETTINGS, key, "with lora, replicas of experts are summed before the ranks' gradients are"
-    if ddp.get("overlap_param_gather") and not actor.optimizer.distributed:
-        yield DDP_SETTINGS, "overlap_param_gather", "it gathers what actor.optimizer.distributed: true sharded"
+        yield "megatron.moe_shared_expert_overlap", "it works with the alltoall dispatcher only"
+
+
+def _wrong_with_stages(actor: ActorConfig) -> Iterator[tuple[str, str]]:
+    """Yields what Megatron's schedules do not do, or do wrongly without a word."""
+    model, p = actor.megatron, actor.parallel
+    virtual = "the schedule of virtual stages (actor.parallel.vpp of 2 or more)"
+    if p.vpp == 1 and model.get("overlap_p2p_comm"):
+        yield "megatron.overlap_p2p_comm", f"messages overlap only in {virtual}"
+    if p.vpp == 1 and actor.ddp.get("align_param_gather"):
+        yield "ddp.align_param_gather", f"only {virtual} starts the gathers; in others each would be waited for"
+    if model.get("overlap_p2p_comm") and model.get("deallocate_pipeline_outputs"):
+        text = "with overlap_p2p_comm Megatron-Core 0.16.1 frees an output that it is still sending"
+        yield "megatron.deallocate_pipeline_outputs", text
+    if model.get("overlap_p2p_comm") and model.get("batch_p2p_comm"):
+        yield "megatron.batch_p2p_comm", "with overlap_p2p_comm messages are sent one by one"
+    elif model.get("batch_p2p_comm") and p.vpp > 1 and p.pp == 2:
+        text = "of two stages, each is before and after the other, and a batch mixes up what is for which"
+        yield "megatron.batch_p2p_comm", text
+
+
+def _wrong_with_optimizer(actor: ActorConfig) -> Iterator[tuple[str, str]]:
+    """Yields settings of gradients and of the optimizer's state that actor.optimizer, lora or dtype contradicts."""
+    ddp, optimizer, sharded = actor.ddp, actor.optimizer.megatron, actor.optimizer.distributed
+    for key in ("overlap_grad_reduce", "overlap_param_gather"):
+        if actor.lora is not None and ddp.get(key):
+            yield f"ddp.{key}", "with lora, replicas of experts are summed before the ranks' gradients are"
+    if ddp.get("overlap_param_gather") and not sharded:
+        yield "ddp.overlap_param_gather", "it gathers what actor.optimizer.distributed: true sharded"
     if ddp.get("overlap_param_gather") and ddp.get("overlap_grad_reduce") is False:
-        yield DDP_SETTINGS, "overlap_param_gather", "it needs actor.ddp.overlap_grad_reduce: true"
+        yield "ddp.overlap_param_gather", "it needs actor.ddp.overlap_grad_reduce: true"
     for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
-        if optimizer.get(key) and not actor.optimizer.distributed:
-            yield OPTIMIZER_SETTINGS, key, "it needs actor.optimizer.distributed: true"
+        if optimizer.get(key) and not sharded:
+            yield f"optimizer.megatron.{key}", "it needs actor.optimizer.distributed: true"
         if optimizer.get(key) and actor.dtype != "bfloat16":
             text = "it keeps float32 copies of bfloat16 weights; with actor.dtype float32 there are none"
-            yield OPTIMIZER_SETTINGS, key, text
+            yield f"optimizer.megatron.{key}", text
     aware = optimizer.get("use_precision_aware_optimizer") or optimizer.get("optimizer_cpu_offload")
     for key in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         if optimizer.get(key, "float32") != "float32" and not aware:
             text = "other types than float32 need actor.optimizer.megatron.use_precision_aware_optimizer: true"
-            yield OPTIMIZER_SETTINGS, key, text
-
-
-def _wrong_with_stages(actor: ActorConfig) -> Iterator[tuple[SettingsTable, str, str]]:
-    """Yields what Megatron's schedules do not do, or do wrongly without a word."""
-    model, p = actor.megatron, actor.parallel
-    virtual = "the schedule of virtual stages alone (actor.parallel.vpp of 2 or more)"
-    if p.vpp == 1 and model.get("overlap_p2p_comm"):
-        yield TRANSFORMER_SETTINGS, "overlap_p2p_comm", f"messages overlap in {virtual}"
-    if p.vpp == 1 and actor.ddp.get("align_param_gather"):
-        yield DDP_SETTINGS, "align_param_gather", f"{virtual} starts the gathers; in others each would be waited for"
-    if model.get("overlap_p2p_comm") and model.get("deallocate_pipeline_outputs"):
-        text = "with overlap_p2p_comm Megatron-Core 0.16.1 frees an output that it is still sending"
-        yield TRANSFORMER_SETTINGS, "deallocate_pipeline_outputs", text
-    if model.get("overlap_p2p_comm") and model.get("batch_p2p_comm"):
-        yield TRANSFORMER_SETTINGS, "batch_p2p_comm", "with overlap_p2p_comm messages are sent one by one"
-    elif model.get("batch_p2p_comm") and p.vpp > 1 and p.pp == 2:
-        text = "of two stages, each is before and after the other, and a batch mixes up what is for which"
-        yield TRANSFORMER_SETTINGS, "batch_p2p_comm", text
+            yield f"optimizer.megatron.{key}", text

@@ -5,8 +5,8 @@ All other fields are the user's. A pattern such as hicache_* stands for every fi
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
+from megagrpo.config.fields import LibrarySettings
 from megagrpo.config.libraries.source import LibraryField, Refusal, nearest, read_fields, refusal_of, refusals
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.system.environment import WEIGHT_LOADER
@@ -144,7 +144,7 @@ def engine_setting_problems(rollout: RolloutConfig) -> Iterator[tuple[tuple[str,
         yield ("rollout", "sglang", "dp_size"), f"is refused without enable_dp_attention: {_RANKS}; raise num_engines"
 
 
-def engine_setting_words(given: Mapping[str, Any]) -> list[str]:
+def engine_setting_words(given: LibrarySettings) -> list[str]:
     """Returns the words of the command line for `rollout.sglang`, which has no problems."""
     fields = server_fields()
     return [word for name, value in given.items() for word in _words(fields[name], value)]

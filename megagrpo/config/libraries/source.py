@@ -10,6 +10,7 @@ import enum
 import json
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -56,11 +57,10 @@ class LibraryField:
             return True
         if isinstance(value, bool) and "bool" not in self.declared:  # for pydantic true is one of Literal[0, 1]
             return False
-        try:
+        with suppress(ValidationError):
             _adapter(self.annotation).validate_json(json.dumps(value), strict=True)
-        except ValidationError:
-            return False
-        return True
+            return True
+        return False
 
 
 class _Name:
@@ -99,23 +99,22 @@ def read_fields(package: str, files: Sequence[str], classes: Sequence[str] = ())
     if spec is None or not spec.submodule_search_locations:
         return {}
     root = Path(next(iter(spec.submodule_search_locations)))
-    names = _Names(
-        {name: getattr(typing, name) for name in typing.__all__} | {kind.__name__: kind for kind in _BUILTINS}
-    )
+    names = _Names({name: getattr(typing, name) for name in typing.__all__})
+    names |= {kind.__name__: kind for kind in _BUILTINS}
     names |= {"A": typing.Annotated, "Arg": dict, "field": _default_of_field, "None": None}
-    dtypes = {name: name for name in DTYPES}
-    names["torch"] = SimpleNamespace(dtype=typing.Literal[DTYPES], **dtypes)
+    names["torch"] = SimpleNamespace(dtype=typing.Literal[DTYPES], **{name: name for name in DTYPES})
     fields: dict[str, LibraryField] = {}
     for path in [path for pattern in files for path in sorted(root.glob(pattern))]:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 names[node.targets[0].id] = _evaluate(node.value, names)
             elif isinstance(node, ast.ClassDef) and any("Enum" in ast.unparse(base) for base in node.bases):
-                names[node.name] = enum.Enum(node.name, _members(node))
+                assigned = [statement.targets[0] for statement in node.body if isinstance(statement, ast.Assign)]
+                members = [target.id for target in assigned if isinstance(target, ast.Name)]
+                names[node.name] = enum.Enum(node.name, [(name, name) for name in members])
             elif isinstance(node, ast.ClassDef) and (not classes or node.name in classes):
-                found = [
-                    _field(node.name, statement, names, f"{path.relative_to(root.parent)}") for statement in node.body
-                ]
+                file = str(path.relative_to(root.parent))
+                found = [_field(node.name, statement, names, file) for statement in node.body]
                 fields |= {field.name: field for field in found if field is not None}
     return fields
 
@@ -152,26 +151,19 @@ def _adapter(annotation: object) -> TypeAdapter[object]:
 
 
 def _evaluate(node: ast.expr, names: _Names) -> object:
-    try:
+    with suppress(TypeError):  # arithmetic with a name that is unknown here
         return eval(compile(ast.Expression(node), "", "eval"), {"__builtins__": {}}, names)
-    except TypeError:  # arithmetic with a name that is unknown here
-        return _Name(ast.unparse(node))
+    return _Name(ast.unparse(node))
 
 
 def _default_of_field(default: object = "", default_factory: Callable[[], object] | None = None, **_: object) -> object:
     return default_factory() if default_factory in _BUILTINS and default_factory is not None else default
 
 
-def _members(node: ast.ClassDef) -> list[tuple[str, str]]:
-    assigned = [statement.targets[0] for statement in node.body if isinstance(statement, ast.Assign)]
-    return [(target.id, target.id) for target in assigned if isinstance(target, ast.Name)]
-
-
 def _field(group: str, node: ast.stmt, names: _Names, file: str) -> LibraryField | None:
     if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
         return None
-    written = node.annotation
-    options: dict[str, object] = {}
+    written, options = node.annotation, dict[str, object]()
     if isinstance(written, ast.Constant) and isinstance(written.value, str):
         written = ast.parse(written.value, mode="eval").body
     if isinstance(written, ast.Subscript) and ast.unparse(written.value) in ("A", "Annotated"):
@@ -184,11 +176,9 @@ def _field(group: str, node: ast.stmt, names: _Names, file: str) -> LibraryField
     if declared.startswith("ClassVar"):
         return None
     annotation = _evaluate(written, names)
-    default = "" if node.value is None else _plain(_evaluate(node.value, names))
+    default = "" if node.value is None else _evaluate(node.value, names)
+    if isinstance(default, enum.Enum):
+        default = default.name
+    elif isinstance(default, _Name):
+        default = default.dotted.rpartition(".")[2]
     return LibraryField(node.target.id, group, declared, annotation, default, options, f"{file}:{node.lineno}")
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, enum.Enum):
-        return value.name
-    return value.dotted.rpartition(".")[2] if isinstance(value, _Name) else value

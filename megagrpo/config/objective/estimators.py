@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from megagrpo.config.variant import Aggregation, Ddof, Positive, Variant
+from megagrpo.config.fields import Aggregation, Ddof, PositiveFloat, Variant
 
 
 class Estimator(Variant):
@@ -25,7 +25,7 @@ class Estimator(Variant):
 
     @property
     def refuses_group_of_one(self) -> str | None:
-        """The reason why train.group_size 1 cannot work, or None where it can."""
+        """The reason why train.group_size 1 cannot work; None if it can."""
         return None
 
 
@@ -33,10 +33,8 @@ class _ComparesResponses(Estimator):
     """Subtracts what other responses to the same prompt got, so that a group with one valid response needs a rule."""
 
     name: str
-    single_sample: Literal["zero", "raw"] = Field(
-        default="zero",
-        description="Advantage of a group with one valid response: 0, or its raw reward as in verl's loops.",
-    )
+    single_sample: Literal["zero", "raw"] = "zero"
+    """Advantage of a group with one valid response: 0, or its raw reward as in verl's loops."""
 
     @property
     def refuses_group_of_one(self) -> str | None:
@@ -61,7 +59,7 @@ class GrpoAdvantage(_ComparesResponses):
 
     name: Literal["grpo"] = Field(default="grpo", description=_CHOOSES)
     std_ddof: Ddof = Field(default=1, description=_STD_DDOF)
-    eps: Positive = Field(default=1e-6, description=_EPS)
+    eps: PositiveFloat = Field(default=1e-6, description=_EPS)
 
     @property
     def group_std_ddof(self) -> int:
@@ -89,7 +87,7 @@ class GrpoPassKAdvantage(Estimator):
     name: Literal["grpo_passk"] = Field(default="grpo_passk", description=_CHOOSES)
     normalise: bool = Field(default=True, description="Whether to divide by the group's standard deviation plus eps.")
     std_ddof: Ddof = Field(default=1, description=_STD_DDOF)
-    eps: Positive = Field(default=1e-6, description=_EPS)
+    eps: PositiveFloat = Field(default=1e-6, description=_EPS)
 
     @property
     def group_std_ddof(self) -> int:
@@ -151,11 +149,9 @@ class GpgAdvantage(_ComparesResponses):
     formula = "alpha (r - mean)"
 
     name: Literal["gpg"] = Field(default="gpg", description=_CHOOSES)
-    alpha: Literal["non_degenerate", "nonzero_reward"] = Field(
-        default="non_degenerate",
-        description="What alpha divides the number of responses by: those in groups whose rewards differ, or those "
-        "with a reward other than 0, as verl does.",
-    )
+    alpha: Literal["non_degenerate", "nonzero_reward"] = "non_degenerate"
+    """What alpha divides the number of responses by: those in groups whose rewards differ, or those with a reward other
+    than 0, as verl does."""
 
 
 AdvantageConfig = Annotated[

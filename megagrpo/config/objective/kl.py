@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from megagrpo.config.section import Section
-from megagrpo.config.variant import NonNegative, Positive
+from megagrpo.config.fields import NonNegativeFloat, PositiveFloat, Problems, Section
 
 # How far from its target the adaptive coefficient sees the divergence; arXiv 1909.08593, section 2.2.
 KL_ERROR_LIMIT = 0.2
@@ -38,32 +37,24 @@ KL_FORMS: dict[KlEstimator, KlForm] = {
 class AdaptiveKl(Section):
     """beta <- beta (1 + clip(KL / target - 1, +-0.2) responses / horizon). arXiv 1909.08593."""
 
-    target: Positive = Field(description="KL per sampled token that the coefficient steers to, in nats.")
-    horizon: Positive = Field(description="Responses over which the coefficient adapts.")
+    target: PositiveFloat = Field(description="KL per sampled token that the coefficient steers to, in nats.")
+    horizon: PositiveFloat = Field(description="Responses over which the coefficient adapts.")
 
 
 class KlConfig(Section):
     """KL to the reference, the initial weights. Both coefficients 0: no reference is kept."""
 
-    loss_coef: NonNegative = Field(default=0.0, description="Coefficient of the KL as a term of the loss.")
-    reward_coef: NonNegative = Field(
-        default=0.0, description="Coefficient of the KL that is subtracted from the reward, token by token."
-    )
-    estimator: KlEstimator = Field(
-        default="k3",
-        description="Estimate from the sampled tokens; with + it has the gradient of k2. full: exact, over the whole "
-        "vocabulary.",
-    )
-    value_clamp: Positive | None = Field(
-        default=None, description="Largest value of k3 for a token, in nats (verl: 10); null: no limit."
-    )
-    importance: bool = Field(
-        default=False,
-        description='Multiplies the "+" estimators by the probability ratio, detached: right off-policy too.',
-    )
-    adaptive: AdaptiveKl | None = Field(
-        default=None, description="Adapts the coefficient to a target KL after every step; null: fixed."
-    )
+    loss_coef: NonNegativeFloat = Field(default=0.0, description="Coefficient of the KL as a term of the loss.")
+    reward_coef: NonNegativeFloat = 0.0
+    """Coefficient of the KL that is subtracted from the reward, token by token."""
+    estimator: KlEstimator = "k3"
+    """Estimate from the sampled tokens; with + it has the gradient of k2. full: exact, over the whole vocabulary."""
+    value_clamp: PositiveFloat | None = None
+    """Largest value of k3 for a token, in nats (verl: 10); null: no limit."""
+    importance: bool = False
+    """Multiplies the "+" estimators by the probability ratio, detached: right off-policy too."""
+    adaptive: AdaptiveKl | None = None
+    """Adapts the coefficient to a target KL after every step; null: fixed."""
 
     @property
     def form(self) -> KlForm:
@@ -79,26 +70,17 @@ class KlConfig(Section):
         """Returns the section with this coefficient in the place of the one that is not 0."""
         return self.model_copy(update={"reward_coef" if self.reward_coef else "loss_coef": coef})
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.loss_coef and self.reward_coef:
-            raise ValueError(
-                "loss_coef and reward_coef are both set: the KL would be charged twice; set one of them to 0"
-            )
-        if self.reward_coef and (self.form.value == "full" or self.form.gradient_of_k2):
-            raise ValueError(
-                f'estimator "{self.estimator}" is a form for the loss; with reward_coef use k1, abs, k2 or k3'
-            )
-        if self.importance and not self.form.gradient_of_k2:
-            raise ValueError(
-                f'importance corrects the gradient of the "+" estimators; "{self.estimator}" is none of them'
-            )
-        if self.value_clamp is not None and self.form.value != "k3":
-            raise ValueError(f'value_clamp belongs to k3; estimator is "{self.estimator}"')
-        if self.adaptive and self.form.value == "full":
-            raise ValueError(
-                'adaptive measures the KL on the sampled tokens, which estimator "full" does not; use k1, abs, k2 or k3'
-            )
-        if self.adaptive and not (self.loss_coef or self.reward_coef):
-            raise ValueError("adaptive needs a starting coefficient: set loss_coef or reward_coef")
-        return self
+    def problems(self) -> Problems:
+        own, full = f'"{self.estimator}"', self.form.value == "full"
+        both = self.loss_coef and self.reward_coef
+        of_loss = self.reward_coef and (full or self.form.gradient_of_k2)
+        uncorrected = self.importance and not self.form.gradient_of_k2
+        return {
+            "loss_coef and reward_coef are both set: the KL would be charged twice; set one of them to 0": both,
+            f"estimator {own} is a form for the loss; with reward_coef use k1, abs, k2 or k3": of_loss,
+            f'importance corrects the gradient of the "+" estimators; {own} is none of them': uncorrected,
+            f"value_clamp belongs to k3; estimator is {own}": self.value_clamp and self.form.value != "k3",
+            'adaptive measures the KL on the sampled tokens, estimator "full" does not; use k1, abs, k2 or '
+            "k3": self.adaptive and full,
+            "adaptive needs a starting coefficient: set loss_coef or reward_coef": self.adaptive and not self.coef,
+        }

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
-from megagrpo.config.variant import Aggregation, NonNegative, Positive, Variant
+from megagrpo.config.fields import Aggregation, NonNegativeFloat, PositiveFloat, Variant
 
 _CHOOSES = "Selects this loss."
 _LOW = "The probability ratio is clipped below at 1 - clip_ratio_low."
@@ -22,12 +22,9 @@ class PpoClipLoss(Variant):
 
     name: Literal["ppo_clip"] = Field(default="ppo_clip", description=_CHOOSES)
     clip_ratio_low: float = Field(default=0.2, gt=0, le=1, description=_LOW)
-    clip_ratio_high: Positive = Field(default=0.2, description=_HIGH)
-    dual_clip: float | None = Field(
-        default=None,
-        gt=1,
-        description="c of the dual clip: the loss of a negative advantage is at most c |A|. null: off.",
-    )
+    clip_ratio_high: PositiveFloat = Field(default=0.2, description=_HIGH)
+    dual_clip: float | None = Field(default=None, gt=1)
+    """c of the dual clip: the loss of a negative advantage is at most c |A|. null: off."""
 
 
 class GspoLoss(Variant):
@@ -41,11 +38,9 @@ class GspoLoss(Variant):
 
     name: Literal["gspo"] = Field(default="gspo", description=_CHOOSES)
     clip_ratio_low: float = Field(default=3e-4, gt=0, le=1, description=_LOW)
-    clip_ratio_high: Positive = Field(default=4e-4, description=_HIGH)
-    clamp: Literal["both", "above"] = Field(
-        default="both",
-        description="Limit of the sequence's mean log-ratio: +-20 (both), or only above, at 10, as in verl (above).",
-    )
+    clip_ratio_high: PositiveFloat = Field(default=4e-4, description=_HIGH)
+    clamp: Literal["both", "above"] = "both"
+    """Limit of the sequence's mean log-ratio: +-20 (both), or only above, at 10, as in verl (above)."""
 
 
 class CispoLoss(Variant):
@@ -55,7 +50,7 @@ class CispoLoss(Variant):
 
     name: Literal["cispo"] = Field(default="cispo", description=_CHOOSES)
     clip_ratio_low: float = Field(default=1.0, gt=0, le=1, description=_LOW)
-    clip_ratio_high: NonNegative = Field(default=4.0, description=_HIGH)
+    clip_ratio_high: NonNegativeFloat = Field(default=4.0, description=_HIGH)
 
 
 class GpgLoss(Variant):
@@ -72,10 +67,10 @@ class SapoLoss(Variant):
     formula = "-sigmoid(tau (rho - 1)) (4 / tau) A"
 
     name: Literal["sapo"] = Field(default="sapo", description=_CHOOSES)
-    tau_positive: Positive = Field(default=1.0, description="Steepness of the gate where the advantage is positive.")
-    tau_negative: Positive = Field(
-        default=1.05, description="Steepness of the gate where the advantage is not positive."
-    )
+    tau_positive: PositiveFloat = 1.0
+    """Steepness of the gate where the advantage is positive."""
+    tau_negative: PositiveFloat = 1.05
+    """Steepness of the gate where the advantage is not positive."""
 
 
 PolicyLossConfig = Annotated[

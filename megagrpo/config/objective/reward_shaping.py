@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from megagrpo.config.section import Section
-from megagrpo.config.variant import Ddof, NonNegative, Positive
+from megagrpo.config.fields import Ddof, NonNegativeFloat, PositiveFloat, Section
 
 Scope = Literal["none", "group", "batch", "running"]
 
@@ -28,13 +27,11 @@ class OverlongShaping(Section):
     0 up to max_response_tokens - buffer_tokens, then linear down to -factor.
     """
 
-    buffer_tokens: int | None = Field(
-        default=None,
-        ge=0,
-        description="Tokens before max_response_tokens over which the penalty grows. "
-        "null: a fifth of max_response_tokens, as in the paper; 0: off.",
-    )
-    factor: NonNegative = Field(default=1.0, description="Penalty of the longest response, in units of the reward.")
+    buffer_tokens: int | None = Field(default=None, ge=0)
+    """Tokens before max_response_tokens over which the penalty grows. null: a fifth of max_response_tokens, as in the
+    paper; 0: off."""
+    factor: NonNegativeFloat = 1.0
+    """Penalty of the longest response, in units of the reward."""
 
     def buffer(self, max_response_tokens: int) -> int:
         """Returns the length of the buffer, in tokens."""
@@ -47,7 +44,7 @@ class RewardScaling(RewardStep):
     reaches_greedy_baseline = True
     switches: ClassVar[tuple[str, ...]] = ("scale", "shift")
 
-    scale: Positive = Field(default=1.0, description="Multiplies every reward, greedy baselines included.")
+    scale: PositiveFloat = Field(default=1.0, description="Multiplies every reward, greedy baselines included.")
     shift: float = Field(default=0.0, description="Added to every reward after scale, greedy baselines included.")
 
 
@@ -56,9 +53,8 @@ class RewardOverlong(RewardStep):
 
     switches: ClassVar[tuple[str, ...]] = ("overlong",)
 
-    overlong: OverlongShaping | None = Field(
-        default=None, description="Penalty of responses near the length limit; null: off."
-    )
+    overlong: OverlongShaping | None = None
+    """Penalty of responses near the length limit; null: off."""
 
 
 class RewardNormalisation(RewardStep):
@@ -67,14 +63,11 @@ class RewardNormalisation(RewardStep):
     switches: ClassVar[tuple[str, ...]] = ("mean", "std")
 
     mean: Scope = Field(default="none", description="Responses whose mean reward is subtracted.")
-    std: Scope = Field(
-        default="none",
-        description="Responses by whose standard deviation, about their own mean, the reward is divided.",
-    )
-    std_ddof: Ddof = Field(
-        default=1, description="Delta degrees of freedom of that standard deviation: 1 (sample) or 0 (population)."
-    )
-    eps: Positive = Field(default=1e-6, description="Added to that standard deviation, in units of the reward.")
+    std: Scope = "none"
+    """Responses by whose standard deviation, about their own mean, the reward is divided."""
+    std_ddof: Ddof = 1
+    """Delta degrees of freedom of that standard deviation: 1 (sample) or 0 (population)."""
+    eps: PositiveFloat = Field(default=1e-6, description="Added to that standard deviation, in units of the reward.")
 
 
 class RewardClip(RewardStep):
@@ -82,7 +75,7 @@ class RewardClip(RewardStep):
 
     switches: ClassVar[tuple[str, ...]] = ("clip",)
 
-    clip: Positive | None = Field(default=None, description="Limits rewards to [-clip, clip]; null: off.")
+    clip: PositiveFloat | None = Field(default=None, description="Limits rewards to [-clip, clip]; null: off.")
 
 
 class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, RewardScaling):
@@ -105,6 +98,5 @@ class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, Rewar
         ]
 
 
-REWARD_STEP_CONFIGS: tuple[type[RewardStep], ...] = tuple(
-    base for base in RewardShapingConfig.__bases__ if issubclass(base, RewardStep)
-)
+_BASES = RewardShapingConfig.__bases__
+REWARD_STEP_CONFIGS: tuple[type[RewardStep], ...] = tuple(base for base in _BASES if issubclass(base, RewardStep))
