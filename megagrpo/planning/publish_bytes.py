@@ -67,7 +67,7 @@ class Forecast:
     busiest_receiver: tuple[str, int]
     messages: int
     calls: int  # HTTP calls that carry data or wait for it
-    trainer_staging_bytes: int  # at most, of one rank, beside its parameters
+    trainer_staging_bytes: int  # at most, of one rank, besides its parameters
     engine_staging_bytes: int
     seconds: float
     limit: str  # the slowest link or step
@@ -275,7 +275,7 @@ class _BucketBytes:
     size: int
     coming: dict[int, int]  # to rank 0, by the rank that sends them
     held: int  # by rank 0: slices that arrive, and tensors that are assembled
-    packed: int  # into one tensor, for the engines; 0 if tensors are sent in place
+    packed: int  # into one tensor, for the engines; 0 if tensors are sent from their own memory
     messages: int  # to each engine rank
 
 

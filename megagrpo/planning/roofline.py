@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def step(self) -> float:
-        """Returns the seconds of a step as the experiment runs it: off-policy if rollout.max_staleness says so."""
+        """Returns the seconds of a step as the experiment runs it: off-policy with rollout.max_staleness."""
         return self.off_policy if self.config.rollout.max_staleness else self.synchronous
 
     @property
@@ -187,7 +187,7 @@ def train_seconds(
     tokens, pairs = samples / actor.dp * float(sizes.mean()), samples / actor.dp * float((sizes**2).mean()) / 2
     count = max(1, math.ceil(tokens / actor.micro_batch_tokens))
     times = [_stage_seconds(config, target, stage, tokens / count, pairs / count) for stage in stages]
-    backward = [1 + stage.recomputed for stage in stages]  # forwards that it is worth, beside its own products
+    backward = [1 + stage.recomputed for stage in stages]  # in forwards, besides its own products
     whole = [sum(parts.values()) * (1 + more) + parts["compute"] for parts, more in zip(times, backward, strict=True)]
     slowest = int(np.argmax(whole))
     depth, updates = (p.pp - 1) / p.vpp, train.updates_of_step

@@ -78,11 +78,9 @@ def test_lengths_as_they_are_given(tmp_path):
 def test_lengths_of_an_earlier_run(tmp_path):
     folder = tmp_path / "rollouts"
     folder.mkdir()
-    records = [
-        {"group_id": 0, "samples": [{"num_tokens": 5}, {"num_tokens": 7}]},
-        {"group_id": 1, "samples": [{"num_tokens": 3}]},
-    ]
-    (folder / "step_000001.replica_0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    groups = ([{"num_tokens": 5}, {"num_tokens": 7}], [{"num_tokens": 3}])
+    records = [{"group_id": number, "samples": samples} for number, samples in enumerate(groups)]
+    write_json_lines(folder / "step_000001.replica_0.jsonl", records)
     assert lengths_of_run(tmp_path, shipped()).responses.tolist() == [3, 5, 7]
     with pytest.raises(ValueError, match=r"elsewhere/rollouts: no positive numbers"):
         lengths_of_run(tmp_path / "elsewhere", shipped())
@@ -183,9 +181,8 @@ def test_an_update_is_its_micro_batches_and_the_bubble():
     assert parts["pipeline bubble"] == pytest.approx(2 * (4 * products[slowest] + 3 * sent))
     assert forward == pytest.approx(2 * (count + 1) * (products[slowest] + sent), rel=1e-2)
     stage = side.stages[slowest].gradient_bytes
-    assert stage["dp"] > 0 and parts["gradients"] == pytest.approx(
-        2 * (stage["dp"] * 7 / 8 / 50e9 + stage["edp"] * 3 / 4 / 50e9), rel=0.1
-    )
+    gradients = 2 * (stage["dp"] * 7 / 8 / 50e9 + stage["edp"] * 3 / 4 / 50e9)
+    assert stage["dp"] > 0 and parts["gradients"] == pytest.approx(gradients, rel=0.1)
     assert parts["weights to all"] == pytest.approx(parts["gradients"] / 2)
 
 
