@@ -129,10 +129,8 @@ def _trainer_problems(target: Target, trainers: TrainerSide) -> list[str]:
     if fullest.total <= room:
         return []
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in fullest.parts.items())
-    return [
-        f"trainers do not fit: in {phase} rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB "
-        f"({parts}), and has {room / 1e9:.1f}"
-    ]
+    needs = f"rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB ({parts})"
+    return [f"trainers do not fit: in {phase} {needs}, and has {room / 1e9:.1f}"]
 
 
 def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide) -> dict[str, float]:
