@@ -116,7 +116,7 @@ def test_what_an_engine_rank_holds():
 
 
 def engine(config: ExperimentConfig, lengths: Lengths) -> EngineSide:
-    return engine_side(model_work(read_architecture(QWEN)), server_of(config.rollout), lengths, 10240, H100)
+    return engine_side(qwen(lengths).work, server_of(config.rollout), lengths, 10240, H100)
 
 
 def test_the_cache_is_what_weights_leave():
@@ -247,18 +247,15 @@ def test_a_measured_run_replaces_the_bound(tmp_path):
         measured_efficiency(tmp_path, H100, 8)
 
 
-def test_the_plan_as_text_and_json(tmp_path):
+def test_the_plan_as_text_and_json_names_the_search_if_it_does_not_fit(tmp_path):
     text, fits = plan_command(shipped(), Options(lengths="3000", json=tmp_path / "plan.json"))
-    assert fits and "DOES NOT FIT" not in text and "an upper bound on speed, no forecast" in text
-    for words in ("fullest rank", "run concurrently in a full engine", "pipeline bubble", "limit "):
+    assert fits and "DOES NOT FIT" not in text
+    for words in ("an upper bound on speed, no forecast", "fullest rank", "run concurrently", "bubble", "limit "):
         assert words in text
     found = json.loads((tmp_path / "plan.json").read_text())["plan"]
     assert found["step"] == pytest.approx(sum(found["seconds"].values())) and found["problems"] == []
     with pytest.raises(ValueError, match="A100 is not in the table, which has H100, H200, H20, B200"):
         hardware_of("A100")
-
-
-def test_what_does_not_fit_names_the_search_that_does():
     large = shipped("qwen3_8b_gsm8k", "actor.micro_batch_tokens=200000", "actor.recompute=none")
     text, fits = plan_command(large, Options())
     assert not fits and "trainers do not fit: in update rank" in text and "--search 2 proposes layouts" in text
