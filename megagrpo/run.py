@@ -267,7 +267,7 @@ class Run:
 
     def stopping(self) -> bool:
         """Collective. Returns whether a node received a stop request (pre-emption, time limit), and then saves."""
-        if not any(self.mesh.gather_world(self.stop_request is not None and self.stop_request.made())):
+        if not self.mesh.any_true(self.stop_request is not None and self.stop_request.made()):
             return False
         self.checkpointer.save_now(self.state)
         if self.stop_request is not None:
