@@ -63,11 +63,8 @@ install_gpu() {
         say "2/2 without Transformer Engine: layers are Megatron's own, one expert after the other"
         return
     fi
-    say "2/2 Transformer Engine (compiled here: many minutes)"
-    # Its headers of cuDNN, NCCL and CUDA are those of torch's own wheels, not of a toolkit that may be there.
-    "$venv/bin/python" -m pip install --no-compile 'setuptools>=77' wheel ninja pybind11 cmake &&
-        extra te | NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 \
-            "$venv/bin/python" -m pip install --no-compile --no-build-isolation --requirement /dev/stdin || {
+    say "2/2 Transformer Engine (its extension for torch is compiled: a quarter of an hour on one core)"
+    bash launch/build_te.sh "$venv" || {
         say "Transformer Engine could not be built (above: why). All else is installed and works without it, more slowly:" >&2
         say "layers are Megatron's own, one expert after the other. To try again: launch/install.sh --repair" >&2
     }
@@ -106,7 +103,7 @@ if [ -z "$kind" ]; then
         kind=gpu # a login node beside GPU nodes, with one folder for all
     fi
 fi
-wanted="$kind $(cat pyproject.toml launch/install.sh | sha256sum | cut -d' ' -f1) $PWD"
+wanted="$kind $(cat pyproject.toml launch/install.sh launch/build_te.sh | sha256sum | cut -d' ' -f1) $PWD"
 stamp="$venv/.megagrpo-installed"
 if [ $repair = no ] && [ -x "$venv/bin/megagrpo" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     install_more

@@ -72,11 +72,13 @@ def grid(
         raise ValueError(f"no layout is called {unknown[0]!r}; there are: {', '.join(layouts)}")
     cases, left_out = [], {}
     for name, (needed, parallel) in layouts.items():
-        reason = _reason_against(needed, parallel, ranks, is_moe)
-        if reason is None and only is not None and name not in only and name != REFERENCE.layout:
-            reason = "not asked for"
-        if reason is not None:
-            left_out[name] = reason
+        if parallel.keys() & {"ep", "etp"} and not is_moe:
+            left_out[name] = "the model has no experts"
+        elif needed > ranks:
+            left_out[name] = f"needs {needed} ranks, {ranks} were given"
+        elif only is not None and name not in (*only, REFERENCE.layout):
+            left_out[name] = "not asked for"
+        if name in left_out:
             continue
         plain = Case(layout=name, ranks=needed, parallel=parallel)
         for recompute, packing, budget in product(_RECOMPUTE, (False, True), (LARGE_BUDGET, SMALL_BUDGET)):
@@ -86,11 +88,3 @@ def grid(
             cases.append(replace(plain, packing=True, distributed=True))
     assert cases[0] == REFERENCE
     return cases, left_out
-
-
-def _reason_against(needed: int, parallel: dict[str, int], ranks: int, is_moe: bool) -> str | None:
-    if parallel.keys() & {"ep", "etp"} and not is_moe:
-        return "the model has no experts"
-    if needed > ranks:
-        return f"needs {needed} ranks, {ranks} were given"
-    return None

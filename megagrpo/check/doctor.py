@@ -25,12 +25,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megagrpo.rewards.sandbox.sandbox import isolation
+from megagrpo.system import environment
 
 _INSTALL = "bash launch/install.sh --repair"
 _SHOWN = tuple(map(canonicalize_name, ("torch", "megatron-core", "transformers", "sglang", "sglang-router", "ray")))
 _CPU_ENGINE = "cpu-engine"  # the extra that is installed without its requirements, which name CUDA packages
 _GIB = 2**30
 _DRIVERS = {12: 525, 13: 580}  # CUDA's major version -> the oldest driver that runs it, of NVIDIA's release notes
+_NVCC = "/usr/local/cuda/bin/nvcc"  # where a toolkit is by default
 _TORCH_S = 180.0  # to import torch and ask it: seconds, minutes from a slow file system
 _ASK_TORCH = """
 import json, torch
@@ -183,7 +185,7 @@ def gpu_findings() -> list[Finding]:
     if driver is None:
         remedy = "install NVIDIA's driver, or start the container with its GPUs (docker --gpus all)"
     judged = _judge("NVIDIA driver", wanted, driver or "none found", fits, remedy)
-    return [judged, *_torch_findings(), _transformer_engine()]
+    return [judged, *_torch_findings(), *_toolkit(cuda), _transformer_engine()]
 
 
 def driver_version() -> str | None:
@@ -219,6 +221,25 @@ def _torch_findings() -> list[Finding]:
         return [seen, Finding("NCCL of torch", "any", answer["nccl"], "ok")]
     remedy = "torch cannot use the machine's GPUs: see the lines above, CUDA_VISIBLE_DEVICES, and the job's options"
     return [Finding(what, "one or more", answer["why"] or "none", "error", remedy)]
+
+
+def _toolkit(cuda: str | None) -> list[Finding]:
+    """Judges what compiles SGLang's kernels at an engine's first forward. nvcc is looked for where SGLang looks."""
+    home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    nvcc = Path(home, "bin", "nvcc") if home else Path(shutil.which("nvcc") or _NVCC)
+    found = "none"
+    if nvcc.is_file():
+        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+        release = re.search(r"release (\d+)", told)
+        found = f"{nvcc}: CUDA {release[1] if release else 'unknown'}"
+    major = (cuda or "13").partition(".")[0]
+    ours = Path(str(importlib.metadata.distribution("torch").locate_file(f"nvidia/cu{major}")))
+    remedy = f"install the toolkit of CUDA {cuda}, or pip install nvidia-cuda-nvcc=={cuda}.*; export CUDA_HOME={ours}"
+    if (ours / "bin" / "nvcc").is_file():
+        remedy = f"export CUDA_HOME={ours}"
+    judged = _judge("CUDA toolkit (nvcc)", f"CUDA {major}", found, found.endswith(f"CUDA {major}"), remedy)
+    ninja = shutil.which("ninja") or ""
+    return [judged, _judge("ninja", "for SGLang's kernels", ninja or "none", bool(ninja), "pip install ninja")]
 
 
 def _transformer_engine() -> Finding:

@@ -32,5 +32,5 @@ def export(
     if only_adapters and lora is not None:
         folder = PeftFolder(Path(output), lora, config.model.path)
         export_peft(folder, actor.trained_weights(weights), actor.mesh, dtype=config.actor.dtype)
-        return
-    export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)
+    else:
+        export_hf(output, weights, actor.mesh, like=config.model.path, dtype=config.actor.dtype)

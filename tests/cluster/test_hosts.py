@@ -1,11 +1,10 @@
 """Trainers on two hosts and engines on two others, each with an address of its own; links that are cut and healed."""
 
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -73,12 +72,9 @@ class Run:
 
 @pytest.fixture
 def hosts():
-    folder = Path(tempfile.mkdtemp(prefix="mgr-"))  # short: Unix socket paths end at 107 characters
-    try:
-        with Hosts(4) as hosts, RayNodes(folder, hosts.command, hosts.address) as nodes:
-            yield hosts, nodes
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    short = TemporaryDirectory(prefix="mgr-", ignore_cleanup_errors=True)  # Unix socket paths end at 107 characters
+    with short as folder, Hosts(4) as hosts, RayNodes(Path(folder), hosts.command, hosts.address) as nodes:
+        yield hosts, nodes
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
 """Engines on several Ray nodes of this machine: placement, a node lost in the middle of a step, and one that joins."""
 
-import shutil
 import sys
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -20,12 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture
 def nodes():
-    folder = Path(tempfile.mkdtemp(prefix="mgr-"))  # short: Unix socket paths end at 107 characters
-    try:
-        with RayNodes(folder) as nodes:
-            yield nodes
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    # short: Unix socket paths end at 107 characters
+    with TemporaryDirectory(prefix="mgr-", ignore_cleanup_errors=True) as folder, RayNodes(Path(folder)) as nodes:
+        yield nodes
 
 
 def start(nodes: RayNodes, tmp_path: Path, **rollout) -> tuple[RunningService, Trainer]:

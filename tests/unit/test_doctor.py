@@ -78,7 +78,14 @@ def on_gpus(environment, tmp_path, monkeypatch):
     environment("megagrpo", "0.1", *OURS, 'transformer-engine[core_cu13,pytorch]>=2.9,<2.12; extra == "te"')
     environment("torch", "2.13.0")
 
-    def findings(driver, answer, cuda="13.0", engine="2.11.0", torch_part=True) -> dict[str, doctor.Finding]:
+    def findings(driver, answer, cuda="13.0", engine="2.11.0", torch_part=True, nvcc="toolkit/13.0"):
+        programs = tmp_path / nvcc / "bin"
+        programs.mkdir(parents=True, exist_ok=True)
+        for name in ("nvcc", "ninja"):
+            (programs / name).write_text(f"#!/bin/sh\necho Cuda compilation tools, release {nvcc[-4:]}\n")
+            (programs / name).chmod(0o755)
+        monkeypatch.setattr(doctor, "_NVCC", "/nowhere")
+        monkeypatch.setenv("PATH", str(programs) if nvcc.startswith("toolkit") else "/nowhere")
         (tmp_path / "torch" / "version.py").write_text(f"cuda: Optional[str] = '{cuda}'\n")
         for name in ("transformer-engine", *(["transformer-engine-torch"] if torch_part else [])):
             if engine and doctor._version(name) is None:
@@ -95,6 +102,24 @@ def test_a_gpu_machine_that_fits(on_gpus):
     assert {finding.status for finding in found.values()} == {"ok"}
     assert found["NVIDIA driver"].wanted == ">=580 for CUDA 13.0" and found["NCCL of torch"].found == "2.29.7"
     assert found["GPUs that torch sees"].found == "2: NVIDIA H100 80GB HBM3"
+
+
+@pytest.mark.parametrize(
+    "nvcc, found, remedy",
+    [
+        ("toolkit/12.8", "CUDA 12", "install the toolkit of CUDA 13.0, or pip install nvidia-cuda-nvcc==13.0.*"),
+        ("nvidia/cu13", "none", "export CUDA_HOME="),  # pip's own, which SGLang does not look for
+        ("elsewhere/13.0", "none", "install the toolkit"),
+    ],
+)
+def test_kernels_that_engines_compile_need_a_toolkit_of_torchs_cuda(
+    on_gpus, monkeypatch, tmp_path, nvcc, found, remedy
+):
+    judged = on_gpus("580.65.06", SEES, nvcc=nvcc)["CUDA toolkit (nvcc)"]
+    assert judged.status == "error" and judged.found.endswith(found) and remedy in judged.remedy
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit/13.0"))
+    on_gpus("580.65.06", SEES)
+    assert doctor._toolkit("13.0")[0].status == "ok"
 
 
 def test_a_driver_too_old_or_missing(on_gpus):

@@ -69,20 +69,54 @@ def test_extras_gpu_and_te_resolve_on_linux(python, tmp_path):
     assert found["torch"].startswith("2.13.0") and found["sglang"] == "0.5.21" and found["megatron-core"] == "0.16.1"
 
 
-@pytest.mark.parametrize("without, built", [("", True), ("", False), ("te", None)])
-def test_transformer_engine_may_fail_or_be_left_out(without, built, tmp_path):
-    """install_gpu itself, with a python that notes its words and may fail to build; SGLang is built in isolation."""
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    fails = 'case "$*" in *--no-build-isolation*) exit 1;; esac' if built is False else ""
-    python.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/words\ncat >/dev/null </dev/null\n{fails}\n')
-    python.chmod(0o755)
+HEADERS = ("cuda_runtime.h", "cudnn.h", "nccl.h", "cublas_v2.h", "cusolverDn.h", "cusparse.h", "nvtx3/nvToolsExt.h")
+PYTHON = """#!/bin/sh
+echo "$@" >>{folder}/words
+case "$*" in
+    *torch.version.cuda*) echo {cuda} ;;
+    *nvidia.__path__*) echo {folder}/nvidia ;;
+    *"pip wheel"*) echo "$CUDA_HOME $CPATH" >{folder}/variables; {wheel} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    "planted, says",
+    [
+        ({}, ""),
+        ({"without": "te"}, ""),
+        ({"cuda": ""}, "is built without CUDA"),
+        ({"cuda": "12.9"}, "is for CUDA 12.9"),
+        ({"lacks": "cudnn.h"}, "cudnn.h is in none of"),
+        ({"lacks": "nvcc"}, "bin/nvcc is missing: package nvidia-cuda-nvcc"),
+        ({"wheel": "exit 1"}, ""),  # the compiler says why
+    ],
+)
+def test_transformer_engine_may_fail_or_be_left_out(planted, says, tmp_path):
+    """install_gpu itself, with a python that notes its words, over planted CUDA packages of torch."""
+    python, cuda = tmp_path / "bin" / "python", tmp_path / "nvidia" / "cu13"
+    for path in (
+        python,
+        cuda / "bin" / "nvcc",
+        *(tmp_path / "nvidia" / "cudnn" / "include" / name for name in HEADERS),
+    ):
+        if path.name != planted.get("lacks"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(0o755)
+    wheel = "touch {}/transformer_engine_torch-2.11.0-cp311.whl".format(
+        "$(echo $* | sed 's/.*--wheel-dir //; s/ .*//')"
+    )
+    values = {"cuda": "13.0", "wheel": wheel, "folder": tmp_path} | planted
+    python.write_text(PYTHON.format_map(values))
     script = (ROOT / "launch" / "install.sh").read_text()
     functions = script[script.index("say() {") : script.index("repair=no")]
+    without = planted.get("without", "")
     code = f"set -euo pipefail\nvenv={tmp_path}\nwithout={without!r}\n{functions}\ninstall_gpu\necho went on\n"
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "went on" in done.stdout, done.stderr
-    steps = [line for line in (tmp_path / "words").read_text().splitlines() if "pip install" in line]
-    assert ".[gpu,test,lint]" in steps[0] and "--no-build-isolation" not in steps[0]
-    assert ("--no-build-isolation" in steps[-1]) == (without == "") and "NVTE_BUILD_USE_NVIDIA_WHEELS=1" in functions
-    assert ("could not be built" in done.stderr) == (built is False)
+    words = (tmp_path / "words").read_text()
+    assert ".[gpu,test,lint]" in words.splitlines()[0] and "--no-build-isolation" not in words.splitlines()[0]
+    assert ("could not be built" in done.stderr) == bool(planted.keys() - {"without"})
+    assert says in done.stderr and ("--no-build-isolation" in words) == (not says and not without)
+    if not planted:  # headers of torch's own packages, of a toolkit nothing
+        assert (tmp_path / "variables").read_text().split(":")[0] == f"{cuda} {tmp_path}/nvidia/cudnn/include\n"

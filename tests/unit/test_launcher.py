@@ -92,7 +92,7 @@ def test_a_signal_ends_with_the_status_that_shells_know(number, status, tmp_path
     assert capsys.readouterr().err == f"megagrpo run: {number.name}; stopping\n"
 
 
-def test_who_is_asked_to_stop_may_finish_and_a_second_term_ends(tmp_path, capsys):
+def test_a_stop_request_lets_ranks_finish_and_a_second_term_ends(tmp_path, capsys):
     folder = RunFolder(tmp_path)
     request = StopRequest(folder.stop_request("trainer"))
     for times in (1, 2):
@@ -108,7 +108,7 @@ def test_who_is_asked_to_stop_may_finish_and_a_second_term_ends(tmp_path, capsys
     assert launch.status == 143
 
 
-def test_what_is_unheard_reaches_the_children(tmp_path):
+def test_unheard_signals_still_reach_the_children(tmp_path):
     with Launch(RunFolder(tmp_path), "serve", end=(), unheard=(signal.SIGTERM,)) as launch:
         signal.raise_signal(signal.SIGTERM)
         child = launch.spawn(["sleep", "60"], tmp_path / "log", {})
@@ -117,7 +117,7 @@ def test_what_is_unheard_reaches_the_children(tmp_path):
         assert child.process.wait(5) == -signal.SIGTERM
 
 
-def test_a_failure_leaves_no_child_and_no_scratch(tmp_path):
+def test_a_failure_leaves_no_child_and_no_temporary_folder(tmp_path):
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     launch = Launch(RunFolder(tmp_path), "serve", end=())
