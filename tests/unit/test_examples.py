@@ -25,7 +25,8 @@ LARGE = {
     *("glm45_355b", "glm45_air_106b", "kimi_k2_1t", "deepseek_v3_671b"),
 }
 # not published elsewhere; nor are those of examples/laptop
-OURS = {"gsm8k", *LARGE} - {"deepseek_v3_671b"}
+ONE_NODE = {"qwen3_30b_a3b_one_node", "moonlight_16b_a3b_one_node"}
+OURS = {"gsm8k", *LARGE, *ONE_NODE} - {"deepseek_v3_671b"}
 LAPTOP = {path.stem for path in (ROOT / "examples" / "laptop").glob("*.yaml")}
 GPUS = 8  # of a node
 BUILD = """
@@ -61,6 +62,7 @@ def test_every_experiment_fits_its_model_and_is_explained(path):
     assert (hf is None) == (path.stem in {"gsm8k", *LAPTOP}), "described in configs/models"
     text = explain(config)
     if hf is not None:
+        assert (architecture_of(hf).num_experts > 0) == (config.actor.routing_replay == "rollout")
         assert check_against_model(config, hf) == [] and config.algorithm.advice == []
         assert "a trainer rank holds about" in text and "a save for" in text
 
@@ -96,6 +98,18 @@ def test_a_large_experiment_stays_inside_nodes_and_is_submitted_as_its_head_says
         f"{trainers}: tp {parallel.tp} pp {parallel.pp} ep {parallel.ep}",
         f"{samplers}: {engines}",
     ]
+
+
+@pytest.mark.parametrize("name", sorted(ONE_NODE))
+def test_a_mixture_of_experts_fits_one_node(name):
+    config = described(ROOT / "configs" / f"{name}.yaml")
+    parallel, rollout = config.actor.parallel, config.rollout
+    assert config.actor.world_size == rollout.num_engines * rollout.tp == GPUS and rollout.colocate
+    of_trainers = f"8 ranks: tp {parallel.tp} ep {parallel.ep}"
+    sizes = f"{config.train.num_prompts_per_step} x {config.train.group_size}"
+    assert rows(5)[name] == [sizes, of_trainers, f"{rollout.num_engines} of tp {rollout.tp}"]
+    (fullest,) = re.findall(r"at most +([\d.]+) GB on a GPU", explain(config))
+    assert float(fullest) < 80
 
 
 def quoted(config: ExperimentConfig) -> list[str]:
