@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor, UntypedStorage
 
 
@@ -19,7 +19,7 @@ class UpdateState:
     What the optimiser shares with the model, the weights themselves where these are float32, stays.
     """
 
-    def __init__(self, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, device: torch.device):
+    def __init__(self, model: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, device: torch.device):
         self._model, self._optimizer, self._device = model, optimizer, device
         self._on_host: dict[int, tuple[UntypedStorage, Tensor]] = {}  # bytes, by their storage's identity
         self.away = False
@@ -82,8 +82,7 @@ class UpdateState:
             for tensors in (chunk.module.parameters(), chunk.module.buffers())
             for tensor in tensors
         }
-        chained = isinstance(self._optimizer, ChainedOptimizer)
-        for part in self._optimizer.chained_optimizers if chained else [self._optimizer]:
+        for part in self._optimizer.chained_optimizers:
             if part.optimizer is None:  # this rank has no parameters of its kind
                 continue
             of_groups = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]

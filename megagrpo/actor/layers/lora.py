@@ -116,10 +116,7 @@ class Adapters(Module):
 
     def hf_names(self) -> Iterator[tuple[str, str, Parameter, int | None]]:
         """Yields HF name, own name, parameter, and the dimension cut over tensor-parallel ranks, None where whole."""
-        halves = (
-            ("A", self.a, 1 if self.row_parallel else None),
-            ("B", self.b, None if self.row_parallel else 0),
-        )
+        halves = (("A", self.a, 1 if self.row_parallel else None), ("B", self.b, None if self.row_parallel else 0))
         for letter, own, cut in halves:
             for name, parameter in own.items():
                 hf = f"{self.prefix}{name}.lora_{letter}.weight"

@@ -5,7 +5,6 @@ sources win: the model and the layout, defaults on CUDA, the user's settings.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture, LatentAttention
@@ -32,7 +31,7 @@ def expected_kernels(actor: ActorConfig) -> Kernels:
     return Kernels(cuda=cuda, transformer_engine=engine, fused_weight_gradient=False)
 
 
-def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
     """Returns the fields of TransformerConfig that the kernels turn on; none on a plain CPU.
 
     | field | if |
@@ -66,7 +65,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     return {name: True for name, on in wanted.items() if on}
 
 
-def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
     """Returns the fields of TransformerConfig, with latent attention of MLATransformerConfig.
 
     Sums instead of means, no noise, weights from files; no schedule functions, which the actor adds.
@@ -122,7 +121,7 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
     }
 
 
-def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
     """Returns the fields of DistributedDataParallelConfig; on CUDA communication overlaps with computation.
 
     Not with adapters, whose replicas of experts are summed between the backward and the reduction. With virtual stages
@@ -139,7 +138,7 @@ def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     }
 
 
-def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
     """Returns the fields of OptimizerConfig."""
     optimizer: OptimizerConfig = actor.optimizer
     on_host = {}
@@ -164,7 +163,7 @@ def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     }
 
 
-def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
     if actor.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if actor.recompute == "selective":
@@ -188,7 +187,7 @@ def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels
     ]
 
 
-def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str, Any]:
+def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str, object]:
     if mla is None:
         return {}
     scaling = arch.rope_scaling
@@ -207,7 +206,7 @@ def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str,
     }
 
 
-def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
+def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
     with_experts = arch.num_layers - arch.dense_layers
     return {
         "num_moe_experts": arch.num_experts,
@@ -223,7 +222,7 @@ def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> 
     }
 
 
-def _sigmoid_fields(arch: Architecture) -> dict[str, Any]:
+def _sigmoid_fields(arch: Architecture) -> dict[str, object]:
     groups = {"moe_router_num_groups": arch.router_groups, "moe_router_group_topk": arch.router_top_groups}
     return {
         "moe_router_score_function": "sigmoid",

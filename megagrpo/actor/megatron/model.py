@@ -160,13 +160,6 @@ def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str
 
 
 def _place() -> RankPlace:
-    return RankPlace(
-        tensor=Shard(
-            rank=mpu.get_tensor_model_parallel_rank(),
-            size=mpu.get_tensor_model_parallel_world_size(),
-        ),
-        expert=Shard(
-            rank=mpu.get_expert_tensor_parallel_rank(),
-            size=mpu.get_expert_tensor_parallel_world_size(),
-        ),
-    )
+    tensor = Shard(mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
+    expert = Shard(mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size())
+    return RankPlace(tensor, expert)
