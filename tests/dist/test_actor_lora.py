@@ -67,11 +67,7 @@ FOUR_RANKS = [
 
 @pytest.mark.parametrize(
     "world, cases",
-    [
-        (2, CI),
-        pytest.param(2, REST, marks=pytest.mark.slow),
-        pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow),
-    ],
+    [(2, CI), pytest.param(2, REST, marks=pytest.mark.slow), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)],
 )
 def test_every_layout_equals_one_rank(hf_models: Path, tmp_path: Path, world: int, cases: list[Case]):
     alone = [Case(case.model, "1", case.lora, PADDED | {"write": True, "budget": 4096}) for case in cases]
