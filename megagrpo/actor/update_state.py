@@ -14,9 +14,9 @@ from torch import Tensor, UntypedStorage
 
 
 class UpdateState:
-    """Moves the optimiser's state, its float32 weights included, and frees the gradients, which are 0 before an update.
+    """Moves the optimizer's state, its float32 weights included, and frees the gradients, which are 0 before an update.
 
-    What the optimiser shares with the model, the weights themselves where these are float32, stays.
+    What the optimizer shares with the model, the weights themselves where these are float32, stays.
     """
 
     def __init__(self, model: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, device: torch.device):
@@ -25,16 +25,19 @@ class UpdateState:
         self.away = False
 
     def offload(self) -> None:
-        """Copies the optimiser's state to the host, pinned, and gives its memory and that of the gradients back."""
+        """Copies the optimizer's state to the host, pinned, and gives its memory and that of the gradients back."""
         if self.away:
             return
-        self._optimizer.zero_grad()  # what gradients there are beside Megatron's buffers
+        self._optimizer.zero_grad()  # also gradients outside Megatron's buffers
         before, self._on_host = self._on_host, {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
             if storage._cdata not in self._on_host:
                 kept = before.get(storage._cdata)
-                host = kept[1] if kept is not None and len(kept[1]) == storage.nbytes() else self._host(storage)
+                if kept is not None and len(kept[1]) == storage.nbytes():
+                    host = kept[1]
+                else:
+                    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
                 host.copy_(_bytes_of(storage), non_blocking=True)
                 self._on_host[storage._cdata] = storage, host
         self._synchronize()
@@ -59,7 +62,7 @@ class UpdateState:
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """Lets the optimiser's tensors be those on the host inside, where they are away: for a checkpoint."""
+        """Inside, the optimizer's tensors are those on the host if they are away: for a checkpoint."""
         swapped = []
         if self.away:
             for tensor in {id(tensor): tensor for tensor in self._tensors()}.values():
@@ -75,7 +78,7 @@ class UpdateState:
                 tensor.data = empty
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yields the optimiser's tensors on the device whose memory is not the model's."""
+        """Yields the optimizer's tensors on the device whose memory is not the model's."""
         of_model = {
             tensor.untyped_storage()._cdata
             for chunk in self._model
@@ -91,9 +94,6 @@ class UpdateState:
                 there = isinstance(tensor, Tensor) and tensor.device.type == self._device.type
                 if there and tensor.untyped_storage()._cdata not in of_model:
                     yield tensor
-
-    def _host(self, storage: UntypedStorage) -> Tensor:
-        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

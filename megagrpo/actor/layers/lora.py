@@ -131,7 +131,7 @@ def add_adapters(chunk: GPTModel, arch: Architecture, lora: LoraConfig, place: R
             site.linear.add_module(_CHILD, Adapters(site, lora, place, dtype))
             site.linear.register_forward_hook(_add_to_output)
     if chunk.pre_process:
-        # Recomputation gives gradients only where an input wants one, and frozen embeddings do not.
+        # Recomputation gives gradients only if an input requires one, and frozen embeddings require none.
         chunk.embedding.register_forward_hook(_want_gradient)
 
 
@@ -188,7 +188,7 @@ def adapter_specs(arch: Architecture, lora: LoraConfig, dtype: torch.dtype) -> S
 
 
 def load_adapters(chunks: list[GPTModel], hf: Mapping[str, Tensor]) -> None:
-    """Copies this rank's slices of whole A and B (adapter_specs' names) into the adapters: slices and copies alone."""
+    """Copies this rank's slices of whole A and B (adapter_specs' names) into the adapters (recordable)."""
     with torch.no_grad():
         for adapters in all_adapters(chunks):
             for name, _, parameter, cut in adapters.hf_names():
@@ -221,7 +221,7 @@ class InitialAdapters(Mapping[str, Tensor]):
 def merged(chunks: list[GPTModel]) -> Iterator[None]:
     """Lets the weights be W + alpha / rank * B A inside, the adapters off; W comes back bit for bit whatever happens.
 
-    In place: who publishes or exports reads live parameters. Costs a copy of the targeted weights meanwhile.
+    In place, because publish and export read live parameters. Needs a copy of the targeted weights inside.
     """
     linears = [m for chunk in chunks for m in chunk.modules() if hasattr(m, _CHILD)]
     kept = [linear.weight.detach().clone() for linear in linears]
@@ -269,15 +269,16 @@ def sum_expert_replicas(chunks: list[GPTModel]) -> None:
 
 
 def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
-    """Returns what of a chunk a checkpoint holds, by the parameter's name in it; the frozen weights are the HF model's.
+    """Returns a chunk's part of a checkpoint, by the parameter's name in the chunk; frozen weights are the HF model's.
 
-    Keys are HF names, so that any layout finds its slices.
+    A checkpoint's keys are HF names, so that any layout finds its slices.
     """
     sharded = {}
     for path, adapters in chunk.named_modules():
         if not isinstance(adapters, Adapters):
             continue
-        copies = mpu.get_expert_data_parallel_rank() if adapters.is_expert else _dense_replica()
+        dense = mpu.get_data_parallel_rank(with_context_parallel=True)
+        copies = mpu.get_expert_data_parallel_rank() if adapters.is_expert else dense
         for hf, own, parameter, cut in adapters.hf_names():
             shard = adapters.shard
             sharded[f"{path}.{own}"] = ShardedTensor.from_rank_offsets(
@@ -287,7 +288,3 @@ def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
                 replica_id=(0, shard.rank if cut is None else 0, copies),
             )
     return sharded
-
-
-def _dense_replica() -> int:
-    return mpu.get_data_parallel_rank(with_context_parallel=True)

@@ -143,7 +143,7 @@ def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
     optimizer: OptimizerConfig = actor.optimizer
     on_host = {}
     if optimizer.megatron.get("optimizer_cpu_offload"):
-        # all of it, unless a fraction is set; Megatron's own arguments ask for both, its classes for neither
+        # all of it, unless a fraction is set; Megatron's command line requires both fields, its classes neither
         on_host = {"optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
     return {
         "optimizer": "adam",
@@ -172,13 +172,13 @@ def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) 
 
 
 def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> list[str]:
-    """Returns what is cheap to compute again for the memory that it holds; flash attention holds next to nothing."""
+    """Returns modules that hold much memory and are cheap to compute again; flash attention holds next to none."""
     dense = [] if arch.is_moe and not arch.dense_layers else ["mlp"]
     if not kernels.transformer_engine:  # experts one by one have no activation of their own to recompute
         return [*dense, *(["moe"] if arch.is_moe else [])]
     modules = dense + (["shared_experts"] if arch.shared_ffn_size else [])
     if actor.megatron.get("fp8") and actor.megatron.get("fp8_recipe", "delayed") == "delayed":
-        return modules  # the scales would be those of another forward, says Megatron of the others
+        return modules  # Megatron: the scales of the other modules would be those of another forward
     return [
         "layernorm",
         *(["mla_up_proj"] if arch.mla is not None else []),
