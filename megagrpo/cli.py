@@ -89,8 +89,7 @@ def _add_submit(commands: _Commands) -> None:
     option("--partition")
     rest = "seconds for the rest of a step and a checkpoint before the limit"
     option("--grace-s", type=int, default=300, help=rest)
-    further = "further option: --sbatch=--account=x"
-    option("--sbatch", action="append", default=[], metavar="OPTION", help=further)
+    option("--sbatch", action="append", default=[], metavar="OPTION", help="further option: --sbatch=--account=x")
     option("--dry-run", action="store_true", help="print the script and sbatch's command line")
 
 

@@ -11,16 +11,15 @@ from megagrpo.types import RolloutGroup
 def evaluate(run: Run) -> dict[str, float]:
     """Collective. Returns eval/accuracy (mean score), eval/pass_at_k, lengths (tokens) and so on; {} if none is due.
 
-    An evaluation is due before the first step, every `eval.every` steps, and after the last. The
-    values of a second one with `eval.num_as_trained` samples, drawn as in training, are eval_as_trained/.
+    An evaluation is due before the first step, every `eval.every` steps, and after the last. The values of a second one
+    with `eval.num_as_trained` samples, drawn as in training, are eval_as_trained/.
     """
     config, step = run.config.eval, run.state.step
     if config is None or (step % config.every and step != run.num_steps):
         return {}
     metrics = Metrics()
-    evaluation_metrics(
-        metrics, "eval", run.evaluation_groups(config.temperature, config.num_samples), config.num_samples
-    )
+    groups = run.evaluation_groups(config.temperature, config.num_samples)
+    evaluation_metrics(metrics, "eval", groups, config.num_samples)
     if number := config.num_as_trained:
         groups = run.evaluation_groups(run.config.sampling.temperature, number)
         evaluation_metrics(metrics, "eval_as_trained", groups, number)
@@ -34,20 +33,19 @@ def evaluation_metrics(metrics: Metrics, prefix: str, groups: Sequence[RolloutGr
     """
     scores = [[o.value if o.ok else 0.0 for o in group.outcomes] for group in groups]
     flat = [s for group in scores for s in group]
-    metrics.add_mean(f"{prefix}/accuracy", sum(flat), len(flat))
-    metrics.add_mean(f"{prefix}/unscored_fraction", sum(not o.ok for g in groups for o in g.outcomes), len(flat))
-    metrics.add_mean(f"{prefix}/length_mean", sum(len(s.token_ids) for g in groups for s in g.samples), len(flat))
-    metrics.add_mean(
-        f"{prefix}/truncated_fraction", sum(s.finish_reason == "length" for g in groups for s in g.samples), len(flat)
+    samples, unscored = (
+        [sample for g in groups for sample in g.samples],
+        sum(not o.ok for g in groups for o in g.outcomes),
     )
+    metrics.add_mean(f"{prefix}/accuracy", sum(flat), len(flat))
+    metrics.add_mean(f"{prefix}/unscored_fraction", unscored, len(flat))
+    metrics.add_mean(f"{prefix}/length_mean", sum(len(s.token_ids) for s in samples), len(flat))
+    metrics.add_mean(f"{prefix}/truncated_fraction", sum(s.finish_reason == "length" for s in samples), len(flat))
     if num_samples > 1:
         passed = sum(pass_at_k(len(group), sum(s >= 1 for s in group), num_samples) for group in scores)
         metrics.add_mean(f"{prefix}/pass_at_k", passed, len(scores))
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Returns the probability that k of n samples, drawn without replacement, hold a correct one (Chen et al.
-
-    2021, eq. 1).
-    """
+    """Returns the probability that k of n samples without replacement hold a correct one (Chen et al. 2021, eq. 1)."""
     return 1.0 - comb(n - correct, k) / comb(n, k)

@@ -7,6 +7,7 @@ services and disk. Data-parallel groups join the ranks with the same coordinates
 import pickle
 import traceback
 from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Hashable)
+_NOTHING, _VALUE, _ERROR = range(3)  # what a rank that acts for others came to
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -82,7 +84,11 @@ class Mesh:
 
     def all_true(self, value: bool) -> bool:
         """Collective. Returns whether every rank of the world passes True."""
-        return all(self.gather_world(value))
+        return self._largest(int(not value)) == 0
+
+    def any_true(self, value: bool) -> bool:
+        """Collective. Returns whether some rank of the world passes True."""
+        return self._largest(int(value)) == 1
 
     def gather_dp_to_main(self, value: T) -> list[T]:
         """Collective over data-parallel ranks. Returns their values, in rank order, on the main rank; elsewhere []."""
@@ -139,22 +145,46 @@ class Mesh:
 
     def raise_any(self, error: str) -> None:
         """Collective. Raises LeaderError on every rank of the world if any passes a non-empty text."""
-        found = list(dict.fromkeys(text for text in self.gather_world(error) if text))  # each error once
-        if found:
-            raise LeaderError("\n".join(found))
+        if self.any_true(bool(error)):
+            texts = dict.fromkeys(text for text in self.gather_world(error) if text)  # each error once
+            raise LeaderError("\n".join(texts))
+
+    def result_everywhere(self, future: Future[T], what: str) -> T:
+        """Collective. Returns the result of this rank's thread. Raises LeaderError on every rank if one's failed."""
+        failure = future.exception()
+        self.raise_any("" if failure is None else self._failed(what, failure))
+        return future.result()
+
+    def _failed(self, what: str, failure: BaseException) -> str:
+        return f"rank {self.rank}, {what}: {type(failure).__name__}: {failure}"
+
+    def _largest(self, value: int) -> int:
+        """Collective. Returns the largest value of all ranks, by one all-reduce of an integer on the host."""
+        if self.world_size == 1:
+            return value
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest)
 
     def _from(self, source: int, group: dist.ProcessGroup | None, make: Callable[[], T], what: str) -> T:
-        """Collective. Runs `make` on global rank `source` and broadcasts its result in `group`, which has this rank."""
+        """Collective. Runs `make` on global rank `source` and broadcasts its result in `group`, which has this rank.
+
+        A result that is None on every source is not sent.
+        """
         box: list = [None]
-        error = ""
+        error, state = "", _NOTHING
         if self.rank == source:
             try:
                 box = [make()]
+                state = _NOTHING if box[0] is None else _VALUE
             except Exception as exc:
                 traceback.print_exc()  # into this rank's log; the other ranks get the message
-                error = f"rank {self.rank}, {what}: {type(exc).__name__}: {exc}"
-        self.raise_any(error)
-        if self.world_size > 1:
+                error = self._failed(what, exc)
+                state = _ERROR
+        state = self._largest(state)
+        if state == _ERROR:
+            self.raise_any(error)
+        if state == _VALUE and self.world_size > 1:
             dist.broadcast_object_list(box, src=source, group=group, device=torch.device("cpu"))
         return box[0]
 

@@ -1,6 +1,6 @@
 """Builds the parts of the loop from the configuration on every rank, user errors first."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,15 +126,6 @@ class Sampling:
         return replace(state, surplus=surplus, ahead=ahead)
 
 
-@dataclass(frozen=True)
-class MainRecord:
-    """The main rank's outputs for metrics of all ranks."""
-
-    step_log: StepLog
-    wandb_log: WandbLog
-    console: StepConsole
-
-
 class RunRecord:
     """The record of a run: the main rank's metrics, each replica's groups, every rank's timeline."""
 
@@ -144,7 +135,8 @@ class RunRecord:
         self._config, self._mesh, self._start_step = config, mesh, start_step
         self._rollouts: RolloutLog | None = None  # on the replica's rank that samples
         self._trained: TrainedLog | None = None  # on the replica's rank that has the tokens' values
-        self._main: MainRecord | None = None
+        self._console: StepConsole | None = None  # on the main rank
+        self._outputs: list[Callable[[int, dict[str, float]], None]] = []  # of metrics, on the main rank
 
     @contextmanager
     def open(self, inputs: Inputs, console: StepConsole | None) -> Iterator[None]:
@@ -163,17 +155,15 @@ class RunRecord:
             if console is not None:
                 step_log = stack.enter_context(closing(StepLog(self.folder, config.log, start)))
                 wandb_log = stack.enter_context(WandbLog(config, self.folder, start, console.note))
-                self._main = MainRecord(step_log, wandb_log, console)
+                self._console, self._outputs = console, [step_log.write, wandb_log.write, console.update]
             yield
 
     def log(self, step: int, values: dict[str, float], groups: Sequence[RolloutGroup] | None) -> None:
         """Adds one entry."""
         if self._rollouts is not None and groups is not None:
             self._rollouts.write(step, groups)
-        if self._main is not None:
-            self._main.step_log.write(step, values)
-            self._main.wandb_log.write(step, values)
-            self._main.console.update(step, values)
+        for write in self._outputs:
+            write(step, values)
         self.timeline.end_step(step)
 
     def log_trained(self, step: int, batch: Batch, logprobs: Tensor) -> None:
@@ -183,8 +173,8 @@ class RunRecord:
 
     def note(self, text: str) -> None:
         """Prints a line on the main rank's console."""
-        if self._main is not None:
-            self._main.console.note(text)
+        if self._console is not None:
+            self._console.note(text)
 
     def flush(self) -> None:
         """Waits until the groups are on disk: a later start never samples groups before a checkpoint again."""
@@ -242,10 +232,9 @@ class Run:
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights may differ."""
-        trained_version = self.state.step if self.config.rollout.max_lag else None
-        actor = self.actor
-        layers = actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
-        return build_batch(groups, updates, self.mesh, actor.arch.attention_length, trained_version, layers)
+        version = self.state.step if self.config.rollout.max_lag else None
+        layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
+        return build_batch(groups, updates, self.mesh, self.actor.arch.attention_length, version, layers)
 
     def evaluation_groups(self, temperature: float, num_samples: int) -> list[RolloutGroup]:
         """Collective. Returns this rank's share of the evaluation's groups, sampled and scored."""
@@ -262,17 +251,15 @@ class Run:
         """
         step, bad = self.state.step + 1, values["optim/non_finite_updates"]
         self.recording.log_trained(step, batch, logprobs)
-        if not bad and step not in self.config.log.dump_steps:
-            return
         folder = self.recording.folder.dump(step)
-        write_dump(folder, batch, algorithm, self.state.step, values, self.mesh, self.actor.routed_layers)
-        if not bad:
-            return
-        which = f"step {step}: loss or gradient of {bad:.0f} update(s) is not finite"
-        text = f"{which}, these were not taken; the batch is in {folder}"
-        if self.config.train.non_finite == "halt":
-            raise NonFiniteUpdate(f"{text} (`megagrpo replay`). train.non_finite: skip would go on")
-        self.recording.note(text)
+        if bad or step in self.config.log.dump_steps:
+            write_dump(folder, batch, algorithm, self.state.step, values, self.mesh, self.actor.routed_layers)
+        if bad:
+            which = f"step {step}: loss or gradient of {bad:.0f} update(s) is not finite"
+            text = f"{which}, these were not taken; the batch is in {folder}"
+            if self.config.train.non_finite == "halt":
+                raise NonFiniteUpdate(f"{text} (`megagrpo replay`). train.non_finite: skip would go on")
+            self.recording.note(text)
 
     def checkpoint(self) -> None:
         """Collective. Saves on schedule and after the last step."""
@@ -280,7 +267,7 @@ class Run:
 
     def stopping(self) -> bool:
         """Collective. Returns whether a node received a stop request (pre-emption, time limit), and then saves."""
-        if not any(self.mesh.gather_world(self.stop_request is not None and self.stop_request.made())):
+        if not self.mesh.any_true(self.stop_request is not None and self.stop_request.made()):
             return False
         self.checkpointer.save_now(self.state)
         if self.stop_request is not None:
@@ -374,8 +361,8 @@ def _console(config: ExperimentConfig, state: TrainState, num_steps: int, inputs
         if config.eval is not None and inputs.eval_prompts is not None:
             notes.append(describe_dropped(config.eval.data, inputs.eval_prompts))
         if restarts := environment.get_int("TORCHELASTIC_RESTART_COUNT", 0):
-            of = config.actor.max_restarts
-            notes.append(f"a rank was lost: all ranks started again, for the {restarts}. of {of} times")
+            times = f"for the {restarts}. of {config.actor.max_restarts} times"
+            notes.append(f"a rank was lost: all ranks started again, {times}")
         if state.step:
             notes.append(f"continues after step {state.step}")
         for note in filter(None, notes):

@@ -31,9 +31,8 @@ def train(run: Run) -> None:
         algorithm = with_current_kl_coef(config.algorithm, state.algo_state)
         with timer.phase("logprobs"):
             old = batch.num_updates > 1 or algorithm.needs_old_logprobs
-            batch = with_logprobs(
-                actor, batch, temperature, old, algorithm.kl.estimator if algorithm.uses_reference else None
-            )
+            reference_kl = algorithm.kl.estimator if algorithm.uses_reference else None
+            batch = with_logprobs(actor, batch, temperature, old, reference_kl)
         # the all-reduce of group statistics
         batch, state.algo_state, values = with_advantages(batch, algorithm, mesh.reduce, state.algo_state, max_tokens)
         with timer.phase("update"):

@@ -2,13 +2,12 @@
 
 Dimensions: N samples of this rank, T tokens of their prompts and responses, S tokens of the longest; b rows and s
 columns of a micro-batch. Per-token values are flat, [T]: one sample after the other, without padding. Index t belongs
-to tokens[t]; `targets` in batching/microbatch.py is the one place that shifts. Log-probabilities are natural
+to tokens[t]; only `targets` in batching/microbatch.py shifts. Log-probabilities are natural
 logarithms.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -242,12 +241,11 @@ class MicroBatch:
     def to(self, device: "torch.device") -> "MicroBatch":
         """Returns it on `device`, without waiting."""
 
-        def moved(of: Any, stays: Collection[str] = ()) -> dict[str, Any]:
-            tensors = {f.name: getattr(of, f.name) for f in fields(of) if f.name not in stays}
-            return {name: on_device(tensor, device) for name, tensor in tensors.items() if hasattr(tensor, "device")}
+        def moved(of: "MicroBatch | Targets") -> "dict[str, Tensor]":
+            tensors = {name: value for name, value in vars(of).items() if hasattr(value, "device")}
+            return {n: on_device(tensor, device) for n, tensor in tensors.items() if n not in ("members", "places")}
 
-        there = moved(self, ("members", "places"))
-        return replace(self, targets=Targets(**moved(self.targets)), **there)
+        return MicroBatch(**(vars(self) | moved(self) | {"targets": Targets(**moved(self.targets))}))
 
     def padded(self, values: "Tensor") -> "Tensor":
         """Returns values [T] of the Batch's tokens for the samples in it: [n, S] on its device, 0 beyond their ends."""

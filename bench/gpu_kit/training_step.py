@@ -90,9 +90,9 @@ def _measure(figures: Figures, setting: Setting, recompute: str, sequences: int)
 def update_flops(arch: Architecture, lengths: Sequence[int], trained: int) -> float:
     """Returns the model's FLOPs of one update: three forwards of sequences of these lengths, `trained` output rows."""
     work = model_work(arch)
-    layers = sum(sum(work.forward_flops(layer)) for layer in work.layers) * sum(lengths)
-    attention = len(work.layers) * work.attention_flops * sum(n * (n + 1) / 2 for n in lengths)
-    return 3 * (layers + attention + 2.0 * work.head * trained)
+    layers = (work.token_flops - 2.0 * work.vocabulary) * sum(lengths)
+    attention = arch.num_layers * work.attention_flops * sum(n * (n + 1) / 2 for n in lengths)
+    return 3 * (layers + attention + 2.0 * work.vocabulary * trained)
 
 
 def peak_tflops() -> float | None:

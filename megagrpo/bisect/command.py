@@ -49,10 +49,8 @@ def _require_checkpoint(folder: Path) -> None:
     if (folder / "config.json").is_file():
         raise ValueError(f"--checkpoint {folder} is a Hugging Face folder: give it as --set model.path={folder}")
     if not (folder / "manifest.json").is_file():
-        raise ValueError(
-            f"--checkpoint {folder} is no finished checkpoint: it has no manifest.json; give a folder of a run "
-            "such as <output_dir>/checkpoints/step_000010"
-        )
+        remedy = "give a folder of a run such as <output_dir>/checkpoints/step_000010"
+        raise ValueError(f"--checkpoint {folder} is no finished checkpoint: it has no manifest.json; {remedy}")
 
 
 def bisect_main(config: ExperimentConfig) -> int:
@@ -69,18 +67,12 @@ def bisect_main(config: ExperimentConfig) -> int:
 
 def experiment_of(config: ExperimentConfig, options: BisectOptions, folder: Path) -> ExperimentConfig:
     """Returns the experiment with one engine without CUDA graphs, in a run folder of its own."""
-    rollout = config.rollout.model_copy(
-        update={
-            "num_engines": 1,
-            "min_healthy_engines": 1,
-            "colocate": False,
-            "load_format": "model" if options.own_weights else config.rollout.load_format,
-            "sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled"),
-        }
-    )
-    # no GPU is shared here
+    alone = {"num_engines": 1, "min_healthy_engines": 1, "colocate": False}
+    load_format = "model" if options.own_weights else config.rollout.load_format
+    eager = {"load_format": load_format, "sglang": config.rollout.sglang | dict.fromkeys(_EAGER, "disabled")}
+    rollout = config.rollout.model_copy(update=alone | eager)
     weights = config.weights
-    if weights.traits.needs_colocation:
+    if weights.traits.needs_colocation:  # no GPU is shared here
         weights = weights.model_copy(update={"transport": WeightsConfig().transport})
     # a fused router does not accept given experts
     actor = config.actor.model_copy(update={"megatron": config.actor.megatron | {"moe_router_fusion": False}})

@@ -83,9 +83,7 @@ def compare_points(
 
     Values are [tokens, width] of all sequences, whose lengths are given.
     """
-    differences: list[Difference] = []
-    flips: list[Flips] = []
-    notes: list[str] = []
+    differences, flips, notes = list[Difference](), list[Flips](), list[str]()
     for point in (point for point in points if point.name in engine and point.name in trainer):
         ours, theirs = trainer[point.name], engine[point.name]
         if ours.shape != theirs.shape:

@@ -49,7 +49,7 @@ class ProbedEngine:
         self._http = httpx.Client(base_url=info.url, trust_env=False, headers=bearer(api_key), timeout=limit_s)
 
     def sample(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Sequenced]:
-        """Returns the prompts with responses; one after the other, so that each is alone in its batch."""
+        """Returns the prompts with responses, sampled one after the other: each is the only one of its batch."""
         found = []
         for prompt in map(list, prompts):
             out = self._generate(prompt, {"max_new_tokens": max_new_tokens, "temperature": 1.0})
@@ -93,14 +93,9 @@ class ProbedEngine:
         return answers
 
     def _generate(self, tokens: list[int], sampling: dict[str, float], **more: int) -> dict:
-        body = {
-            "input_ids": tokens,
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "extra_key": secrets.token_hex(8),  # a prefix of its own: the cache would leave one token to compute
-            **more,
-        }
-        answer = self._http.post("/generate", json=body)
+        own_prefix = secrets.token_hex(8)  # the cache would leave one token to compute
+        body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True, "extra_key": own_prefix}
+        answer = self._http.post("/generate", json=body | more)
         if answer.status_code != 200:
             raise RuntimeError(f"{self._engine} rejects a request: {answer.status_code} {answer.text[:1000]}")
         return answer.json()

@@ -49,8 +49,8 @@ def residual_points(arch: Architecture) -> list[Point]:
 
 def final_norm(arch: Architecture) -> Point:
     """Returns the last point before the output layer."""
-    modules = ("model.norm", 0), ("decoder.final_layernorm", "out", 0)
-    return _point(FINAL_NORM, "final norm", *modules, layer=arch.num_layers - 1)
+    of_trainer = ("decoder.final_layernorm", "out", 0)
+    return _point(FINAL_NORM, "final norm", ("model.norm", 0), of_trainer, layer=arch.num_layers - 1)
 
 
 def layer_points(arch: Architecture, layer: int) -> list[Point]:

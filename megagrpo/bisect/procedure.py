@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -106,9 +107,8 @@ def _routed(job: _Job, prefilled: Prefilled) -> Tensor | None:
     for layer in range(arch.dense_layers, arch.num_layers):
         calls = seen.get(f"layers.{layer}.experts", [])
         if sum(map(len, calls)) != sum(job.lengths):
-            job.notes.append(
-                f"experts are not replayed: the engine has no record of those of layer {layer} for every token"
-            )
+            missing = f"the engine has no record of those of layer {layer} for every token"
+            job.notes.append(f"experts are not replayed: {missing}")
             return None
         flat = torch.cat(list(calls))[:, : arch.experts_per_token].long()
         for row, part in enumerate(flat.split(job.lengths)):
@@ -157,13 +157,12 @@ def _outputs(job: _Job, prefilled: Prefilled | None, logprobs: Tensor) -> Pass:
     hidden, tokens = job.mesh.from_main(lambda: _head_inputs(job, _on_main(prefilled)), "send hidden states")
     head = head_logprobs(job.actor, hidden, tokens) if hidden is not None else None
     heads = [values for values in job.mesh.gather_world(None if head is None else head.cpu()) if values is not None]
-    return job.mesh.from_main(
-        lambda: _output_pass(job, _on_main(prefilled), heads, logprobs), "compare log-probabilities"
-    )
+    compare = partial(_output_pass, job, prefilled, heads, logprobs)
+    return job.mesh.from_main(compare, "compare log-probabilities")
 
 
-def _output_pass(job: _Job, prefilled: Prefilled, heads: Sequence[Tensor], logprobs: Tensor) -> Pass:
-    found, shorter = [], [length - 1 for length in job.lengths]
+def _output_pass(job: _Job, prefilled: Prefilled | None, heads: Sequence[Tensor], logprobs: Tensor) -> Pass:
+    prefilled, found, shorter = _on_main(prefilled), [], [length - 1 for length in job.lengths]
     engine = torch.cat([torch.tensor(row, dtype=torch.float64) for row in prefilled.logprobs])[:, None]
     if heads:
         says = "output layer and log-softmax, on the engine's last hidden states"

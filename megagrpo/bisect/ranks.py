@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.bisect.compare import BOUNDS, Bounds
+from megagrpo.bisect.compare import BOUNDS
 from megagrpo.bisect.engine import ProbedEngine
 from megagrpo.bisect.options import BisectOptions
 from megagrpo.bisect.procedure import bisect_pair
-from megagrpo.bisect.report import Findings, write_findings
+from megagrpo.bisect.report import write_findings
 from megagrpo.checkpoint.resume import load_checkpoint, make_actor
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import load_prompts, load_tokenizer
@@ -37,27 +37,27 @@ def bisect_ranks(config: ExperimentConfig, options: BisectOptions, device: torch
     control = find_service(Path(config.output_dir), None, config.rollout.start_timeout_s)
     expected = None if options.own_weights else version
     wrong = prove_weights(config, actor, weights, control, expected)
-    folder = Path(config.output_dir)
+    folder, engine, dtypes = Path(config.output_dir), None, (config.actor.dtype, config.rollout.dtype)
+    bounds = BOUNDS["bfloat16" if "bfloat16" in dtypes else "float32"]  # of the coarser dtype
+    bounds = bounds if options.bound is None else replace(bounds, relative=options.bound)
     with ExitStack() as stack:
-        engine = None
         if actor.mesh.is_main:
             (info,) = control.engines()
             limit_s = config.rollout.patience_s(actor.mesh.device.type == "cuda")
-            engine = stack.enter_context(
-                closing(ProbedEngine(info, config.rollout.tp, control.api_key, folder, limit_s))
-            )
+            engine = ProbedEngine(info, config.rollout.tp, control.api_key, folder, limit_s)
+            stack.callback(engine.close)
             engine.resume()
-        bounds = bounds_of(config, options.bound)
         found = bisect_pair(actor, engine, tokens, options.max_new_tokens, folder, bounds, expected)
-    actor.mesh.from_main(lambda: _write(folder, found, wrong), "write the report")
+
+    def write() -> None:
+        assert found is not None, "runs on the main rank"
+        write_findings(folder, replace(found, weights=found.weights + wrong))
+
+    actor.mesh.from_main(write, "write the report")
 
 
 def prove_weights(
-    config: ExperimentConfig,
-    actor: MegatronActor,
-    weights: ActorWeights,
-    registry: EngineRegistry,
-    publish: int | None,
+    config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, registry: EngineRegistry, publish: int | None
 ) -> list[str]:
     """Collective. Publishes the actor's weights as version `publish`, or only verifies those of the engine if None.
 
@@ -76,15 +76,3 @@ def prove_weights(
                 raise
             return (message + details).splitlines()
     return []
-
-
-def bounds_of(config: ExperimentConfig, relative: float | None) -> Bounds:
-    """Returns the bounds of the coarser dtype of actor and engines, with `relative` instead of their own if given."""
-    coarse = "bfloat16" if "bfloat16" in (config.actor.dtype, config.rollout.dtype) else "float32"
-    return BOUNDS[coarse] if relative is None else replace(BOUNDS[coarse], relative=relative)
-
-
-def _write(folder: Path, found: Findings | None, wrong: list[str]) -> None:
-    assert found is not None, "runs on the main rank"
-    found.weights += wrong
-    write_findings(folder, found)

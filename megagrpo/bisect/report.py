@@ -49,27 +49,25 @@ class Findings:
 class Verdict:
     """The first point at which engine and trainers differ."""
 
-    place: str | None  # "weights", "nothing compared" or the name of a point; None: nothing differs
+    point: str | None  # "weights", "nothing compared" or the name of a point; None: nothing differs
     text: str
     computed: str | None  # the first computed value that differs, also if weights do
 
 
 def verdict(findings: Findings) -> Verdict:
     """Returns the first cause, in the order weights, layers, choice of experts, output."""
-    place, text = _computed(findings.passes)
+    point, text = _computed(findings.passes)
     if findings.weights:
-        also = f"\nand what is computed: {text}" if place is not None else ""
-        return Verdict("weights", "\n".join(findings.weights[:2]) + also, place)
-    if place is None and not any(one.differences for one in findings.passes if one.title != OUTPUT):
+        also = f"\nand what is computed: {text}" if point is not None else ""
+        return Verdict("weights", "\n".join(findings.weights[:2]) + also, point)
+    if point is None and not any(one.differences for one in findings.passes if one.title != OUTPUT):
         why = f": {findings.notes[0]}" if findings.notes else ""
         return Verdict(UNSEEN, f"log-probabilities agree, but nothing inside the model could be compared{why}", None)
-    return Verdict(place, text, place)
+    return Verdict(point, text, point)
 
 
 def layer_to_open(passes: list[Pass]) -> int | None:
-    """Returns the first layer that differs, else the first that chooses other experts too often; None also if the
-    embedding differs.
-    """
+    """Returns the first layer that differs, else the first with too many flips; None also if the embedding differs."""
     layers = [one for one in passes if one.title != OUTPUT]
     differing = [found for one in layers for found in one.differences if found.beyond]
     flipping = [flips.layer for one in layers for flips in one.flips if flips.beyond]
@@ -82,10 +80,10 @@ def _computed(passes: list[Pass]) -> tuple[str | None, str]:
         if any(found.beyond for found in one.differences):
             return _first_beyond(one.differences)
     for flips in (flips for one in layers for flips in one.flips if flips.beyond):
-        return f"layers.{flips.layer}.experts", (
-            f"layer {flips.layer} takes other experts for {flips.flipped} of {flips.tokens} tokens, though its output "
-            "with the same experts is equal: look at the router's bias, its groups and the number of experts"
-        )
+        taken = f"layer {flips.layer} takes other experts for {flips.flipped} of {flips.tokens} tokens"
+        look = "look at the router's bias, its groups and the number of experts"
+        says = f"{taken}, though its output with the same experts is equal: {look}"
+        return f"layers.{flips.layer}.experts", says
     for one in passes:
         if any(found.beyond for found in one.differences):
             return _first_beyond(one.differences)
@@ -104,20 +102,17 @@ def _first_beyond(differences: list[Difference]) -> tuple[str, str]:
 def table(findings: Findings) -> str:
     """Returns the report for people, in Markdown."""
     found = verdict(findings)
-    lines = [f"# Engine against trainer: {found.place or 'nothing differs'}", "", *found.text.splitlines(), ""]
-    lines += [
-        f"{len(findings.lengths)} sequences, {sum(findings.lengths)} tokens. Errors are relative to the engine's "
-        "values; worst token: SEQUENCE:TOKEN, both counted from 0.",
-        "",
-        f"weights: {'digests agree' if not findings.weights else findings.weights[0]}",
-    ]
+    lines = [f"# Engine against trainer: {found.point or 'nothing differs'}", "", *found.text.splitlines(), ""]
+    read = "Errors are relative to the engine's values; worst token: SEQUENCE:TOKEN, both counted from 0."
+    lines += [f"{len(findings.lengths)} sequences, {sum(findings.lengths)} tokens. {read}", ""]
+    lines.append(f"weights: {findings.weights[0] if findings.weights else 'digests agree'}")
     for one in findings.passes:
         lines += ["", f"## {one.title}", "", "| place | error | bound | largest | worst token | |"]
         lines += ["|---|---|---|---|---|---|", *map(_row, one.differences), ""]
-        flips = [flip for flip in one.flips if flip.flipped]
-        lines += [
-            f"layer {f.layer}: other experts for {f.flipped} of {f.tokens} tokens, first {f.first}" for f in flips
-        ]
+        for flips in one.flips:
+            if flips.flipped:
+                tokens = f"{flips.flipped} of {flips.tokens} tokens, first {flips.first}"
+                lines.append(f"layer {flips.layer}: other experts for {tokens}")
     lines += ["", *(f"Not compared: {note}." for note in findings.notes)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -131,7 +126,7 @@ def _row(found: Difference) -> str:
 def write_findings(folder: Path, findings: Findings) -> str:
     """Writes report.md and report.json into `folder`; returns the table."""
     found = verdict(findings)
-    record = {"place": found.place, "computed": found.computed, "verdict": found.text, **asdict(findings)}
+    record = {"place": found.point, "computed": found.computed, "verdict": found.text, **asdict(findings)}
     write_whole(folder / "report.json", json.dumps(_plain(record), indent=1))
     text = table(findings)
     write_whole(folder / "report.md", text)

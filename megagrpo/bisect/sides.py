@@ -59,7 +59,7 @@ def _of_engine(point: Point, ranks: _Records, num_tokens: int, arch: Architectur
     rows = [sum(map(len, calls)) for name in names for calls in recorded[name]]
     if (bad := next((count for count in rows if not count or count % num_tokens), None)) is not None:
         return f"the engine's hooks saw {bad} rows of {num_tokens} tokens"
-    # norms over heads have a row for each head, behind each other
+    # norms over heads have one row after the other for the heads of a token
     parts = [torch.cat(calls).reshape(num_tokens, -1) for calls in recorded[point.name]]
     match point.layout:
         case "map":

@@ -61,10 +61,7 @@ def layouts_of(config: ActorConfig) -> dict[str, tuple[int, dict[str, int]]]:
 
 
 def grid(
-    layouts: dict[str, tuple[int, dict[str, int]]],
-    ranks: int,
-    is_moe: bool,
-    only: Sequence[str] | None,
+    layouts: dict[str, tuple[int, dict[str, int]]], ranks: int, is_moe: bool, only: Sequence[str] | None
 ) -> tuple[list[Case], dict[str, str]]:
     """Returns the cases to run, the reference first, and the reason for each layout that is left out.
 

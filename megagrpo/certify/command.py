@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.certify.cases import Case, grid, layouts_of
+from megagrpo.certify.cases import grid, layouts_of
 from megagrpo.certify.report import CaseResult, write_certificate
 from megagrpo.certify.subject import make_models
 from megagrpo.cluster.machine import train_ranks
@@ -38,10 +38,12 @@ def certify(config: ExperimentConfig, ranks: int, only: Sequence[str] | None = N
         left_out[config.actor.dtype] = "its rounding exceeds the bounds"
     results: list[CaseResult] = []
     for world in sorted({case.ranks for case in cases}):
-        measured = _run_world(config, folder, world, [case for case in cases if case.ranks == world])
-        if measured is None:
-            return 1
-        results += measured
+        subfolder = folder / f"ranks{world}"
+        subfolder.mkdir(parents=True)
+        (subfolder / "cases.json").write_text(json.dumps([asdict(case) for case in cases if case.ranks == world]))
+        if train_ranks(_of_world(config, folder / "model", subfolder, world), ["certify"]) != 0:
+            return 1  # the launcher has reported why
+        results += json.loads((subfolder / "results.json").read_text())
     text, passed = write_certificate(folder, name=config.name, family=tiny.family, results=results, left_out=left_out)
     print(text, end="")
     if not passed:
@@ -60,21 +62,8 @@ def certify_main(config: ExperimentConfig) -> int:
     return guarded(config, "certify", body)
 
 
-def _run_world(config: ExperimentConfig, folder: Path, world: int, cases: list[Case]) -> list[CaseResult] | None:
-    """Returns the results of one world size's cases; None if its ranks failed, which the launcher has reported."""
-    subfolder = folder / f"ranks{world}"
-    subfolder.mkdir(parents=True)
-    (subfolder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
-    changes = {
-        "output_dir": str(subfolder),
-        "model": ModelConfig(path=str(folder / "model")),
-        "actor": ActorConfig(
-            world_size=world,
-            device=config.actor.device,
-            transformer_engine=config.actor.transformer_engine,
-            deadline_s=config.actor.deadline_s,
-            lora=config.actor.lora,
-        ),
-    }
-    status = train_ranks(config.model_copy(update=changes), ["certify"])
-    return json.loads((subfolder / "results.json").read_text()) if status == 0 else None
+def _of_world(config: ExperimentConfig, model: Path, folder: Path, world: int) -> ExperimentConfig:
+    """Returns the experiment with the tiny model, in a run folder of its own; the cases have their own layouts."""
+    kept = config.actor.model_dump(include={"device", "transformer_engine", "deadline_s", "lora"})
+    actor = ActorConfig(world_size=world, **kept)
+    return config.model_copy(update={"output_dir": str(folder), "model": ModelConfig(path=str(model)), "actor": actor})

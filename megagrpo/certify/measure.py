@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal, TypedDict, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,17 +34,8 @@ from megagrpo.weights.transports.gather_plan import gather_buckets, make_gather_
 # A large epsilon: Adam divides by |g|, which would turn rounding noise of a vanishing gradient into a full step.
 OPTIMIZER = OptimizerConfig(lr=1e-3, clip_grad=1.0, adam_eps=1e-4, distributed=False)
 _CHUNK_TOKENS = 32
+_KEPT = {"transformer_engine", "deadline_s", "lora", "router_losses", "routing_replay"}  # of the experiment's actor
 Read = TypeVar("Read")
-
-
-class Reference(TypedDict):
-    """reference.pt: what one rank computed; tensors by HF name."""
-
-    base: Tensor
-    loss: float
-    norm: float
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
 
 
 @contextmanager
@@ -87,14 +78,10 @@ def ratios(
     for copy in weights.copies:
         whole_tensor = reference[copy.hf]
         part = whole_tensor[tuple(slice(a, a + n) for a, n in zip(copy.start, copy.size, strict=True))]
-        largest = float(whole_tensor.abs().max())
-        error = float((copy.view(values).cpu() - part).abs().max())
-        ratio = error / largest if largest else (0.0 if error == 0 else float("inf"))
-        ratio = float("inf") if math.isnan(ratio) else ratio
-        worst[copy.hf] = max(worst.get(copy.hf, 0.0), ratio)
-    of_ranks = [worst] * mesh.world_size
-    if mesh.world_size > 1:
-        dist.all_gather_object(of_ranks, worst)
+        error = (copy.view(values).cpu() - part).abs().max().double()
+        ratio = float(error / whole_tensor.abs().max()) if error else 0.0
+        worst[copy.hf] = max(worst.get(copy.hf, 0.0), math.inf if math.isnan(ratio) else ratio)
+    of_ranks = mesh.gather_world(worst)
     return {name: max(part.get(name, 0.0) for part in of_ranks) for name in reference}
 
 
@@ -102,21 +89,21 @@ def certify_ranks(config: ExperimentConfig, device: torch.device) -> None:
     """Collective. Runs the cases of `<output_dir>/cases.json`; the main rank writes results.json there."""
     folder = Path(config.output_dir)
     cases = [Case(**case) for case in json.loads((folder / "cases.json").read_text())]
-    results = []
+    results, is_main = [], environment.get_int("RANK", 0) == 0
     for number, case in enumerate(cases):
         measured = measure(config, case, folder=folder.parent, store=folder / f"store{number}", device=device)
         results.append({"case": asdict(case), "variant": case.variant, **measured})
-        if environment.get_int("RANK", 0) == 0:
+        if is_main:
             progress = f"{number + 1} of {len(cases)}"
             print(f"certify: {case.ranks} ranks, {progress}: {case.layout}, {case.variant}", flush=True)
-    if environment.get_int("RANK", 0) == 0:
+    if is_main:
         write_whole(folder / "results.json", json.dumps(results))
 
 
 def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, device: torch.device) -> CaseFigures:
     """Collective. Returns one case's loss, gradient norm, and differences from `folder`/reference.pt.
 
-    The reference case writes that file.
+    The reference case writes that file: {"base", "loss", "norm", "gradients" and "weights" by HF name}.
     """
     actor_config = ActorConfig(
         world_size=case.ranks,
@@ -124,12 +111,8 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
         packing=case.packing,
         micro_batch_tokens=case.budget,
         recompute=case.recompute,
-        transformer_engine=config.actor.transformer_engine,
         logprob_chunk_tokens=_CHUNK_TOKENS,
-        deadline_s=config.actor.deadline_s,
-        lora=config.actor.lora,
-        router_losses=config.actor.router_losses,
-        routing_replay=config.actor.routing_replay,
+        **config.actor.model_dump(include=_KEPT),
     )
     # adapters are smaller than weights: the same rounding is a larger share of them
     adam_eps = OPTIMIZER.adam_eps if config.actor.lora is None else 1e-3
@@ -142,18 +125,12 @@ def measure(config: ExperimentConfig, case: Case, *, folder: Path, store: Path, 
             actor.keep_reference()
         weights = actor.trained_weights(load_initial_weights(actor, model))
         if config.actor.lora is not None:
-            actor.load_adapters(_trained_a_little(actor))
+            initial = InitialAdapters(actor.adapter_specs(), seed=0)  # with noise: while B is 0, A has no gradient
+            adapters = enumerate(initial.items())
+            actor.load_adapters({name: near(values, 0.05, number) for number, (name, values) in adapters})
             actor.weights_loaded()
-        if case == REFERENCE:
-            return _reference(config, actor, weights, groups, folder / "reference.pt")
-        reference = torch.load(folder / "reference.pt")
-        return _compare(config, actor, weights, groups, reference)
-
-
-def _trained_a_little(actor: MegatronActor) -> dict[str, Tensor]:
-    """Returns whole adapters with noise: while B is 0, A has no gradient."""
-    initial = InitialAdapters(actor.adapter_specs(), seed=0)
-    return {name: near(values, 0.05, number) for number, (name, values) in enumerate(initial.items())}
+        figures = _reference if case == REFERENCE else _compare
+        return figures(config, actor, weights, groups, folder / "reference.pt")
 
 
 def _batch_of(config: ExperimentConfig, actor: MegatronActor, groups: list[RolloutGroup]) -> Batch:
@@ -219,17 +196,13 @@ def _reference(
 
 
 def _compare(
-    config: ExperimentConfig,
-    actor: MegatronActor,
-    weights: ActorWeights,
-    groups: list[RolloutGroup],
-    reference: Reference,
+    config: ExperimentConfig, actor: MegatronActor, weights: ActorWeights, groups: list[RolloutGroup], file: Path
 ) -> CaseFigures:
-    def read(values: Mapping[str, Tensor], name: Literal["gradients", "weights"]) -> dict[str, float]:
-        return ratios(weights, values, reference[name], actor.mesh)
-
+    reference = torch.load(file)
     batch = _prepared(config, actor, groups, reference["base"])
-    loss, norm, gradients, moved = _step(config, actor, batch, read)
+    loss, norm, gradients, moved = _step(
+        config, actor, batch, lambda values, name: ratios(weights, values, reference[name], actor.mesh)
+    )
     # a sum over tokens rounds with the number of its terms
     terms = MAX_RESPONSE if config.algorithm.aggregation == "seq-mean-token-sum" else 1
     return {

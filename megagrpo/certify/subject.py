@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +31,8 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
     """
     real = model_description(config)
     if real is None:
-        raise ValueError(
-            f"{config.model.path}/config.json does not exist: the certificate needs the model's architecture"
-        )
+        path = f"{config.model.path}/config.json"
+        raise ValueError(f"{path} does not exist: the certificate needs the model's architecture")
     arch = architecture_of(real)
     shards = math.lcm(2, parallel.tp)  # the standing layouts cut by 2
     # fewer key/value heads than the experiment's ranks stay fewer
@@ -57,12 +55,11 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
     small = architecture_of(tiny)
     generator = torch.Generator().manual_seed(seed)
     tensors = random_tensors(small, generator)
-    tensors = {
-        name: t if t.dim() > 1 else t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()
-    }
-    reference = {
-        name: near(t, 0.02 * float(t.std()), seed + number) for number, (name, t) in enumerate(tensors.items())
-    }
+    for name, t in tensors.items():
+        if t.dim() == 1:
+            tensors[name] = t + 0.2 * torch.randn(t.shape, generator=generator)
+    noisy = enumerate(tensors.items(), start=seed)
+    reference = {name: near(t, 0.02 * float(t.std()), number) for number, (name, t) in noisy}
     description = folder / "description"
     description.mkdir(parents=True, exist_ok=True)
     (description / "config.json").write_text(json.dumps(tiny, indent=2))
@@ -71,14 +68,12 @@ def make_models(folder: Path, config: ExperimentConfig, parallel: ParallelConfig
     return small
 
 
-def _description(real: dict[str, Any], sizes: TinySizes) -> dict[str, Any]:
+def _description(real: dict[str, object], sizes: TinySizes) -> dict[str, object]:
     """Returns config.json of a model of these sizes with the options of a real one."""
-    of_family = FAMILIES[real["model_type"]].SIZE_KEYS
+    of_family = FAMILIES[str(real["model_type"])].SIZE_KEYS
     options = {key: value for key, value in real.items() if key not in of_family}
-    # what the model has none of, a low rank of queries for instance, the tiny one has none of either
-    options |= {
-        key: real[key] for key in ("q_lora_rank", "n_shared_experts", "first_k_dense_replace") if not real.get(key, 1)
-    }
+    absent = ("q_lora_rank", "n_shared_experts", "first_k_dense_replace")  # parts that not every model has
+    options |= {key: real[key] for key in absent if not real.get(key, 1)}
     if "n_group" in real and (real["n_group"] or 1) == 1:
         options |= {"n_group": 1, "topk_group": 1}
     made = {key: value for key, value in hf_config(sizes).items() if key in real or key in of_family}
@@ -105,20 +100,16 @@ def make_groups(config: ExperimentConfig, seed: int, arch: Architecture) -> list
         samples, outcomes = [], []
         for index in range(size):
             length = MAX_RESPONSE if (g, index) == (1, 0) else number(1, MAX_RESPONSE)
-            places = np.arange(length)
-            hole = (places < 2) | (places >= 4) if g == 2 else None
+            indices = np.arange(length)
+            hole = (indices < 2) | (indices >= 4) if g == 2 else None
             finish = "length" if length == MAX_RESPONSE else "stop"
             samples.append(Sample(index, tokens(length), np.zeros(length), finish, 0, "", hole))
             reward = 1.0 if g == 0 else number(0, 4) / 4
             outcomes.append(Outcome("error", detail="planted") if (g, index) == (3, 1) else Outcome("score", reward))
-        greedy = (
-            (Sample(0, np.ones(1), np.zeros(1), "stop", 0, ""), Outcome("score", 0.5))
-            if config.algorithm.needs_greedy_response
-            else (None, None)
-        )
-        groups.append(
-            RolloutGroup(g, Prompt(g, "", tokens(number(2, MAX_PROMPT)), ""), tuple(samples), tuple(outcomes), *greedy)
-        )
+        greedy = Sample(0, np.ones(1), np.zeros(1), "stop", 0, ""), Outcome("score", 0.5)
+        baseline = greedy if config.algorithm.needs_greedy_response else (None, None)
+        prompt = Prompt(g, "", tokens(number(2, MAX_PROMPT)), "")
+        groups.append(RolloutGroup(g, prompt, tuple(samples), tuple(outcomes), *baseline))
     replays = config.actor.routing_replay == "rollout"
     return [_with_experts(group, arch, generator) for group in groups] if replays else groups
 
@@ -141,6 +132,6 @@ def near(values: Tensor, spread: float, seed: int) -> Tensor:
 
 
 def longest(config: ExperimentConfig) -> int:
-    """Returns the maximum response length, in tokens, that the algorithm is told."""
+    """Returns the maximum response length in tokens, an argument of the algorithm."""
     overlong = config.algorithm.reward.overlong
     return max(MAX_RESPONSE, overlong.buffer(MAX_RESPONSE) if overlong else 0)

@@ -1,7 +1,5 @@
 """A tiny model of any family: its config.json and random tensors, named as in released checkpoints."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ MAX_POSITIONS = 2048
 VOCAB = 32
 
 
-def hf_config(sizes: TinySizes) -> dict[str, Any]:
+def hf_config(sizes: TinySizes) -> dict[str, object]:
     """Returns a config.json in the spelling of released checkpoints, which transformers, SGLang and the actor read."""
     family = FAMILIES[sizes.family]
     hf = {

@@ -23,11 +23,8 @@ from megagrpo.weights.hf_folder import HfFolder
 
 def run_identity(config: ExperimentConfig, actor: MegatronActor) -> RunIdentity:
     """Collective. Returns the properties that a checkpoint must share with the run that loads it."""
-    model: dict = {
-        "model": asdict(actor.arch),
-        "dtype": config.actor.dtype,
-        "distributed_optimizer": config.actor.optimizer.distributed,
-    }
+    model: dict = {"model": asdict(actor.arch), "dtype": config.actor.dtype}
+    model["distributed_optimizer"] = config.actor.optimizer.distributed
     if config.actor.lora is not None:  # the checkpoint holds only adapters
         model["lora"] = config.actor.lora.model_dump()
         model["base"] = actor.mesh.from_main(HfFolder(config.model.path).fingerprint, "read the model's weights")

@@ -134,15 +134,12 @@ class Checkpointer:
         if self._saved_step == state.step and not (reshardable and self._saved_for_one_layout(state.step)):
             return
         self._complete()  # one at a time: a pending save holds a copy of the whole state
+
+        def plan(part: Path) -> SavePlan:
+            return self._plan_save(part, reshardable)
+
         whole = self._gather_state(state)
-        self._pending = start_save(
-            self._root,
-            whole,
-            self._identity,
-            self._retention,
-            lambda part: self._plan_save(part, reshardable),
-            self._mesh,
-        )
+        self._pending = start_save(self._root, whole, self._identity, self._retention, plan, self._mesh)
         self._saved_step = state.step
 
     def _saved_for_one_layout(self, step: int) -> bool:
@@ -192,8 +189,8 @@ class PendingSave:
         with self._all_or_nothing():
             self._mesh.from_main(self._make_folder, f"checkpoint {self.target}")
             self._plan = self._everywhere(lambda: plan_save(self.partial / "actor"))
-        # a daemon: a run that fails does not wait for it
-        Thread(target=self._write, name="checkpoint", daemon=True).start()
+        # a daemon: a run that fails does not wait for it; `finish` raises its exception on every rank
+        Thread(target=_attempt, args=(self._write, self._written), name="checkpoint", daemon=True).start()
 
     def ready(self) -> bool:
         """Collective. Whether all ranks have written their files, so that `finish` will not wait."""
@@ -212,11 +209,8 @@ class PendingSave:
         shutil.rmtree(self.partial, ignore_errors=True)
         (self.partial / "actor").mkdir(parents=True)
 
-    def _write(self) -> None:
-        try:
-            self._written.set_result({self._name(path): entry for path, entry in self._plan.write().items()})
-        except Exception as exc:  # raised in `finish`, on every rank
-            self._written.set_exception(exc)
+    def _write(self) -> dict[str, SizeAndCrc]:
+        return {self._name(path): entry for path, entry in self._plan.write().items()}
 
     def _publish(self, written: dict[str, SizeAndCrc]) -> None:
         for name, groups in self._groups.items():
@@ -235,15 +229,14 @@ class PendingSave:
 
     def _everywhere(self, action: Callable[[], T]) -> T:
         """Collective. Runs `action` on every rank; a failure on one raises LeaderError on all."""
-        try:
-            result, error = action(), ""
-        except Exception as exc:
+        done, error = _attempt(action, Future()), ""
+        if exc := done.exception():
             # torch's writer does not report a full disk
             free_mib = shutil.disk_usage(self.target.parent).free >> 20
-            place = f"checkpoint {self.target}: rank {self._mesh.rank} could not write, {free_mib} MiB are free there"
-            error = f"{place}: {type(exc).__name__}: {exc}"
+            problem = f"rank {self._mesh.rank} could not write, {free_mib} MiB are free there"
+            error = f"checkpoint {self.target}: {problem}: {type(exc).__name__}: {exc}"
         self._mesh.raise_any(error)
-        return result
+        return done.result()
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -257,6 +250,15 @@ class PendingSave:
 
     def _name(self, path: Path) -> str:
         return str(path.relative_to(self.partial))
+
+
+def _attempt(action: Callable[[], T], done: "Future[T]") -> "Future[T]":
+    """Runs `action` and returns `done`, which then has its result or its exception."""
+    try:
+        done.set_result(action())
+    except Exception as exc:
+        done.set_exception(exc)
+    return done
 
 
 def _superfluous(newest: Path, retention: Retention) -> list[Path]:
@@ -300,23 +302,18 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     Ranks divide the files: a single rank would read the terabytes of a large model for an hour. Each rank checks the
     files that the same rank wrote, which in the same layout it then loads from its node's page cache.
     """
-    manifest_file = folder / "manifest.json"
-    if not manifest_file.is_file():
-        raise ValueError(
-            f"checkpoint {folder} has no manifest.json: it is not a checkpoint, or its save was interrupted"
-        )
+    if not (folder / "manifest.json").is_file():
+        what = "it is not a checkpoint, or its save was interrupted"
+        raise ValueError(f"checkpoint {folder} has no manifest.json: {what}")
     try:
-        manifest = json.loads(manifest_file.read_text())
+        manifest = json.loads((folder / "manifest.json").read_text())
         model = json.loads((folder / "state.json").read_text())["identity"]
     except (OSError, ValueError, KeyError) as exc:
         raise ValueError(f"checkpoint {folder}: manifest.json or state.json is not readable: {exc}") from exc
-    different = [
-        f"{key}: checkpoint {model.get(key)!r}, this run {value!r}"
-        for key, value in identity.model.items()
-        if model.get(key) != value
-    ]
+    different = {key: value for key, value in identity.model.items() if model.get(key) != value}
     if different:
-        raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(different))
+        texts = [f"{key}: checkpoint {model.get(key)!r}, this run {value!r}" for key, value in different.items()]
+        raise ValueError(f"checkpoint {folder} is of another model: " + "; ".join(texts))
     if problem := layout_problem(folder, identity.layout):
         raise ValueError(problem)
     for index, (name, (size, crc)) in enumerate(sorted(manifest.items())):

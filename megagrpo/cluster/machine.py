@@ -5,18 +5,19 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from megagrpo.cluster import variables
 from megagrpo.cluster.supervise import Launch, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.2
 _DEAD_LOCK_S = 150.0  # a file server may hold the lock of a dead node; Slurm restarts its job elsewhere
 _SERVICE_GRACE_S = 30.0  # for engines, Ray and the router to end in order
@@ -37,10 +38,10 @@ def run(config: ExperimentConfig) -> int:
 def _refuse_what_cannot_run(config: ExperimentConfig) -> None:
     from megagrpo.check.problems import preflight  # its import takes seconds, during which signals would be missed
 
-    problems = preflight(config)
-    if problems:
+    if problems := preflight(config):
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
-    unmade = [path for path in _inputs(config) if not Path(path).exists()]
+    inputs = [config.model.path, *config.data.paths, *(config.eval.data.paths if config.eval else [])]
+    unmade = [path for path in inputs if not Path(path).exists()]
     if unmade:  # preflight accepts paths that this experiment itself creates
         raise ValueError(f"missing: {', '.join(unmade)}; run `megagrpo sft` first")
 
@@ -50,35 +51,31 @@ def alone_in(folder: RunFolder) -> Iterator[None]:
     """Locks the run folder inside the block. Raises ValueError if another run trains into it."""
     folder.path.mkdir(parents=True, exist_ok=True)
     patience_s = _DEAD_LOCK_S if environment.get_int("SLURM_RESTART_COUNT", 0) else 0.0
+    deadline = time.monotonic() + patience_s
     with folder.lock.open("w") as file:
-        if not _lock(file, patience_s):
-            raise ValueError(
-                f"output_dir {folder.path}: another run trains into this folder; wait for its end or name another"
-            )
+        while not _locked(file):
+            if time.monotonic() > deadline:
+                remedy = "wait for its end or name another"
+                raise ValueError(f"output_dir {folder.path}: another run trains into this folder; {remedy}")
+            time.sleep(_POLL_S)
         yield
 
 
-def _lock(file: IO, patience_s: float) -> bool:
-    """Locks a file; returns False if it stays locked for `patience_s` seconds."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-        except OSError as exc:  # some cluster file systems have no locks
-            folder = Path(file.name).parent
-            print(f"megagrpo: {folder} cannot be locked ({exc.strerror}): start no second run there", file=sys.stderr)
-            return True
-        time.sleep(_POLL_S)
+def _locked(file: IO) -> bool:
+    """Locks a file, on a file system that can; returns whether no other process holds the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as exc:  # some cluster file systems have no locks
+        folder = Path(file.name).parent
+        print(f"megagrpo: {folder} cannot be locked ({exc.strerror}): start no second run there", file=sys.stderr)
+    return True
 
 
 def _serve_and_train(config: ExperimentConfig, of_trainers: dict[str, str], of_engines: dict[str, str]) -> int:
-    folder = RunFolder(Path(config.output_dir))
-    end, ask = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1,)
-    with Launch(folder, "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S) as launch:
+    end, ask = (*_ENDING, signal.SIGUSR2), (signal.SIGUSR1,)
+    with Launch(RunFolder(Path(config.output_dir)), "run", end=end, ask=ask, grace_s=_SERVICE_GRACE_S) as launch:
         return _watch_both(launch, config, "train", config.actor.max_restarts, of_trainers, of_engines)
     return launch.status
 
@@ -90,12 +87,8 @@ def ranks_beside_service(config: ExperimentConfig) -> int:
     """
     _refuse_what_cannot_run(config)
     folder, devices = RunFolder(Path(config.output_dir)), _devices(config, _visible_gpus())
-    with (
-        alone_in(folder),
-        Launch(
-            folder, "bisect", end=(signal.SIGTERM, signal.SIGINT), ranks="bisect", grace_s=_SERVICE_GRACE_S
-        ) as launch,
-    ):
+    launch = Launch(folder, "bisect", end=_ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S)
+    with alone_in(folder), launch:
         return _watch_both(launch, config, "bisect", 0, *devices)
     return launch.status
 
@@ -114,7 +107,7 @@ def _watch_both(
     folder.service.unlink(missing_ok=True)  # left by a killed run: the trainers would use its URL
     service = launch.start(["serve", str(folder.config)], "service", of_engines)
     options = [*torchrun(config.actor.world_size, max_restarts), "--standalone"]
-    of_trainers = variables.of_trainers(config, variables.interface_of_engines(config)) | of_trainers
+    of_trainers = trainer_variables(config, interface_of_engines(config)) | of_trainers
     ranks = launch.start_ranks([command, str(folder.config)], options, of_trainers)
     return launch.watch(ranks, needed=service)
 
@@ -123,9 +116,7 @@ def _visible_gpus() -> list[str]:
     import torch
 
     named = environment.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        return [str(i) for i in range(torch.cuda.device_count())]
-    return [name for name in named.split(",") if name]
+    return list(map(str, range(torch.cuda.device_count()))) if named is None else list(filter(None, named.split(",")))
 
 
 def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -134,25 +125,22 @@ def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, st
     Both are empty on a CPU. Raises ValueError if there are too few GPUs. Only transport `disk` may share them: NCCL
     rejects two ranks on one GPU.
     """
-    ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
-    colocate = config.rollout.colocate
+    rollout, ranks = config.rollout, config.actor.world_size
+    engine_ranks, colocate = rollout.num_engines * rollout.tp, rollout.colocate
     needed = max(ranks, engine_ranks) if colocate else ranks + engine_ranks
     may_share = not (config.weights.traits.uses_groups or config.weights.traits.needs_colocation)
     if not on_gpus(config, len(visible)) or (len(visible) < needed and may_share):
         return {}, {}
+    engines = f"{engine_ranks} engine ranks (rollout.num_engines x tp)"
     if colocate and engine_ranks > ranks:
-        raise ValueError(
-            f"rollout.colocate: {engine_ranks} engine ranks (rollout.num_engines x tp) need one trainer rank each, "
-            f"actor.world_size is {ranks}"
-        )
+        raise ValueError(f"rollout.colocate: {engines} need one trainer rank each, actor.world_size is {ranks}")
     if len(visible) < needed:
         remedy = "lower them" if colocate else "lower them, or let them share GPUs with weights.transport: disk"
-        raise ValueError(
-            f"{len(visible)} GPU(s) are visible, but {ranks} trainer ranks (actor.world_size) and {engine_ranks} "
-            f"engine ranks (rollout.num_engines x tp) need one each{' at a time' if colocate else ''}; {remedy}"
-        )
-    engines = visible[:engine_ranks] if colocate else visible[ranks:]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[:ranks])}, {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
+        both = f"{ranks} trainer ranks (actor.world_size) and {engines}"
+        need = f"need one each{' at a time' if colocate else ''}"
+        raise ValueError(f"{len(visible)} GPU(s) are visible, but {both} {need}; {remedy}")
+    of_engines = visible[:engine_ranks] if colocate else visible[ranks:]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[:ranks])}, {"CUDA_VISIBLE_DEVICES": ",".join(of_engines)}
 
 
 def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
@@ -163,19 +151,37 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
     name, *rest = command
     ranks, gpus = config.actor.world_size, 0 if config.actor.device == "cpu" else len(_visible_gpus())
     if 0 < gpus < ranks:
-        raise ValueError(
-            f"`megagrpo {name}` runs on one machine: {gpus} GPU(s) are visible for {ranks} ranks (actor.world_size). "
-            f"Over several nodes start `torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` "
-            "on each of them"
-        )
+        lacking = f"{gpus} GPU(s) are visible for {ranks} ranks (actor.world_size)"
+        remedy = f"`torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` on each of them"
+        raise ValueError(f"`megagrpo {name}` runs on one machine: {lacking}. Over several nodes start {remedy}")
     folder = RunFolder(Path(config.output_dir))
     dump_config(config, folder.config)
-    with Launch(folder, name, end=(signal.SIGTERM, signal.SIGINT), ranks=name) as launch:
+    with Launch(folder, name, end=_ENDING, ranks=name) as launch:
         options = [*torchrun(ranks), "--standalone"]
-        env = variables.of_trainers(config)
-        return launch.watch(launch.start_ranks([name, str(folder.config), *rest], options, env))
+        command = [name, str(folder.config), *rest]
+        return launch.watch(launch.start_ranks(command, options, trainer_variables(config)))
     return launch.status
 
 
-def _inputs(config: ExperimentConfig) -> list[str]:
-    return [config.model.path, *config.data.paths, *(config.eval.data.paths if config.eval else [])]
+def trainer_variables(config: ExperimentConfig, interface: str | None = None) -> dict[str, str]:
+    """Returns the variables of this actor's ranks, in addition to those of every process (Launch) and of the user.
+
+    interface: the one towards other ranks and engines. docs/evidence/gpu.md lists the environment of every process.
+    """
+    if config.actor.device == "cpu":
+        return {}
+    parallel = config.actor.parallel
+    variables = environment.of_trainer_ranks(
+        cut=parallel.tp > 1 or parallel.cp > 1,
+        beside_engines=config.rollout.colocate,
+        deterministic=config.rollout.deterministic,
+    )
+    chosen = environment.get("NCCL_SOCKET_IFNAME") or interface
+    return variables | ({"NCCL_SOCKET_IFNAME": chosen} if chosen else {})
+
+
+def interface_of_engines(config: ExperimentConfig) -> str | None:
+    """Returns the interface for engines on this machine; None if rollout.host is not an address of it."""
+    with suppress(ValueError):  # an address of the rollout's machines
+        return interface_of(own_address(config.rollout.host))
+    return None

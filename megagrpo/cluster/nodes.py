@@ -13,9 +13,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from megagrpo.cluster.machine import alone_in
+from megagrpo.cluster.machine import alone_in, interface_of_engines, trainer_variables
 from megagrpo.cluster.supervise import Child, Launch, last_lines, torchrun
-from megagrpo.cluster.variables import interface_of_engines, of_trainers
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
@@ -76,38 +75,24 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
         if node.rank == 0:
             dump_config(config, folder.config)
         options = torchrun(world // node.number, config.actor.max_restarts)
+        # the interface of rollout.host, which NCCL uses in engines; None for loopback
+        towards_engines = None if config.rollout.host in LOOPBACK else interface_of_engines(config)
         if node.number > 1:
-            options += _rendezvous(node)
-            env = _between_nodes(config, node)
+            own = interface_of(socket.gethostbyname(node.own_address))  # Slurm's node addresses may be names
+            name, env = f"trainer-{node.rank}", trainer_variables(config, towards_engines or own)
+            # is_host is explicit: otherwise the agent resolves host names, which may fail.
+            host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S}"
+            options += ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host]
+            options += ["--rdzv-endpoint", f"{node.first_address}:{node.first_port}", "--local-addr", node.own_address]
+            if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
+                env["GLOO_SOCKET_IFNAME"] = own  # gloo's default is the host name's address, often 127.0.0.1
         else:
+            name, env = "trainer", trainer_variables(config, towards_engines)
             options.append("--standalone")
-            env = of_trainers(config, _interface_towards_engines(config))
-        name = "trainer" if node.number == 1 else f"trainer-{node.rank}"
         end, ask = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
         with Launch(folder, "train", end=end, ask=ask, ranks=name) as launch:
             return launch.watch(launch.start_ranks(["train", *arguments], options, env))
         return launch.status
-
-
-def _rendezvous(node: Node) -> list[str]:
-    # is_host is explicit: otherwise the agent resolves host names, which may fail.
-    host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S}"
-    addresses = ["--rdzv-endpoint", f"{node.first_address}:{node.first_port}", "--local-addr", node.own_address]
-    return ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host, *addresses]
-
-
-def _between_nodes(config: ExperimentConfig, node: Node) -> dict[str, str]:
-    """Returns the environment of ranks that communicate with other nodes."""
-    own = interface_of(socket.gethostbyname(node.own_address))  # Slurm's node addresses may be names
-    env = of_trainers(config, _interface_towards_engines(config) or own)
-    if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
-        env["GLOO_SOCKET_IFNAME"] = own  # gloo's default is the host name's address, often 127.0.0.1
-    return env
-
-
-def _interface_towards_engines(config: ExperimentConfig) -> str | None:
-    """Returns the interface of rollout.host, which NCCL uses in engines; None for loopback."""
-    return None if config.rollout.host in LOOPBACK else interface_of_engines(config)
 
 
 def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
@@ -147,14 +132,8 @@ def _ray_environment(node: Node) -> dict[str, str]:
 
 def _ray_command(node: Node, temporary: Path) -> list[str]:
     """Returns `ray start` in the foreground with explicit ports: GCS on the first, then ten for each node."""
-    names = (
-        "node-manager",
-        "object-manager",
-        "runtime-env-agent",
-        "dashboard-agent-grpc",
-        "dashboard-agent-listen",
-        "metrics-export",
-    )
+    names = ["node-manager", "object-manager", "runtime-env-agent"]
+    names += ["dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export"]
     own = node.first_port + 10 * (1 + node.rank % _NODES_ON_A_HOST)
     options: dict[str, object] = {f"--{name}-port": own + i for i, name in enumerate(names)}
     options |= {"--min-worker-port": _WORKER_PORTS[0], "--max-worker-port": _WORKER_PORTS[1]}

@@ -54,23 +54,18 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
 
 def misfits(config: ExperimentConfig, request: Request) -> list[str]:
     """Returns why this experiment does not fit on these nodes, each reason with a remedy."""
-    if request.kind != "one-node" and config.rollout.colocate:
-        return ["rollout.colocate works on one node so far; submit with --kind one-node"]
+    problems, gpus, ranks = _time_misfits(request), request.gpus_per_node, config.actor.world_size
     if request.kind != "one-node":
-        return (
-            _time_misfits(request)
-            + _trainer_misfits(config.actor.world_size, request)
-            + _rollout_misfits(config.rollout, request)
-        )
-    problems, gpus = _time_misfits(request), request.gpus_per_node
+        if config.rollout.colocate:
+            return ["rollout.colocate works on one node so far; submit with --kind one-node"]
+        return problems + _trainer_misfits(ranks, request) + _rollout_misfits(config.rollout, request)
     if (request.trainer_nodes, request.rollout_nodes) != (1, 1):
         problems.append("one-node: omit --trainer-nodes and --rollout-nodes, or choose another --kind")
-    ranks, engine_ranks = config.actor.world_size, config.rollout.num_engines * config.rollout.tp
+    engine_ranks = config.rollout.num_engines * config.rollout.tp
     needed = max(ranks, engine_ranks) if config.rollout.colocate else ranks + engine_ranks
     if gpus and needed > gpus:
-        problems.append(
-            f"one-node: {ranks} trainer ranks and {engine_ranks} engine ranks need {needed} GPUs, not {gpus}"
-        )
+        both = f"{ranks} trainer ranks and {engine_ranks} engine ranks"
+        problems.append(f"one-node: {both} need {needed} GPUs, not {gpus}")
     return problems
 
 
@@ -84,15 +79,11 @@ def _time_misfits(request: Request) -> list[str]:
 def seconds(limit: str) -> int:
     """Returns the seconds of an sbatch time limit: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. Raises ValueError otherwise."""
     days, dash, clock = limit.rpartition("-")
-    try:
-        parts = [int(part) for part in clock.split(":")]
-        if dash:
-            parts = [int(days), *parts, 0, 0][:4]
-        else:
-            parts = [0, *{1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]]
-    except (ValueError, KeyError):
-        raise ValueError(f"--time {limit}: should be like 30 (minutes), 4:00:00 or 1-12:00:00") from None
-    return sum(part * unit for part, unit in zip(parts, (86_400, 3600, 60, 1), strict=True))
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in ([*parts, days] if dash else parts)) or len(parts) > 3:
+        raise ValueError(f"--time {limit}: should be like 30 (minutes), 4:00:00 or 1-12:00:00")
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return 86_400 * int(days or 0) + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
 
 
 def _trainer_misfits(world_size: int, request: Request) -> list[str]:
@@ -100,37 +91,25 @@ def _trainer_misfits(world_size: int, request: Request) -> list[str]:
     fitting = [n for n in range(1, world_size + 1) if world_size % n == 0 and world_size // n <= gpus]
     if nodes in fitting:
         return []
-    ranks = (
-        f"{world_size // nodes} ranks a node on {gpus} GPUs"
-        if nodes > 0 and world_size % nodes == 0
-        else "they do not divide"
-    )
-    return [
-        f"--trainer-nodes {nodes}: actor.world_size is {world_size}, {ranks}; it may be {', '.join(map(str, fitting))}"
-    ]
+    divide = nodes > 0 and world_size % nodes == 0
+    ranks = f"{world_size // nodes} ranks a node on {gpus} GPUs" if divide else "they do not divide"
+    possible = ", ".join(map(str, fitting))
+    return [f"--trainer-nodes {nodes}: actor.world_size is {world_size}, {ranks}; it may be {possible}"]
 
 
 def _rollout_misfits(rollout: RolloutConfig, request: Request) -> list[str]:
-    nodes, parts, ranks = (
-        request.rollout_nodes,
-        rollout.num_engines * rollout.nodes_per_engine,
-        rollout.tp // rollout.nodes_per_engine,
-    )
-    on_a_node = request.gpus_per_node // ranks if request.gpus_per_node else parts
+    nodes, gpus, ranks = request.rollout_nodes, request.gpus_per_node, rollout.tp // rollout.nodes_per_engine
+    parts = rollout.num_engines * rollout.nodes_per_engine
+    on_a_node = gpus // ranks if gpus else parts
     problems = []
     if on_a_node == 0:
-        problems.append(
-            f"an engine has {ranks} ranks a node, but a node {request.gpus_per_node} GPUs: raise "
-            "rollout.nodes_per_engine"
-        )
+        problems.append(f"an engine has {ranks} ranks a node, but a node {gpus} GPUs: raise rollout.nodes_per_engine")
     elif not (least := max(rollout.nodes_per_engine, -(-parts // on_a_node))) <= nodes <= parts:
         engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
         problems.append(f"--rollout-nodes {nodes}: {engines}, so it may be {least} to {parts}")
     if rollout.host in LOOPBACK:
-        problems.append(
-            f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; name the interface between "
-            "nodes, as eth0"
-        )
+        remedy = "name the interface between nodes, as eth0"
+        problems.append(f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; {remedy}")
     return problems
 
 
@@ -141,9 +120,8 @@ def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Req
     """
     folder = RunFolder(Path(config.output_dir).absolute())
     name = f"{config.name}@{folder.path}"
-    exported = (
-        f"ALL,MEGAGRPO_ROOT={script.parent.parent},MEGAGRPO_VENV={sys.prefix},TRAINER_NODES={request.trainer_nodes}"
-    )
+    root = f"MEGAGRPO_ROOT={script.parent.parent},MEGAGRPO_VENV={sys.prefix}"
+    exported = f"ALL,{root},TRAINER_NODES={request.trainer_nodes}"
     once = ["--parsable", f"--job-name={name}", "--dependency=singleton", f"--signal=B:USR1@{request.grace_s}"]
     once += [f"--output={folder.log('slurm-%j').with_suffix('.out')}", f"--export={exported}"]
     limits = {"time": request.time, "partition": request.partition, "gpus-per-node": request.gpus_per_node}

@@ -55,28 +55,25 @@ class Launch:
     ):
         self.status = 1
         self._folder, self._command, self._ranks = folder, command, ranks
-        self._end, self._ask, self._unheard = end, ask, unheard
-        self._grace_s, self._scratch = grace_s, list[Path]()
+        self._end, self._ask, self._unheard, self._grace_s = end, ask, unheard, grace_s
         self._request = StopRequest(folder.stop_request(ranks))
-        self._children: list[Child] = []
+        self._scratch, self._children = list[Path](), list[Child]()
 
     def __enter__(self) -> "Launch":
         if self._ask:
             self._request.withdraw()
         self._old_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-        for number in self._end:
-            signal.signal(number, self._leave)
-        for number in self._ask:
-            signal.signal(number, self._ask_to_stop)
-        for number in self._unheard:
-            signal.signal(number, lambda *_: None)  # not SIG_IGN, which the children would inherit
+        handlers = dict.fromkeys(self._unheard, lambda *_: None)  # not SIG_IGN, which the children would inherit
+        handlers |= dict.fromkeys(self._end, self._leave) | dict.fromkeys(self._ask, self._ask_to_stop)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         return self
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> bool:
         _ignore_signals()
         if isinstance(exc, _Ended):
-            print(f"megagrpo {self._command}: {exc}; stopping", file=sys.stderr)
-            self.status = exc.status
+            print(f"megagrpo {self._command}: {exc.args[0].name}; stopping", file=sys.stderr)
+            self.status = 128 + exc.args[0]
         while self._children:
             self.end(self._children[-1])
         for folder in self._scratch:
@@ -105,9 +102,10 @@ class Launch:
         arguments = [*torchrun, "-m", "megagrpo.cli", *command]
         return self._start(arguments, self._folder.log(self._ranks), reports, stop_file | (env or {}))
 
-    def spawn(self, command: list[str], log: Path, env: dict[str, str]) -> Child:
-        """Starts another program with this environment and `env`."""
-        child = Child(spawn(command, environment.child_environment(env), log, signal.SIGTERM), log)
+    def spawn(self, command: list[str], log: Path, env: dict[str, str], reports: str | None = None) -> Child:
+        """Starts any program with this environment and `env`; with `reports` it shares this terminal's output."""
+        whole = environment.child_environment(env)
+        child = Child(spawn(command, whole, log, signal.SIGTERM, reports is not None), log, reports)
         self._children.append(child)
         return child
 
@@ -143,25 +141,20 @@ class Launch:
         quiet = {"OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS", "1"), "PYTHONWARNINGS": "ignore"}
         # In torchrun's own store, restarted ranks would find the dead ranks' addresses under the same names.
         quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        whole = environment.child_environment(quiet | environment.of_all_nccl_ranks() | env)
-        words = [sys.executable, "-W", "ignore", *arguments]
-        child = Child(spawn(words, whole, log, signal.SIGTERM, share_stdout=reports is not None), log, reports)
-        self._children.append(child)
-        return child
+        command = [sys.executable, "-W", "ignore", *arguments]
+        return self.spawn(command, log, quiet | environment.of_all_nccl_ranks() | env, reports)
 
     def _failed(self, child: Child) -> int:
         reports = self._folder.error_reports(child.reports) if child.reports is not None else []
-        if reports:  # the first rank to fail has the cause
-            reason = min(reports, key=lambda report: report.stat().st_mtime_ns).read_text().rstrip()
-        else:
-            reason = last_lines(child.log)
+        first = min(reports, key=lambda report: report.stat().st_mtime_ns, default=None)  # it has the cause
+        reason = last_lines(child.log) if first is None else first.read_text().rstrip()
         status = f"{child.log.stem} ended with status {child.process.returncode}"
         print(f"megagrpo: {status}\n{reason}\nwhole log: {child.log}", file=sys.stderr)
         return 1
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         _ignore_signals()
-        raise _Ended(number)
+        raise _Ended(signal.Signals(number))
 
     def _ask_to_stop(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM and self._request.made():
@@ -170,11 +163,7 @@ class Launch:
 
 
 class _Ended(BaseException):
-    """A signal that ends everything; `status` is the shell's exit status for it."""
-
-    def __init__(self, number: int):
-        super().__init__(signal.Signals(number).name)
-        self.status = 128 + number
+    """A signal that ends everything."""
 
 
 def torchrun(ranks: int, max_restarts: int = 0) -> list[str]:

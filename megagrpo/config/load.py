@@ -97,7 +97,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentCo
     try:
         config = ExperimentConfig.model_validate(source.data)
     except ValidationError as exc:
-        raise _error(source, _explain_errors(exc, source)) from None
+        _refuse(source, _explain_errors(exc, source))
+        raise
     found = [*megatron_setting_problems(config.actor), *engine_setting_problems(config.rollout)]
     _refuse(source, [f"{source.location(keys)}: {_shown(keys, source.value(keys))}: {text}" for keys, text in found])
     return config
@@ -109,14 +110,10 @@ def dump_config(config: ExperimentConfig, path: str | Path) -> None:
     write_whole(Path(path), text)
 
 
-def _error(source: _Source, problems: list[str]) -> ConfigError:
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-    return ConfigError("\n  ".join([f"{source.name}: {count}", *problems]))
-
-
 def _refuse(source: _Source, problems: list[str]) -> None:
     if problems:
-        raise _error(source, problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"{source.name}: {count}", *problems])) from None
 
 
 def _read_file(path: Path) -> _Source:

@@ -27,8 +27,7 @@ class StepConsole:
         self, title: str, num_steps: int, start_step: int = 0, enabled: bool = True, stream: TextIO | None = None
     ) -> None:
         self._title, self._num_steps, self._first = title, num_steps, start_step
-        self._enabled = enabled
-        self._stream = stream or sys.stdout
+        self._enabled, self._stream = enabled, stream or sys.stdout
         self._latest: dict[str, float] = {}
         self._started = time.monotonic()
         self._bar: Progress | None = None
@@ -57,15 +56,14 @@ class StepConsole:
     def update(self, step: int, values: dict[str, float]) -> None:
         """Shows `step` finished steps and their metrics; ignores unknown names."""
         self._latest.update(values)
-        shown = "  ".join(
-            f"{label} {form.format(self._latest[name])}" for name, label, form in _SHOWN if name in self._latest
-        )
+        latest = [(label, form, self._latest[name]) for name, label, form in _SHOWN if name in self._latest]
+        shown = "  ".join(f"{label} {form.format(value)}" for label, form, value in latest)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, values=shown)
-        elif self._enabled:
-            print(
-                f"{self._title} {step}/{self._num_steps}  {shown}  eta {self._eta(step)}", file=self._stream, flush=True
-            )
+        else:
+            done, seconds = step - self._first, time.monotonic() - self._started
+            eta = minutes(seconds / done * (self._num_steps - step)) if done > 0 else "-"
+            self.note(f"{step}/{self._num_steps}  {shown}  eta {eta}")
 
     def note(self, text: str) -> None:
         """Prints a permanent line above the bar."""
@@ -73,12 +71,6 @@ class StepConsole:
             self._bar.console.print(text, markup=False, highlight=False)
         elif self._enabled:
             print(f"{self._title} {text}", file=self._stream, flush=True)
-
-    def _eta(self, step: int) -> str:
-        done = step - self._first
-        if done <= 0:
-            return "-"
-        return minutes((time.monotonic() - self._started) / done * (self._num_steps - step))
 
 
 def minutes(seconds: float) -> str:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+Reduce = Callable[[Tensor, str], Tensor]
 _NAME = re.compile(r"[a-z0-9_]+/[a-z0-9_@]+")
 
 # Phases of training work. The rest of a step is the framework's overhead.
@@ -42,9 +43,8 @@ class Metrics:
     def add_max(self, name: str, value: float | Tensor) -> None:
         """Adds a maximum over calls and ranks. NaN counts as infinite: all-reduces would drop it."""
         self._claim(name, "max")
-        value = torch.nan_to_num(
-            torch.as_tensor(_detached(value), dtype=torch.float64), nan=torch.inf, posinf=torch.inf, neginf=-torch.inf
-        )
+        inf = torch.inf
+        value = torch.as_tensor(_detached(value), dtype=torch.float64).nan_to_num(nan=inf, posinf=inf, neginf=-inf)
         old = self._largest.get(name)
         self._largest[name] = value if old is None else torch.maximum(value, old.to(value.device))
 
@@ -64,7 +64,7 @@ class Metrics:
         for suffix, value in parts:
             into[name + suffix] = into.get(name + suffix, 0.0) + _detached(value)
 
-    def reduced(self, reduce: Callable[[Tensor, str], Tensor]) -> dict[str, float]:
+    def reduced(self, reduce: Reduce) -> dict[str, float]:
         """Collective. Returns the step's reduced values, sorted by name. All ranks must have added the same names.
 
         `reduce(tensor, op)`, op "sum" or "max", all-reduces a float64 vector (Mesh.reduce). Three small collectives.
@@ -85,13 +85,12 @@ class Metrics:
                     out[name] = largest[name]
         return out
 
-    def _check_same_names(self, reduce: Callable[[Tensor, str], Tensor]) -> None:
+    def _check_same_names(self, reduce: Reduce) -> None:
         """Compares the names by hash: vectors of unequal length would hang or corrupt the reduction."""
         text = json.dumps(sorted(self._kinds.items()))
         mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # 48 bits: exact in float64
-        largest, negated_smallest = reduce(
-            torch.tensor([mine, -mine], dtype=torch.float64, device="cpu"), "max"
-        ).tolist()
+        both = torch.tensor([mine, -mine], dtype=torch.float64, device="cpu")
+        largest, negated_smallest = reduce(both, "max").tolist()
         assert largest == -negated_smallest, f"ranks measured different metrics; this rank: {text}"
 
 
@@ -99,9 +98,7 @@ def _detached(value: float | Tensor) -> float | Tensor:
     return value.detach().double() if isinstance(value, Tensor) else value
 
 
-def _reduce_values(
-    values: Mapping[str, float | Tensor], reduce: Callable[[Tensor, str], Tensor], op: str
-) -> dict[str, float]:
+def _reduce_values(values: Mapping[str, float | Tensor], reduce: Reduce, op: str) -> dict[str, float]:
     names = sorted(values)
     if not names:
         return {}

@@ -22,12 +22,8 @@ def write_report(run_dir: str | Path) -> str:
     text = summary(entries, folder.path.name)
     write_whole(folder.summary, text)
     _draw(entries, folder.curve, folder.path.name)
-    outputs = {
-        "table": folder.summary,
-        "curve": folder.curve,
-        "samples": folder.rollouts,
-        "TensorBoard": folder.tensorboard,
-    }
+    outputs = {"table": folder.summary, "curve": folder.curve, "samples": folder.rollouts}
+    outputs["TensorBoard"] = folder.tensorboard
     return text + "\n" + "".join(f"{words}: {path}\n" for words, path in outputs.items() if path.exists())
 
 
@@ -39,13 +35,9 @@ def series(entries: list[dict], name: str) -> tuple[list[int], list[float]]:
 
 def summary(entries: list[dict], title: str) -> str:
     """Returns two Markdown tables: the course of the main metrics, and the seconds of a step by phase."""
-    lines = [
-        f"# {title}: {entries[-1]['step']} steps",
-        "",
-        *_table(_course_rows(entries), ("metric", "first", "last", "best", "mean")),
-    ]
-    times = _time_rows(entries)
-    if times:
+    course = _table(_course_rows(entries), ("metric", "first", "last", "best", "mean"))
+    lines = [f"# {title}: {entries[-1]['step']} steps", "", *course]
+    if times := _time_rows(entries):
         lines += ["", *_table(times, ("phase", "mean s a step", "share"))]
     return "\n".join(lines) + "\n"
 
@@ -76,10 +68,8 @@ def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
     for name, words, form, better in shown:
         _, values = series(entries, name)
         if values:
-            best = form.format(better(values)) if better else ""
-            rows.append(
-                (words, form.format(values[0]), form.format(values[-1]), best, form.format(statistics.fmean(values)))
-            )
+            first, last, mean = map(form.format, (values[0], values[-1], statistics.fmean(values)))
+            rows.append((words, first, last, form.format(better(values)) if better else "", mean))
     return rows
 
 
@@ -102,14 +92,11 @@ def _table(rows: list[tuple[str, ...]], header: tuple[str, ...]) -> list[str]:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(cells: tuple[str, ...]) -> str:
-        padded = [
-            cells[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)),
-        ]
-        return "| " + " | ".join(padded) + " |"
+        numbers = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+        return f"| {' | '.join([cells[0].ljust(widths[0]), *numbers])} |"
 
-    rule = "|" + "-" * (widths[0] + 2) + "|" + "|".join("-" * (width + 1) + ":" for width in widths[1:]) + "|"
-    return [line(header), rule, *map(line, rows)]
+    rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
+    return [line(header), f"|{rule}|", *map(line, rows)]
 
 
 # ---- the picture ---------------------------------------------------------------------------------------------------
@@ -127,23 +114,17 @@ def _draw(entries: list[dict], path: Path, title: str) -> None:
         {"font.size": 10, "text.color": _INK, "axes.labelcolor": _INK, "xtick.color": _MUTED, "ytick.color": _MUTED}
     ):
         figure = plt.figure(figsize=(9, 6.4), dpi=140, layout="constrained")
-        grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
-        main, left, right = (
-            figure.add_subplot(grid[0, :]),
-            figure.add_subplot(grid[1, 0]),
-            figure.add_subplot(grid[1, 1]),
-        )
-        _draw_learning(main, entries, title)
-        _draw_small(
-            left, entries, "mismatch/logprob_abs_mean", "mean |trainer \N{MINUS SIGN} rollout| log-prob", _MISMATCH
-        )
-        _draw_small(right, entries, "response/length_mean", "response tokens", _LENGTH)
+        panels = figure.subplot_mosaic([["main", "main"], ["left", "right"]], height_ratios=(2, 1))
+        _draw_learning(panels["main"], entries, title)
+        mismatch = "mean |trainer \N{MINUS SIGN} rollout| log-prob"
+        _draw_small(panels["left"], entries, "mismatch/logprob_abs_mean", mismatch, _MISMATCH)
+        _draw_small(panels["right"], entries, "response/length_mean", "response tokens", _LENGTH)
         steps = [entry["step"] for entry in entries]
-        for axes in (main, left, right):
+        for name, axes in panels.items():
             axes.set_xlim(min(steps), max(max(steps), min(steps) + 1))
             axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 2.5, 5, 10], integer=True))
-        right.set_xlabel("finished steps", color=_MUTED)
-        left.set_xlabel("finished steps", color=_MUTED)
+            if name != "main":
+                axes.set_xlabel("finished steps", color=_MUTED)
         figure.savefig(path)
         plt.close(figure)
 
@@ -163,31 +144,16 @@ def _draw_learning(axes, entries: list[dict], title: str) -> None:
     axes.plot(steps, rewards, color=_REWARD, linewidth=0.8, alpha=0.35)
     axes.plot(steps, _smooth(rewards), color=_REWARD, linewidth=2, label="training reward (thin: each step)")
     at, accuracy = series(entries, "eval/accuracy")
-    axes.plot(
-        at,
-        accuracy,
-        color=_EVAL,
-        linewidth=2,
-        marker="o",
-        markersize=5,
-        label="held-out accuracy",
-        clip_on=False,
-        zorder=3,
-    )
+    dots = {"marker": "o", "markersize": 5, "clip_on": False, "zorder": 3}
+    axes.plot(at, accuracy, color=_EVAL, linewidth=2, label="held-out accuracy", **dots)
     again_at, again = series(entries, "eval_as_trained/accuracy")
     if again:
         axes.plot(again_at, again, color=_EVAL, linewidth=1.6, linestyle="--", label="the same, sampled as in training")
     ends = list(zip(at, accuracy, strict=True))
-    for index, (step, value) in enumerate(ends[:1] + ends[1:][-1:]):
-        axes.annotate(
-            f"{value:.3f}",
-            (step, value),
-            xytext=(8, -17) if index == 0 else (-6, 8),
-            textcoords="offset points",
-            ha="left" if index == 0 else "right",
-            color=_EVAL,
-            fontweight="bold",
-        )
+    labels = ((8, -17), "left"), ((-6, 8), "right")  # of the first value and of the last: offset in points, alignment
+    for (step, value), (offset, side) in zip(ends[:1] + ends[1:][-1:], labels, strict=False):
+        text = {"textcoords": "offset points", "color": _EVAL, "fontweight": "bold"}
+        axes.annotate(f"{value:.3f}", (step, value), xytext=offset, ha=side, **text)
     axes.set_title(title, loc="left", fontweight="bold")
     if steps or at:
         axes.legend(frameon=False, loc="best")

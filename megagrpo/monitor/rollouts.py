@@ -6,7 +6,6 @@ finish reason. A step has a file for each replica, with groups in order of their
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from operator import itemgetter
@@ -14,43 +13,32 @@ from pathlib import Path
 
 import orjson
 
+from megagrpo.monitor.step_lines import BackgroundWriter
 from megagrpo.system.run_folder import RunFolder, write_json_lines
 from megagrpo.types import Outcome, RolloutGroup
 
 
-class RolloutLog:
-    """Writes the samples of one replica. The next call raises a failure to write.
+class RolloutLog(BackgroundWriter):
+    """Writes the samples of one replica.
 
     A run that resumes after `start_step` finished steps (0: a new run) drops this replica's files of later steps,
     and replica 0 those of replicas beyond `num_replicas`, left by an earlier start.
     """
 
     def __init__(self, folder: RunFolder, replica: int, num_replicas: int, start_step: int = 0) -> None:
+        super().__init__("rollouts")
         self._folder, self._replica = folder, replica
         last_kept = start_step if start_step > 0 else -1
         for step, files in folder.rollout_files().items():
             for of, path in files.items():
                 if step > last_kept and (of == replica or (replica == 0 and of >= num_replicas)):
                     path.unlink()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
-        self._last: Future[None] | None = None
 
     def write(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Starts writing this replica's groups of a step."""
-        self.flush()
         path = self._folder.rollout_file(step, self._replica)
         in_order = sorted(groups, key=lambda group: group.group_id)
-        self._last = self._thread.submit(lambda: write_json_lines(path, map(_record, in_order)))
-
-    def flush(self) -> None:
-        """Waits until the last `write` has finished."""
-        if self._last is not None:
-            self._last.result()
-
-    def close(self) -> None:
-        """Waits until all files are written."""
-        self._thread.shutdown(wait=True)
-        self.flush()
+        self.submit(lambda: write_json_lines(path, map(_record, in_order)))
 
 
 def read_rollouts(files: Iterable[Path]) -> Iterator[dict]:
@@ -73,14 +61,8 @@ def _record(group: RolloutGroup) -> dict:
         }
         for sample, outcome in zip(group.samples, group.outcomes, strict=True)
     ]
-    prompt = group.prompt
-    return {
-        "group_id": group.group_id,
-        "prompt_id": prompt.id,
-        "prompt": prompt.text,
-        "answer": prompt.answer,
-        "samples": samples,
-    }
+    prompt = {"prompt_id": group.prompt.id, "prompt": group.prompt.text, "answer": group.prompt.answer}
+    return {"group_id": group.group_id, **prompt, "samples": samples}
 
 
 def _outcome_record(outcome: Outcome) -> dict:

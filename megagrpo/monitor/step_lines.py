@@ -1,4 +1,4 @@
-"""JSON lines of one process, one line a step, written by a background thread."""
+"""Writes in a background thread; JSON lines of one process, one line a step."""
 
 import json
 import re
@@ -9,37 +9,48 @@ from pathlib import Path
 _STEP = re.compile(rb'\{"step": (\d+)')  # the start of every line
 
 
-class StepLines:
-    """Appends to `path`, which no other process writes. The next append, or close, raises a failure to write.
+class BackgroundWriter:
+    """Runs one write at a time in a background thread. The next call raises a failure to write."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._last: Future[None] | None = None
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Starts `write` when the previous one has finished."""
+        self.flush()
+        self._last = self._thread.submit(write)
+
+    def flush(self) -> None:
+        """Waits until the last write has finished."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        self._thread.shutdown(wait=True)
+        self.flush()
+
+
+class StepLines(BackgroundWriter):
+    """Appends to `path`, which no other process writes.
 
     A run that resumes after `start_step` finished steps drops the lines of later steps; a new run (0) drops all.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
+        super().__init__(path.stem)
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         drop_later_steps(path, start_step)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=path.stem)
-        self._last: Future[None] | None = None
 
     def append(self, step: int, make: Callable[[], dict]) -> None:
         """Appends the result of `make` as the line of `step`; the background thread calls it."""
-        self._raise_failure()
-        self._last = self._thread.submit(self._write, step, make)
+        self.submit(lambda: self._write({"step": step, **make()}))
 
-    def close(self) -> None:
-        """Waits until all lines are written."""
-        self._thread.shutdown(wait=True)
-        self._raise_failure()
-
-    def _write(self, step: int, make: Callable[[], dict]) -> None:
-        line = json.dumps({"step": step, **make()}, ensure_ascii=False, separators=(", ", ": "), allow_nan=False)
+    def _write(self, entry: dict) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-    def _raise_failure(self) -> None:
-        if self._last is not None:
-            self._last.result()
+            file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def drop_later_steps(path: Path, start_step: int) -> None:

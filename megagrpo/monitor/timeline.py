@@ -73,10 +73,10 @@ class Timeline:
         """Writes the collected data as the line of `step`."""
         with self._lock:
             now = time.time()
-            marks, requests, calls, num_calls = self._marks, self._requests, self._calls, self._num_calls
+            marks, requests, calls, num_calls = [*self._marks, ("", now)], self._requests, self._calls, self._num_calls
             self._clear(now)
         if self._lines is not None:
-            self._lines.append(step, lambda: _line([*marks, ("", now)], requests, calls, num_calls))
+            self._lines.append(step, lambda: _line(marks, requests, calls) | {"num_calls": num_calls})
 
     def close(self) -> None:
         """Waits until all lines are written."""
@@ -93,7 +93,6 @@ def _line(
     marks: Sequence[tuple[str, float]],
     requests: Sequence[tuple[str, float, float, int]],
     calls: Sequence[tuple[str, str, float, float]],
-    num_calls: int,
 ) -> dict:
     start = marks[0][1]
 
@@ -112,5 +111,4 @@ def _line(
         "requests": [[index_of[engine], after(at), after(until), tokens] for engine, at, until, tokens in kept],
         "num_requests": len(requests),
         "calls": [[index_of[engine], name, after(at), after(until)] for engine, name, at, until in calls],
-        "num_calls": num_calls,
     }

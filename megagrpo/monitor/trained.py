@@ -20,7 +20,7 @@ from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch
 
 
-class TrainedLog:
+class TrainedLog(StepLines):
     """Writes the record of one data-parallel rank. Not collective: readers join samples by id.
 
     num_groups: number of groups of a step, over all ranks, whose tokens are recorded. pieces: token ids -> the text of
@@ -36,7 +36,7 @@ class TrainedLog:
         pieces: Callable[[Sequence[int]], Iterable[str]],
         start_step: int = 0,
     ) -> None:
-        self._lines = StepLines(folder.trained_file(replica), start_step)
+        super().__init__(folder.trained_file(replica), start_step)
         if replica == 0:
             drop_absent(folder.trained_files(), num_replicas, start_step)
         self._num_groups, self._pieces = num_groups, pieces
@@ -49,43 +49,25 @@ class TrainedLog:
         sums = row_sums((batch.advantages * batch.loss_mask).double(), batch.lengths)
         means = sums / counts  # NaN without trained tokens
         ids, advantages = batch.sample_ids.tolist(), means.tolist()
-        chosen = [
-            (sample_id, slice(start + prompt, start + length))
-            for sample_id, group_id, start, prompt, length in zip(
-                ids,
-                batch.group_ids.tolist(),
-                batch.starts.tolist(),
-                batch.prompt_lengths.tolist(),
-                batch.lengths.tolist(),
-                strict=True,
-            )
+        differences = (logprobs - batch.rollout_logprobs).masked_fill(~batch.loss_mask, torch.nan)
+        firsts, ends = (batch.starts + batch.prompt_lengths).tolist(), (batch.starts + batch.lengths).tolist()
+        kept_tokens = [
+            (sample_id, batch.tokens[first:end], differences[first:end])
+            for sample_id, group_id, first, end in zip(ids, batch.group_ids.tolist(), firsts, ends, strict=True)
             if group_id < self._num_groups
         ]
-        differences = (logprobs - batch.rollout_logprobs).masked_fill(~batch.loss_mask, torch.nan)
-        kept_tokens = [(sample_id, batch.tokens[span], differences[span]) for sample_id, span in chosen]
 
         def line() -> dict:
             kept = [
-                {
-                    "sample_id": sample_id,
-                    "ids": tokens.tolist(),
-                    "difference": _rounded(difference.tolist(), 2),
-                }
+                {"sample_id": sample_id, "ids": tokens.tolist(), "difference": _rounded(difference.tolist(), 2)}
                 for sample_id, tokens, difference in kept_tokens
             ]
-            pieces = self._new_pieces({token for sample in kept for token in sample["ids"]})
+            new = sorted({token for sample in kept for token in sample["ids"]} - self._shown)
+            self._shown.update(new)
+            pieces = {str(token): text for token, text in zip(new, self._pieces(new), strict=True)}
             return {"sample_ids": ids, "advantages": _rounded(advantages, 5), "tokens": kept, "pieces": pieces}
 
-        self._lines.append(step, line)
-
-    def close(self) -> None:
-        """Waits until everything is written."""
-        self._lines.close()
-
-    def _new_pieces(self, ids: set[int]) -> dict[str, str]:
-        new = sorted(ids - self._shown)
-        self._shown |= ids
-        return {str(token): text for token, text in zip(new, self._pieces(new), strict=True)}
+        self.append(step, line)
 
 
 def _rounded(values: list[float], digits: int) -> list[float | None]:

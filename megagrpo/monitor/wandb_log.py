@@ -36,6 +36,7 @@ class WandbLog:
         with self._never_fatal("the start"):
             import wandb  # an extra; imports for seconds, only on the main rank
 
+            timeouts = {f"{name}_timeout": _TIMEOUT_S for name in ("init", "login", "finish")}
             self._run = wandb.init(
                 project=options.project,
                 entity=options.entity,
@@ -47,15 +48,8 @@ class WandbLog:
                 mode=options.mode,
                 dir=str(folder.path),
                 config=config.model_dump(mode="json"),
-                settings=wandb.Settings(
-                    silent=True,
-                    console="off",  # output of ranks is in logs/
-                    x_disable_stats=True,  # only the metrics of metrics.jsonl
-                    disable_git=True,
-                    init_timeout=_TIMEOUT_S,
-                    login_timeout=_TIMEOUT_S,
-                    finish_timeout=_TIMEOUT_S,
-                ),
+                # no output of ranks, which is in logs/, and only the metrics of metrics.jsonl
+                settings=wandb.Settings(silent=True, console="off", x_disable_stats=True, disable_git=True, **timeouts),
             )
             self._run.define_metric("*", step_metric="step")
 
@@ -80,10 +74,8 @@ class WandbLog:
             yield
         except Exception as exc:  # a remote service must not end the training
             self._run = None
-            self._note(
-                f"log.wandb: {what} failed; no more metrics are sent; metrics.jsonl has all of them: "
-                f"{type(exc).__name__}: {exc}"
-            )
+            problem = f"{what} failed; no more metrics are sent; metrics.jsonl has all of them"
+            self._note(f"log.wandb: {problem}: {type(exc).__name__}: {exc}")
 
 
 def _run_id(folder: RunFolder, start_step: int) -> str:

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 import psutil
@@ -58,8 +59,8 @@ class Watchdog:
         attempts = config.algorithm.dynamic_sampling.max_num_gen_batches if config.algorithm.dynamic_sampling else 1
         passes = attempts * (2 if config.algorithm.needs_greedy_response else 1)
         request_s = config.rollout.step_timeout_s
-        self._limits = {"publish": config.weights.timeout_s, "rollout": passes * request_s, "evaluate": request_s}
-        self._limits["drain"] = request_s
+        self._limits = {"rollout": passes * request_s, "evaluate": request_s, "drain": request_s}
+        self._limits["publish"] = config.weights.timeout_s
         self._name, self._since, self._moved, self._entered = "start", time.time(), time.time(), 0
         self._written = 0.0  # time of the last heartbeat
         self._reported = -1  # number of the phase that a page shows
@@ -132,15 +133,12 @@ class Watchdog:
         return by if inner is ours else f"{inner.name} ({Path(inner.filename).name}), called by {by}"
 
     def _write_stacks(self) -> None:
-        self._folder.rank_stacks(self._mesh.rank).write_text(self._stacks())
-
-    def _stacks(self) -> str:
         frames = sys._current_frames()
         parts = []
         for thread in threading.enumerate():
             if thread is not self._thread and thread.ident in frames:
                 parts += [f"thread {thread.name}:\n", *traceback.format_stack(frames[thread.ident])]
-        return "".join(parts)
+        self._folder.rank_stacks(self._mesh.rank).write_text("".join(parts))
 
     def _write_page(self, now: float) -> None:
         try:
@@ -148,15 +146,15 @@ class Watchdog:
         except FileExistsError:  # another rank writes the page
             self._write_stacks()
             return
-        others = set(range(self._mesh.world_size)) - {self._mesh.rank}
+        files = {rank: self._folder.rank_stacks(rank) for rank in range(self._mesh.world_size)}
+        others = [file for rank, file in files.items() if rank != self._mesh.rank]
         requested = self._request.stat().st_mtime
         end = time.monotonic() + _ANSWER_S
-        while time.monotonic() < end and any(not _newer(self._folder.rank_stacks(rank), requested) for rank in others):
+        while time.monotonic() < end and not all(_answered(file, requested) for file in others):
             time.sleep(_POLL_S)
         self._write_stacks()
         self._beat(time.time())
-        ranks = [_read_progress(self._folder.rank_progress(rank), rank) for rank in range(self._mesh.world_size)]
-        files = {rank: self._folder.rank_stacks(rank) for rank in range(len(ranks))}
+        ranks = [_read_progress(self._folder.rank_progress(rank), rank) for rank in files]
         stacks = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.exists()}
         seen = f"rank {self._mesh.rank} is in {self._name} of step {self._step() + 1} for {now - self._since:.0f} s"
         summary = f"{seen}, and nothing has moved for {now - self._moved:.0f} s\n{describe(ranks, time.time())}"
@@ -178,7 +176,8 @@ def describe(ranks: list[dict], now: float) -> str:
     blocking = _behind(ranks, now)
     lines = []
     for rank in blocking:
-        lines.append(f"HELD UP BY rank {rank['rank']}{_process_of(rank)}: {_state(rank, now)}")
+        process = f" ({rank['host']}, pid {rank['pid']})" if "pid" in rank else ""
+        lines.append(f"HELD UP BY rank {rank['rank']}{process}: {_state(rank, now)}")
     waiting: dict[str, list[int]] = {}
     for rank in ranks:
         if rank not in blocking:
@@ -218,17 +217,12 @@ def _state(rank: dict, now: float) -> str:
     return f"in {text}{waits}; at {rank['where']}"
 
 
-def _process_of(rank: dict) -> str:
-    return f" ({rank['host']}, pid {rank['pid']})" if "pid" in rank else ""
-
-
 def _process_status(rank: dict) -> str:
     if rank["host"] != socket.gethostname():
         return ""
-    try:
+    with suppress(psutil.NoSuchProcess):
         return f"; its process is {psutil.Process(rank['pid']).status()}"
-    except psutil.NoSuchProcess:
-        return "; its process is gone"
+    return "; its process is gone"
 
 
 def _grouped(stacks: dict[int, str]) -> str:
@@ -243,13 +237,9 @@ def _grouped(stacks: dict[int, str]) -> str:
 
 def _ranges(ranks: list[int]) -> str:
     """Returns [0, 1, 2, 5] as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    # the difference of rank and index is the same within a run of consecutive ranks
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _read_progress(file: Path, rank: int) -> dict:
@@ -258,8 +248,8 @@ def _read_progress(file: Path, rank: int) -> dict:
     return {"rank": rank}
 
 
-def _newer(file: Path, than: float) -> bool:
-    return file.exists() and file.stat().st_size > 0 and file.stat().st_mtime >= than
+def _answered(stacks: Path, requested: float) -> bool:
+    return stacks.exists() and stacks.stat().st_size > 0 and stacks.stat().st_mtime >= requested
 
 
 def _clock(seconds: float) -> str:

@@ -102,7 +102,7 @@ def _sorted(numbers: Sequence[float], where: str) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Server:
-    """The settings of an engine that decide about its memory."""
+    """The settings of an engine that its memory depends on."""
 
     tp: int
     attention_tp: int  # ranks that share the heads: tp / dp with data-parallel attention
@@ -126,10 +126,10 @@ class ServerValues(BaseModel):
 
 @dataclass(frozen=True)
 class EngineSide:
-    """Bytes of the fullest rank of an engine, and what they hold."""
+    """Bytes of the fullest rank of an engine, and the tokens and samples that they hold."""
 
     server: Server
-    parts: Mapping[str, float]  # "weights", "cache", "context", "graphs and activations"
+    parts: Mapping[str, float]  # weights, cache, context, graphs and activations
     capacity: float  # bytes of the GPU
     cache_tokens: int  # of one engine
     concurrent: int  # samples that run at the same time in an engine that always has work
@@ -142,12 +142,12 @@ class EngineSide:
 
     @property
     def total(self) -> float:
-        """Returns the bytes that are in use."""
+        """Returns the bytes in use."""
         return sum(self.parts.values())
 
 
 def server_of(rollout: RolloutConfig, resolved: Mapping[str, object] | None = None) -> Server:
-    """Returns the settings of an experiment's engines. resolved: SGLang's own arguments on a GPU, if it was asked."""
+    """Returns the settings of an experiment's engines. resolved: the arguments that SGLang resolved on a GPU."""
     width = 2 if rollout.dtype == "bfloat16" else 4
     if resolved is None:
         width = _CACHE_WIDTHS.get(str(rollout.sglang.get("kv_cache_dtype")), width)
@@ -184,21 +184,17 @@ def weight_elements(work: ModelWork, tp: int, attention_tp: int) -> float:
 
     Heads that are fewer than ranks are repeated; norms, router and the first halves of low-rank projections are whole.
     """
+    arch, layers = work.arch, work.arch.num_layers
     repeated = 0
-    if not work.latent and work.num_kv_heads < attention_tp:
-        repeated = 2 * work.hidden * work.qk_dim * (attention_tp - work.num_kv_heads)
-    dense = sum(layer.dense for layer in work.layers)
-    cut = dense - work.whole * len(work.layers)
-    attention = cut / tp if attention_tp == tp else _with_whole_attention(work, cut, tp, attention_tp)
-    expert = sum(layer.expert for layer in work.layers) / tp  # over ep ranks whole, and cut over the tp / ep others
-    vocabulary = (work.embedding + (0 if work.tied else work.head)) / tp
-    return attention + work.whole * len(work.layers) + expert + vocabulary + repeated * len(work.layers) / attention_tp
-
-
-def _with_whole_attention(work: ModelWork, cut: float, tp: int, attention_tp: int) -> float:
-    """Counts the cut dense weights if attention is divided over fewer ranks than the rest."""
-    attention = work.attention * len(work.layers)
-    return attention / attention_tp + max(cut - attention, 0.0) / tp
+    if arch.mla is None and arch.num_kv_heads < attention_tp:
+        repeated = 2 * arch.hidden_size * arch.head_dim * (attention_tp - arch.num_kv_heads)
+    cut = work.dense - work.whole * layers
+    attention = work.attention * layers  # perhaps divided over fewer ranks than the rest
+    apart = attention / attention_tp + max(cut - attention, 0.0) / tp
+    divided = cut / tp if attention_tp == tp else apart
+    expert = work.expert / tp  # over ep ranks whole, and cut over the tp / ep others
+    vocabulary = work.vocabulary * (1 if arch.tied else 2) / tp
+    return divided + work.whole * layers + expert + vocabulary + repeated * layers / attention_tp
 
 
 def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int, hardware: Hardware) -> EngineSide:
@@ -214,9 +210,7 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
     replicas = server.tp // server.attention_tp  # each with a cache of its own
     budget = free * server.memory_fraction - weights
     tokens = max(0, int(budget / cell))
-    if server.max_tokens is not None:
-        tokens = min(tokens, server.max_tokens)
-    rest = free * (1 - server.memory_fraction)
+    tokens = tokens if server.max_tokens is None else min(tokens, server.max_tokens)
     concurrent = min(server.running_requests, int(replicas * tokens / lengths.running))
     problems = []
     if weights > free * server.memory_fraction:
@@ -226,12 +220,8 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
         )
     elif tokens < longest:
         problems.append(f"an engine's cache holds {tokens:,} tokens, but a sample may have {longest:,}")
-    parts = {
-        "weights": weights,
-        "cache": float(tokens * cell),
-        "context": CONTEXT_BYTES,
-        "graphs and activations": rest,
-    }
+    parts = {"weights": weights, "cache": float(tokens * cell), "context": CONTEXT_BYTES}
+    parts["graphs and activations"] = free * (1 - server.memory_fraction)
     return EngineSide(server, parts, hardware.memory_bytes, tokens * replicas, concurrent, tuple(problems))
 
 
@@ -239,10 +229,10 @@ _DEFAULT_GPU, _GPUS_PER_NODE = "H100", 8
 
 
 def concurrency_report(config: ExperimentConfig, hardware: str | None = None) -> list[str]:
-    """Returns the lines of `megagrpo check` about concurrent samples; [] for a model that is not there yet.
+    """Returns the lines of `megagrpo check` about concurrent samples; [] for a model without config.json.
 
     hardware: kind of GPU on which SGLang resolves the engines' arguments, which takes some seconds. Without it the
-    closed forms take the experiment's own. Engines on a CPU have what their arguments say.
+    closed forms take the experiment's own. The arguments of engines on a CPU state their cache.
     """
     if model_description(config) is None:
         return []

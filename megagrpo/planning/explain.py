@@ -1,21 +1,20 @@
 """The text of `megagrpo check`: layout, batch sizes, memory and formula of an experiment."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megagrpo.check.loading import Trial
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
 from megagrpo.config.layout import layout_problems, rank_coordinates
-from megagrpo.config.schema import ActorConfig, ExperimentConfig, RewardConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig
 from megagrpo.data.prompts import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
 from megagrpo.planning.hardware import gigabytes
 from megagrpo.planning.settings_report import engine_report, settings_report
-from megagrpo.planning.trainer_memory import Load, TrainerSide, colocated_memory, trained_elements, trainer_side
+from megagrpo.planning.trainer_memory import Load, TrainerSide, trained_elements, trainer_side
 from megagrpo.rewards.graders.table import SERVICES
 from megagrpo.rewards.sandbox.sandbox import isolation
 
@@ -55,35 +54,30 @@ def explain(config: ExperimentConfig, trial: Trial | None = None, at_once: Seque
         engine_report(config),
         settings_report(arch, config.actor),
         _memory(config, arch, counts),
-        _events(config),
+        [_evaluation(config)],
         _checkpoints(config, arch),
     ]
     problems = preflight(config)
     if trial is not None:
-        parts.append(_trial(trial))
+        loaded, not_tried = [f"  {what}" for what in trial.loaded], f"  not tried: {', '.join(trial.not_tried)}"
+        parts.append(["loaded     as the trainers will; graders and tools are imported too", *loaded, not_tried])
         problems += [problem for problem in trial.problems if problem not in problems]
     verdict = [f"PROBLEMS ({len(problems)})", *(f"  {p}" for p in problems)] if problems else ["no problems found"]
     return "\n\n".join("\n".join(lines) for lines in ([title], *parts, verdict))
 
 
-def _trial(trial: Trial) -> list[str]:
-    return [
-        "loaded     as the trainers will; graders and tools are imported too",
-        *(f"  {what}" for what in trial.loaded),
-        f"  not tried: {', '.join(trial.not_tried)}",
-    ]
-
-
-def _model(config: ExperimentConfig, hf: dict[str, Any] | None, counts: ParameterCounts | None) -> list[str]:
+def _model(config: ExperimentConfig, hf: Mapping[str, object] | None, counts: ParameterCounts | None) -> list[str]:
     family = None if hf is None else hf.get("model_type")
+    exists, to_be_made = Path(config.model.path).exists(), "not there yet: made by megagrpo sft"
     if hf is None or counts is None:
-        made = not Path(config.model.path).exists() and is_made(config, config.model.path)
-        missing = "not there yet: made by megagrpo sft" if made else "no config.json there"
-        return [f"model      {config.model.path} ({family or missing})"]
-    there = "" if Path(config.model.path).exists() else ", not there yet: made by megagrpo sft"
+        made = not exists and is_made(config, config.model.path)
+        return [f"model      {config.model.path} ({family or (to_be_made if made else 'no config.json there')})"]
+    there = "" if exists else f", {to_be_made}"
     active = f", {_count(counts.active)} active" if counts.expert else ""
     algorithm = config.algorithm
-    off_policy = algorithm.loss.name == "gpg" and config.train.updates_of_step > 1
+    advice = list(algorithm.advice)
+    if algorithm.loss.name == "gpg" and config.train.updates_of_step > 1:
+        advice.append("loss gpg has no importance ratio: it takes every update of a step for the first")
     reference = "a reference model is kept" if algorithm.uses_reference else "no reference model"
     if algorithm.uses_reference and config.actor.lora is not None:
         reference = "the reference is the model without adapters, no copy"
@@ -93,31 +87,27 @@ def _model(config: ExperimentConfig, hf: dict[str, Any] | None, counts: Paramete
         f"algorithm  {algorithm.advantage.name} advantages, {algorithm.loss.name} loss, "
         f"{algorithm.aggregation}; {reference}",
         f"  loss     {algorithm.formula}",
-        *(f"  ADVICE   {text}" for text in algorithm.advice),
-        *(
-            ["  ADVICE   loss gpg has no importance ratio: it takes every update of a step for the first"]
-            if off_policy
-            else []
-        ),
+        *(f"  ADVICE   {text}" for text in advice),
     ]
 
 
 def _layout(config: ExperimentConfig) -> list[str]:
     actor, p = config.actor, config.actor.parallel
     edp = actor.world_size // (p.etp * p.ep * p.pp)
-    lines = [
-        f"layout     {actor.world_size} trainer ranks = tp {p.tp} x cp {p.cp} x dp {actor.dp} x pp {p.pp}"
-        f"; experts: etp {p.etp} x ep {p.ep} x dp {edp} x pp {p.pp}"
-        + ("; sequence parallel" if p.tp > 1 else "")
-        + (f"; {p.vpp} virtual stages a rank" if p.vpp > 1 else "")
-        + (f"; {p.first_stage_layers} layers on the first stage" if p.first_stage_layers else "")
-        + (f"; {p.last_stage_layers} layers on the last stage" if p.last_stage_layers else "")
+    head = [
+        f"layout     {actor.world_size} trainer ranks = tp {p.tp} x cp {p.cp} x dp {actor.dp} x pp {p.pp}",
+        f"experts: etp {p.etp} x ep {p.ep} x dp {edp} x pp {p.pp}",
+        "sequence parallel" if p.tp > 1 else "",
+        f"{p.vpp} virtual stages a rank" if p.vpp > 1 else "",
+        f"{p.first_stage_layers} layers on the first stage" if p.first_stage_layers else "",
+        f"{p.last_stage_layers} layers on the last stage" if p.last_stage_layers else "",
     ]
+    lines = ["; ".join(filter(None, head))]
     names = ["dp", "pp", *(["cp"] if p.cp > 1 else []), "tp", *(["ep", "edp"] if p.ep > 1 else [])]
     lines.append("  " + "".join(f"{name:>6}" for name in ["rank", *names]))
     for rank in range(min(actor.world_size, _MAX_RANK_ROWS)):
-        place = rank_coordinates(rank, actor.world_size, p)
-        lines.append("  " + "".join(f"{value:>6}" for value in [rank, *(place[name] for name in names)]))
+        coordinates = rank_coordinates(rank, actor.world_size, p)
+        lines.append("  " + "".join(f"{value:>6}" for value in [rank, *(coordinates[name] for name in names)]))
     if actor.world_size > _MAX_RANK_ROWS:
         lines.append(f"  ... {actor.world_size - _MAX_RANK_ROWS} more in the same order")
     return lines
@@ -159,9 +149,7 @@ def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
     longest = longest_samples(config)["data"]
     max_response = config.sampling.max_response_tokens
     per_rank = math.ceil(samples / updates / dp)
-    at_most = (
-        per_rank if longest > actor.micro_batch_tokens else math.ceil(per_rank / (actor.micro_batch_tokens // longest))
-    )
+    at_most = math.ceil(per_rank / max(actor.micro_batch_tokens // longest, 1))
     shares = sorted({train.num_prompts_per_step // dp, math.ceil(train.num_prompts_per_step / dp)})
     lines = [
         f"a step     {train.num_prompts_per_step} prompts x {train.group_size} samples = {samples} samples",
@@ -189,14 +177,13 @@ def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
     return lines
 
 
-def _reward(reward: RewardConfig) -> list[str]:
-    entries = reward.entries
-    names = entries[0].grader if not reward.graders else " + ".join(f"{e.weight:g} {e.short_name}" for e in entries)
-    lines = [
-        f"  reward     {names} in {reward.workers} processes a leader, {reward.timeout_s:g} s a response"
-        + (f", then {reward.group_grader} over the group" if reward.group_grader is not None else "")
-        + (", SHUFFLED over the samples (control experiment)" if reward.shuffle else "")
-    ]
+def _reward(config: ExperimentConfig) -> list[str]:
+    reward, entries = config.reward, config.reward.entries
+    names = " + ".join(f"{e.weight:g} {e.short_name}" for e in entries) if reward.graders else entries[0].grader
+    text = f"  reward     {names} in {reward.workers} processes a leader, {reward.timeout_s:g} s a response"
+    if reward.group_grader is not None:
+        text += f", then {reward.group_grader} over the group"
+    lines = [text + (", SHUFFLED over the samples (control experiment)" if reward.shuffle else "")]
     for entry in entries:
         if entry.grader in SERVICES:
             lines.append(f"  note: grader {entry.short_name} asks {entry.args['url']}, which was not tried")
@@ -214,14 +201,12 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         f"rollout    SGLang engines: {r.num_engines} of tp {r.tp}, ep {r.ep}{nodes} "
         f"= {r.num_engines * r.tp} ranks in all, {r.dtype}" + (", deterministic" if r.deterministic else ""),
         f"  {at_once} samples at once, so a step's {samples} come in {math.ceil(samples / at_once)} waves at best",
-        *_reward(config.reward),
-        *(
-            [f"  tool       {tool.function}, asked at {tool.call_end!r}, at most {tool.max_turns} turns a response"]
-            if tool
-            else []
-        ),
-        f"  weights    {config.weights.transport} to every engine after each step, verified by digest",
+        *_reward(config),
     ]
+    if tool:
+        called = f"asked at {tool.call_end!r}, at most {tool.max_turns} turns a response"
+        lines.append(f"  tool       {tool.function}, {called}")
+    lines.append(f"  weights    {config.weights.transport} to every engine after each step, verified by digest")
     if config.weights.timeout_s <= r.start_timeout_s:
         lines.append(
             f"  ADVICE   weights.timeout_s {config.weights.timeout_s:g} is no more than "
@@ -234,7 +219,7 @@ def _rollout(config: ExperimentConfig) -> list[str]:
 
 
 def _memory(config: ExperimentConfig, arch: Architecture | None, counts: ParameterCounts | None) -> list[str]:
-    """Says what the fullest ranks hold, by the closed forms of docs/planning.md."""
+    """Returns the bytes on the fullest ranks, by the closed forms of docs/planning.md."""
     if arch is None or counts is None:
         return ["memory     unknown without the model's config.json"]
     if layout_problems(arch, config.actor):
@@ -242,26 +227,39 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, counts: Paramet
     side = _trainer_side(config, arch, config.actor)
     r, held, (phase, fullest) = config.rollout, side.phases["rollout"].parts, side.peak
     engine = counts.total / r.tp * (2 if r.dtype == "bfloat16" else 4)
-    parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in fullest.parts.items())
-    weights_and_gradients = gigabytes(held["parameters"] + held["gradients"])
+    on_host = side.host_bytes["optimiser"]
     return [
-        f"memory     a trainer rank holds about {weights_and_gradients} of weights and gradients"
-        f" + {gigabytes(held.get('optimiser', 0))} of optimiser state"
-        + (f", its node {gigabytes(on_host)} more on the host" if (on_host := side.host_bytes["optimiser"]) else ""),
-        f"  at most  {gigabytes(fullest.total)} on a GPU, in {phase}, rank {fullest.rank} ({fullest.kind}): {parts}",
+        f"memory     a trainer rank holds about {gigabytes(held['parameters'] + held['gradients'])} of weights and "
+        f"gradients + {gigabytes(held.get('optimiser', 0))} of optimiser state"
+        + (f", its node {gigabytes(on_host)} more on the host" if on_host else ""),
+        f"  at most  {gigabytes(fullest.total)} on a GPU, in {phase}, rank {fullest.rank} ({fullest.kind}): "
+        + _listed(fullest.parts),
         *_lora(config, arch, side),
         f"  an engine rank holds about {gigabytes(engine)} of weights, before its cache",
         *(_colocated(config, side, engine) if r.colocate else ()),
     ]
 
 
+def _listed(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
+
+
 def _colocated(config: ExperimentConfig, side: TrainerSide, engine: float) -> list[str]:
-    """Says what is on a GPU that trainer and engine share, by phase; engine: bytes of weights of one of its ranks."""
-    r, ranks = config.rollout, config.actor.world_size
+    """Returns the bytes on a GPU of trainer and engine, by phase; engine: bytes of weights of one of its ranks."""
+    r, ranks, weights = config.rollout, config.actor.world_size, f"weights {engine / 1e9:.3g} GB"
+    awake = {
+        "rollout": f"{weights} and cache, {r.mem_fraction:.0%} of the GPU",
+        "publish": f"{weights}, then its cache",
+    }
     lines = ["  colocated  on the fullest GPU, by phase"]
-    for phase, parts, awake in colocated_memory(side, engine, r.mem_fraction, config.algorithm.uses_reference):
-        held = ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
-        lines.append(f"    {phase:<10} trainer {gigabytes(sum(parts.values()))} ({held}); engine {awake}")
+    for phase in ("rollout", "logprobs", "reference", "update", "publish"):
+        if phase == "reference" and not config.algorithm.uses_reference:
+            continue
+        # on the host while engines are awake, and until the first backward of an update
+        away = () if phase == "update" else ("gradients", "optimiser")
+        parts = {name: size for name, size in side.phases[phase].parts.items() if name not in away}
+        held, engines = _listed(parts), awake.get(phase, "asleep, its context alone")
+        lines.append(f"    {phase:<10} trainer {gigabytes(sum(parts.values()))} ({held}); engine {engines}")
     optimiser = side.phases["rollout"].parts.get("optimiser", 0.0)
     lines.append(f"    on the host, pinned, while engines are awake: {gigabytes(optimiser)} of optimiser state a rank")
     if r.num_engines * r.tp != ranks:
@@ -273,80 +271,63 @@ def _colocated(config: ExperimentConfig, side: TrainerSide, engine: float) -> li
 
 
 def _trainer_side(config: ExperimentConfig, arch: Architecture, actor: ActorConfig) -> TrainerSide:
-    return trainer_side(
-        arch,
-        actor,
-        Load(actor.micro_batch_tokens, longest_samples(config)["data"]),
-        reference=config.algorithm.uses_reference,
-        bucket_mb=config.weights.bucket_mb,
-    )
+    load, reference = Load(actor.micro_batch_tokens, longest_samples(config)["data"]), config.algorithm.uses_reference
+    return trainer_side(arch, actor, load, reference=reference, bucket_mb=config.weights.bucket_mb)
 
 
 def _lora(config: ExperimentConfig, arch: Architecture, side: TrainerSide) -> list[str]:
-    """Says what adapters save of gradients and optimiser state."""
+    """Returns the bytes of gradients and optimiser state that adapters save."""
     lora = config.actor.lora
     if lora is None:
         return []
     all_weights = config.actor.model_copy(update={"lora": None})
-    held = side.phases["rollout"].parts
-    whole = _trainer_side(config, arch, all_weights).phases["rollout"].parts
-    saved = sum(whole.get(name, 0) - held.get(name, 0) for name in ("gradients", "optimiser"))
+    sides = side, _trainer_side(config, arch, all_weights)
+    (gradients, whole_gradients), (optimiser, whole_optimiser) = (
+        [found.phases["rollout"].parts.get(name, 0) for found in sides] for name in ("gradients", "optimiser")
+    )
+    saved = whole_gradients - gradients + (whole_optimiser - optimiser)
     return [
         f"  lora       rank {lora.rank}, alpha {lora.alpha:g}, {', '.join(lora.targets)}: "
         f"{_count(trained_elements(arch, config.actor))} of {_count(trained_elements(arch, all_weights))} "
         "parameters are trained",
-        f"  saved      of a trainer rank: gradients {gigabytes(held['gradients'])} + optimiser "
-        f"{gigabytes(held.get('optimiser', 0))} "
-        f"instead of {gigabytes(whole['gradients'])} + {gigabytes(whole.get('optimiser', 0))}: {gigabytes(saved)} less",
+        f"  saved      of a trainer rank: gradients {gigabytes(gradients)} + optimiser {gigabytes(optimiser)} "
+        f"instead of {gigabytes(whole_gradients)} + {gigabytes(whole_optimiser)}: {gigabytes(saved)} less",
         "  publish    merges the adapters into the weights and keeps a copy of the targeted ones meanwhile",
     ]
 
 
-def _events(config: ExperimentConfig) -> list[str]:
+def _evaluation(config: ExperimentConfig) -> str:
     e = config.eval
     if e is None:
-        lines = ["evaluation none"]
-    else:
-        how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
-        again = f"; {e.num_as_trained} at temperature {config.sampling.temperature:g}" if e.num_as_trained else ""
-        lines = [
-            f"evaluation {e.data.name}, {e.num_samples} samples a prompt, {how}{again}: "
-            f"first, every {e.every} steps, last"
-        ]
-    return lines
+        return "evaluation none"
+    how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
+    again = f"; {e.num_as_trained} at temperature {config.sampling.temperature:g}" if e.num_as_trained else ""
+    when = f"first, every {e.every} steps, last"
+    return f"evaluation {e.data.name}, {e.num_samples} samples a prompt, {how}{again}: {when}"
 
 
 def _checkpoints(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
-    """Says when the run is saved and what saving and resuming cost."""
-    c, ranks = config.checkpoint, config.actor.world_size
+    """Returns when the run is saved and the costs of saving and resuming."""
+    c = config.checkpoint
     when = f"every {c.every} steps and" if c.every else "only"
+    bound = "" if c.keep_gb is None else f" or fewer in {c.keep_gb:g} GB"
     background = {True: ", in the background", False: "", "auto": ", in the background from two trainer nodes on"}
-    lines = [
-        f"checkpoint {when} at the end, {c.keep} kept"
-        + (f" or fewer in {c.keep_gb:g} GB" if c.keep_gb is not None else "")
-        + f", resume {c.resume}{background[c.asynchronous]}"
-    ]
+    lines = [f"checkpoint {when} at the end, {c.keep} kept{bound}, resume {c.resume}{background[c.asynchronous]}"]
     if arch is not None and not layout_problems(arch, config.actor):
-        per_node = min(ranks, _RANKS_PER_NODE)
+        per_node = min(config.actor.world_size, _RANKS_PER_NODE)
         cost = checkpoint_cost(arch, config.actor, per_node)
         forms = {True: "for any layout", False: "for this layout alone"}
         shown = {"last": (False, True) if c.every else (True,), "always": (True,), "never": (False,)}[c.reshardable]
         speed = f"at {c.disk_gb_s:g} GB/s"
-        for reshardable in shown:
-            seconds = cost.file_bytes / c.disk_gb_s / 1e9
-            lines.append(
-                f"  a save {forms[reshardable]}: {gigabytes(cost.file_bytes)}, {_seconds(seconds)} {speed}; "
-                f"{gigabytes(cost.save_host_bytes[reshardable])} of host memory on the fullest node ({per_node} ranks)"
-            )
-        lines.append(
-            f"  a resume: reads {gigabytes(cost.read_bytes)} (checksums, then the state), "
-            f"{_seconds(cost.read_bytes / c.disk_gb_s / 1e9)} {speed}"
-            + (
-                f"; {gigabytes(cost.resume_host_bytes[True])} of host memory a node from one for any layout"
-                if True in shown
-                else ""
-            )
-        )
+        saving, reading = (_seconds(size / c.disk_gb_s / 1e9) for size in (cost.file_bytes, cost.read_bytes))
+        lines += [
+            f"  a save {forms[reshardable]}: {gigabytes(cost.file_bytes)}, {saving} {speed}; "
+            f"{gigabytes(cost.save_host_bytes[reshardable])} of host memory on the fullest node ({per_node} ranks)"
+            for reshardable in shown
+        ]
+        host = f"; {gigabytes(cost.resume_host_bytes[True])} of host memory a node from one for any layout"
+        resumed = f"  a resume: reads {gigabytes(cost.read_bytes)} (checksums, then the state), {reading} {speed}"
+        lines.append(resumed + (host if True in shown else ""))
     if not c.every:
         lines.append("  ADVICE   checkpoint.every 0: when a rank is lost, the run begins again at its first step")
     return lines

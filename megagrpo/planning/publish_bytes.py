@@ -23,10 +23,6 @@ from megagrpo.weights.transports.gather_plan import Bucket, GatherPlan
 from megagrpo.weights.transports.reshard_plan import Cover, make_cover, piece_limit, plan_transfer, trainer_atoms
 
 _MAX_COLUMNS = 8  # of the table of nodes
-_COLUMNS = (
-    "engines", "transport", "wire", "lower bound", "between nodes", "busiest sender", "busiest receiver", "messages",
-    "calls", "staging: trainer", "engine", "seconds", "limit",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,17 +90,15 @@ def plan_weights(
     forecasts = forecast_publish(config, recorded, clusters, rates)
     rows = [forecast for pair in forecasts for forecast in pair]
     if output is not None:
-        write_whole(output, json.dumps(_as_json(config, recorded, rates, rows), indent=1) + "\n")
-    links = [_nodes(cluster, reshard) for cluster, (reshard, _) in zip(clusters, forecasts, strict=True)]
-    return "\n".join(
-        [
-            *_head(config, recorded, clusters[0], rates),
-            "",
-            *table_lines([_COLUMNS, *map(_row, rows)]),
-            "",
-            *(line for lines in links for line in lines),
-        ]
-    )
+        plans = [{**asdict(row), "node_bytes": row.node_bytes.tolist()} for row in rows]
+        found = {"name": config.name, "recording_s": recorded.seconds, "rates": asdict(rates), "forecasts": plans}
+        write_whole(output, json.dumps(found, indent=1) + "\n")
+    cells = [_cells(row) for row in rows]
+    lines = [*_head(config, recorded, clusters[0], rates), ""]
+    lines += [*table_lines([list(cells[0]), *(list(row.values()) for row in cells)]), ""]
+    for cluster, (reshard, _) in zip(clusters, forecasts, strict=True):
+        lines += _nodes(cluster, reshard)
+    return "\n".join(lines)
 
 
 def forecast_publish(
@@ -144,22 +138,23 @@ def _head(config: ExperimentConfig, recorded: Recordings, cluster: Cluster, rate
     ]
 
 
-def _row(forecast: Forecast) -> tuple[str, ...]:
-    return (
-        str(forecast.engines),
-        forecast.transport,
-        gigabytes(forecast.wire_bytes),
-        gigabytes(forecast.needed_bytes),
-        gigabytes(forecast.between_bytes),
-        f"{forecast.busiest_sender[0]}: {gigabytes(forecast.busiest_sender[1])}",
-        f"{forecast.busiest_receiver[0]}: {gigabytes(forecast.busiest_receiver[1])}",
-        f"{forecast.messages:,}",
-        f"{forecast.calls:,}",
-        gigabytes(forecast.trainer_staging_bytes),
-        gigabytes(forecast.engine_staging_bytes),
-        f"{forecast.seconds:.2f}",
-        forecast.limit,
-    )
+def _cells(forecast: Forecast) -> dict[str, str]:
+    """Returns a row of the table, by column."""
+    return {
+        "engines": str(forecast.engines),
+        "transport": forecast.transport,
+        "wire": gigabytes(forecast.wire_bytes),
+        "lower bound": gigabytes(forecast.needed_bytes),
+        "between nodes": gigabytes(forecast.between_bytes),
+        "busiest sender": f"{forecast.busiest_sender[0]}: {gigabytes(forecast.busiest_sender[1])}",
+        "busiest receiver": f"{forecast.busiest_receiver[0]}: {gigabytes(forecast.busiest_receiver[1])}",
+        "messages": f"{forecast.messages:,}",
+        "calls": f"{forecast.calls:,}",
+        "staging: trainer": gigabytes(forecast.trainer_staging_bytes),
+        "engine": gigabytes(forecast.engine_staging_bytes),
+        "seconds": f"{forecast.seconds:.2f}",
+        "limit": forecast.limit,
+    }
 
 
 def _nodes(cluster: Cluster, forecast: Forecast) -> list[str]:
@@ -173,26 +168,16 @@ def _nodes(cluster: Cluster, forecast: Forecast) -> list[str]:
     )
     if len(columns) > _MAX_COLUMNS:
         return [title]
-    header = ["GB", *(f"to {column}" for column in columns)]
-    lines = [
-        [f"node {row}", *(f"{value / 1e9:.1f}" for value in values)] for row, values in zip(rows, block, strict=True)
-    ]
-    return [title, *table_lines([header, *lines])]
+    table = [["GB", *(f"to {column}" for column in columns)]]
+    for row, values in zip(rows, block, strict=True):
+        table.append([f"node {row}", *(f"{value / 1e9:.1f}" for value in values)])
+    return [title, *table_lines(table)]
 
 
 def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns rows of cells as lines with columns of one width."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def _as_json(config: ExperimentConfig, recorded: Recordings, rates: Rates, forecasts: Sequence[Forecast]) -> dict:
-    return {
-        "name": config.name,
-        "recording_s": recorded.seconds,
-        "rates": asdict(rates),
-        "forecasts": [{**asdict(forecast), "node_bytes": forecast.node_bytes.tolist()} for forecast in forecasts],
-    }
 
 
 def reshard_forecast(
@@ -218,9 +203,10 @@ def reshard_forecast(
         staged = np.where(several | unpacked, cover.num_bytes, 0)
         engine_staging = max(engine_staging, int(_two_batches(cover.targets, plan.batches, staged, tp).max()))
     flat, receivers = sent.reshape(world, engines * tp), cluster.engines.reshape(-1)
+    nodes = np.zeros((cluster.num_nodes, cluster.num_nodes), dtype=np.int64)
+    np.add.at(nodes, (cluster.trainers[:, None], receivers[None]), flat)
     inside = cluster.trainers[:, None] == receivers[None]
-    trainers = [f"trainer {r}" for r in range(world)]
-    names = trainers, [f"engine {e} rank {r}" for e in range(engines) for r in range(tp)]
+    names = [f"trainer {r}" for r in range(world)], [f"engine {e} rank {r}" for e in range(engines) for r in range(tp)]
     seconds, limit = _slowest(flat, messages.reshape(flat.shape), inside, names, rates)
     return Forecast(
         transport="reshard",
@@ -236,7 +222,7 @@ def reshard_forecast(
         engine_staging_bytes=engine_staging,
         seconds=seconds + rates.call_ms / 1e3,
         limit=limit,
-        node_bytes=_between_nodes(flat, cluster.trainers, receivers, cluster.num_nodes),
+        node_bytes=nodes,
     )
 
 
@@ -349,10 +335,3 @@ def _time(between_bytes: int, inside_bytes: int, messages: int, rates: Rates) ->
 def _busiest(num_bytes: np.ndarray, names: Sequence[str]) -> tuple[str, int]:
     most = int(num_bytes.argmax())
     return names[most], int(num_bytes[most])
-
-
-def _between_nodes(sent: np.ndarray, senders: np.ndarray, receivers: np.ndarray, count: int) -> np.ndarray:
-    """Adds bytes [senders, receivers] up by node, int64 [count, count]."""
-    out = np.zeros((count, count), dtype=np.int64)
-    np.add.at(out, (senders[:, None], receivers[None]), sent)
-    return out

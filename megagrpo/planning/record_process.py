@@ -1,16 +1,15 @@
 """Records one side of exchanges in a process of its own: `python -m megagrpo.planning.record_process SIDE FOLDER ...`.
 
-Megatron's host patches and SGLang's are not for one process. A folder holds config.yaml and model/config.json; for the
-trainers ranks.json, a list of ranks; for the engine arguments.json, its command line on a CPU, and server.json, that on
-a GPU with what the driver says of it. Leaves SIDE.pickle there; the process `engine` leaves server.pickle, too. A file
-that is not there is not asked for.
+Megatron's and SGLang's patches of the host exclude each other. A folder holds config.yaml and model/config.json; for
+the trainers ranks.json, a list of ranks; for the engine arguments.json, its command line on a CPU, and server.json, its
+command line on a GPU and the GPU's properties. Writes SIDE.pickle there, and the process `engine` server.pickle; a
+missing input has no output.
 """
 
 import json
 import pickle
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,8 +34,8 @@ def _trainers(folder: Path) -> list:
 
     # Transformer Engine and settings for it need CUDA; its layers take the same slices. Adapters are merged before they
     # travel.
-    changes: dict[str, Any] = {"transformer_engine": False, "lora": None, "megatron": {}}
-    actor = load_config(folder / "config.yaml").actor.model_copy(update=changes)
+    actor = load_config(folder / "config.yaml").actor
+    actor = actor.model_copy(update={"transformer_engine": False, "lora": None, "megatron": {}})
     arch = read_architecture(folder / "model")
     specs = hf_specs(folder / "model", getattr(torch, actor.dtype))
     ranks = json.loads((folder / "ranks.json").read_text())

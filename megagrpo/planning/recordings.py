@@ -6,17 +6,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megagrpo.check.problems import check_against_model, model_description
 from megagrpo.config.layout import rank_coordinates
 from megagrpo.config.load import dump_config
-from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, ExperimentConfig, ModelConfig
 from megagrpo.families.table import exported_config
 from megagrpo.planning.hardware import Hardware
 from megagrpo.planning.record_process import hf_specs
@@ -47,7 +47,7 @@ class Recordings:
     engine: list[list[Copy]]  # by rank of one engine; all engines are alike
     specs: Specs
     seconds: float = 0.0  # that recording took, of all experiments recorded with it
-    server: dict[str, Any] | None = None  # the engine's arguments as SGLang resolves them on a GPU, where asked for
+    server: dict[str, object] | None = None  # the engine's arguments as SGLang resolves them on a GPU, if recorded
 
 
 def record_both_sides(config: ExperimentConfig) -> Recordings:
@@ -75,7 +75,7 @@ def record_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int] | 
     return [replace(recorded, seconds=time.monotonic() - start) for recorded in found]
 
 
-def resolve_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]) -> list[dict[str, Any]]:
+def resolve_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]) -> list[dict[str, object]]:
     """Returns the engines' arguments as SGLang resolves them on `hardware`: a kind of GPU and its number per node.
 
     Raises ValueError with the end of SGLang's output if it rejects them.
@@ -87,10 +87,10 @@ def resolve_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int]) 
             (folder / "model" / "config.json").write_text(json.dumps(describe_model(config)))
             _write_server_job(folder, config, *gpu)
         _run_children(Path(name), folders, configs[0], ("engine",))
-        return [_read(folder, "server") for folder in folders]
+        return [pickle.loads((folder / "server.pickle").read_bytes()) for folder in folders]
 
 
-def describe_model(config: ExperimentConfig) -> dict[str, Any]:
+def describe_model(config: ExperimentConfig) -> dict[str, object]:
     """Returns the model's config.json, which the layouts can cut. Raises ValueError with every problem."""
     description = model_description(config)
     if description is None:
@@ -103,52 +103,50 @@ def describe_model(config: ExperimentConfig) -> dict[str, Any]:
 
 def _recorded(folder: Path, config: ExperimentConfig) -> Recordings:
     representatives = representative_ranks(config.actor)
-    found = dict(zip(sorted(set(representatives)), _read(folder, "trainers"), strict=True))
-    for rank, (place, _) in found.items():
-        expected = _place(rank, config.actor.world_size, config.actor.parallel)
-        assert place == expected, f"rank {rank}: Megatron says {place}, this program {expected}"
+    found = dict(
+        zip(sorted(set(representatives)), pickle.loads((folder / "trainers.pickle").read_bytes()), strict=True)
+    )
+    for rank, (coordinates, _) in found.items():
+        expected = _coordinates(rank, config.actor)
+        assert coordinates == expected, f"rank {rank}: {coordinates} in Megatron, {expected} in this program"
     server = folder / "server.pickle"
     return Recordings(
         trainers=[found[rank][1] for rank in representatives],
         distinct=len(found),
-        engine=_read(folder, "engine"),
+        engine=pickle.loads((folder / "engine.pickle").read_bytes()),
         specs=hf_specs(folder / "model", getattr(torch, config.rollout.dtype)),
-        server=_read(folder, "server") if server.exists() else None,
+        server=pickle.loads(server.read_bytes()) if server.exists() else None,
     )
 
 
 def representative_ranks(actor: ActorConfig) -> list[int]:
     """Returns by trainer rank the first rank that holds the same: one is enough to record of all replicas."""
     first: dict[tuple, int] = {}
-    places = [tuple(_place(rank, actor.world_size, actor.parallel).items()) for rank in range(actor.world_size)]
-    return [first.setdefault(place, rank) for rank, place in enumerate(places)]
+    coordinates = [tuple(_coordinates(rank, actor).items()) for rank in range(actor.world_size)]
+    return [first.setdefault(found, rank) for rank, found in enumerate(coordinates)]
 
 
-def _place(rank: int, world_size: int, parallel: ParallelConfig) -> dict[str, int]:
-    """Returns what a rank's weights depend on: not on its place among data-parallel and context-parallel ranks."""
-    found = rank_coordinates(rank, world_size, parallel)
-    within = rank % (world_size // parallel.pp)
-    return {"tp": found["tp"], "pp": found["pp"], "ep": found["ep"], "etp": within % parallel.etp}
+def _coordinates(rank: int, actor: ActorConfig) -> dict[str, int]:
+    """Returns the coordinates that a rank's weights depend on: neither data-parallel nor context-parallel ones."""
+    found = rank_coordinates(rank, actor.world_size, actor.parallel)
+    within = rank % (actor.world_size // actor.parallel.pp)
+    return {"tp": found["tp"], "pp": found["pp"], "ep": found["ep"], "etp": within % actor.parallel.etp}
 
 
-def _write_jobs(folder: Path, config: ExperimentConfig, description: dict[str, Any]) -> None:
+def _write_jobs(folder: Path, config: ExperimentConfig, description: Mapping[str, object]) -> None:
     model = folder / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(exported_config(description)))
-    # One node has all of an engine's ranks here: which node a rank is on does not change what it copies.
+    # all of an engine's ranks on one node: a rank's copies do not depend on its node
     rollout = config.rollout.model_copy(update={"nodes_per_engine": 1})
     here = config.model_copy(update={"model": ModelConfig(path=str(model)), "rollout": rollout})
     dump_config(here, folder / "config.yaml")
     (folder / "ranks.json").write_text(json.dumps(sorted(set(representative_ranks(config.actor)))))
-    words = engine_command(here, _engine_place())
-    first = next(number for number, word in enumerate(words) if word.startswith("--"))
-    (folder / "arguments.json").write_text(json.dumps(words[first:]))
+    (folder / "arguments.json").write_text(json.dumps(_engine_arguments(here)))
 
 
 def _write_server_job(folder: Path, config: ExperimentConfig, hardware: Hardware, gpus_per_node: int) -> None:
     here = config.model_copy(update={"model": ModelConfig(path=str(folder / "model"))})
-    words = engine_command(here, _engine_place(cuda=True))
-    first = next(number for number, word in enumerate(words) if word.startswith("--"))
     device = {
         "name": hardware.device_name,
         "memory_mib": hardware.memory_mib,
@@ -156,45 +154,46 @@ def _write_server_job(folder: Path, config: ExperimentConfig, hardware: Hardware
         "processors": hardware.processors,
         "gpus": gpus_per_node,
     }
-    (folder / "server.json").write_text(json.dumps({"arguments": words[first:], "device": device}))
+    (folder / "server.json").write_text(json.dumps({"arguments": _engine_arguments(here, cuda=True), "device": device}))
 
 
 def _engine_place(cuda: bool = False) -> ServerPlace:
     return ServerPlace(0, "127.0.0.1", 30000, "127.0.0.1:30001", cuda=cuda, num_cores=1)
 
 
+def _engine_arguments(config: ExperimentConfig, cuda: bool = False) -> list[str]:
+    words = engine_command(config, _engine_place(cuda))
+    return words[next(number for number, word in enumerate(words) if word.startswith("--")) :]
+
+
 def _run_children(folder: Path, jobs: Sequence[Path], config: ExperimentConfig, sides: Sequence[str]) -> None:
     place = _engine_place()
+    of_engine = engine_environment(config, place) | _NO_GPU | _ALONE
     environments = {
         "trainers": child_environment(_NO_GPU),
-        "engine": child_environment(
-            engine_environment(config, place) | _NO_GPU | _ALONE, python_path=engine_python_path(place)
-        ),
+        "engine": child_environment(of_engine, python_path=engine_python_path(place)),
     }
-    children: dict[str, subprocess.Popen] = {}
     deadline = time.monotonic() + _LIMIT_S
-    try:
+    with ExitStack() as stack:
+        children = {}
         for side in sides:
             command = [sys.executable, "-m", "megagrpo.planning.record_process", side, *map(str, jobs)]
             children[side] = spawn(command, environments[side], log=folder / f"{side}.log")
-        while any(child.poll() is None for child in children.values()):
-            _raise_failed(folder, children)
+            stack.callback(_stop, children[side])
+        while sum(_is_running(child, folder / f"{side}.log") for side, child in children.items()):
             if time.monotonic() > deadline:
                 raise ValueError(f"recording has not ended after {_LIMIT_S:.0f} s")
             time.sleep(_POLL_S)
-        _raise_failed(folder, children)
-    finally:
-        for child in children.values():
-            stop_tree(child.pid)
-            child.wait()
 
 
-def _raise_failed(folder: Path, children: dict[str, subprocess.Popen]) -> None:
-    for side, child in children.items():
-        if child.poll():
-            lines = (folder / f"{side}.log").read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            raise ValueError(f"the {side} cannot be recorded (status {child.poll()}):\n" + "\n".join(lines))
+def _is_running(child: subprocess.Popen, log: Path) -> bool:
+    """Returns whether the process is running. Raises ValueError with the end of its output if it has failed."""
+    if child.poll():
+        lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        raise ValueError(f"the {log.stem} cannot be recorded (status {child.returncode}):\n" + "\n".join(lines))
+    return child.returncode is None
 
 
-def _read(folder: Path, side: str) -> Any:
-    return pickle.loads((folder / f"{side}.pickle").read_bytes())
+def _stop(child: subprocess.Popen) -> None:
+    stop_tree(child.pid)
+    child.wait()

@@ -7,6 +7,7 @@ own bound that a real run reached. docs/planning.md states the formulas.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
@@ -42,11 +43,15 @@ class Target:
     """GPUs, model and lengths of a plan. efficiency: share of the bound that a run reached, by phase; else 1."""
 
     arch: Architecture
-    work: ModelWork
     hardware: Hardware
     gpus_per_node: int
     lengths: Lengths
     efficiency: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def work(self) -> ModelWork:
+        """Returns the counts of the model, made once for many plans."""
+        return model_work(self.arch)
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,6 @@ class Plan:
         return f"{phase}: {max(self.parts[phase], key=lambda name: self.parts[phase][name])}"
 
 
-def make_target(arch: Architecture, hardware: Hardware, gpus_per_node: int, lengths: Lengths) -> Target:
-    """Counts the model once, for many plans of it."""
-    return Target(arch, model_work(arch), hardware, gpus_per_node, lengths)
-
-
 def plan_step(config: ExperimentConfig, target: Target) -> Plan:
     """Returns memory and bound of one step. Raises ValueError if the layers cannot be cut into stages."""
     trainers = trainer_side(
@@ -107,9 +107,10 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
     longest = max(longest_samples(config).values())
     engine = engine_side(target.work, server_of(config.rollout), target.lengths, longest, target.hardware)
     forward, update = train_seconds(config, target, trainers.stages)
+    old = config.train.updates_of_step > 1 or config.algorithm.needs_old_logprobs
     parts = {
         "rollout": rollout_seconds(config, target, engine),
-        "logprobs": {"forward": forward * _extra_passes(config)},
+        "logprobs": {"forward": forward * (int(old) + int(config.algorithm.uses_reference))},
         "update": update,
         "publish": publish_seconds(config, target, engine),
     }
@@ -150,20 +151,20 @@ def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
     running = np.concatenate([[slots], np.arange(slots, 0, -1)]).astype(np.float64)
     held = np.concatenate([[lengths.running], lengths.prompt + wave - np.diff(wave, prepend=0.0) / 2])
     memory, peak = target.hardware.memory_tb_s * 1e12, target.hardware.bf16_tflops * 1e12
-    experts = sum(layer.expert for layer in work.layers) / server.tp * ITEM
+    experts, layers = work.expert / server.tp * ITEM, target.arch.num_layers
     dense = weight_elements(work, server.tp, server.attention_tp) * ITEM - experts
-    dense -= work.embedding / server.tp * ITEM  # only few of its rows are read
+    dense -= work.vocabulary / server.tp * ITEM  # only few of its rows are read
     weights = (dense + experts * (1.0 - (1.0 - work.share) ** running)) / memory
     context = running * held * server.attention_tp / server.tp  # of one attention replica
     cache = context * work.cache_bytes(server.attention_tp, server.cache_width) / memory
-    token = _token_flops(work) / server.tp
-    scores = context * work.decode_attention_flops * len(work.layers) / server.attention_tp
+    token = work.token_flops / server.tp
+    scores = context * work.decode_attention_flops * layers / server.attention_tp
     compute = np.maximum(0.0, (running * token + scores) / peak - weights - cache)
     prompts = samples * lengths.prompt
-    pairs = prompts * lengths.prompt / 2 * work.attention_flops * len(work.layers) / server.tp
+    pairs = prompts * lengths.prompt / 2 * work.attention_flops * layers / server.tp
     rates = target.hardware.rates
     link = (rates.inside_gb_s if server.tp <= target.gpus_per_node else rates.between_gb_s) * 1e9
-    moved = 2 * len(work.layers) * 2 * (server.tp - 1) / server.tp * work.hidden * ITEM  # two all-reduces a layer
+    moved = 2 * layers * 2 * (server.tp - 1) / server.tp * target.arch.hidden_size * ITEM  # two all-reduces a layer
     return {
         "weights": float(steps @ weights),
         "cache": float(steps @ cache),
@@ -171,10 +172,6 @@ def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
         "communication": (prompts + float(steps @ running)) * moved / link,
         "prefill": (prompts * token + pairs) / peak,
     }
-
-
-def _token_flops(work: ModelWork) -> float:
-    return sum(sum(work.forward_flops(layer)) for layer in work.layers) + 2.0 * work.head
 
 
 def train_seconds(
@@ -253,11 +250,6 @@ def publish_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
     return {"sending from the trainers" if sent > received else "receiving on an engine": max(sent, received) / link}
 
 
-def _extra_passes(config: ExperimentConfig) -> int:
-    old = config.train.updates_of_step > 1 or config.algorithm.needs_old_logprobs
-    return int(old) + int(config.algorithm.uses_reference)
-
-
 def measured_efficiency(folder: Path, hardware: Hardware, gpus_per_node: int) -> tuple[dict[str, float], Lengths]:
     """Returns the share of its own bound that each phase of a run reached on these GPUs, and the run's lengths.
 
@@ -275,7 +267,7 @@ def measured_efficiency(folder: Path, hardware: Hardware, gpus_per_node: int) ->
     lengths = assumed_lengths(config, fmean(entry["response/length_mean"] for entry in entries))
     if run.rollout_files():
         lengths = lengths_of_run(folder, config)
-    plan = plan_step(config, make_target(architecture_of(describe_model(config)), hardware, gpus_per_node, lengths))
+    plan = plan_step(config, Target(architecture_of(describe_model(config)), hardware, gpus_per_node, lengths))
     seconds = {name: fmean(entry.get(f"time/{name}_s") or 0.0 for entry in entries) for name in PHASES}
     ahead = {"rollout"} if config.rollout.max_staleness else set()
     return {

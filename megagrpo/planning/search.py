@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import product
 from json import dumps
 from pathlib import Path
@@ -22,7 +22,6 @@ from megagrpo.planning.roofline import (
     Plan,
     Target,
     load_of,
-    make_target,
     measured_efficiency,
     plan_step,
     rollout_seconds,
@@ -88,7 +87,7 @@ def target_of(config: ExperimentConfig, options: Options) -> Target:
         efficiency, lengths = measured_efficiency(options.measured, hardware, options.gpus_per_node)
     if options.lengths is not None:
         lengths = given_lengths(options.lengths, config)
-    return replace(make_target(arch, hardware, options.gpus_per_node, lengths), efficiency=efficiency)
+    return Target(arch, hardware, options.gpus_per_node, lengths, efficiency)
 
 
 def report(plan: Plan, hardware_name: str) -> list[str]:
@@ -98,8 +97,8 @@ def report(plan: Plan, hardware_name: str) -> list[str]:
     nodes = [-(-ranks // target.gpus_per_node) for ranks in (actor.world_size, rollout.num_engines * rollout.tp)]
     rows = [["trainers", "fullest rank", "GB", f"of {room / 1e9:.1f}", "parts in GB"]]
     for phase, rank in plan.trainers.phases.items():
-        cells = f"{rank.rank} ({rank.kind})", f"{rank.total / 1e9:.1f}", f"{rank.total / room:.0%}", _parts(rank.parts)
-        rows.append([phase, *cells])
+        share = f"{rank.total / room:.0%}"
+        rows.append([phase, f"{rank.rank} ({rank.kind})", f"{rank.total / 1e9:.1f}", share, _parts(rank.parts)])
     samples = config.train.num_prompts_per_step * config.train.group_size / rollout.num_engines
     lines = [
         f"{config.name} on {hardware_name} nodes of {target.gpus_per_node}: {target.work.total / 1e9:.1f} B parameters",
@@ -182,8 +181,8 @@ def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[P
     for count in range(stride, nodes, stride):
         engines = _best_engines(config, target, nodes - count)
         trainers = _best_trainers(config, target, count) if engines else []
-        for actor, rollout in product(trainers, engines):
-            plans.append(plan_step(config.model_copy(update={"actor": actor, "rollout": rollout}), target))
+        pairs = ({"actor": actor, "rollout": rollout} for actor, rollout in product(trainers, engines))
+        plans += [plan_step(config.model_copy(update=pair), target) for pair in pairs]
     fitting = sorted((plan for plan in plans if not plan.problems), key=lambda plan: plan.step)
     if not fitting:
         raise ValueError(
@@ -250,7 +249,7 @@ def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Itera
     total = nodes * gpus
     for tp in (tp for tp in _POWERS if tp <= total and arch.num_heads % tp == 0):
         across = max(1, tp // gpus)
-        shared_heads = arch.num_kv_heads % tp and tp % arch.num_kv_heads and not target.work.latent
+        shared_heads = arch.num_kv_heads % tp and tp % arch.num_kv_heads and arch.mla is None
         if nodes % across == 0 and not shared_heads:
             engines = {
                 "tp": tp,
@@ -280,14 +279,14 @@ def _proposals(plans: Sequence[Plan], before: Plan) -> list[str]:
 
 def changes(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
     """Returns the settings of a proposal that differ, as words of `--set`."""
-    sides = (before.actor, after.actor, "actor"), (before.rollout, after.rollout, "rollout")
-    return [word for old, new, name in sides for word in _changes(name, old.model_dump(), new.model_dump())]
+    sections = {"actor", "rollout"}
+    return list(_changes("", before.model_dump(include=sections), after.model_dump(include=sections)))
 
 
-def _changes(where: str, before: Mapping[str, object], after: Mapping[str, object]) -> Iterator[str]:
+def _changes(prefix: str, before: Mapping[str, object], after: Mapping[str, object]) -> Iterator[str]:
     for key, value in after.items():
         old = before[key]
         if isinstance(value, dict) and isinstance(old, dict):
-            yield from _changes(f"{where}.{key}", old, value)
+            yield from _changes(f"{prefix}{key}.", old, value)
         elif value != old:
-            yield f"{where}.{key}={'null' if value is None else value}"
+            yield f"{prefix}{key}={'null' if value is None else value}"

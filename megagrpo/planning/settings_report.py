@@ -2,11 +2,10 @@
 
 import textwrap
 from collections.abc import Mapping
-from typing import Any
 
-from megagrpo.actor.megatron.fields import Kernels, ddp_fields, expected_kernels, optimizer_fields, transformer_fields
+from megagrpo.actor.megatron.fields import ddp_fields, expected_kernels, optimizer_fields, transformer_fields
 from megagrpo.config.actor import ActorConfig
-from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS, SettingsTable
+from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS
 from megagrpo.config.libraries.sglang import server_fields
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
@@ -21,29 +20,23 @@ def settings_report(arch: Architecture | None, actor: ActorConfig) -> list[str]:
     if arch is None:
         return ["megatron   unknown without the model's config.json"]
     kernels = expected_kernels(actor)
-    lines = [f"megatron   settings {_where(kernels)}; (its own default); * set in this file"]
+    layers = "Transformer Engine" if kernels.transformer_engine else "torch's layers"
+    device = f"as on CUDA with {layers}" if kernels.cuda else "as on a CPU"
+    lines = [f"megatron   settings {device}; (its own default); * set in this file"]
     handed = (transformer_fields(arch, actor, kernels), ddp_fields(actor, kernels), optimizer_fields(actor, kernels))
     for table, fields in zip(MEGATRON_SETTINGS, handed, strict=True):
-        lines += _of_class(table, fields, table.given(actor))
+        if table.fields:
+            defaults = {name: table.fields[name].default for name in fields}
+            lines += _compared(table.name, fields, defaults, table.given(actor))
+        else:
+            lines.append(f"  {table.name}: the package megatron-core is not installed here")
     return lines
-
-
-def _where(kernels: Kernels) -> str:
-    if not kernels.cuda:
-        return "as on a CPU"
-    return "as on CUDA with Transformer Engine" if kernels.transformer_engine else "as on CUDA with torch's layers"
-
-
-def _of_class(table: SettingsTable, fields: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    if not table.fields:
-        return [f"  {table.name}: the package megatron-core is not installed here"]
-    return _compared(table.name, fields, {name: table.fields[name].default for name in fields}, given)
 
 
 def engine_report(config: ExperimentConfig) -> list[str]:
     """Returns the lines of `megagrpo check` about an engine's settings, in the same form.
 
-    Nothing looks for GPUs: where `actor.device` says nothing, engines of bfloat16 are taken to have some.
+    No GPU is looked for: with `actor.device` auto, engines of bfloat16 count as on GPUs.
     """
     device, fields = config.actor.device, server_fields()
     cuda = device == "cuda" or (device == "auto" and config.rollout.dtype == "bfloat16")
@@ -56,7 +49,9 @@ def engine_report(config: ExperimentConfig) -> list[str]:
     return lines + _compared("ServerArgs", given, defaults, config.rollout.sglang)
 
 
-def _compared(what: str, fields: Mapping[str, Any], defaults: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+def _compared(
+    what: str, fields: Mapping[str, object], defaults: Mapping[str, object], given: Mapping[str, object]
+) -> list[str]:
     other, same = [], []
     for name, value in fields.items():
         text = f"{'*' if name in given else ''}{name}"
@@ -78,7 +73,7 @@ def _wrapped(head: str, words: list[str]) -> list[str]:
     return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     if isinstance(value, list) and len(value) > 8:
         return f"[{value[0]}, ..., {value[-1]}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -5,7 +5,7 @@ Bytes of one rank are given by part; docs/planning.md states the formula of each
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megagrpo.config.actor import ActorConfig, ParallelConfig
@@ -23,10 +23,10 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Load:
-    """What a rank is given to compute."""
+    """The work of a rank."""
 
     micro_batch_tokens: int
-    longest: int  # tokens of the longest sample: a micro-batch of its own where it exceeds the budget
+    longest: int  # tokens of the longest sample: a micro-batch of its own if it exceeds the budget
     expert_imbalance: float = 1.0  # tokens of the fullest expert rank over the mean
 
     @property
@@ -51,7 +51,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one pipeline stage computes and sends, of one rank and one micro-batch of `tokens`."""
+    """The work and traffic of one rank of a pipeline stage, for one micro-batch of `tokens`."""
 
     layers: int
     tokens: int  # of the micro-batch, over all context-parallel ranks
@@ -87,7 +87,7 @@ def trainer_side(
     bucket_mb: float = 512.0,
     ranks_per_node: int = 8,
 ) -> TrainerSide:
-    """Returns memory and work of the trainers. Raises ValueError where the layers cannot be cut into stages.
+    """Returns memory and work of the trainers. Raises ValueError if the layers cannot be cut into stages.
 
     reference: whether the loss needs a second model, which is swapped in.
     """
@@ -97,12 +97,11 @@ def trainer_side(
         for phase in PHASES
         if phase != "reference" or reference
     }
-    cost = checkpoint_cost(arch, actor, min(ranks_per_node, actor.world_size))
     node = min(ranks_per_node, actor.world_size)
-    weights = max(stage.weights for stage in stages)
+    cost, second_model = checkpoint_cost(arch, actor, node), reference and actor.lora is None
     host = {
-        "reference": weights * node if reference and actor.lora is None else 0.0,
-        "optimiser": max(stage.optimiser_on_host() for stage in stages) * node,
+        "reference": max(stage.weights for stage in stages) * node if second_model else 0.0,
+        "optimiser": max(stage.shards for stage in stages) * optimizer_bytes(actor).host * node,
         "checkpoint": max(cost.save_host_bytes.values()),
         "resume": max(cost.resume_host_bytes.values()),
     }
@@ -162,9 +161,8 @@ def stage_parameters(
 ) -> list[StageElements]:
     """Counts the elements of a rank of each pipeline stage, all and those with gradients."""
     layers = stage_of_layer(arch, actor.parallel)
-    counts = [
-        dict.fromkeys(("dense", "expert", "trained_dense", "trained_expert"), 0.0) for _ in range(max(layers) + 1)
-    ]
+    kinds = ("dense", "expert", "trained_dense", "trained_expert")
+    counts = [dict.fromkeys(kinds, 0.0) for _ in range(max(layers) + 1)]
     for spec, number in (tensor_groups(arch, actor) if groups is None else groups).items():
         trained = spec.trained and (actor.lora is None or ".lora_" in spec.name)
         size, kind = number * elements_held(spec, arch, actor), "expert" if spec.expert else "dense"
@@ -175,7 +173,7 @@ def stage_parameters(
 
 
 def trained_elements(arch: Architecture, actor: ActorConfig) -> int:
-    """Counts what of the whole model has gradients: its parameters, or those of its adapters."""
+    """Counts the elements of the whole model that have gradients: of its parameters, or of its adapters."""
     tensors = model_tensors(arch)
     if actor.lora is not None:
         tensors = adapter_tensors(tensors, actor.lora.targets, actor.lora.rank)
@@ -183,7 +181,7 @@ def trained_elements(arch: Architecture, actor: ActorConfig) -> int:
 
 
 def elements_held(spec: TensorSpec, arch: Architecture, actor: ActorConfig) -> float:
-    """Returns how many elements of a tensor a rank holds that has any of it, on average over experts."""
+    """Returns the elements of a tensor on a rank that holds a part of it, on average over experts."""
     p = actor.parallel
     if spec.name in ("model.embed_tokens.weight", "lm_head.weight"):
         return -(-arch.vocab_size // p.tp) * arch.hidden_size
@@ -204,7 +202,7 @@ class Stage:
         p = actor.parallel
         self.width = 2 if actor.dtype == "bfloat16" else 4
         self.part = load.tokens / p.cp / p.tp
-        self.first, self.last = number == 0, number == p.pp - 1
+        self.last = number == p.pp - 1
         self.layers: list[LayerCost] = [
             layer_cost(arch, actor, load.tokens, arch.is_moe and layer >= arch.dense_layers, load.expert_imbalance)
             for layer, stage in enumerate(stage_of_layer(arch, p))
@@ -214,9 +212,16 @@ class Stage:
 
     def memory(self, phase: str, bucket_bytes: float) -> RankMemory:
         """Returns the bytes of a rank of this stage in one of PHASES."""
-        parts = {"parameters": self.weights, **self._training_state(), "NCCL": self._communicators()}
+        elements, each = self.elements, optimizer_bytes(self.actor)
+        parts = {
+            "parameters": self.weights,
+            "gradients": (elements.trained_dense + elements.trained_expert) * each.gradient,
+            "optimiser": self.shards * each.state,
+            "NCCL": self._communicators(),
+        }
         if phase in ("logprobs", "reference"):
-            layer, head = self._forward_only(), self._head(backward=False)
+            layer = max((layer.kept / 2 + layer.transient for layer in self.layers), default=0.0)
+            head = self._head(backward=False)
             parts |= {"head": head} if head > layer else {"activations": layer}
         if phase == "reference" and self.actor.lora is None:
             parts["live weights"] = self.weights
@@ -226,21 +231,14 @@ class Stage:
             parts["staging"] = min(2 * bucket_bytes, self.weights)
             if self.actor.lora is not None:
                 parts["weights before merging"] = self.weights
-        return RankMemory(self._rank(), self._kind(), {name: size for name, size in parts.items() if size})
+        kinds = {(1, 1): "only stage", (1, 0): "first stage", (0, 0): "middle stage", (0, 1): "last stage"}
+        first_rank = self.number * (self.actor.world_size // self.actor.parallel.pp)
+        kind = kinds[self.number == 0, self.last]
+        return RankMemory(first_rank, kind, {name: size for name, size in parts.items() if size})
 
-    def _training_state(self) -> dict[str, float]:
-        elements, shards, each = self.elements, self._shards(), optimizer_bytes(self.actor)
-        return {
-            "gradients": (elements.trained_dense + elements.trained_expert) * each.gradient,
-            "optimiser": shards * each.state,
-        }
-
-    def optimiser_on_host(self) -> float:
-        """Returns the bytes that a rank's optimiser has in host memory."""
-        return self._shards() * optimizer_bytes(self.actor).host
-
-    def _shards(self) -> float:
-        """Returns the trained elements whose state this rank keeps."""
+    @property
+    def shards(self) -> float:
+        """Returns the trained elements whose state a rank keeps."""
         p, actor, elements = self.actor.parallel, self.actor, self.elements
         stage = actor.world_size // p.pp
         copies = (stage // p.tp, stage // (p.etp * p.ep)) if actor.optimizer.distributed else (1, 1)
@@ -256,19 +254,14 @@ class Stage:
         """Returns the fullest moment of forward and backward: the head's backward, or the largest layer's."""
         hidden = self.arch.hidden_size * self.part * self.width
         if self.actor.recompute == "full":
-            kept = hidden * len(self.layers)
-            again = max((layer.kept for layer in self.layers), default=0.0)
-        else:  # selective counts as none: what it computes again and so does not keep hangs on model and kernels
+            kept, again = hidden * len(self.layers), max((layer.kept for layer in self.layers), default=0.0)
+        else:  # selective counts as none: its savings depend on model and kernels
             kept, again = sum(layer.kept for layer in self.layers), 0.0
-        kept = (kept + hidden) * in_flight(
-            self.actor.parallel, self.number
-        )  # and a message of the pipeline, or the final norm
+        # and a message of the pipeline, or the final norm
+        kept = (kept + hidden) * in_flight(self.actor.parallel, self.number)
         layer = again + max((layer.transient for layer in self.layers), default=0.0)
         head = self._head(backward=True)
         return {"activations": kept, "head": head} if head > layer else {"activations": kept + layer}
-
-    def _forward_only(self) -> float:
-        return max((layer.kept / 2 + layer.transient for layer in self.layers), default=0.0)
 
     def _head(self, backward: bool) -> float:
         """Returns the bytes of log-probabilities from hidden states: tiles of logits, and in the backward gradients."""
@@ -282,14 +275,6 @@ class Stage:
             return 2 * tile + 2 * hidden * self.width
         weight = 0.0 if actor.lora is not None else rows * arch.hidden_size * (_FP32 + self.width)
         return 2 * tile + 2 * hidden * self.width + hidden * (_FP32 + self.width) + weight
-
-    def _rank(self) -> int:
-        return self.number * (self.actor.world_size // self.actor.parallel.pp)
-
-    def _kind(self) -> str:
-        if self.first and self.last:
-            return "only stage"
-        return "first stage" if self.first else "last stage" if self.last else "middle stage"
 
     def cost(self) -> StageCost:
         """Returns the work of a rank of this stage."""
@@ -306,25 +291,3 @@ class Stage:
             recomputed=float(actor.recompute == "full"),
             gradient_bytes={"dp": self.elements.trained_dense * _FP32, "edp": self.elements.trained_expert * _FP32},
         )
-
-
-_AWAY = ("gradients", "optimiser")  # while engines are awake, and until the first backward of an update
-
-
-def colocated_memory(
-    side: TrainerSide, engine_weights: float, mem_fraction: float, reference: bool
-) -> Iterator[tuple[str, Mapping[str, float], str]]:
-    """Yields phase, bytes of the trainer's parts on the fullest GPU, and what the engine has there (rollout.colocate).
-
-    engine_weights: bytes of an engine rank. mem_fraction: of the GPU, for its weights and cache together.
-    """
-    for phase in ("rollout", "logprobs", "reference", "update", "publish"):
-        if phase == "reference" and not reference:
-            continue
-        away = () if phase == "update" else _AWAY
-        parts = {name: size for name, size in side.phases[phase].parts.items() if name not in away}
-        engine = "asleep, its context alone"
-        if phase in ("publish", "rollout"):
-            engine = f"weights {engine_weights / 1e9:.3g} GB"
-            engine += f" and cache, {mem_fraction:.0%} of the GPU" if phase == "rollout" else ", then its cache"
-        yield phase, parts, engine

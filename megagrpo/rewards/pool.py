@@ -72,9 +72,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         entries, name = self._config.entries, prompt.grader
         if name is None:
             return entries
-        for entry in entries:
-            if name in (entry.short_name, entry.grader):
-                return [entry]
+        if own := [entry for entry in entries if name in (entry.short_name, entry.grader)]:
+            return own[:1]
         if name not in self._checked:
             check_grader(name, {})
             self._checked.add(name)

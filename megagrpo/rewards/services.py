@@ -22,11 +22,7 @@ class ServiceError(RuntimeError):
 
 
 class Refusal(Exception):
-    """Raised by an attempt that is worth a retry."""
-
-    def __init__(self, text: str, wait_s: float = 0.0):
-        super().__init__(text)
-        self.wait_s = wait_s  # seconds, from Retry-After
+    """Raised by an attempt that is worth a retry: the reason, and seconds to wait at least."""
 
 
 class ServiceGrader(ABC):
@@ -42,9 +38,8 @@ class ServiceGrader(ABC):
         if options.api_key_env is not None:
             key = environment.get(options.api_key_env)
             if not key:
-                raise ValueError(
-                    f"grader {name}: environment variable {options.api_key_env} (api_key_env) is not set here"
-                )
+                variable = f"environment variable {options.api_key_env} (api_key_env)"
+                raise ValueError(f"grader {name}: {variable} is not set here")
             headers["Authorization"] = f"Bearer {key}"
         limits = httpx.Limits(max_connections=options.concurrency, max_keepalive_connections=options.concurrency)
         self._http = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, headers=headers)
@@ -82,7 +77,7 @@ class ServiceGrader(ABC):
                     except httpx.HTTPError as exc:
                         problem = f"{type(exc).__name__}: {exc}"
                     except Refusal as exc:
-                        problem, wait_s = str(exc), max(wait_s, exc.wait_s)
+                        problem, wait_s = exc.args[0], max(wait_s, exc.args[1])
                     if attempt < retries:
                         if time.monotonic() + wait_s > deadline:
                             raise TimeoutError

@@ -109,9 +109,7 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a grader prints goes to the log
-                env=child_environment(
-                    {"TMPDIR": self._scratch.name}, python_path=[path or os.getcwd() for path in sys.path]
-                ),
+                env=child_environment({"TMPDIR": self._scratch.name}, [path or os.getcwd() for path in sys.path]),
                 start_new_session=True,
             )
         self._stream = self._socket.makefile("rb")

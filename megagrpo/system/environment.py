@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import overload
 
 import megagrpo
 
@@ -17,13 +16,7 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # torch reads th
 _EXPANDABLE, _FIXED = "expandable_segments:True", "expandable_segments:False"
 
 
-@overload
-def get(name: str) -> str | None: ...
-@overload
-def get(name: str, default: str) -> str: ...
-def get(name: str, default: str | None = None) -> str | None:
-    """Returns a variable of this process."""
-    return os.environ.get(name, default)
+get = os.environ.get  # a variable of this process, or a default
 
 
 def get_int(name: str, default: int) -> int:

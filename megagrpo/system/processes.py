@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO
 
 import psutil
 
@@ -39,7 +38,9 @@ def spawn(
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
 
-    with nullcontext() if log is None else _open_log(log) as output:
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if log is None else log.open("ab") as output:
         return subprocess.Popen(
             command,
             env=env,
@@ -49,11 +50,6 @@ def spawn(
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-
-
-def _open_log(log: Path) -> IO[bytes]:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    return log.open("ab")
 
 
 def process_tree(pid: int) -> list[psutil.Process]:
@@ -74,10 +70,9 @@ def process_tree(pid: int) -> list[psutil.Process]:
 
 def is_live(process: psutil.Process) -> bool:
     """Returns whether a process runs; a zombie does not."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def stop_tree(pid: int, grace_s: float = 5.0) -> None:

@@ -18,17 +18,15 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
     if not colon:
         hint = did_you_mean(name, built_in) or f"; known: {', '.join(built_in)}"
         raise ValueError(f"{key} {name!r} is unknown{hint} (your own is written package.module:function)")
-    with explained(f"{key} {name!r}: importing {module_name} failed", _path_hint):
+    path_hint = "; is its folder on PYTHONPATH?"
+    failed = f"{key} {name!r}: importing {module_name} failed"
+    with explained(failed, lambda exc: path_hint if isinstance(exc, ModuleNotFoundError) else ""):
         module = importlib.import_module(module_name)
     function = vars(module).get(function_name)
     if not callable(function):
         hint = did_you_mean(function_name, vars(module))
         raise ValueError(f"{key} {name!r}: {module_name} has no function {function_name}{hint}")
     return function
-
-
-def _path_hint(exc: Exception) -> str:
-    return "; is its folder on PYTHONPATH?" if isinstance(exc, ModuleNotFoundError) else ""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

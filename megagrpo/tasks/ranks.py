@@ -25,12 +25,9 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
     """Runs one trainer rank of a run: `megagrpo train`."""
 
     def body(device: torch.device) -> None:
-        from megagrpo.actor.host import refuse_training_without_gpu
         from megagrpo.monitor.report import write_report
         from megagrpo.run import start_run
         from megagrpo.train import train
-
-        refuse_training_without_gpu(config.actor, device)
 
         with start_run(config, service_url, device) as run:
             gc.collect()
@@ -40,20 +37,18 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
         if is_main:
             print(write_report(config.output_dir), flush=True)
 
-    return guarded(config, "trainer", body)
+    return guarded(config, "trainer", body, trains=True)
 
 
 def sft_main(config: ExperimentConfig) -> int:
     """Runs one rank of the supervised warm-up: `megagrpo sft`."""
 
     def body(device: torch.device) -> None:
-        from megagrpo.actor.host import refuse_training_without_gpu
         from megagrpo.tasks.sft import sft
 
-        refuse_training_without_gpu(config.actor, device)
         sft(config, device)
 
-    return guarded(config, "sft", body)
+    return guarded(config, "sft", body, trains=True)
 
 
 def export_main(config: ExperimentConfig, source: str | None, output: str, only_adapters: bool) -> int:
@@ -78,35 +73,31 @@ def replay_main(config: ExperimentConfig, dump_folder: str) -> int:
     return guarded(config, "replay", body)
 
 
-def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], None]) -> int:
-    """Runs `body` on this rank's device; returns 0, or 1 if it failed.
+def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], None], trains: bool = False) -> int:
+    """Runs `body` on this rank's device; returns 0, or 1 if it failed. `trains`: it may need a GPU.
 
     The reason is written to logs/error_<name>_rank<N>.txt, the traceback to standard error. The report is final if a
     restart would fail again: torchrun restarts ranks whatever their status, so the launcher, which sees the file, must
     end it.
     """
-    from megagrpo.actor.host import prepare_host, uses_transformer_engine
+    from megagrpo.actor.host import prepare_host, refuse_training_without_gpu, uses_transformer_engine
     from megagrpo.mesh import RunStopped
 
-    folder, rank = RunFolder(Path(config.output_dir)), environment.get_int("RANK", 0)
+    folder, rank, status = RunFolder(Path(config.output_dir)), environment.get_int("RANK", 0), 0
     for final in (False, True):
         folder.error_report(name, rank, final).unlink(missing_ok=True)
     try:
-        body(prepare_host(config.actor.device, uses_transformer_engine(config.actor)))
+        device = prepare_host(config.actor.device, uses_transformer_engine(config.actor))
+        if trains:
+            refuse_training_without_gpu(config.actor, device)
+        body(device)
     except Exception as exc:
         traceback.print_exc()
         final = isinstance(exc, ValueError | AssertionError | RunStopped)
         write_whole(folder.error_report(name, rank, final), _reason(exc))  # then the launcher may end it
-        return _ended(1)
-    return _ended(0)
-
-
-def _ended(status: int) -> int:
-    """Exits with `status` under torchrun, else returns it.
-
-    The rank's work is on disk. Python's normal exit destroys process groups whose threads still run, which sometimes
-    aborts ("terminate called without an active exception"); torchrun would then report a finished run as failed.
-    """
+        status = 1
+    # The rank's work is on disk. Python's normal exit destroys process groups whose threads still run, which sometimes
+    # aborts ("terminate called without an active exception"); torchrun would then report a finished run as failed.
     if environment.under_torchrun():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -19,7 +19,9 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     Raises ValueError if the folder is no finished dump, or of another data-parallel size.
     """
     dump = read_dump(dump_folder)
-    actor = make_actor(config, config.train.steps(_num_prompts(config)), device)
+    by_epochs = config.train.num_epochs is not None  # else the run's length does not depend on the prompts
+    num_prompts = len(load_prompts(config.data, load_tokenizer(config.model))) if by_epochs else 0
+    actor = make_actor(config, config.train.steps(num_prompts), device)
     version, source = 0, latest(RunFolder(Path(config.output_dir)).checkpoints, dump.weight_version)
     initial_weights(config, dump.algorithm, source, actor)
     if source is not None:
@@ -31,11 +33,6 @@ def replay(config: ExperimentConfig, dump_folder: Path, device: torch.device) ->
     values, _ = update(actor, batch, dump.algorithm, sampling.temperature, sampling.max_response_tokens)
     if actor.mesh.is_main:
         print(compare(dump, values, version, source or config.model.path), flush=True)
-
-
-def _num_prompts(config: ExperimentConfig) -> int:
-    """Returns the number of prompts if the run's length depends on it, else 0."""
-    return len(load_prompts(config.data, load_tokenizer(config.model))) if config.train.num_epochs is not None else 0
 
 
 def compare(dump: Dump, values: dict[str, float], version: int, source: str | Path) -> str:

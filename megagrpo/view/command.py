@@ -1,10 +1,14 @@
 """`megagrpo view RUN [RUN2 ...]`: writes the page of samples and the traces."""
 
+import base64
+import hashlib
+import html
+import json
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from megagrpo.system.run_folder import RunFolder, write_whole
-from megagrpo.view.page import build_page
 from megagrpo.view.samples import read_samples
 from megagrpo.view.trace import read_trace, write_trace
 
@@ -38,7 +42,7 @@ def write_view(folders: list[RunFolder], limits: ViewLimits, output: Path | None
         elif path is trace:
             raise ValueError(f"--trace: {folder.path} has no timeline: set log.timeline: true in the run's config")
         lines += [f"{name}: {note}" for note in notes + trace_notes]
-    write_whole(output, build_page({"runs": runs}, " | ".join(run["name"] for run in runs)))
+    write_whole(output, _build_page({"runs": runs}, " | ".join(run["name"] for run in runs)))
     return "\n".join([f"page: {output} ({output.stat().st_size / 1e6:.1f} MB)", *lines])
 
 
@@ -46,3 +50,36 @@ def _names(folders: list[RunFolder]) -> list[str]:
     """Returns the folders' names, or their paths if two have the same name."""
     names = [folder.path.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder.path) for folder in folders]
+
+
+def _build_page(data: dict, title: str) -> str:
+    """Returns the HTML page of `data`, {"runs": [{"name", "groups", "pieces", "notes"}]}; see `read_samples`.
+
+    Its policy allows only its own script and style, by their hashes, whatever a response of the model contains.
+    """
+    style, script = _part("style.css"), '"use strict";\n' + _part("samples.js")
+    assert "</script" not in script.lower(), "the script would end too early"
+    policy = {"default-src": "'none'", "script-src": _source(script), "style-src": _source(style), "img-src": "data:"}
+    parts = {
+        "POLICY": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "TITLE": html.escape(title),
+        "STYLE": style,
+        "DATA": json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "SCRIPT": script,
+    }
+    # one pass over the template: the inserted texts may contain anything, {{ too
+    head, *rest = _part("page.html").split("{{")
+    pieces = [head]
+    for piece in rest:
+        name, _, text = piece.partition("}}")
+        pieces += [parts[name], text]
+    return "".join(pieces)
+
+
+def _part(name: str) -> str:
+    return (files("megagrpo.view") / "page" / name).read_text(encoding="utf-8")
+
+
+def _source(text: str) -> str:
+    """Returns the text's hash as a source of the page's policy."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

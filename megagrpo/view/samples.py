@@ -37,9 +37,8 @@ def read_samples(folder: RunFolder, max_bytes: float) -> tuple[dict, list[str]]:
         notes.append(f"samples: of {len(chosen)} of {len(files)} steps, evenly spread")
     if num_cut:
         notes.append(f"samples: in {num_cut} step(s) only the first groups, within --sample-mb {max_bytes / 1e6:g}")
-    used_ids = {
-        token for group in groups for sample in group["samples"] for token in sample.get("tokens", {}).get("ids", ())
-    }
+    samples = [sample for group in groups for sample in group["samples"]]
+    used_ids = {token for sample in samples for token in sample.get("tokens", {}).get("ids", ())}
     return {"groups": groups, "pieces": {str(token): pieces.get(str(token), f"[{token}]") for token in used_ids}}, notes
 
 
@@ -82,6 +81,5 @@ def _trained(folder: RunFolder, steps: set[int]) -> tuple[dict[tuple[int, int], 
 
 
 def _cut(text: str) -> str:
-    if len(text) <= _MAX_TEXT:
-        return text
-    return f"{text[:_MAX_TEXT]} [... {len(text) - _MAX_TEXT} more characters]"
+    more = len(text) - _MAX_TEXT
+    return f"{text[:_MAX_TEXT]} [... {more} more characters]" if more > 0 else text

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from megagrpo.monitor.step_lines import read_step_lines
 from megagrpo.monitor.timeline import is_between
@@ -21,10 +21,7 @@ _MAX_REQUESTS = 4000  # of a step, over all ranks
 _TRAINERS, _ENGINES = 1, 2  # "processes" of the trace
 
 
-class _RankStep(NamedTuple):
-    rank: int
-    label: str
-    line: dict  # of the rank's timeline file: see monitor/timeline.py
+_RankStep = tuple[int, str, dict]  # rank, label, and the line of the rank's timeline file: see monitor/timeline.py
 
 
 def spread(items: Sequence[T], number: int) -> list[T]:
@@ -46,8 +43,9 @@ def read_trace(folder: RunFolder, num_steps: int) -> tuple[list[dict], list[str]
     if not steps:
         return [], []
     shown = spread(list(files), _MAX_RANKS)
-    notes = [f"timeline: the last {len(steps)} of {len(recorded)} steps (--timeline-steps)"]
-    notes = notes if len(steps) < len(recorded) else []
+    notes = []
+    if len(steps) < len(recorded):
+        notes.append(f"timeline: the last {len(steps)} of {len(recorded)} steps (--timeline-steps)")
     if len(shown) < len(files):
         notes.append(f"timeline: {len(shown)} of {len(files)} ranks, evenly spread")
     lines = [part for rank, path in files.items() for part in _rank_steps(rank, path, set(steps))]
@@ -60,19 +58,19 @@ def _rank_steps(rank: int, path: Path, steps: set[int]) -> Iterator[_RankStep]:
         # the time before a process's first step is recorded under the step that it continues from
         starts = line["step"] == 0 or line["step"] in seen
         seen.add(line["step"])
-        yield _RankStep(rank, f"start, at step {line['step']}" if starts else str(line["step"]), line)
+        yield rank, f"start, at step {line['step']}" if starts else str(line["step"]), line
 
 
 def _events(lines: list[_RankStep], shown: set[int], max_requests: int) -> Iterator[dict]:
-    zero = min(part.line["start"] for part in lines)
-    names = sorted({name for part in lines for name in part.line["engines"]})
+    zero = min(line["start"] for *_, line in lines)
+    names = sorted({name for *_, line in lines for name in line["engines"]})
     yield {"ph": "M", "pid": _TRAINERS, "name": "process_name", "args": {"name": "trainers"}}
     yield {"ph": "M", "pid": _ENGINES, "name": "process_name", "args": {"name": "engines"}}
     threads = [(_TRAINERS, rank, f"rank {rank}") for rank in sorted(shown)]
     threads += [(_ENGINES, number, name or "no engine") for number, name in enumerate(names)]
     for pid, tid, name in threads:
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
-    every = -(-sum(len(part.line["requests"]) for part in lines) // max_requests) or 1
+    every = -(-sum(len(line["requests"]) for *_, line in lines) // max_requests) or 1
     changes: dict[str, list[tuple[int, float]]] = defaultdict(list)  # by engine: time, requests that start there
     ids = count()
     for rank, label, line in lines:

@@ -132,7 +132,7 @@ class Exchange:
             digesting = pool.submit(self._digests.local)  # concurrently with the transfer
             traffic.add(self._transport.transfer(version, self._fleet, timer))  # begin -> transfer -> end
         with timer("digest"):
-            expected = self._digests.total(digesting.result())
+            expected = self._digests.total(self._mesh.result_everywhere(digesting, "digest weights"))
         with timer("verify"):
             self._mesh.from_main(
                 lambda: self._fleet.each(lambda engine: self._admit(engine, version, expected)), "verify weights"

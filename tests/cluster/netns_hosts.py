@@ -77,7 +77,7 @@ class Hosts:
         return ["ip", "netns", "exec", self._namespace(number), *rename, *command]
 
     def cut(self, number: int) -> None:
-        """Packets from and to that host are lost, as by a broken switch port: nobody is told."""
+        """Packets from and to that host are lost, as by a broken switch port, without a notice."""
         _ip("link", "set", self._link(number), "nomaster")
 
     def heal(self, number: int) -> None:

@@ -1,7 +1,7 @@
 """A real Slurm cluster on this machine: munged, slurmctld and one slurmd for each pretended node, in a private folder.
 
 Every node has an address of its own (127.0.0.2, 127.0.0.3, ...) and a name that does not resolve, as on clusters
-without DNS. Nothing wants systemd, cgroups or a database; every daemon is a child of this process and is ended by its
+without DNS. It needs no systemd, cgroups or database; every daemon is a child of this process and is ended by its
 process id.
 """
 
@@ -17,17 +17,8 @@ from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import spawn, stop_tree
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
-ENDED = {
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "PREEMPTED",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-}
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
+ENDED |= {"BOOT_FAIL", "DEADLINE"}
 _START_S = 60.0
 _SYSTEM_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -88,10 +79,8 @@ class SlurmCluster:
         self.root = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: munge's socket path ends at 107 characters
         self.root.chmod(0o755)  # munge refuses a socket that not everybody may reach
         self.env = child_environment({"SLURM_CONF": str(self.root / "slurm.conf")})
-        self._cpus, self._parameters = (
-            cpus_per_node,
-            "preempt_send_user_signal" if user_signal_at_preemption else "enable_configless",
-        )
+        self._cpus = cpus_per_node
+        self._parameters = "preempt_send_user_signal" if user_signal_at_preemption else "enable_configless"
         self._daemons: list[subprocess.Popen] = []
 
     def __enter__(self) -> "SlurmCluster":
@@ -100,22 +89,16 @@ class SlurmCluster:
             socket_path, key = self.root / "munge.sock", self.root / "munge.key"
             key.write_bytes(Path("/dev/urandom").open("rb").read(128))
             key.chmod(0o600)
-            files = {
-                "key-file": key,
-                "socket": socket_path,
-                "pid-file": self.root / "munged.pid",
-                "seed-file": self.root / "munge.seed",
-            }
-            self._start("munged", "--foreground", *(f"--{name}={path}" for name, path in files.items()))
+            files = [f"--key-file={key}", f"--socket={socket_path}"]
+            files += [f"--pid-file={self.root}/munged.pid", f"--seed-file={self.root}/munge.seed"]
+            self._start("munged", "--foreground", *files)
             self._until(socket_path.exists, "munged's socket")
             self._start("slurmctld", "-D", "-c")
             for node in self.nodes:
                 (self.root / f"spool-{node}").mkdir()
                 self._start("slurmd", "-D", "-N", node, log=f"slurmd-{node}")
-            self._until(
-                lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %t").split() == [str(len(self.nodes)), "idle"],
-                "the nodes",
-            )
+            idle = [str(len(self.nodes)), "idle"]
+            self._until(lambda: self.run("sinfo", "-h", "-p", "main", "-o", "%D %t").split() == idle, "the nodes")
             return self
         except BaseException:
             self.__exit__()
@@ -144,9 +127,8 @@ class SlurmCluster:
 
     def job(self, job: int) -> dict[str, str]:
         """What `scontrol show job` says, by name; of a heterogeneous job its first component."""
-        return dict(
-            re.findall(r"(\w[\w:/]*)=(\S*)", self.run("scontrol", "-o", "show", "job", str(job)).splitlines()[0])
-        )
+        shown = self.run("scontrol", "-o", "show", "job", str(job)).splitlines()[0]
+        return dict(re.findall(r"(\w[\w:/]*)=(\S*)", shown))
 
     def wait(self, job: int, *states: str, timeout_s: float = 300.0) -> str:
         """Waits until the job is in one of `states` (default: ended, not to be run again); returns the state."""
@@ -171,9 +153,8 @@ class SlurmCluster:
     def _write_configuration(self) -> None:
         host, ports = socket.gethostname().partition(".")[0], _free_ports(len(self.nodes) + 1)
         nodes = "\n".join(
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{i + 2} Port={ports[i + 1]} CPUs={self._cpus} "
-            "State=UNKNOWN"
-            for i, node in enumerate(self.nodes)
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{i} Port={port} CPUs={self._cpus} State=UNKNOWN"
+            for i, (node, port) in enumerate(zip(self.nodes, ports[1:], strict=True), start=2)
         )
         text = _CONF.format(host=host, port=ports[0], root=self.root, parameters=self._parameters, nodes=nodes)
         (self.root / "slurm.conf").write_text(text)
@@ -183,7 +164,7 @@ class SlurmCluster:
 
 
 def _free_ports(number: int) -> list[int]:
-    """Ports that nobody listens on, below the kernel's ephemeral ones and away from the engines'."""
+    """Unused ports, below the kernel's ephemeral ones and away from the engines'."""
     found = []
     for port in range(7000, 9000):
         with socket.socket() as probe:

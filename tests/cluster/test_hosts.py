@@ -34,17 +34,9 @@ class Run:
             nodes.start(number)
         self._children = [self._start(3, "serve.log", ["serve", str(config), "--ray-address", nodes.address])]
         for number in TRAINERS:
-            command = [
-                "train",
-                str(config),
-                "--nnodes",
-                "2",
-                "--node-rank",
-                str(number - 1),
-                "--master-addr",
-                hosts.address(1),
-            ]
-            self._children.append(self._start(number, f"trainer-{number}.log", [*command, "--master-port", "29500"]))
+            command = ["train", str(config), "--nnodes=2", f"--node-rank={number - 1}"]
+            command += [f"--master-addr={hosts.address(1)}", "--master-port=29500"]
+            self._children.append(self._start(number, f"trainer-{number}.log", command))
         self.service, *self.trainers = self._children
 
     def _start(self, number: int, log: str, command: list[str]) -> subprocess.Popen:
@@ -59,18 +51,21 @@ class Run:
             time.sleep(0.1)
 
     def finish(self, timeout_s: float = 600.0) -> None:
-        for trainer in self.trainers:
-            try:
-                assert trainer.wait(timeout_s) == 0, self.end()
-            except subprocess.TimeoutExpired:
-                raise AssertionError(f"no end in {timeout_s:.0f} s: {self.end()}") from None
+        deadline = time.monotonic() + timeout_s
+        while any(trainer.poll() is None for trainer in self.trainers):
+            assert time.monotonic() < deadline, f"no end in {timeout_s:.0f} s: {self.end()}"
+            time.sleep(0.1)
+        assert not any(trainer.returncode for trainer in self.trainers), self.end()
 
     def end(self) -> str:
         """The last lines of every log."""
         logs = [*self.folder.parent.glob(f"{self.folder.name}-*.log"), *self.folder.glob("logs/*.log")]
         return "\n".join(f"== {log}\n{log.read_text(errors='replace')[-1500:]}" for log in logs)
 
-    def stop(self) -> None:
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
         for child in self._children:
             stop_tree(child.pid, 30.0 if child is self.service else 5.0)
             child.wait()
@@ -97,11 +92,11 @@ def experiments(tmp_path_factory) -> Path:
 def one_host(experiments: Path, num_steps: int) -> Path:
     """The folder of the same run on this machine, with one engine."""
     folder = experiments / f"one-{num_steps}"
-    if folder.exists():
-        return folder
-    sections = {"actor": {"parallel": PARALLEL}, "rollout": {"deterministic": True}, "train": {"num_steps": num_steps}}
-    done = megagrpo("run", write_experiment(folder, **sections), timeout_s=600)
-    assert done.status == 0, done.stderr
+    if not folder.exists():
+        rollout, train = {"deterministic": True}, {"num_steps": num_steps}
+        config = write_experiment(folder, actor={"parallel": PARALLEL}, rollout=rollout, train=train)
+        done = megagrpo("run", config, timeout_s=600)
+        assert done.status == 0, done.stderr
     return folder
 
 
@@ -114,14 +109,9 @@ def assert_as_on_one_host(run: Run, experiments: Path, num_steps: int) -> None:
 @pytest.mark.slow
 def test_four_hosts_compute_what_one_does(hosts, experiments):
     """Same rewards, losses and gradients in the same bits, though tensors, prompts and weights cross links."""
-    run = Run(
-        *hosts,
-        write_experiment(experiments / "four", actor={"parallel": PARALLEL}, rollout=ROLLOUT, train={"num_steps": 2}),
-    )
-    try:
+    sections = {"actor": {"parallel": PARALLEL}, "rollout": ROLLOUT, "train": {"num_steps": 2}}
+    with Run(*hosts, write_experiment(experiments / "four", **sections)) as run:
         run.finish()
-    finally:
-        run.stop()
     assert_as_on_one_host(run, experiments, 2)
     served = {line.split("http://")[1].split(":")[0] for line in (run.end()).splitlines() if " is up at " in line}
     assert served == {hosts[0].address(number) for number in ENGINES}
@@ -130,12 +120,11 @@ def test_four_hosts_compute_what_one_does(hosts, experiments):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [4, 2], ids=["an-engine's", "a-trainer's"])
 def test_a_link_is_cut_and_healed(hosts, experiments, number):
-    """Nobody is told; packets are lost for 20 s. The run ends as the undisturbed one."""
+    """Packets are lost for 20 s without a notice. The run ends as the undisturbed one."""
     steps, folder = 8, experiments / f"cut-{number}"
     actor = {"parallel": PARALLEL, "max_restarts": 3}
     config = write_experiment(folder, actor=actor, rollout=ROLLOUT, train={"num_steps": steps}, checkpoint={"every": 1})
-    run = Run(*hosts, config)
-    try:
+    with Run(*hosts, config) as run:
         run.wait_for_step(2)
         hosts[0].cut(number)
         cut = time.monotonic()
@@ -143,13 +132,6 @@ def test_a_link_is_cut_and_healed(hosts, experiments, number):
         hosts[0].heal(number)
         run.finish()
         print(f"host {number} cut for {CUT_S:.0f} s; the run ended {time.monotonic() - cut:.0f} s after the cut")
-        print(
-            "\n".join(
-                line
-                for line in run.end().splitlines()
-                if " died: " in line or " is up at " in line or "continues after" in line
-            )
-        )
-    finally:
-        run.stop()
+        words = (" died: ", " is up at ", "continues after")
+        print(*(line for line in run.end().splitlines() if any(word in line for word in words)), sep="\n")
     assert_as_on_one_host(run, experiments, steps)

@@ -41,7 +41,7 @@ def start(nodes: RayNodes, tmp_path: Path, **rollout) -> tuple[RunningService, T
 
 
 def test_a_node_is_lost_and_another_joins(nodes, tmp_path):
-    """Each node has one place. The step goes on with the engine that is left; the other is placed again later."""
+    """Each node has one slot. The step goes on with the engine that is left; the other is placed again later."""
     nodes.start(1)
     nodes.start(2)
     service, trainer = start(nodes, tmp_path)
@@ -77,12 +77,8 @@ def test_one_engine_over_two_nodes(nodes, tmp_path):
             trainer.publish(model)
             trainer.step(trainer.version)
         assert states(service) == {"engine-0": ("ready", 2, 1)}
-        second = [
-            line
-            for line in (service.run_dir / "logs" / "engine-0.node-1.log").read_text().splitlines()
-            if "node_rank" in line
-        ]
-        assert second, "its second server process runs too"
+        log = (service.run_dir / "logs" / "engine-0.node-1.log").read_text()
+        assert "node_rank" in log, "its second server process runs too"
         nodes.kill(2)  # half of the engine
         nodes.start(3)
         service.wait_alive(0)

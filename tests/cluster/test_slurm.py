@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ from megagrpo.system.stop_request import STOPPED
 
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.timeout(1500)]
 
-NUM_STEPS = 8  # of the run that nobody disturbs
+NUM_STEPS = 8  # of the undisturbed run
 END_S = 400  # a job, started again once
 # Rewards as in run_megagrpo.py; while the file `slow` is there a step lasts seconds, long enough to be met.
 SLOW_GRADER = """
@@ -81,14 +82,12 @@ def finish(slurm: SlurmCluster, job: int, folder: Path, state: str = "COMPLETED"
 
 
 def processes_of(job: int) -> list[str]:
-    """Whatever carries the job's number in its environment, wherever it has been re-parented."""
+    """All processes with the job's number in their environment, whatever their parent is now."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error):
             if process.environ().get("SLURM_JOB_ID") == str(job) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
-        except psutil.Error:
-            continue
     return found
 
 
@@ -121,11 +120,8 @@ def test_a_preempted_job_goes_back_into_the_queue_and_is_the_same_run(slurm, exp
     slow.touch()
     job = submit(slurm, experiment(folder, 500), "--trainer-nodes", "2", "--partition", "low")
     wait_for(lambda: step_done(folder), "step 1", folder)
-    urgent = int(
-        slurm.run(
-            "sbatch", "--parsable", "--partition=high", "--nodes=4", "--exclusive", "-o", "/dev/null", "--wrap=true"
-        )
-    )
+    options = "--parsable --partition=high --nodes=4 --exclusive -o /dev/null --wrap=true"
+    urgent = int(slurm.run("sbatch", *options.split()))
     wait_for(lambda: "back into the queue" in output(folder), "requeue", folder)
     slow.unlink()
     experiment(folder, NUM_STEPS)  # the job reads it again
@@ -166,9 +162,8 @@ def test_the_time_limit(slurm, experiments, undisturbed):
     text = finish(slurm, job, folder)
     assert slurm.job(job)["Restarts"] == "1" and f"continues after step {saved_step(text)}" in text
     ours, theirs = metrics(folder), metrics(undisturbed)
-    assert all(
-        ours[step]["loss/total"] == theirs[step]["loss/total"] for step in range(1, NUM_STEPS + 1)
-    )  # it may have more steps
+    for step in range(1, NUM_STEPS + 1):  # it may have more
+        assert ours[step]["loss/total"] == theirs[step]["loss/total"]
 
 
 def test_scancel_leaves_nothing_behind(slurm, experiments):
@@ -187,42 +182,31 @@ def test_the_same_launchers_without_slurm(experiments, undisturbed):
     slow.touch()
     with Node("rollout", experiment(folder, 500), "127.0.0.9", {"MASTER_PORT": "31500"}):
         for number, again in enumerate((False, True)):
-            place = {"MASTER_ADDR": "127.0.0.7", "NNODES": "2", "MASTER_PORT": str(31700 + number)}
+            first_node = {"MASTER_ADDR": "127.0.0.7", "NNODES": "2", "MASTER_PORT": str(31700 + number)}
             config = experiment(folder, NUM_STEPS if again else 500)
             with (
-                Node("torchrun", config, "127.0.0.7", place, 0) as first,
-                Node("torchrun", config, "127.0.0.8", place, 1) as second,
+                Node("torchrun", config, "127.0.0.7", first_node, 0) as first,
+                Node("torchrun", config, "127.0.0.8", first_node, 1) as second,
             ):
                 if not again:
                     wait_for(lambda: step_done(folder), "step 1", folder)
                     second.process.send_signal(signal.SIGTERM)
                 ended = [node.process.wait(END_S) for node in (first, second)]
-                assert ended == ([0, 0] if again else [STOPPED, STOPPED]), (
-                    first.log.read_text() + second.log.read_text()
-                )
+                logs = first.log.read_text() + second.log.read_text()
+                assert ended == ([0, 0] if again else [STOPPED, STOPPED]), logs
             slow.unlink(missing_ok=True)
     assert_same_run(folder, undisturbed, NUM_STEPS)
 
 
 class Node:
-    """launch/KIND_node.sh running, with its place in the environment."""
+    """launch/KIND_node.sh running; `first`: variables of node 0."""
 
-    def __init__(self, kind: str, config: Path, address: str, place: dict[str, str], rank: int = 0):
+    def __init__(self, kind: str, config: Path, address: str, first: dict[str, str], rank: int = 0):
         script = Path(__file__).parents[2] / "launch" / f"{kind}_node.sh"
-        env = {
-            "NODE_ADDR": address,
-            "NODE_RANK": str(rank),
-            "MASTER_ADDR": address,
-            "MEGAGRPO_VENV": sys.prefix,
-            **place,
-        }
+        own = {"NODE_ADDR": address, "NODE_RANK": str(rank), "MASTER_ADDR": address, "MEGAGRPO_VENV": sys.prefix}
         self.log = config.with_suffix(f".{kind}-{rank}.log")
-        self.process = subprocess.Popen(
-            ["bash", str(script), str(config)],
-            env=child_environment(env, [str(config.parent)]),
-            stdout=self.log.open("ab"),
-            stderr=subprocess.STDOUT,
-        )
+        command, env = ["bash", str(script), str(config)], child_environment(own | first, [str(config.parent)])
+        self.process = subprocess.Popen(command, env=env, stdout=self.log.open("ab"), stderr=subprocess.STDOUT)
 
     def __enter__(self) -> "Node":
         return self

@@ -1,6 +1,5 @@
 """Metrics over real gloo ranks: three ranks give what one rank would, and ranks that disagree are told so."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -43,24 +42,9 @@ def run_rank(rank: int, store: str) -> tuple[dict, str, dict]:
     return agreed, error, combined
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return POOL.run(WORLD, run_rank, str(tmp_path_factory.mktemp("store") / "store"))
-
-
-def test_ranks_are_combined_as_stated(results):
-    assert [results[rank][0] for rank in range(WORLD)] == [EXPECTED] * WORLD
-
-
-def test_different_names_raise_on_every_rank(results):
-    for rank in range(WORLD):
-        error = results[rank][1]
-        assert "different metrics" in error
-        assert ("only/here" in error) == (rank == 1)
-
-
-def test_not_a_number_on_one_rank_reaches_all(results):
-    for rank in range(WORLD):
-        values = results[rank][2]
-        assert values["loss/total"] != values["loss/total"], "a sum with NaN is NaN"
+def test_ranks_are_combined_as_stated_and_disagreement_raises_on_every_rank(tmp_path):
+    for rank, (agreed, error, values) in enumerate(POOL.run(WORLD, run_rank, str(tmp_path / "store"))):
+        assert agreed == EXPECTED
+        assert "different metrics" in error and ("only/here" in error) == (rank == 1)
+        assert values["loss/total"] != values["loss/total"], "a sum with NaN on one rank is NaN on all"
         assert values["optim/grad_norm"] == float("inf"), "a maximum with NaN is not finite"

@@ -20,7 +20,7 @@ from megagrpo.config.schema import ParallelConfig
 from megagrpo.system import environment
 from tests.dist.cases import BATCHES, FOUR_RANKS, LAYOUTS, MODELS, has
 from tests.dist.test_actor_layouts import problems_of
-from tests.dist.test_certify import ALGORITHMS, CONFIG, FIRST, SPOILED, case, certify, described, split
+from tests.dist.test_certify import ALGORITHMS, CONFIG, FIRST, SPOILED, case, certify, described
 from tests.dist.workers.launch import TRANSFORMER_ENGINE_POOL, run_ranks
 from tests.dist.workers.pool import STAND_INS
 
@@ -87,7 +87,7 @@ def certified(folder: Path, family: str, cases: list[dict], *more: str) -> list[
     common = {"config": str(CONFIG), "folder": str(folder), "algorithm": ALGORITHMS[FIRST], "settings": settings}
     pool = TRANSFORMER_ENGINE_POOL
     run_ranks(1, folder / "one", [{**common, "case": vars(REFERENCE)}], "certify_ranks.py", pool=pool)
-    return run_ranks(2, folder / "two", [{**common, **split(one)} for one in cases], "certify_ranks.py", pool=pool)
+    return run_ranks(2, folder / "two", [common | one for one in cases], "certify_ranks.py", pool=pool)
 
 
 def test_latent_attention_is_certified_and_a_fault_found(tmp_path: Path):

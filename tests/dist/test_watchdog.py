@@ -35,19 +35,13 @@ def sleeps_in_a_loader() -> None:
 def rank_main(rank: int, stuck, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     mesh = make_mesh(rank, WORLD, torch.device("cpu"), 60.0)
-    sections = {
-        "name": "t",
-        "output_dir": "t",
-        "model": {"path": "m"},
-        "data": {"path": "d"},
-        "weights": {"timeout_s": 1},
-    }
+    sections = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
+    sections |= {"weights": {"timeout_s": 1}}
     config = ExperimentConfig.model_validate(sections | {"actor": {"deadline_s": DEADLINE_S}})
     watchdog._SILENT_S, watchdog._BEAT_S, watchdog._ANSWER_S = 3.0, 1.0, 5.0
     with Watchdog(config, mesh, RunFolder(folder), lambda: 6) as dog:
-        dog.waits.append(
-            lambda: "2 sample(s) of the grader (prompts [4])" if rank == STUCK and stuck is sleeps_in_a_loader else ""
-        )
+        if rank == STUCK and stuck is sleeps_in_a_loader:
+            dog.waits.append(lambda: "2 sample(s) of the grader (prompts [4])")
         dog.enter("rollout")
         dist.barrier()
         dog.enter("update")
@@ -77,24 +71,14 @@ def test_the_page_names_who_holds_up_whom(tmp_path: Path, stuck):
     pid = (tmp_path / f"pid{STUCK}").read_text()
     assert "is in update of step 7 for" in lines[0] and "nothing has moved for" in lines[0]
     assert lines[1].startswith(f"HELD UP BY rank {STUCK} (") and f"pid {pid})" in lines[1]
-    assert (
-        lines[2].startswith("WAITING: ranks 0, 2: in update of step 7 since ")
-        and "all_reduce" in lines[2]
-        and "mesh.py" in lines[2]
-    )
-    assert len(lines) == 3
-    match stuck.__name__:
-        case "stopped":
-            assert (
-                "no heartbeat since" in lines[1]
-                and "in update of step 7 since" in lines[1]
-                and "its process is stopped" in lines[1]
-            )
-        case "holds_the_interpreter":
-            assert "no heartbeat since" in lines[1] and "in holds_the_interpreter" in stacks
-        case "sleeps_in_a_loader":
-            assert (
-                "waits for 2 sample(s) of the grader (prompts [4]); at " in lines[1]
-                and "in sleeps_in_a_loader" in stacks
-            )
-    assert "in all_reduce" in stacks and "== stacks of rank" in stacks
+    assert lines[2].startswith("WAITING: ranks 0, 2: in update of step 7 since ") and len(lines) == 3
+    assert "all_reduce" in lines[2] and "mesh.py" in lines[2]
+    of_state, of_stacks = {
+        stopped: (("no heartbeat since", "in update of step 7 since", "its process is stopped"), ()),
+        holds_the_interpreter: (("no heartbeat since",), ("in holds_the_interpreter",)),
+        sleeps_in_a_loader: (
+            ("waits for 2 sample(s) of the grader (prompts [4]); at ",), ("in sleeps_in_a_loader",),
+        ),
+    }[stuck]  # fmt: skip
+    assert all(words in lines[1] for words in of_state)
+    assert all(words in stacks for words in (*of_stacks, "in all_reduce", "== stacks of rank"))

@@ -1,8 +1,10 @@
 """Several trainer ranks fill several engines of several ranks over real gloo, and one of them dies on the way."""
 
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +15,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_engine import FakeEngine, FakeFleet, running, write_checkpoint
 
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.mesh import make_mesh
+from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.weights.actor_weights import ActorWeights
 from megagrpo.weights.copies.record import record_copies
+from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.engines.loader import EngineEnd, engine_end
 from megagrpo.weights.exchange import Exchange
+from megagrpo.weights.expected_digests import ExpectedDigests
+from megagrpo.weights.transports.reshard import _TrainerEnd
 from tests.dist.test_weights_gather import FFN, HIDDEN, LAYERS, SPECS, VOCAB, ToyActor, hf_tensors
 from tests.dist.workers.launch import POOL
 
@@ -84,6 +89,24 @@ def dies_once(engine: FakeEngine, while_joining: bool) -> None:
     EngineEnd.receive = receive
 
 
+def experiment(folder: Path, dtype: str, transport: str, num_engines: int) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {
+            "name": "t",
+            "output_dir": str(folder),
+            "model": {"path": str(folder / "initial/model")},
+            "data": {"path": "none.jsonl"},
+            "rollout": {
+                "num_engines": num_engines,
+                "tp": ENGINE_TP,
+                "min_healthy_engines": num_engines,
+                "dtype": dtype,
+            },
+            "weights": {"timeout_s": 40, "bucket_mb": 2e-3, "transport": transport},
+        }
+    )
+
+
 def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str, folder: Path) -> dict:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     mesh = make_mesh(rank // (tp * pp), world // (tp * pp), torch.device("cpu"), deadline_s=60)
@@ -92,16 +115,7 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
     actor.load(hf)
     weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live)
     engines = [FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)]) for _ in range(2)]
-    config = ExperimentConfig.model_validate(
-        {
-            "name": "t",
-            "output_dir": str(folder),
-            "model": {"path": str(folder / "initial/model")},
-            "data": {"path": "none.jsonl"},
-            "rollout": {"num_engines": 2, "tp": ENGINE_TP, "min_healthy_engines": 2, "dtype": dtype},
-            "weights": {"timeout_s": 40, "bucket_mb": 2e-3, "transport": transport},
-        }
-    )
+    config = experiment(folder, dtype, transport, num_engines=2)
     with ExitStack() as stack:
         if rank == 0:
             for engine in engines:
@@ -157,3 +171,51 @@ def test_engines_are_filled_exactly_and_outlive_a_rank_that_dies(tmp_path, world
     bound -= 2 * 2 * (ENGINE_VOCAB - VOCAB) * HIDDEN  # padding of two vocabularies in two engines
     assert results[0]["wire_bytes"] == bound * getattr(torch, dtype).itemsize, "each engine element once"
     assert results[0]["staging_bytes"] <= 2e-3 * 2**20
+
+
+KINDS = (RuntimeError, ValueError, OSError, MemoryError, KeyError)
+# Thread of a publish -> the class and method that fails in it, and the rank on which it does.
+THREADS = {
+    "send": (_TrainerEnd, "_send", 1),
+    "digest": (ExpectedDigests, "local", 1),
+    "receive": (EngineConnection, "ask", 0),
+    "verify": (EngineConnection, "digests", 0),
+}
+
+
+def failing_rank(rank: int, world: int, kind: type[Exception], folder: Path) -> dict[str, tuple[str, float]]:
+    """Publishes once for every thread that fails; returns message and seconds."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    mesh = make_mesh(rank, world, torch.device("cpu"), deadline_s=60)
+    found = {}
+    for thread, (owner, method, of_rank) in THREADS.items():
+        actor, engine = ToyActor(1, 0, 1, 0), FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)])
+        actor.load(hf_tensors())
+        weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda a=actor: a.live)
+        config = experiment(folder, "float32", "reshard", num_engines=1)
+        with ExitStack() as stack:
+            if rank == 0:
+                stack.enter_context(running(engine))
+            exchange = Exchange(config, mesh, weights, FakeFleet([engine]), folder)
+            stack.callback(exchange.close)  # when nothing fails any more
+            exchange.publish(1)
+            if rank == of_rank:
+                planted = mock.Mock(side_effect=kind(f"planted in {thread}"))
+                stack.enter_context(mock.patch.object(owner, method, planted))
+            start = time.monotonic()
+            with pytest.raises(LeaderError) as caught:
+                exchange.publish(2)
+            found[thread] = str(caught.value), time.monotonic() - start
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+def test_a_failure_in_any_thread_of_a_publish_ends_all_ranks_at_once(kind, tmp_path):
+    write_checkpoint(tmp_path / "initial", hf_tensors())
+    first, *others = POOL.run(2, failing_rank, 2, kind, tmp_path)
+    for thread, (message, _) in first.items():
+        assert f"planted in {thread}" in message and kind.__name__ in message, thread
+    for found in (first, *others):
+        assert {thread: message for thread, (message, _) in found.items()} == {t: m for t, (m, _) in first.items()}
+        assert max(seconds for _, seconds in found.values()) < 30  # weights.timeout_s is 40

@@ -2,10 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from engine_process import ListedEngines
@@ -24,7 +25,7 @@ Tensors = dict[str, Tensor]
 class Found:
     """What a bisection said."""
 
-    place: str | None
+    point: str | None
     computed: str | None
     text: str
     report: str
@@ -66,19 +67,17 @@ def changed_copy(
     """An HF folder like `model` with other tensors or another config.json."""
     like = folder / "like"
     shutil.copytree(model, like)
-    if config is not None:
-        hf = json.loads((like / "config.json").read_text())
-        config(hf)
-        (like / "config.json").write_text(json.dumps(hf))
+    hf = json.loads((like / "config.json").read_text())
     values = {name: HfFolder(model)[name].clone() for name in HfFolder(model)}
-    if tensors is not None:
-        tensors(values)
+    for change, changed in ((config, hf), (tensors, values)):
+        if change is not None:
+            change(changed)
+    (like / "config.json").write_text(json.dumps(hf))
     write_hf_folder(folder / "model", iter([values]), like=like, dtype=torch.float32)
     return folder / "model"
 
 
-@contextmanager
-def _rounded_head(planted: bool) -> Iterator[None]:
+def _rounded_head() -> AbstractContextManager:
     """The output layer's product of operands in bfloat16."""
     from megagrpo.actor import head
 
@@ -87,22 +86,16 @@ def _rounded_head(planted: bool) -> Iterator[None]:
     def rounded(hidden: Tensor, weight: Tensor, *rest, **options):
         return exact(hidden.bfloat16().float(), weight.bfloat16().float(), *rest, **options)
 
-    if planted:
-        head.chunked_logprobs = rounded
-    try:
-        yield
-    finally:
-        head.chunked_logprobs = exact
+    return patch.object(head, "chunked_logprobs", rounded)
 
 
 def _sizes(found) -> tuple[dict[str, float], float]:
     errors: dict[str, float] = {}
-    margin = float("inf")
-    for one in (one for part in found.passes for one in part.differences):
+    differences = [one for part in found.passes for one in part.differences]
+    for one in differences:
         kind = one.name.rpartition(".")[2]
         errors[kind] = max(errors.get(kind, 0.0), one.error)
-        margin = min(margin, one.bound / max(one.error, 1e-30))
-    return errors, margin
+    return errors, min(one.bound / max(one.error, 1e-30) for one in differences)
 
 
 def bisect_cases(
@@ -142,18 +135,16 @@ def bisect_cases(
         settings = {"optimizer": OptimizerConfig(distributed=False), "device": torch.device("cpu")}
         with joined(own / "store", config=actor_config, model_path=config.model.path, **settings) as actor:
             weights = load_initial_weights(actor, config.model.path)
-            wrong = prove_weights(
-                config, actor, weights, registry, publish=case["version"] if case.get("publish") else None
-            )
+            wrong = prove_weights(config, actor, weights, registry, case["version"] if case.get("publish") else None)
             engine = ProbedEngine(info, tp, api_key, own, 120.0) if rank == 0 else None
             if engine is not None:
                 engine.resume()
-            with _rounded_head(case.get("head", False)):
+            with _rounded_head() if case.get("head") else nullcontext():
                 found = bisect_pair(actor, engine, PROMPTS, NEW_TOKENS, own, version=case.get("version"))
             if engine is not None and found is not None:
                 engine.close()
                 found.weights += wrong
                 said = verdict(found)
                 report, sizes = write_findings(own, found), _sizes(found)
-                results.append(Found(said.place, said.computed, said.text, report, *sizes))
+                results.append(Found(said.point, said.computed, said.text, report, *sizes))
     return results

@@ -20,23 +20,11 @@ def tiny_model(tmp_path_factory) -> Path:
 def service(tiny_model, tmp_path_factory):
     """Deterministic engine, float32, one rank; shared by tests, which leave it with a ready or stale engine."""
     run_dir = tmp_path_factory.mktemp("service")
-    config = ExperimentConfig.model_validate(
-        {
-            "name": "e2e",
-            "output_dir": str(run_dir),
-            "model": {"path": str(tiny_model)},
-            "data": {"path": "unused.jsonl"},
-            "sampling": {"max_response_tokens": 24},
-            "rollout": {
-                "load_format": "model",  # nobody publishes: see RunningService.set_version
-                "deterministic": True,
-                "streaming": True,
-                "start_timeout_s": START_S,
-                "step_timeout_s": 240.0,
-                "max_restarts": 5,
-            },
-        }
-    )
+    rollout = {"deterministic": True, "streaming": True, "start_timeout_s": START_S, "step_timeout_s": 240.0}
+    rollout |= {"load_format": "model", "max_restarts": 5}  # without a publish: see RunningService.set_version
+    sections = {"model": {"path": str(tiny_model)}, "data": {"path": "unused.jsonl"}, "rollout": rollout}
+    sections |= {"name": "e2e", "output_dir": str(run_dir), "sampling": {"max_response_tokens": 24}}
+    config = ExperimentConfig.model_validate(sections)
     process = start_service(config, run_dir)
     running = None
     try:
@@ -58,13 +46,8 @@ def experiments(tmp_path_factory) -> Path:
 def long_run(experiments) -> tuple[Path, Finished]:
     """(run folder, what the user saw) of ten undisturbed steps, weights by `reshard`, with evaluations in between."""
     folder = experiments / "long"
-    held_out = {
-        "data": {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8},
-        "every": 5,
-        "num_samples": 2,
-        "num_as_trained": 2,
-    }
-    config = write_experiment(
-        folder, **LONG_RUN, eval=held_out | {"temperature": 1.0}, log={"tensorboard": True, "dump_steps": [4]}
-    )
+    held_out = {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8}
+    evaluation = {"data": held_out, "every": 5, "num_samples": 2, "num_as_trained": 2, "temperature": 1.0}
+    log = {"tensorboard": True, "dump_steps": [4]}
+    config = write_experiment(folder, **LONG_RUN, eval=evaluation, log=log)
     return folder, megagrpo("run", config, timeout_s=560)

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from megagrpo.monitor.record import read_metrics
 from megagrpo.monitor.rollouts import read_rollouts
 from megagrpo.rollout.control import ServiceUnreachable, find_service
 from megagrpo.system.environment import child_environment
@@ -19,14 +20,9 @@ from megagrpo.system.processes import is_live, process_tree, stop_tree
 from megagrpo.system.run_folder import RunFolder
 
 REPEATED = (
-    "loss/total",
-    "loss/policy",
-    "reward/mean",
-    "reward/std",
-    "optim/grad_norm",
-    "policy/entropy",
+    "loss/total", "loss/policy", "reward/mean", "reward/std", "optim/grad_norm", "policy/entropy",
     "mismatch/logprob_abs_mean",
-)
+)  # fmt: skip
 # What write_experiment is told for the session's undisturbed run and for those that are compared with it.
 # two passes of two updates a step: what resumes is the order of groups in the second, too
 LONG_RUN = {
@@ -57,15 +53,10 @@ def sometimes_bad(text, answer):
 
 RECIPE = {
     "model": {
-        "hidden_size": 64,
-        "num_layers": 2,
-        "head_dim": 16,
-        "ffn_size": 96,
-        "num_experts": 4,
-        "expert_ffn_size": 48,
+        "hidden_size": 64, "num_layers": 2, "head_dim": 16, "ffn_size": 96, "num_experts": 4, "expert_ffn_size": 48,
     },
     "dataset": {"kind": "arithmetic", "num_sft": 64, "num_train": 400, "num_eval": 16},
-}
+}  # fmt: skip
 PREPARE = Path(__file__).parents[2] / "examples" / "laptop" / "prepare.py"
 
 
@@ -142,12 +133,8 @@ class Job:
             [sys.executable, "-m", "megagrpo.cli", *map(str, arguments)],
             env=child_environment(env, [str(folder)]),
             cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
 
     def __enter__(self) -> "Job":
         return self
@@ -230,11 +217,7 @@ def engine(run_dir: Path) -> dict | None:
 
 def metrics(run_dir: Path) -> dict[int, dict]:
     """metrics.jsonl by step."""
-    entries: dict[int, dict] = {}
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        entries.setdefault(entry["step"], {}).update(entry)
-    return entries
+    return {entry["step"]: entry for entry in read_metrics(RunFolder(run_dir))}
 
 
 def rollouts(run_dir: Path) -> dict[int, list[dict]]:
@@ -266,12 +249,7 @@ print(json.dumps({
     "finite": bool(model(ids).logits.isfinite().all()),
 }))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder), prompt],
-        env=child_environment(None, [_TORCHVISION_HOOK]),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    command, env = [sys.executable, "-c", program, str(folder), prompt], child_environment(None, [_TORCHVISION_HOOK])
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -43,11 +43,8 @@ def test_samples_outlive_the_weights_that_began_them(experiments):
         assert entries[step]["router/replay_differs"] < 0.2, "experts of other tokens: almost all would differ"
 
 
-DRAINED = {
-    "rollout": {"max_staleness": 1, "deterministic": True},
-    "weights": {"in_flight": "drain"},
-    "checkpoint": {"every": 1},
-}
+DRAINED = {"rollout": {"max_staleness": 1, "deterministic": True}, "weights": {"in_flight": "drain"}}
+DRAINED |= {"checkpoint": {"every": 1}}
 
 
 @pytest.fixture(scope="module")

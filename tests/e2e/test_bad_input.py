@@ -69,28 +69,13 @@ def test_every_problem_at_once(experiments):
     assert "a.jsonl" in said and "num_attention_heads" in said and "num_key_value_heads" in said
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ('{"prompt": "1+2=", "answer"', "lines.jsonl:2: broken JSON, column"),
-        ('["1+2=", "3"]', "lines.jsonl:2: should be an object"),
-        ('{"prompt": "1+2=", "anwser": "3"}', "lines.jsonl:2: no key 'answer'; keys found: 'prompt', 'anwser'"),
-    ],
-)
-def test_a_broken_line_is_named_by_file_and_line(experiments, tmp_path, line, said):
+def test_a_broken_line_is_named_by_file_and_line(experiments, tmp_path):
+    """Of the training and of the evaluation data; tests/unit/test_prompts.py has every kind of broken line."""
     path = tmp_path / "lines.jsonl"
-    path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
+    path.write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "anwser": "3"}\n')
+    said = "lines.jsonl:2: no key 'answer'; keys found: 'prompt', 'anwser'"
     for override in (f"data.path={path}", f"eval={{data: {{path: {path}}}}}"):
         assert said in refused(write_experiment(experiments / "refused"), override, run=in_this_process)
-
-
-def test_a_tokenizer_of_another_model(experiments, tmp_path):
-    shutil.copytree(experiments / "model", tmp_path / "model")
-    tokenizer = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 40, "content": "<extra>"})
-    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    said = refused(write_experiment(experiments / "refused"), f"model.tokenizer={tmp_path / 'model'}")
-    assert "model.tokenizer has token id 40, but the model only 32 embeddings (vocab_size)" in said
 
 
 def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:

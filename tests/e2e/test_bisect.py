@@ -1,4 +1,4 @@
-"""`megagrpo bisect` against real engines: it names the place of planted mistakes, and nothing in healthy pairs."""
+"""`megagrpo bisect` against real engines: it names the point of planted mistakes, and nothing in healthy pairs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ PROJECTION = "model.layers.1.self_attn.o_proj.weight"
 class Planted:
     """One mistake, in the actor, and what must be said of it."""
 
-    place: str | None
-    computed: str | None  # where what is computed differs first
+    point: str | None
+    computed: str | None  # the first computed value that differs
     words: tuple[str, ...]  # of the verdict
     tensors: Callable[[Tensors], None] | None = None
     config: Callable[[dict], None] | None = None
@@ -58,27 +58,20 @@ PLANTED = {
     "stale weights": Planted("weights", "embedding", ("version 3, the trainers have 4",), stale=True),
 }
 IN_EVERY_RUN = ("nothing", "a perturbed weight", "a wrong rope theta")
-# part of a tensor's name -> where a change of 5 % shows first; the layer has its place in both
+# tensor, without ".weight" -> the point at which a change of 5 % shows first
 PERTURBED = {
-    "model.embed_tokens.weight": "embedding",
-    **{
-        f"model.layers.{layer}.{tensor}.weight": f"layers.{layer}.{place}"
-        for layer, tensor, place in [
-            (0, "input_layernorm", "input_norm"),
-            (1, "self_attn.k_proj", "qkv"),
-            (0, "self_attn.q_norm", "q_norm"),
-            (1, "self_attn.k_norm", "k_norm"),
-            (0, "self_attn.o_proj", "attention_out"),
-            (1, "post_attention_layernorm", "mlp_norm"),
-            (1, "mlp.gate", "router_logits"),
-            (0, "mlp.experts.3.down_proj", "mlp_out"),
-        ]
-    },
-    "model.norm.weight": "final_norm",
-    "lm_head.weight": "head",
+    "model.embed_tokens": "embedding",
+    "model.layers.0.input_layernorm": "layers.0.input_norm",
+    "model.layers.1.self_attn.k_proj": "layers.1.qkv",
+    "model.layers.0.self_attn.q_norm": "layers.0.q_norm",
+    "model.layers.1.self_attn.k_norm": "layers.1.k_norm",
+    "model.layers.0.self_attn.o_proj": "layers.0.attention_out",
+    "model.layers.1.post_attention_layernorm": "layers.1.mlp_norm",
+    "model.layers.1.mlp.gate": "layers.1.router_logits",
+    "model.layers.0.mlp.experts.3.down_proj": "layers.0.mlp_out",
+    "model.norm": "final_norm",
+    "lm_head": "head",
 }
-
-
 LEAST_MARGIN = 2.0  # of a bound over the difference of a healthy pair
 
 
@@ -101,25 +94,25 @@ def test_planted_mistakes_are_found_and_named(names, service, pool, tiny_model, 
     args = (service.wait_alive(), service.control.api_key, 1, tmp_path / "out", cases)
     for name, said in zip(names, pool.run(1, bisect_cases, *args)[0], strict=True):
         one = PLANTED[name]
-        assert (said.place, said.computed) == (one.place, one.computed), f"{name}:\n{said.report}"
+        assert (said.point, said.computed) == (one.point, one.computed), f"{name}:\n{said.report}"
         assert not [word for word in one.words if word not in said.text], f"{name}: {said.text}"
         assert "Not compared" not in said.report, f"{name}:\n{said.report}"
         # embedding, both halves of two layers, norm, and the output
-        assert one.place or said.report.count("| ok |") == 9, said.report
+        assert one.point or said.report.count("| ok |") == 9, said.report
 
 
 @pytest.mark.slow
 def test_a_perturbed_weight_is_named_wherever_it_is(service, pool, tiny_model, tmp_path: Path):
     service.set_version(3)
     cases = [
-        {"model": changed_copy(tiny_model, tmp_path / str(number), noisy(name), None), "version": 3}
+        {"model": changed_copy(tiny_model, tmp_path / str(number), noisy(f"{name}.weight"), None), "version": 3}
         for number, name in enumerate(PERTURBED)
     ]
     args = (service.wait_alive(), service.control.api_key, 1, tmp_path / "out", cases)
     found = pool.run(1, bisect_cases, *args)[0]
-    for (name, place), said in zip(PERTURBED.items(), found, strict=True):
-        assert said.computed == place, f"{name}:\n{said.report}"
-        assert said.place == "weights" and name in said.text, said.text
+    for (name, point), said in zip(PERTURBED.items(), found, strict=True):
+        assert said.computed == point, f"{name}:\n{said.report}"
+        assert said.point == "weights" and name in said.text, said.text
 
 
 @pytest.mark.slow
@@ -141,7 +134,7 @@ def test_nothing_differs_in_a_healthy_pair(family: str, engines: str, dtype: str
             folder = tmp_path / "_".join([str(world), *parallel])
             args = (info, ListedEngines.api_key, ENGINES[engines].get("tp", 1), folder, cases, world)
             (said,) = pool.run(world, bisect_cases, *args)[0]
-            assert said.place is None, f"{parallel}:\n{said.report}"
+            assert said.point is None, f"{parallel}:\n{said.report}"
             assert engines != "TP1" or "Not compared" not in said.report, f"{parallel}:\n{said.report}"
             assert said.margin > LEAST_MARGIN, f"{parallel}:\n{said.report}"
             print(f"{family}, {engines}, {dtype}, trainers {parallel}: bounds / {said.margin:.1f}, {said.largest}")

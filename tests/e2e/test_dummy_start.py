@@ -24,11 +24,8 @@ def started(model: Path, tp: int, load_format: str, folder: Path) -> OneEngine:
 
 def greedy(engine: OneEngine) -> list:
     """Tokens and log-probabilities, in full precision."""
-    body = {
-        "input_ids": PROMPTS,
-        "return_logprob": True,
-        "sampling_params": {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True},
-    }
+    sampling = {"max_new_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+    body = {"input_ids": PROMPTS, "return_logprob": True, "sampling_params": sampling}
     said = httpx.post(f"{engine.info.url}/generate", json=body, headers=KEY, timeout=120).raise_for_status().json()
     return [(out["output_ids"], out["meta_info"]["output_token_logprobs"]) for out in said]
 

@@ -38,9 +38,8 @@ def test_two_steps_of_a_real_pretrained_model(tmp_path):
     config = short_form(tmp_path)
     few = {"num_sft": 4, "num_train": 32, "num_eval": 4}
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        yaml.safe_dump({"pretrained": {}, "dataset": {"kind": "word_problems", "max_operand": 12, **few}})
-    )
+    dataset = {"kind": "word_problems", "max_operand": 12, **few}
+    recipe.write_text(yaml.safe_dump({"pretrained": {}, "dataset": dataset}))
     subprocess.run([sys.executable, "-W", "ignore", PREPARE, config, "--recipe", recipe], check=True)
     model = tmp_path / "run" / "pretrained"
     described = json.loads((model / "config.json").read_text())

@@ -30,9 +30,8 @@ def test_killed_in_an_update_of_the_weights_and_in_a_rollout(long_run):
     assert "for the 2. of 3 times" in done.stdout and "continues after step 2" in done.stdout
     assert_same_run(folder, long_run[0], NUM_STEPS)
     assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(folder).items() if step)
-    losses = [
-        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss/total" in line
-    ]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["step"] for line in lines if "loss/total" in line]
     assert losses == list(range(1, NUM_STEPS + 1)), "each step once"
 
 

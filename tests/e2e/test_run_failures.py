@@ -102,19 +102,15 @@ def test_rewards_that_fail_are_no_zeros_and_too_many_end_the_run(experiments):
     expected = [
         {0: "error", 1: "timeout", 2: "error"}.get(sum(map(ord, sample["text"])) % 8, "score") for sample in samples
     ]
-    assert [sample["outcome"]["status"] for sample in samples] == expected and set(expected) == {
-        "error",
-        "timeout",
-        "score",
-    }
+    assert [sample["outcome"]["status"] for sample in samples] == expected
+    assert set(expected) == {"error", "timeout", "score"}
     assert all(sample["reward"] == (5.0 if sample["outcome"]["status"] == "score" else None) for sample in samples)
     entry = metrics(folder)[1]
     assert entry["reward/mean"] == 5.0 and entry["reward/min"] == 5.0
     assert entry["reward/error_fraction"] == expected.count("error") / SAMPLES
     assert entry["reward/timeout_fraction"] == expected.count("timeout") / SAMPLES
-    assert [p.name for p in (folder / "checkpoints").iterdir()] == [f"step_{max(metrics(folder)):06}"], (
-        "what was learned is kept"
-    )
+    kept = [p.name for p in (folder / "checkpoints").iterdir()]
+    assert kept == [f"step_{max(metrics(folder)):06}"], "the learned weights are saved"
 
 
 @pytest.mark.slow  # tests/dist/test_checkpoint_damage.py fills a disk under two ranks
@@ -130,10 +126,8 @@ def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(long_run):
     try:
         done = megagrpo("run", write_experiment(folder, checkpoint={"every": 1}), timeout_s=400)
         assert done.status == 1
-        assert (
-            f"checkpoint {checkpoints / 'step_000002'}" in done.stderr
-            and "could not write, 0 MiB are free there" in done.stderr
-        )
+        assert f"checkpoint {checkpoints / 'step_000002'}" in done.stderr
+        assert "could not write, 0 MiB are free there" in done.stderr
         assert "Traceback" not in done.stderr and done.stderr.count("\n") <= 6, done.stderr
         assert [p.name for p in checkpoints.iterdir()] == ["step_000001"]
         saved = json.loads((checkpoints / "step_000001" / "state.json").read_text())

@@ -29,6 +29,16 @@ class Scripted(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/grade"
 
 
+_ANSWERS = {  # step -> status, body, headers
+    "busy": (429, b"later", {"Retry-After": "0"}),
+    "busy for an hour": (429, b"later", {"Retry-After": "3600"}),
+    "fails": (500, b"out of memory"),
+    "refuses": (401, b"who are you?"),
+    "sends elsewhere": (307, b"", {"Location": "http://192.0.2.1/"}),
+    "is no JSON": (200, b"<html>\xff</html>"),
+}
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: Scripted
 
@@ -49,34 +59,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, step: str, body: dict) -> None:
         match step:
-            case "good":
-                self._send(200, json.dumps(self.server.good(body)).encode())
-            case "slow":
-                time.sleep(0.2)
+            case "good" | "slow":
+                time.sleep(0.2 if step == "slow" else 0.0)
                 self._send(200, json.dumps(self.server.good(body)).encode())
             case "hangs":
                 time.sleep(3)
             case "closes the connection":
                 self.close_connection = True
-            case "busy":
-                self._send(429, b"later", {"Retry-After": "0"})
-            case "busy for an hour":
-                self._send(429, b"later", {"Retry-After": "3600"})
-            case "fails":
-                self._send(500, b"out of memory")
-            case "refuses":
-                self._send(401, b"who are you?")
-            case "sends elsewhere":
-                self._send(307, b"", {"Location": "http://192.0.2.1/"})
-            case "is no JSON":
-                self._send(200, b"<html>\xff</html>")
             case "is huge":
                 self.send_response(200)
                 self.end_headers()
                 for _ in range(40):
                     self.wfile.write(b"1" * 2**20)
-            case text:
-                self._send(200, text.encode())
+            case _:
+                self._send(*_ANSWERS.get(step, (200, step.encode())))
 
     def _send(self, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megagrpo.bisect.command import experiment_of
 from megagrpo.bisect.compare import BOUNDS, Flips, bound_at, compare_points, difference
@@ -16,59 +16,42 @@ from megagrpo.bisect.options import BisectOptions
 from megagrpo.bisect.points import Point, layer_points, residual_points
 from megagrpo.bisect.report import OUTPUT, UNSEEN, Findings, Pass, layer_to_open, verdict, write_findings
 from megagrpo.bisect.sides import Side, from_engine, from_trainer
+from megagrpo.certify.tiny_model import hf_config
 from megagrpo.cli import main
 from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.families.architecture import Architecture
-from megagrpo.weights.engines.hooks import SeenTokens
+from megagrpo.families.table import architecture_of
+from megagrpo.families.tiny import TinySizes
+from megagrpo.weights.engines.hooks import Recorder, SeenTokens, Tap
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LENGTHS = [9, 14]
 TOKENS, EXPERTS = sum(LENGTHS), 8
-ARCH = Architecture(
-    family="qwen3_moe",
-    hidden_size=16,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    ffn_size=32,
-    vocab_size=50,
-    max_positions=100,
-    rms_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    tied=False,
-    qk_norm=True,
-    num_experts=EXPERTS,
-    experts_per_token=2,
-    expert_ffn_size=8,
-)
+ARCH = architecture_of(hf_config(TinySizes(hidden_size=16, head_dim=4)))
+POINTS = residual_points(ARCH)
+INSIDE = {point.name.rpartition(".")[2]: point for point in layer_points(ARCH, 1)}
 FLOAT32 = BOUNDS["float32"]
 Values = dict[str, Tensor]
 
 
-def both_sides(points: list[Point], noise: float = 1e-7) -> tuple[Values, Values]:
+def both_sides(points: list[Point] = POINTS) -> tuple[Values, Values]:
     """Engine and trainer: the same but for noise, and the same experts."""
     generator = torch.Generator().manual_seed(0)
     engine: Values = {}
+    trainer: Values = {}
     for point in points:
+        values = torch.randn(TOKENS, 16, generator=generator)
+        near = values * (1 + 1e-7 * torch.randn(TOKENS, 16, generator=generator))
         if point.layout == "map":
             order = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(1)
-            engine[point.name] = torch.zeros(TOKENS, EXPERTS).scatter(1, order[:, :2], 1.0)
-        else:
-            engine[point.name] = torch.randn(TOKENS, 16, generator=generator)
-    trainer = {
-        point.name: engine[point.name].clone()
-        if point.layout == "map"
-        else engine[point.name] * (1 + noise * torch.randn(TOKENS, 16, generator=generator))
-        for point in points
-    }
+            values = torch.zeros(TOKENS, EXPERTS).scatter(1, order[:, :2], 1.0)
+            near = values.clone()
+        engine[point.name], trainer[point.name] = values, near
     return engine, trainer
 
 
-def found_in(points: list[Point], engine: Values, trainer: Values) -> Findings:
+def found_in(engine: Values, trainer: Values, points: list[Point] = POINTS) -> Findings:
     differences, flips, notes = compare_points(points, engine, trainer, LENGTHS, FLOAT32)
     return Findings([], [Pass("x", differences, flips)], notes, LENGTHS, FLOAT32)
 
@@ -77,26 +60,29 @@ def flip(maps: Tensor, token: int) -> None:
     maps[token] = maps[token].roll(1) if (maps[token].roll(1) != maps[token]).any() else 1 - maps[token]
 
 
-def test_noise_of_right_kernels_is_no_difference():
-    points = residual_points(ARCH)
-    found = found_in(points, *both_sides(points))
-    assert verdict(found).place is None
-    assert {d.name for d in found.passes[0].differences} == {p.name for p in points if p.layout != "map"}
-
-
-@pytest.mark.parametrize("name", ["embedding", "layers.2.after_attention", "layers.3.output", "final_norm"])
-def test_the_first_of_several_differences_is_named(name):
-    points = residual_points(ARCH)
-    engine, trainer = both_sides(points)
-    names = [point.name for point in points if point.layout != "map"]
-    for later in names[names.index(name) :]:
-        trainer[later] = trainer[later] * 1.001
-    found = found_in(points, engine, trainer)
-    assert verdict(found).place == name
-    before = names[names.index(name) - 1]
-    says = {point.name: point.says for point in points}
-    if name != names[0]:
-        assert f"equal up to {says[before]}" in verdict(found).text
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        (None, None),
+        ("embedding", None),
+        ("layers.0.output", 0),
+        ("layers.2.after_attention", 2),
+        ("layers.3.output", 3),
+        ("final_norm", 3),
+    ],
+)
+def test_the_first_of_several_differences_is_named_and_its_layer_opened(name, layer):
+    """Noise of right kernels is no difference; later layers differ too, and take other experts."""
+    engine, trainer = both_sides()
+    names = [point.name for point in POINTS]
+    for later in names[names.index(name) :] if name else []:
+        trainer[later] = trainer[later].roll(1, 1) if later.endswith("experts") else trainer[later] * 1.001
+    found = found_in(engine, trainer)
+    compared = [point for point in POINTS if point.layout != "map"]
+    assert [d.name for d in found.passes[0].differences] == [point.name for point in compared]
+    assert verdict(found).point == name and layer_to_open([*found.passes, Pass(OUTPUT, [])]) == layer
+    before = [point.says for point in compared if names.index(point.name) < names.index(name or names[0])]
+    assert not before or f"equal up to {before[-1]}" in verdict(found).text
 
 
 def test_modules_of_a_layer_are_named_before_its_sum():
@@ -108,8 +94,8 @@ def test_modules_of_a_layer_are_named_before_its_sum():
     engine, trainer = both_sides(points)
     for later in ("core_attention", "attention_out", "after_attention", "output"):
         trainer[f"layers.1.{later}"] = trainer[f"layers.1.{later}"] + 0.01
-    found = found_in(points, engine, trainer)
-    assert verdict(found).place == "layers.1.core_attention"
+    found = found_in(engine, trainer, points)
+    assert verdict(found).point == "layers.1.core_attention"
     assert "rotary" in verdict(found).text
 
 
@@ -130,13 +116,12 @@ def test_errors_are_relative_to_the_values_and_bounds_grow_with_depth():
     assert off.beyond and (off.worst_sequence, off.worst_token) == (0, 5)
 
 
-def test_more_flips_than_near_ties_explain_are_a_place():
-    points = residual_points(ARCH)
-    engine, trainer = both_sides(points)
+def test_more_flips_than_near_ties_explain_are_a_difference():
+    engine, trainer = both_sides()
     for token in range(0, TOKENS, 2):
         flip(trainer["layers.2.experts"], token)
-    found = found_in(points, engine, trainer)
-    assert verdict(found).place == "layers.2.experts"
+    found = found_in(engine, trainer)
+    assert verdict(found).point == "layers.2.experts"
     assert "bias" in verdict(found).text
     flips = found.passes[0].flips[2]
     assert (flips.tokens, flips.flipped, flips.first) == (TOKENS, 12, (0, 0)) and not replace(flips, flipped=1).beyond
@@ -146,46 +131,28 @@ def test_more_flips_than_near_ties_explain_are_a_place():
 
 
 def test_weights_come_first_and_layers_before_the_output():
-    points = residual_points(ARCH)
-    engine, trainer = both_sides(points)
+    engine, trainer = both_sides()
     head = difference("head", "head", torch.ones(TOKENS, 1), torch.zeros(TOKENS, 1), LENGTHS, 1e-6)
-    found = found_in(points, engine, trainer)
+    found = found_in(engine, trainer)
     found.passes.append(Pass(OUTPUT, [head]))
-    assert verdict(found).place == "head"
+    assert verdict(found).point == "head"
     trainer["layers.0.output"] = trainer["layers.0.output"] * 2
-    found.passes[0] = found_in(points, engine, trainer).passes[0]
-    assert verdict(found).place == "layers.0.output"
-    found.weights = ["live weights differ in 1 places:", "engine e0 rank 0: parameter a does not hold HF tensor b"]
-    assert verdict(found).place == "weights"
+    found.passes[0] = found_in(engine, trainer).passes[0]
+    assert verdict(found).point == "layers.0.output"
+    found.weights = ["live weights differ in 1 parameter:", "engine e0 rank 0: parameter a does not hold HF tensor b"]
+    assert verdict(found).point == "weights"
     assert "HF tensor b" in verdict(found).text
     assert verdict(found).computed == "layers.0.output"
     assert "layers.0" not in verdict(replace(found, passes=[])).text
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"), [(None, None), ("embedding", None), ("layers.0.output", 0), ("layers.2.after_attention", 2)]
-)
-def test_the_first_layer_that_differs_is_opened_and_none_behind_a_wrong_embedding(name, layer):
-    """What comes behind differs too, and takes other experts."""
-    points = residual_points(ARCH)
-    engine, trainer = both_sides(points)
-    names = [point.name for point in points]
-    for later in names[names.index(name) :] if name else []:
-        if later.endswith("experts"):
-            trainer[later] = trainer[later].roll(1, 1)
-        else:
-            trainer[later] = trainer[later] * 1.001
-    passes = found_in(points, engine, trainer).passes
-    assert layer_to_open([*passes, Pass(OUTPUT, [])]) == layer
 
 
 def test_hooks_that_saw_nothing_prove_nothing():
     near = difference("logprobs", "logprobs", torch.ones(TOKENS, 1), torch.ones(TOKENS, 1), LENGTHS, 1e-6)
     blind = Findings([], [Pass("x", []), Pass(OUTPUT, [near])], ["the hooks saw 3 rows of 23"], LENGTHS, FLOAT32)
     said = verdict(blind)
-    assert (said.place, said.computed) == (UNSEEN, None)
+    assert (said.point, said.computed) == (UNSEEN, None)
     assert "the hooks saw 3 rows of 23" in said.text
-    assert verdict(replace(blind, passes=[Pass("x", [near])])).place is None
+    assert verdict(replace(blind, passes=[Pass("x", [near])])).point is None
 
 
 def test_passes_that_decode_are_left_out():
@@ -196,14 +163,13 @@ def test_passes_that_decode_are_left_out():
     found = only_prefills(seen | once, [9, 14])
     assert [int(call[0, 0]) for call in found["heads"]] == [9, 8, 6]
     assert found.keys() == {"heads", "norm"} and len(found["norm"]) == 1
-    assert [len(call) for call in only_prefills(seen, [9, 20])["heads"]] == [3 * n for n in sizes]  # cannot be told
+    assert [len(call) for call in only_prefills(seen, [9, 20])["heads"]] == [3 * n for n in sizes]  # unknown which
 
 
 def test_the_report_is_for_people_and_programs(tmp_path):
-    points = residual_points(ARCH)
-    engine, trainer = both_sides(points)
+    engine, trainer = both_sides()
     trainer["layers.2.output"] = trainer["layers.2.output"] * math.nan
-    found = found_in(points, engine, trainer)
+    found = found_in(engine, trainer)
     found.notes.append("q_norm: no such module")
     text = write_findings(tmp_path, found)
     assert (tmp_path / "report.md").read_text() == text
@@ -227,13 +193,8 @@ def pieces_of(key: str, values: Tensor, tp_rank: int = 0) -> list[SeenTokens]:
     return [SeenTokens(key, tp_rank, rows[part], columns[part], values[part]) for part in halves]
 
 
-def by_name(points: list[Point]) -> dict[str, Point]:
-    return {point.name.rpartition(".")[2]: point for point in points}
-
-
 def test_both_sides_come_out_in_the_order_of_tokens_and_heads():
-    points = by_name(layer_points(ARCH, 1))
-    qkv, q_norm, experts = points["qkv"], points["q_norm"], points["experts"]
+    qkv, q_norm, experts = INSIDE["qkv"], INSIDE["q_norm"], INSIDE["experts"]
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(TOKENS, heads, 4, generator=generator) for heads in (4, 2, 2))
     normed, ids = torch.randn(TOKENS, 4, 4, generator=generator), torch.arange(2).repeat(TOKENS, 1).int()
@@ -244,7 +205,7 @@ def test_both_sides_come_out_in_the_order_of_tokens_and_heads():
         ranks.append(engine_rank({qkv.name: fused, q_norm.name: normed[:, own].reshape(-1, 4), experts.name: ids}))
     engine = from_engine([qkv, q_norm, experts], ranks, TOKENS, ARCH)
     pieces = []
-    for rank in range(2):  # Megatron keeps a group's queries beside its key and value
+    for rank in range(2):  # Megatron keeps a group's queries next to its key and value
         own = slice(2 * rank, 2 * rank + 2)
         group = torch.cat([q[:, own].flatten(1), k[:, rank], v[:, rank]], 1)
         pieces += pieces_of(qkv.name, group, rank) + pieces_of(q_norm.name, normed[:, own].flatten(1), rank)
@@ -259,8 +220,7 @@ def test_both_sides_come_out_in_the_order_of_tokens_and_heads():
 
 
 def test_shares_are_of_the_chosen_experts_whatever_their_order_and_factor():
-    points = by_name(layer_points(ARCH, 1))
-    chosen = [points["experts"], points["expert_shares"]]
+    chosen = [INSIDE["experts"], INSIDE["expert_shares"]]
     ids = torch.tensor([[3, 1]]).repeat(TOKENS, 1).int()
     weights = torch.tensor([[0.6, 0.2]]).repeat(TOKENS, 1)
     engine = from_engine(chosen, [engine_rank({chosen[0].name: ids, chosen[1].name: weights})], TOKENS, ARCH)
@@ -271,8 +231,7 @@ def test_shares_are_of_the_chosen_experts_whatever_their_order_and_factor():
 
 
 def test_what_cannot_be_compared_is_said():
-    points = by_name(layer_points(ARCH, 1))
-    norm, out = points["input_norm"], points["attention_out"]
+    norm, out = INSIDE["input_norm"], INSIDE["attention_out"]
     seen = engine_rank({norm.name: torch.ones(TOKENS, 16), out.name: torch.ones(TOKENS, 16)})
     side: Side = from_engine([norm, out], [seen, seen], TOKENS, ARCH)
     assert side.values.keys() == {norm.name}
@@ -292,7 +251,7 @@ def test_the_engine_is_one_whose_passes_hooks_can_see(tmp_path):
     graphs = {name for name, value in eager.rollout.sglang.items() if value == "disabled"}
     assert graphs == {"cuda_graph_backend_decode", "cuda_graph_backend_prefill"}
     assert not list(engine_setting_problems(eager.rollout))
-    assert eager.actor.megatron["moe_router_fusion"] is False, "else it could not be told the engine's experts"
+    assert eager.actor.megatron["moe_router_fusion"] is False, "it must accept the engine's experts"
     ExperimentConfig.model_validate(eager.model_dump())
 
 
@@ -308,3 +267,49 @@ def test_nothing_to_compare_is_refused_before_anything_starts(tmp_path, capsys):
         assert main(["bisect", str(QUICKSTART), "--set", folder, *options]) == 2
         assert says in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+class _Norm(nn.Module):
+    def forward(self, hidden: Tensor, residual: Tensor | None = None):
+        if residual is None:
+            return hidden * 2
+        residual += hidden  # in place, as fused kernels do
+        return residual * 2, residual
+
+
+def test_hooks_copy_before_the_next_module_writes_over_it():
+    model = nn.ModuleDict({"norm": _Norm()})
+    taps = [
+        Tap("sum", "norm", "out", 1),
+        Tap("in", "norm", "in"),
+        Tap("none", "norm", "out", 7),
+        Tap("x", "gone", "out"),
+    ]
+    recorder = Recorder(dict(model.named_modules()), taps)
+    assert recorder.missing == ["gone"]
+    residual = torch.ones(3)
+    model["norm"](torch.ones(3), residual)
+    residual.zero_()
+    recorder.remove()
+    model["norm"](torch.ones(3), residual)
+    assert [t.tolist() for t in recorder.seen["sum"]] == [[2.0, 2.0, 2.0]]
+    assert [t.tolist() for t in recorder.seen["in"]] == [[1.0, 1.0, 1.0]]
+    assert recorder.seen["none"] == []
+    assert recorder.problems == ["norm: out 7 is no tensor"]
+
+
+class _FusedNorm(_Norm):
+    def forward_with_allreduce_fusion(self, hidden: Tensor, residual: Tensor | None = None, fused: bool = True):
+        return (hidden + residual, hidden * 3) if fused else self(hidden, residual)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_norm_that_is_fused_with_an_all_reduce_is_seen_once(fused):
+    model = nn.ModuleDict({"norm": _FusedNorm()})
+    taps = [Tap("normed", "norm", "out"), Tap("sum", "norm", "out", 1)]
+    recorder = Recorder(dict(model.named_modules()), taps)
+    normed, total = model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
+    recorder.remove()
+    model["norm"].forward_with_allreduce_fusion(torch.ones(3), torch.ones(3), fused=fused)
+    assert [t.tolist() for t in recorder.seen["normed"]] == [normed.tolist()]
+    assert [t.tolist() for t in recorder.seen["sum"]] == [total.tolist()]

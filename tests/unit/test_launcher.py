@@ -1,14 +1,19 @@
-"""One machine's launcher: GPUs shared out between trainers and engines, one run a folder, signals."""
+"""One machine's launcher: GPUs of trainers and engines, one run a folder, signals; children end with their parent."""
 
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from megagrpo.cluster.machine import _devices, alone_in
 from megagrpo.cluster.supervise import Child, Launch
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import is_live, process_tree, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED, StopRequest
 
@@ -20,35 +25,27 @@ def experiment(transport: str) -> ExperimentConfig:
     )
 
 
-def test_each_has_its_own():
+def test_trainers_and_engines_have_gpus_of_their_own_or_too_few_are_refused():
     trainers, engines = _devices(experiment("broadcast"), ["7", "6", "5", "4", "3", "2"])
     assert trainers == {"CUDA_VISIBLE_DEVICES": "7,6"} and engines == {"CUDA_VISIBLE_DEVICES": "5,4,3,2"}
     assert _devices(experiment("broadcast"), []) == ({}, {}), "a machine without GPUs"
-
-
-def test_too_few():
     with pytest.raises(ValueError, match=r"5 GPU\(s\) are visible, but 2 trainer ranks .* and 4 engine ranks"):
         _devices(experiment("broadcast"), list("01234"))
     assert _devices(experiment("disk"), list("01234")) == ({}, {}), "shared"
 
 
 def test_only_one_run_trains_into_a_folder(tmp_path):
-    with alone_in(RunFolder(tmp_path / "run")):
-        with (
-            pytest.raises(ValueError, match="output_dir .*run: another run trains into this folder"),
-            alone_in(RunFolder(tmp_path / "run")),
-        ):
-            pass
-        with alone_in(RunFolder(tmp_path / "other")):
-            pass
-    with alone_in(RunFolder(tmp_path / "run")):
+    folder = RunFolder(tmp_path / "run")
+    said = "output_dir .*run: another run trains into this folder"
+    refused = pytest.raises(ValueError, match=said)
+    with alone_in(folder), alone_in(RunFolder(tmp_path / "other")), refused, alone_in(folder):
+        pass
+    with alone_in(folder):
         pass
 
 
 def test_a_requeued_job_waits_for_the_lock_of_a_node_that_died(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with alone_in(RunFolder(tmp_path)):
-        pass
     holder = subprocess.Popen(["flock", str(tmp_path / ".lock"), "sleep", "1"])
     time.sleep(0.3)
     with alone_in(RunFolder(tmp_path)):
@@ -82,9 +79,7 @@ def test_an_export_is_not_taken_for_the_run_beside_it(tmp_path, capsys):
             assert launch.watch(Child(failed.process, failed.log, reports)) == 1
             assert f"{reports}-1 ended with status 1\n{said}\n" in capsys.readouterr().err
         quiet = launch.spawn(["sleep", "1"], folder.log("trainer-1"), {})
-        assert launch.watch(Child(quiet.process, quiet.log, "trainer")) == 0, (
-            "the export's final report ends no trainer"
-        )
+        assert launch.watch(Child(quiet.process, quiet.log, "trainer")) == 0, "the export's report ends no trainer"
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -131,3 +126,66 @@ def test_a_failure_leaves_no_child_and_no_scratch(tmp_path):
         child = launch.spawn(["sleep", "60"], tmp_path / "log", {})
         raise ValueError("no Ray")
     assert child.process.poll() is not None and not scratch.exists()
+
+
+# Ignores TERM, has a child, and a grandchild whose parent is gone: all must end.
+_STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleep = [sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"]
+subprocess.Popen(sleep)
+if os.fork() == 0:
+    subprocess.Popen(sleep)
+    os._exit(0)
+os.wait()
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def start(code: str, log: Path) -> tuple[subprocess.Popen, list[psutil.Process]]:
+    process = spawn([sys.executable, "-c", code], child_environment(), log)
+    deadline = time.monotonic() + 30
+    while "up" not in log.read_text():
+        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+        time.sleep(0.02)
+    return process, process_tree(process.pid)
+
+
+def test_whole_tree_ends(tmp_path):
+    process, tree = start(_STUBBORN, tmp_path / "deep" / "log")
+    assert len(tree) == 3
+    stop_tree(process.pid, grace_s=0.3)
+    assert process.wait(5) == -signal.SIGKILL
+    assert not [p for p in tree if is_live(p)]
+
+
+def test_term_is_enough_for_the_polite(tmp_path):
+    process, _ = start("import time; print('up', flush=True); time.sleep(600)", tmp_path / "log")
+    started = time.monotonic()
+    stop_tree(process.pid, grace_s=30)
+    assert process.wait(5) == -signal.SIGTERM and time.monotonic() - started < 10
+    stop_tree(process.pid)  # one that is gone is no error
+
+
+def test_child_dies_with_its_parent(tmp_path):
+    """Also when the parent cannot do anything about it."""
+    code = f"""
+import sys, time
+from pathlib import Path
+from megagrpo.system.environment import child_environment
+from megagrpo.system.processes import spawn
+command = [sys.executable, "-c", "import time; time.sleep(600)"]
+print(spawn(command, child_environment(), Path({str(tmp_path / "inner")!r})).pid, flush=True)
+print("up", flush=True)
+time.sleep(600)
+"""
+    process, _ = start(code, tmp_path / "log")
+    child = psutil.Process(int((tmp_path / "log").read_text().split()[0]))
+    assert is_live(child)
+    process.kill()
+    process.wait(10)
+    deadline = time.monotonic() + 10
+    while is_live(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -21,27 +21,17 @@ def alone(tensor: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def test_every_reduction_over_calls():
-    metrics = Metrics()
+    metrics, weight = Metrics(), torch.ones(2, requires_grad=True)  # no value keeps a graph
     for numerator, denominator in ((6.0, 2), (torch.tensor(1.0), torch.tensor(2))):
         metrics.add_mean("loss/total", numerator, denominator)
-    metrics.add_sum("batch/tokens", 3)
-    metrics.add_sum("batch/tokens", torch.tensor([4]).sum())
-    for value in (2.0, -5.0, torch.tensor(1.0)):
+    metrics.add_mean("reward/of_nothing", 0.0, 0.0)  # left out
+    for tokens in (3, torch.tensor([4]).sum(), weight.sum()):
+        metrics.add_sum("batch/tokens", tokens)
+    for value in (2.0, -5.0, weight.max()):
         metrics.add_max("moe/largest", value)
     metrics.add_rate("perf/tokens_per_s", 100, 4.0)
-    assert metrics.reduced(alone) == {
-        "batch/tokens": 7.0,
-        "loss/total": 7.0 / 4.0,
-        "moe/largest": 2.0,
-        "perf/tokens_per_s": 25.0,
-    }
-
-
-def test_a_mean_of_nothing_is_left_out():
-    metrics = Metrics()
-    metrics.add_mean("reward/mean", 0.0, 0.0)
-    assert metrics.reduced(alone) == {}
-    assert Metrics().reduced(alone) == {}
+    expected = {"batch/tokens": 9.0, "loss/total": 7.0 / 4.0, "moe/largest": 2.0, "perf/tokens_per_s": 25.0}
+    assert metrics.reduced(alone) == expected and Metrics().reduced(alone) == {}
 
 
 @pytest.mark.parametrize("order", [(math.nan, 1.0), (1.0, math.nan)])
@@ -65,14 +55,6 @@ def test_one_name_has_one_reduction():
         metrics.add_max("a/b", 1.0)
 
 
-def test_tensors_keep_no_graph():
-    metrics = Metrics()
-    weight = torch.ones(2, requires_grad=True)
-    metrics.add_sum("loss/total", weight.sum())
-    metrics.add_max("loss/max", weight.max())
-    assert metrics.reduced(alone) == {"loss/max": 1.0, "loss/total": 2.0}
-
-
 def test_timer_counts_phases_and_the_rest():
     now = [0.0]
     timer = StepTimer(clock=lambda: now[0])
@@ -94,30 +76,25 @@ def test_timer_counts_phases_and_the_rest():
         pass
 
 
-def test_log_round_trip_and_merge(tmp_path):
-    log = StepLog(RunFolder(tmp_path), FILES_ONLY)
+def test_entries_are_merged_by_step_and_a_resume_drops_later_ones(tmp_path):
+    folder = RunFolder(tmp_path)
+    log = StepLog(folder, FILES_ONLY)
     log.write(0, {"eval/accuracy": 0.25})
     log.write(1, {"reward/mean": 0.5, "optim/grad_norm": math.inf})
-    log.write(1, {"eval/accuracy": 0.75})
+    for step in (1, 2, 3):
+        log.write(step, {"eval/accuracy": step / 4})
     log.close()
-    assert read_metrics(RunFolder(tmp_path)) == [
-        {"step": 0, "eval/accuracy": 0.25},
-        {"step": 1, "reward/mean": 0.5, "optim/grad_norm": None, "eval/accuracy": 0.75},
-    ]
-
-
-def test_resume_drops_what_will_be_made_again(tmp_path):
-    log = StepLog(RunFolder(tmp_path), FILES_ONLY)
-    for step in range(5):
-        log.write(step, {"reward/mean": float(step)})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "reward/me')  # the writer was killed here
-    resumed = StepLog(RunFolder(tmp_path), FILES_ONLY, start_step=3)
-    resumed.write(4, {"reward/mean": 40.0})
-    rewards = [(entry["step"], entry["reward/mean"]) for entry in read_metrics(RunFolder(tmp_path))]
-    assert rewards == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
-    StepLog(RunFolder(tmp_path), FILES_ONLY, start_step=0)
-    assert read_metrics(RunFolder(tmp_path)) == []
+    first = {"step": 0, "eval/accuracy": 0.25}
+    merged = {"step": 1, "reward/mean": 0.5, "optim/grad_norm": None, "eval/accuracy": 0.25}
+    assert read_metrics(folder)[:2] == [first, merged]
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 4, "reward/me')  # the writer was killed here
+    assert len(read_metrics(folder)) == 4
+    StepLog(folder, FILES_ONLY, start_step=2).write(3, {"reward/mean": 40.0})
+    last = [{"step": 2, "eval/accuracy": 0.5}, {"step": 3, "reward/mean": 40.0}]
+    assert read_metrics(folder) == [first, merged, *last]
+    StepLog(folder, FILES_ONLY, start_step=0)
+    assert read_metrics(folder) == []
 
 
 def test_broken_line_is_named(tmp_path):
@@ -139,14 +116,9 @@ def test_rollout_lines(tmp_path):
     record = json.loads(line)
     assert (record["prompt"], record["answer"], record["prompt_id"]) == ("1+1=", "2", 7)
     assert [s["reward"] for s in record["samples"]] == [1.0, None]  # a timeout is not a reward of 0
-    assert record["samples"][1] == {
-        "text": "é",
-        "reward": None,
-        "outcome": {"status": "timeout", "value": 0.0, "detail": "10 s"},
-        "finish_reason": "stop",
-        "num_tokens": 2,
-        "weight_version": 5,
-    }
+    outcome = {"status": "timeout", "value": 0.0, "detail": "10 s"}
+    response = {"text": "é", "finish_reason": "stop", "num_tokens": 2, "weight_version": 5}
+    assert record["samples"][1] == {"reward": None, "outcome": outcome, **response}
 
 
 def test_samples_of_all_replicas_are_one_record(tmp_path):
@@ -175,22 +147,19 @@ def test_samples_that_cannot_be_written_are_an_error(tmp_path):
     log = RolloutLog(folder, 0, 1)
     folder.rollouts.write_text("a file where a folder should be")
     log.write(1, [])
-    with pytest.raises(FileExistsError):
-        log.flush()
-    with pytest.raises(FileExistsError):
-        log.close()
+    for wait in (log.flush, log.close):
+        with pytest.raises(FileExistsError):
+            wait()
 
 
 def test_tensorboard_reads_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    log = StepLog(RunFolder(tmp_path), LogConfig())
-    for step in range(3):
-        log.write(step, {"reward/mean": step / 2})
-    log.close()
-    log = StepLog(RunFolder(tmp_path), LogConfig(), start_step=1)
-    log.write(2, {"reward/mean": 9.0})
-    log.close()
+    for start_step, values in ((0, {0: 0.0, 1: 0.5, 2: 1.0}), (1, {2: 9.0})):
+        log = StepLog(RunFolder(tmp_path), LogConfig(), start_step)
+        for step, value in values.items():
+            log.write(step, {"reward/mean": value})
+        log.close()
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 9.0)]

@@ -10,6 +10,7 @@ import pytest
 from megagrpo.config.actor import ActorConfig
 from megagrpo.config.load import dump_config, load_config
 from megagrpo.config.schema import ExperimentConfig
+from megagrpo.families.architecture import LatentAttention
 from megagrpo.families.table import parameter_counts, read_architecture
 from megagrpo.planning.engine_memory import (
     EngineSide,
@@ -25,7 +26,6 @@ from megagrpo.planning.hardware import CONTEXT_BYTES, HARDWARE, hardware_of
 from megagrpo.planning.layer_costs import model_work
 from megagrpo.planning.roofline import (
     Target,
-    make_target,
     measured_efficiency,
     plan_step,
     publish_seconds,
@@ -55,7 +55,7 @@ def lengths_of(*responses: float, prompt: float = 0.0) -> Lengths:
 
 
 def qwen(lengths: Lengths) -> Target:
-    return make_target(read_architecture(QWEN), H100, 8, lengths)
+    return Target(read_architecture(QWEN), H100, 8, lengths)
 
 
 def test_lengths_as_they_are_given(tmp_path):
@@ -93,7 +93,7 @@ def test_the_work_is_of_every_parameter(folder):
     arch = read_architecture(folder)
     counts, work = parameter_counts(arch), model_work(arch)
     assert work.total == counts.total
-    active = sum(sum(work.forward_flops(layer)) for layer in work.layers) / 2 + work.head + work.hidden
+    active = work.token_flops / 2 + arch.hidden_size
     assert active == pytest.approx(counts.active, rel=1e-9)  # without the embedding, which only looks up
 
 
@@ -101,7 +101,8 @@ def test_a_cache_repeats_heads_and_latents():
     work = model_work(read_architecture(QWEN))
     assert work.cache_bytes(1) == 188 * 1024  # 94 layers, 4 heads, 128 values of key and value, bf16
     assert work.cache_bytes(4) == work.cache_bytes(8) == work.cache_bytes(64) == 47 * 1024
-    latent = replace(work, latent=576, rope_dim=64)
+    mla = LatentAttention(q_lora_rank=None, kv_lora_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    latent = replace(work, arch=replace(work.arch, mla=mla))
     assert latent.cache_bytes(1) == latent.cache_bytes(8) == 94 * 576 * 2
     assert latent.decode_attention_flops == 2 * 64 * (576 + 512)
 
@@ -111,7 +112,8 @@ def test_what_an_engine_rank_holds():
     assert weight_elements(work, 1, 1) == pytest.approx(work.total, rel=1e-6)
     # what SGLang's own loader asks for is 58.9 GB on each of 8 ranks: see bench/results/plan_weights_235b.md
     assert 2 * weight_elements(work, 8, 8) == pytest.approx(58.9e9, rel=0.005)
-    repeated = weight_elements(work, 8, 8) - weight_elements(replace(work, num_kv_heads=8), 8, 8)
+    eight_heads = replace(work, arch=replace(work.arch, num_kv_heads=8))
+    repeated = weight_elements(work, 8, 8) - weight_elements(eight_heads, 8, 8)
     assert repeated == pytest.approx(94 * 2 * 4096 * 128 * 4 / 8)  # 4 heads of key and of value on 8 ranks
 
 
@@ -194,10 +196,10 @@ def test_trainers_multiply_with_every_weight(name):
     actor = ActorConfig.model_validate({"world_size": 2, "dtype": "bfloat16", "parallel": {"tp": 2}})
     (stage,) = trainer_side(arch, actor, Load(1000, 1000)).stages
     work = model_work(arch)
-    norms = work.whole * len(work.layers)  # which are no products, nor are biases
-    token = sum(sum(work.forward_flops(layer)) for layer in work.layers) + 2 * work.head
+    norms = work.whole * arch.num_layers  # which are no products, nor are biases
+    token = work.token_flops
     assert stage.flops * 2 == pytest.approx(1000 * token, rel=0.01 + 2 * norms / token)
-    assert stage.pair_flops * 2 == pytest.approx(work.attention_flops * len(work.layers))
+    assert stage.pair_flops * 2 == pytest.approx(work.attention_flops * arch.num_layers)
 
 
 def test_all_to_all_is_slow_between_nodes():

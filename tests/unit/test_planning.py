@@ -26,14 +26,8 @@ def cover_of(tp: int, ep: int, replicas: int, engine_tp: int, engine_ep: int, pi
 
 def staged(batches: Batches, cast: bool) -> int:
     """Bytes that send_batches and receive_batches hold at most: what they pack of two batches in a row."""
-    sizes = [
-        sum(
-            sum(place.numel for place in message.slices) * 4
-            for message in batch
-            if cast or len(message.slices) > 1 or not message.slices[0].contiguous
-        )
-        for batch in batches
-    ]
+    packed = [[m for m in batch if cast or len(m.slices) > 1 or not m.slices[0].contiguous] for batch in batches]
+    sizes = [sum(part.numel for message in batch for part in message.slices) * 4 for batch in packed]
     return max((a + b for a, b in zip([0, *sizes], [*sizes, 0], strict=True)), default=0)
 
 
@@ -85,21 +79,19 @@ def test_broadcast_sends_everything_to_every_rank(engines):
     everyone, tp = trainers(2, 2, 1), 2
     plan = make_gather_plan(everyone, SPECS, 300)
     model = sum(int(np.prod(shape)) for shape, _ in SPECS.values()) * 4
-    foreign = sum(c.box.numel * 4 for b in plan.buckets for r, copies in b.parts.items() if r for c in copies)
+    copied = [(rank, c.box.numel * 4) for b in plan.buckets for rank, copies in b.parts.items() for c in copies]
+    foreign = sum(size for rank, size in copied if rank)
     forecast = broadcast_forecast(plan, place_ranks(4, engines, tp, 1, 2), 1, PLAIN)
     assert forecast.wire_bytes == foreign + engines * tp * model
     assert forecast.busiest_sender == ("trainer 0", engines * model)
     # nodes 0 and 1 have two trainers each, every other one an engine, of which one rank gets the model from outside
-    from_outside = sum(
-        c.box.numel * 4 for b in plan.buckets for r, copies in b.parts.items() if r in (2, 3) for c in copies
-    )
+    from_outside = sum(size for rank, size in copied if rank in (2, 3))
     assert forecast.between_bytes == from_outside + engines * model
     assert forecast.limit == "sending from trainer 0" and forecast.seconds > engines * model / 0.5e9
 
 
 def test_ranks_fill_nodes():
-    together = place_ranks(2, 2, 2, 1, 8)
-    assert together.num_nodes == 1
+    assert place_ranks(2, 2, 2, 1, 8).num_nodes == 1
     apart = place_ranks(12, 3, 4, 1, 8)
     assert apart.trainers.tolist() == [0] * 8 + [1] * 4
     assert apart.engines.tolist() == [[2] * 4, [2] * 4, [3] * 4]
@@ -137,12 +129,8 @@ def test_the_plan_as_text_and_as_json(monkeypatch, tmp_path):
     monkeypatch.setattr("megagrpo.planning.publish_bytes.record_both_sides", lambda config: recorded)
     text = plan_weights(experiment(), [1, 2], PLAIN, gpus_per_node=4, output=tmp_path / "plan.json")
     found = json.loads((tmp_path / "plan.json").read_text())["forecasts"]
-    assert [(f["engines"], f["transport"]) for f in found] == [
-        (1, "reshard"),
-        (1, "broadcast"),
-        (2, "reshard"),
-        (2, "broadcast"),
-    ]
+    rows = [(engines, transport) for engines in (1, 2) for transport in ("reshard", "broadcast")]
+    assert [(f["engines"], f["transport"]) for f in found] == rows
     for forecast in found:
         assert sum(map(sum, forecast["node_bytes"])) == forecast["wire_bytes"] >= forecast["needed_bytes"]
     assert found[2]["wire_bytes"] == found[2]["needed_bytes"] == 2 * found[0]["wire_bytes"]
@@ -163,11 +151,12 @@ def test_a_model_without_a_description_and_one_that_does_not_fit(tmp_path):
 
 
 def test_one_rank_stands_for_its_replicas():
-    def representatives(world: int, **parallel) -> list[int]:
-        return representative_ranks(ActorConfig.model_validate({"world_size": world, "parallel": parallel}))
-
-    assert representatives(4) == [0, 0, 0, 0]
-    assert representatives(4, tp=2, cp=2) == [0, 1, 0, 1]
-    assert representatives(8, tp=2, pp=2) == [0, 1, 0, 1, 4, 5, 4, 5]
-    assert representatives(8, tp=2, ep=4) == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert representatives(8, tp=2, ep=2, etp=2) == [0, 1, 2, 3, 0, 1, 2, 3]
+    for parallel, expected in (
+        ({}, [0, 0, 0, 0]),
+        ({"tp": 2, "cp": 2}, [0, 1, 0, 1]),
+        ({"tp": 2, "pp": 2}, [0, 1, 0, 1, 4, 5, 4, 5]),
+        ({"tp": 2, "ep": 4}, [0, 1, 2, 3, 0, 1, 2, 3]),
+        ({"tp": 2, "ep": 2, "etp": 2}, [0, 1, 2, 3, 0, 1, 2, 3]),
+    ):
+        actor = ActorConfig.model_validate({"world_size": len(expected), "parallel": parallel})
+        assert representative_ranks(actor) == expected

@@ -66,28 +66,18 @@ def test_plain_lines_without_a_terminal():
     note, first, second = stream.getvalue().splitlines()
     assert note == "grpo resumed at step 1"
     assert first.startswith("grpo 2/4  reward 0.500  eval 0.250  eta ")
-    assert second.startswith(
-        "grpo 3/4  reward 0.750  eval 0.250  tok/s 1,234  eta "
-    )  # the evaluation stays on the line
+    # the evaluation stays on the line
+    assert second.startswith("grpo 3/4  reward 0.750  eval 0.250  tok/s 1,234  eta ")
 
 
-def test_live_line_in_a_terminal():
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    stream = Terminal()
-    with StepConsole("grpo", num_steps=2, stream=stream) as console:
-        console.update(2, {"reward/mean": 0.5})
-    assert "2/2" in stream.getvalue() and "reward 0.500" in stream.getvalue()
-
-
-def test_switched_off_it_says_nothing():
+@pytest.mark.parametrize(("enabled", "shown"), [(True, ("2/2", "reward 0.500")), (False, ())])
+def test_live_line_in_a_terminal_unless_switched_off(monkeypatch, enabled, shown):
     stream = io.StringIO()
-    with StepConsole("grpo", num_steps=2, enabled=False, stream=stream) as console:
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    with StepConsole("grpo", num_steps=2, enabled=enabled, stream=stream) as console:
         console.note("x")
-        console.update(1, {})
-    assert stream.getvalue() == ""
+        console.update(2, {"reward/mean": 0.5})
+    assert all(words in stream.getvalue() for words in shown) and bool(stream.getvalue()) == enabled
 
 
 def test_minutes():

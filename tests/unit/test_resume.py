@@ -37,30 +37,22 @@ def start(tmp_path, monkeypatch):
     return resume
 
 
-def test_nothing_is_there(start):
-    assert start()[0] == TrainState() and start()[2] == []
-
-
-def test_another_runs_weights_come_without_its_progress(start, tmp_path):
-    state, actor, read = start(load="elsewhere/step_000005")
-    assert state == TrainState() and actor.updates_done == 0 and read == [Path("elsewhere/step_000005")]
-
-
-def test_the_runs_own_checkpoint_comes_first(start, tmp_path):
-    own = tmp_path / "checkpoints" / "step_000005"
-    own.mkdir(parents=True)
-    state, actor, read = start(load="elsewhere")
-    assert state == SAVED and actor.updates_done == 5 and read == [own]
+@pytest.mark.parametrize(("own", "load"), [(False, None), (False, "elsewhere/step_000005"), (True, "elsewhere")])
+def test_the_runs_own_checkpoint_comes_first_and_another_runs_weights_without_its_progress(start, tmp_path, own, load):
+    folder = tmp_path / "checkpoints" / "step_000005"
+    if own:
+        folder.mkdir(parents=True)
+    state, actor, read = start(load=load)
+    assert (state, actor.updates_done) == ((SAVED, 5) if own else (TrainState(), 0 if load else 5))
+    assert read == ([folder] if own else [Path(load)] if load else [])
 
 
 def test_resume_never_is_about_an_earlier_start(start, tmp_path, monkeypatch):
     (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
     with pytest.raises(ValueError, match="checkpoint.resume is never, but .*step_000005 is there"):
         start(resume="never")
-    for name in (
-        "TORCHELASTIC_RESTART_COUNT",
-        "SLURM_RESTART_COUNT",
-    ):  # ranks that start again, a job that was requeued
+    # ranks that start again, a job that was requeued
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "1")
             assert start(resume="never")[0] == SAVED
@@ -103,4 +95,4 @@ def test_more_groups_than_a_step_takes_would_get_too_old(start, tmp_path, monkey
     for staleness in (0, 2):
         with pytest.raises(ValueError, match=r"has 3 groups for the next step, .* is 3: take 4 or more"):
             start(sections=few | {"rollout": {"max_staleness": staleness}})
-    assert len(start(sections=few | {"algorithm": {}})[0].surplus) == 3, "which nobody takes"
+    assert len(start(sections=few | {"algorithm": {}})[0].surplus) == 3, "which no step takes"

@@ -33,30 +33,24 @@ def pool(server, grader="http", **args) -> RewardPool:
 @pytest.mark.parametrize("name", SERVICES)
 def test_whatever_a_service_does_is_its_outcome(name):
     script, status, detail = SERVICES[name]
-    quick = status == "timeout"
-    with serving(scores, script) as server, pool(server, timeout_s=1.0 if quick else 60.0) as rewards:
-        outcome = rewards.submit(prompt(), "abc").result(timeout=90)
+    text = "é\n\u2028\ud800\0"  # odd texts arrive unchanged
+    with serving(scores, script) as server, pool(server, timeout_s=1.0 if status == "timeout" else 60.0) as rewards:
+        outcome = rewards.submit(prompt(), text).result(timeout=90)
         assert outcome.status == status and detail in outcome.detail, outcome
         if status == "score":
-            assert outcome.value == 3.0 and len(server.bodies) == len(script) + 1
+            assert outcome.value == len(text) and len(server.bodies) == len(script) + 1
         else:
             assert server.url in outcome.detail
-        assert all(body == {"samples": [{"prompt": "q", "response": "abc", "answer": "a"}]} for body in server.bodies)
+        assert all(body == {"samples": [{"prompt": "q", "response": text, "answer": "a"}]} for body in server.bodies)
 
 
-def test_batches_come_back_in_order():
-    with serving(scores, ["slow"]) as server, pool(server, timeout_s=60.0, batch_size=4, concurrency=2) as rewards:
-        futures = [rewards.submit(prompt(), "x" * i) for i in range(11)]
-        assert [future.result(timeout=60).value for future in futures] == list(range(11))
-        assert sorted(len(body["samples"]) for body in server.bodies) == [3, 4, 4]
-
-
-def test_requests_in_flight_are_bounded():
-    with serving(scores, ["slow"] * 8) as server:
-        with pool(server, timeout_s=60.0, batch_size=1, concurrency=3) as rewards:
-            futures = [rewards.submit(prompt(), "x") for _ in range(8)]
-            assert all(future.result(timeout=60).ok for future in futures)
-        assert server.most_at_once == 3
+@pytest.mark.parametrize("batch_size, sizes, at_once", [(4, [3, 4, 4], 3), (1, [1] * 11, 3)])
+def test_batches_come_back_in_order_and_requests_in_flight_are_bounded(batch_size, sizes, at_once):
+    with serving(scores, ["slow"] * 11) as server:
+        with pool(server, timeout_s=60.0, batch_size=batch_size, concurrency=3) as rewards:
+            futures = [rewards.submit(prompt(), "x" * i) for i in range(11)]
+            assert [future.result(timeout=60).value for future in futures] == list(range(11))
+        assert sorted(len(body["samples"]) for body in server.bodies) == sizes and server.most_at_once == at_once
 
 
 def test_close_ends_what_is_on_its_way():
@@ -68,16 +62,6 @@ def test_close_ends_what_is_on_its_way():
         rewards.close()
         rewards.close()
         assert future.result(timeout=5).detail == "the reward pool was closed"
-
-
-def test_odd_texts_arrive_unchanged():
-    with serving(scores, []) as server, pool(server, timeout_s=60.0) as rewards:
-        text = "é\n\u2028\ud800\0"
-        assert rewards.submit(prompt(), text).result(timeout=60).value == len(text)
-        assert server.bodies[0]["samples"][0]["response"] == text
-
-
-# ---- judge ---------------------------------------------------------------------------------------------------------
 
 
 def completion(text):

@@ -20,10 +20,11 @@ from megagrpo.view.trace import read_trace, spread
 class Scripts(HTMLParser):
     """The script elements of a page as a browser finds them: [(type, text)], and every tag."""
 
-    def __init__(self):
+    def __init__(self, page: str):
         super().__init__()
         self.found: list[list[str]] = []
         self.tags: set[str] = set()
+        self.feed(page)
 
     def handle_starttag(self, tag, attributes):
         self.tags.add(tag)
@@ -35,14 +36,8 @@ class Scripts(HTMLParser):
             self.found[-1][1] += data
 
 
-def scripts_of(page: str) -> Scripts:
-    parser = Scripts()
-    parser.feed(page)
-    return parser
-
-
 def runs_of(page: str) -> list[dict]:
-    (text,) = (text for kind, text in scripts_of(page).found if kind == "application/json")
+    (text,) = (text for kind, text in Scripts(page).found if kind == "application/json")
     return json.loads(text)["runs"]
 
 
@@ -65,7 +60,7 @@ def test_nothing_of_a_response_becomes_part_of_the_page(tmp_path):
     folder = make_run(tmp_path / "<b>run")
     write_view([folder], ViewLimits(), tmp_path / "page.html", None)
     page = (tmp_path / "page.html").read_text()
-    parser = scripts_of(page)
+    parser = Scripts(page)
     assert [kind for kind, _ in parser.found] == ["application/json", ""]
     assert not {"img", "b", "iframe", "a"} & parser.tags, "elements that only responses have"
     assert HOSTILE in [sample["text"] for sample in runs_of(page)[0]["groups"][0]["samples"]]
@@ -147,9 +142,7 @@ def test_ranks_are_merged_on_one_axis(tmp_path):
         line |= {"requests": [[0, 0.25, 1.0, 4]], "num_requests": 3, "calls": []}
         folder.timeline_file(rank).write_text(json.dumps(line) + "\n")
     events, _ = read_trace(folder, 5)
-    assert [(e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
-        (0, 0, 2_000_000),
-        (1, 500_000, 2_000_000),
-    ]
+    slices = [(e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert slices == [(0, 0, 2_000_000), (1, 500_000, 2_000_000)]
     starts = [(e["tid"], e["ts"], e["args"]["stands for"]) for e in events if e["ph"] == "b"]
     assert starts == [(0, 250_000, 3.0), (1, 750_000, 3.0)]

@@ -3,28 +3,17 @@
 import threading
 from pathlib import Path
 
-import pytest
-
 from megagrpo.monitor import watchdog
 
 
-@pytest.fixture
-def clone(tmp_path: Path, monkeypatch) -> Path:
-    """A clone as `git clone` makes it, the environment inside: all files in it lie below a folder named megagrpo."""
-    root = tmp_path / "megagrpo"
-    monkeypatch.setattr(watchdog, "_PACKAGE", root / "megagrpo")
-    return root
-
-
-def test_libraries_inside_a_clone_are_not_ours(clone: Path):
+def test_libraries_inside_a_clone_and_the_interpreters_own_frames_are_not_ours(tmp_path: Path, monkeypatch):
+    """A clone as `git clone` makes it, with its environment: all its files are below a folder named megagrpo."""
+    clone = tmp_path / "megagrpo"
+    monkeypatch.setattr(watchdog, "_PACKAGE", clone / "megagrpo")
     assert watchdog.is_ours(str(clone / "megagrpo" / "mesh.py"))
-    assert not watchdog.is_ours(str(clone / ".venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"))
-    assert not watchdog.is_ours(str(clone / "tests" / "conftest.py"))
-
-
-def test_an_interpreter_frame_without_a_file_is_not_ours(clone: Path):
-    assert not watchdog.is_ours("<frozen runpy>")
-    assert not watchdog.is_ours(threading.__file__)
+    library = clone / ".venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+    for file in (library, clone / "tests" / "conftest.py", "<frozen runpy>", threading.__file__):
+        assert not watchdog.is_ours(str(file))
 
 
 def test_the_package_itself_is_found_through_a_link(tmp_path: Path):

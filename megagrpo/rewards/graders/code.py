@@ -14,6 +14,7 @@ from functools import cache
 
 from megagrpo.config.reward import CodeOptions, Scalar
 from megagrpo.rewards.sandbox.sandbox import Limits, Sandbox, SandboxError, check_limits_hold, isolation, run_program
+from megagrpo.system.explained import explained
 
 _FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("python", "python3", "py")
@@ -62,10 +63,8 @@ def read_tests(answer: str, tolerance: float = 0.0) -> TestCases:
 
     Raises ValueError with the reason.
     """
-    try:
+    with explained(f"the answer {answer[:60]!r} is not JSON with test cases"):
         data = json.loads(answer)
-    except json.JSONDecodeError as exc:
-        raise ValueError(f"the answer {answer[:60]!r} is not JSON with test cases: {exc}") from exc
     if isinstance(data, list):
         data = {"asserts": data}
     if not isinstance(data, dict) or not ({"inputs", "outputs"} <= data.keys() or "asserts" in data):
@@ -105,10 +104,8 @@ def _call(name: object, arguments: object, expected: object, tolerance: float) -
 
 
 def _checked(statement: object) -> str:
-    try:
+    with explained(f"the answer's test {statement!r:.80} is not Python"):
         ast.parse(str(statement))
-    except (SyntaxError, ValueError) as exc:
-        raise ValueError(f"the answer's test {statement!r:.80} is not Python: {exc}") from exc
     return str(statement)
 
 
@@ -120,9 +117,8 @@ def _run_scripts(source: str, tests: TestCases, settings: CodeOptions, isolate: 
         if left_s <= 0:
             yield f"time limit of all tests ({settings.total_s:g} s)"
             continue
-        ended = run_program(
-            source, stdin.encode(errors="replace"), _limits(settings, min(settings.test_s, left_s)), isolate
-        )
+        limits = _limits(settings, min(settings.test_s, left_s))
+        ended = run_program(source, stdin.encode(errors="replace"), limits, isolate)
         right = _same_text(ended.stdout.decode(errors="replace"), expected, settings.tolerance)
         yield ended.problem or ("" if right else "wrong output")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from megagrpo.config.reward import GraderArgs, JudgeOptions
 from megagrpo.rewards.services import ServiceError, ServiceGrader
 from megagrpo.rewards.workers import Graded
+from megagrpo.system.explained import explained
 from megagrpo.types import Prompt
 
 _FIELDS = re.compile(r"\{(prompt|response|answer)\}")
@@ -17,10 +18,8 @@ _FIELDS = re.compile(r"\{(prompt|response|answer)\}")
 
 def read_template(path: str) -> str:
     """Returns the judge's prompt template. Raises ValueError if the file is missing, not text, or lacks {response}."""
-    try:
+    with explained(f"grader judge: prompt_file {path} cannot be read"):
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ValueError(f"grader judge: prompt_file {path} cannot be read: {exc}") from exc
     if "{response}" not in text:
         raise ValueError(f"grader judge: prompt_file {path} has no {{response}}: the judge would not see the response")
     return text

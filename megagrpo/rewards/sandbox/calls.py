@@ -24,17 +24,13 @@ def serve(source: str, options: Mapping[str, Value]) -> None:
     sys.modules["program"] = module
     with open(options["input"], encoding="utf-8") as requests, open(options["output"], "w", encoding="utf-8") as out:
 
-        def reply(kind: str, value: Value) -> None:
-            out.write(json.dumps([kind, value]) + "\n")
-            out.flush()
-
         def answer(attempt: Callable[[], Value]) -> bool:
-            try:
-                reply("ok", _encode(attempt(), objects))
-            except BaseException as exc:  # SystemExit too: it is the result of this call
-                reply("error", f"{type(exc).__name__}: {exc}"[:300])
-                return False
-            return True
+            line, raised = _tried(lambda: json.dumps(["ok", _encode(attempt(), objects)]))
+            if raised is not None:
+                line = json.dumps(["error", f"{type(raised).__name__}: {raised}"[:300]])
+            out.write(f"{line}\n")
+            out.flush()
+            return raised is None
 
         def define() -> None:
             with suppress(SystemExit):  # the definitions before it count
@@ -43,6 +39,14 @@ def serve(source: str, options: Mapping[str, Value]) -> None:
         if answer(define):
             for line in requests:
                 answer(partial(_operate, json.loads(line), module, objects))
+
+
+def _tried(attempt: Callable[[], Value]) -> tuple[Value, BaseException | None]:
+    """Returns the value, or None and the exception: SystemExit too is the result of a call."""
+    try:
+        return attempt(), None
+    except BaseException as exc:
+        return None, exc
 
 
 def _operate(request: list[Value], module: types.ModuleType, objects: list[Value]) -> Value:
@@ -172,10 +176,13 @@ def _same(value: Value, expected: Value, tolerance: float) -> bool:
 
 
 def _problem(attempt: Callable[[], object]) -> str | None:
-    try:
-        attempt()
-        return None
-    except AssertionError as exc:
-        return f"a wrong result{f': {exc}' if str(exc) else ''}"[:300]
-    except BaseException as exc:  # whatever it raised, the test did not pass
-        return (str(exc) if isinstance(exc, RuntimeError | EOFError) else f"{type(exc).__name__}: {exc}")[:300]
+    """Returns why a test did not pass, None if it did."""
+    _, raised = _tried(attempt)
+    match raised:
+        case None:
+            return None
+        case AssertionError():
+            return f"a wrong result{f': {raised}' if str(raised) else ''}"[:300]
+        case RuntimeError() | EOFError():
+            return str(raised)[:300]
+    return f"{type(raised).__name__}: {raised}"[:300]

@@ -16,6 +16,7 @@ from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport, Round
 from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, plan_transfer
 from megagrpo.weights.wire.clock import Deadline
+from megagrpo.weights.wire.group import PeerLost
 from megagrpo.weights.wire.handover import Handover
 from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.moving import Traffic, pack, read_message
@@ -58,7 +59,7 @@ class IpcTransport(LinkTransport):
         limit = weights.bucket_bytes // (2 * carried)  # half: the shared memory has two halves
         return plan_transfer(cover, link.slot % engines, engines, limit, self._carriers(link))
 
-    def _move(self, now: Round, traffic: Traffic) -> dict[str, str]:
+    def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
         """Collects every batch at its carriers and hands it over.
 
         Batches of all links with one number travel together; a dead engine delays no other.
@@ -90,7 +91,7 @@ class IpcTransport(LinkTransport):
                 traffic.staging_bytes = max(traffic.staging_bytes, staged)
                 for handover in handovers.values():
                     handover.offer(number)
-        return {now.links[to.link].name: handover.lost for to, handover in handovers.items() if handover.lost}
+        return {now.links[to.link].name: PeerLost(handover.lost) for to, handover in handovers.items() if handover.lost}
 
     def _send(
         self, to: _Destination, link: Link, message: Message, inbox: _Inbox, posts: list[_Post], traffic: Traffic

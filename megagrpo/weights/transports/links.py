@@ -77,9 +77,9 @@ class LinkTransport(ABC):
         traffic = Traffic()
         with ThreadPoolExecutor(1) as pool:
             receiving = pool.submit(engines.each, lambda engine: self._receive(engine, now, traffic))
-            lost = self._move(now, traffic)
+            failed = self._move(now, traffic)
             failure = receiving.exception()  # raised below: the other ranks are still sending
-        self._settle(engines, lost, failure)
+        self._settle(engines, failed, failure)
         return traffic
 
     def drop(self, engine: EngineConnection) -> None:
@@ -100,8 +100,8 @@ class LinkTransport(ABC):
         """Returns the transfer into the link's engine."""
 
     @abstractmethod
-    def _move(self, now: Round, traffic: Traffic) -> dict[str, str]:
-        """Sends this rank's part and counts it. Returns the reason for each lost link, by its name."""
+    def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
+        """Sends this rank's part and counts it. Returns by the link's name what failed: PeerLost loses its engine."""
 
     @abstractmethod
     def _ranks(self, link: Link) -> Mapping[int, int]:
@@ -172,12 +172,19 @@ class LinkTransport(ABC):
             requests.append(common | self._request(link, now, rank))
         return requests
 
-    def _settle(self, engines: EngineFleet, lost: Mapping[str, str], failure: BaseException | None) -> list[str]:
-        """Collective. Sets aside the engines of links that some rank lost (name -> reason). Returns all link names.
+    def _settle(
+        self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
+    ) -> list[str]:
+        """Collective. Sets aside the engines of links that some rank lost (see _move). Returns all link names.
 
-        Raises LeaderError for `failure`, any other failure on rank 0.
+        Raises LeaderError for any other failure of a rank, and for `failure` of rank 0.
         """
-        reasons = {name: why for part in self._weights.mesh.gather_world(lost) for name, why in part.items()}
+        mesh = self._weights.mesh
+        errors = [str(error) for error in failed.values() if not isinstance(error, PeerLost)]
+        mesh.raise_any("\n".join(f"rank {mesh.rank}, send weights to engines: {error}" for error in errors))
+        lost = {name: str(error) for name, error in failed.items()}
+        of_ranks = mesh.gather_world(lost) if mesh.any_true(bool(lost)) else []
+        reasons = {name: why for part in of_ranks for name, why in part.items()}
 
         def refuse(engine: EngineConnection) -> None:
             if (name := self._names[engine.id]) in reasons:
@@ -189,7 +196,7 @@ class LinkTransport(ABC):
             engines.each(refuse)
             return list(self._names.values())
 
-        return self._weights.mesh.from_main(settle, "send weights to engines")
+        return mesh.from_main(settle, "send weights to engines")
 
 
 class CutFlag:

@@ -54,22 +54,24 @@ class ReshardTransport(LinkTransport):
             elif self._weights.mesh.rank in plan.trainers:
                 self._ends[link.name] = _TrainerEnd(link, plan, self._weights.mesh.rank)
 
-    def _move(self, now: Round, traffic: Traffic) -> dict[str, str]:
+    def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
         ends = [self._ends[link.name] for link in now.links if link.name in self._ends]
-        lost: dict[str, str] = {}
+        failed: dict[str, Exception] = {}
         # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a transfer.
         on_cuda = self._weights.mesh.device.type == "cuda"
         guard = environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0") if on_cuda else nullcontext()
         with guard, ThreadPoolExecutor(max(1, len(ends))) as pool:
             for end, sent in [(end, pool.submit(end.send, self._weights)) for end in ends]:
-                if isinstance(error := sent.exception(), PeerLost):
-                    lost[end.link.name] = str(error)
+                if isinstance(error := sent.exception(), Exception):
+                    failed[end.link.name] = error
                 else:
                     traffic.add(sent.result())
-        return lost
+        return failed
 
-    def _settle(self, engines: EngineFleet, lost: Mapping[str, str], failure: BaseException | None) -> list[str]:
-        names = super()._settle(engines, lost, failure)
+    def _settle(
+        self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
+    ) -> list[str]:
+        names = super()._settle(engines, failed, failure)
         for name in self._ends.keys() - names:
             self._ends.pop(name).abort()
         return names
@@ -110,15 +112,18 @@ class _TrainerEnd:
         self._group: EngineGroup | None = None
 
     def send(self, weights: TrainerWeights) -> Traffic:
-        """Sends all batches, joining the engine first if need be. Raises PeerLost."""
+        """Sends all batches, joining the engine first if need be. Raises PeerLost, and RuntimeError for the rest."""
+        failure: RuntimeError
         try:
             return self._send(weights, Deadline(self.link.left_s))
         except PeerLost as exc:
-            reason = str(exc)
+            failure = PeerLost(str(exc))
+        except Exception as exc:  # whatever it was: the engine must not wait for this rank
+            failure = RuntimeError(f"{type(exc).__name__}: {exc}")
         # Outside the handler: the exception keeps frames alive that keep the group alive, and peers wait for its end.
         self.abort()
-        CutFlag(self.link).cut(reason)
-        raise PeerLost(reason)
+        CutFlag(self.link).cut(str(failure))
+        raise failure
 
     def _send(self, weights: TrainerWeights, deadline: Deadline) -> Traffic:
         link, device = self.link, weights.mesh.device

@@ -3,10 +3,11 @@
 Each fault is a context manager around one case of the certificate.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from types import ModuleType
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -31,17 +32,6 @@ def planted(fault: str | None) -> AbstractContextManager[None]:
     return FAULTS[fault]() if fault else nullcontext()
 
 
-@contextmanager
-def _replaced(module: ModuleType, **names: Callable) -> Iterator[None]:
-    """Replaces the functions that a module calls by these names."""
-    before = {name: getattr(module, name) for name in names}
-    try:
-        vars(module).update(names)
-        yield
-    finally:
-        vars(module).update(before)
-
-
 def _after_loading(change: Callable[[MegatronActor], None]) -> AbstractContextManager[None]:
     """Calls `change` with each actor that has loaded its weights."""
     load = measure.load_initial_weights
@@ -51,11 +41,10 @@ def _after_loading(change: Callable[[MegatronActor], None]) -> AbstractContextMa
         change(actor)
         return weights
 
-    return _replaced(measure, load_initial_weights=load_and_change)
+    return patch.multiple(measure, load_initial_weights=load_and_change)
 
 
-@contextmanager
-def _experts_not_reduced_over_tp() -> Iterator[None]:
+def _experts_not_reduced_over_tp() -> AbstractContextManager[None]:
     """As Megatron's own default at EP 1: expert gradients are summed over data-parallel ranks only."""
 
     def build_as_released(*args):
@@ -65,8 +54,7 @@ def _experts_not_reduced_over_tp() -> Iterator[None]:
                 parameter.allreduce = True
         return chunk
 
-    with _replaced(model, build_chunk=build_as_released):
-        yield
+    return patch.multiple(model, build_chunk=build_as_released)
 
 
 def _no_data_parallel_reduction() -> AbstractContextManager[None]:
@@ -79,8 +67,7 @@ def _no_data_parallel_reduction() -> AbstractContextManager[None]:
     return _after_loading(change)
 
 
-@contextmanager
-def _mean_of_micro_batch_means() -> Iterator[None]:
+def _mean_of_micro_batch_means() -> AbstractContextManager[None]:
     """Every micro-batch is divided by its own tokens; micro-batches and ranks are averaged."""
     count = 1
 
@@ -96,8 +83,7 @@ def _mean_of_micro_batch_means() -> Iterator[None]:
         loss, sums = objective(inputs, algorithm, own)
         return loss / count, sums
 
-    with _replaced(step, objective=local_objective, plan_micro_batches=counting_plan):
-        yield
+    return patch.multiple(step, objective=local_objective, plan_micro_batches=counting_plan)
 
 
 def _router_differs_between_ranks() -> AbstractContextManager[None]:
@@ -114,8 +100,7 @@ def _router_differs_between_ranks() -> AbstractContextManager[None]:
     return _after_loading(change)
 
 
-@contextmanager
-def _label_of_local_neighbour() -> Iterator[None]:
+def _label_of_local_neighbour() -> AbstractContextManager[None]:
     """Labels shift within this rank's part of a sequence: wrong at the seams of context parallelism."""
 
     def local_targets(rows, columns, *rest):
@@ -124,25 +109,18 @@ def _label_of_local_neighbour() -> Iterator[None]:
         same_row = rows.flatten()[neighbour] == found.rows
         return replace(found, columns=torch.where(same_row, columns.flatten()[neighbour], found.columns))
 
-    with _replaced(microbatch, targets=local_targets):
-        yield
+    return patch.multiple(microbatch, targets=local_targets)
 
 
-class _CutDownProjections(Mapping[str, Tensor]):
+class _CutDownProjections(UserDict[str, Tensor]):
     """A checkpoint whose down projections of latent attention have only this rank's rows."""
 
     def __init__(self, whole: Mapping[str, Tensor], shard: Shard):
-        self._whole, self._shard = whole, shard
+        self.data, self._shard = whole, shard
 
     def __getitem__(self, name: str) -> Tensor:
         cut = name.endswith(("q_a_proj.weight", "kv_a_proj_with_mqa.weight"))
-        return self._shard.rows(self._whole[name]) if cut else self._whole[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._whole)
-
-    def __len__(self) -> int:
-        return len(self._whole)
+        return self._shard.rows(self.data[name]) if cut else self.data[name]
 
 
 @contextmanager
@@ -157,23 +135,18 @@ def _latent_projections_cut_over_tp() -> Iterator[None]:
     def load_cut(layer, arch, hf, place):
         load(layer, arch, _CutDownProjections(hf, place.tensor), place)
 
-    with (
-        _replaced(layer_specs, WholeLinear=megatrons),
-        _replaced(deepseek_v3, load_layer=load_cut),
-    ):
+    with patch.multiple(layer_specs, WholeLinear=megatrons), patch.multiple(deepseek_v3, load_layer=load_cut):
         yield
 
 
-@contextmanager
-def _experts_of_token_before() -> Iterator[None]:
+def _experts_of_token_before() -> AbstractContextManager[None]:
     """Each token replays the experts of the token before it: off by one."""
 
     def places_before(micro):
         rows, columns = own_places(micro)
         return rows, torch.where(columns > 0, columns - 1, columns)
 
-    with _replaced(routed_tokens, own_places=places_before):
-        yield
+    return patch.multiple(routed_tokens, own_places=places_before)
 
 
 FAULTS = {

@@ -26,16 +26,14 @@ def main(folder: Path) -> None:
                 certify_ranks(load_config(job["command"], []), DEVICE)
             results.append({})
             continue
-        place = Path(job["folder"])
-        changes = {
-            "model": ModelConfig(path=str(place / "model")),
-            "algorithm": AlgorithmConfig.model_validate(job["algorithm"]),
-        }
+        own = Path(job["folder"])
+        algorithm = AlgorithmConfig.model_validate(job["algorithm"])
+        changes = {"model": ModelConfig(path=str(own / "model")), "algorithm": algorithm}
         config = load_config(job["config"], job.get("settings", [])).model_copy(update=changes)
         print("job", number, job, flush=True)
         store = folder / f"store{number}"
         with planted(job.get("fault")):
-            results.append(measure(config, Case(**job["case"]), folder=place, store=store, device=DEVICE))
+            results.append(measure(config, Case(**job["case"]), folder=own, store=store, device=DEVICE))
     if os.environ["RANK"] == "0":
         (folder / "results.json").write_text(json.dumps(results))
 

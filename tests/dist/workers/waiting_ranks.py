@@ -41,16 +41,11 @@ METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__",
 # synchronisation (`numpy` stands for the copy), index lists and states of generators that never left it, indices made
 # in pinned memory, and the layout of a micro-batch, which is made of a Batch that is on the host.
 ON_HOST = (
-    "microbatch.py:_pack",
-    "microbatch.py:_micro_batch",
-    "microbatch.py:targets",
-    "numpy token_dispatcher.py:_maybe_dtoh_and_synchronize",
-    "token_dispatcher.py:token_dispatch",
-    "moe_utils.py:sort_chunks_by_idxs",
-    "experts.py:forward",
-    "random.py:fork",
+    "microbatch.py:_pack", "microbatch.py:_micro_batch", "microbatch.py:targets",
+    "numpy token_dispatcher.py:_maybe_dtoh_and_synchronize", "token_dispatcher.py:token_dispatch",
+    "moe_utils.py:sort_chunks_by_idxs", "experts.py:forward", "random.py:fork",
     "rope_utils.py:get_pos_emb_on_this_cp_rank",
-)
+)  # fmt: skip
 
 
 class Waits(TorchDispatchMode):
@@ -135,32 +130,19 @@ def watched_schedule() -> Iterator[Waits]:
 def main(folder: Path) -> None:
     results = []
     for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        config = config_of(
-            job,
-            logprob_chunk_tokens=32,
-            router_losses=RouterLossConfig(balance=0.1, z=0.1) if job["experts"] else None,
-            routing_replay="rollout" if job["experts"] else None,
-        )
-        with joined(
-            folder / f"store{number}",
-            config=config,
-            optimizer=OptimizerConfig(**OPTIMIZER),
-            model_path=job["model"],
-            device=DEVICE,
-        ) as actor:
+        experts = {"router_losses": RouterLossConfig(balance=0.1, z=0.1), "routing_replay": "rollout"}
+        config = config_of(job, logprob_chunk_tokens=32, **(experts if job["experts"] else {}))
+        made_of = {"config": config, "optimizer": OptimizerConfig(**OPTIMIZER), "model_path": job["model"]}
+        with joined(folder / f"store{number}", device=DEVICE, **made_of) as actor:
             load_initial_weights(actor, job["model"])
             batch = batch_of(actor.mesh)
             batch = with_planted(actor, batch) if job["experts"] else batch
             with watched_schedule() as waits:
                 step.update(actor, batch, RICH, 1.0, 32)
             waited = {f"{what} {place}": count for (what, place), count in waits.counts.items()}
-            results.append(
-                {
-                    "micro_batches": waits.micro_batches,
-                    "layers": [actor.arch.num_layers, actor.arch.num_layers - actor.arch.dense_layers],
-                    "waits": {name: count for name, count in waited.items() if not name.endswith(ON_HOST)},
-                }
-            )
+            found = {name: count for name, count in waited.items() if not name.endswith(ON_HOST)}
+            layers = [actor.arch.num_layers, actor.arch.num_layers - actor.arch.dense_layers]
+            results.append({"micro_batches": waits.micro_batches, "layers": layers, "waits": found})
     if os.environ["RANK"] == "0":
         (folder / "results.json").write_text(json.dumps(results))
 

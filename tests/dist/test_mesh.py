@@ -1,0 +1,92 @@
+"""Agreement of ranks: one integer all-reduce; objects travel only if there is a value or an error to send."""
+
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megagrpo.mesh import LeaderError, make_mesh
+from tests.dist.workers.launch import POOL
+
+
+def fail() -> None:
+    raise OSError("disk full")
+
+
+# Collective -> how often each of torch's calls is made, and what comes out of it on rank r of a world w.
+INTEGER = {"all_reduce": 1}
+VALUE = INTEGER | {"broadcast_object_list": 1}
+CASES = {
+    "all true": (lambda mesh: mesh.all_true(True), INTEGER, lambda r, w: True),
+    "one false": (lambda mesh: mesh.all_true(mesh.rank > 0), INTEGER, lambda r, w: False),
+    "any true": (lambda mesh: mesh.any_true(mesh.rank == mesh.world_size - 1), INTEGER, lambda r, w: True),
+    "none true": (lambda mesh: mesh.any_true(False), INTEGER, lambda r, w: False),
+    "no error": (lambda mesh: mesh.raise_any(""), INTEGER, lambda r, w: None),
+    "no value": (lambda mesh: mesh.from_main(lambda: None, "act"), INTEGER, lambda r, w: None),
+    "value": (
+        lambda mesh: mesh.from_main(lambda: [7], "act"),
+        VALUE,
+        lambda r, w: [7],
+    ),
+    "leader's value": (
+        lambda mesh: mesh.from_leader(lambda: mesh.rank, "act"),
+        VALUE,
+        lambda r, w: r // 2 * 2,
+    ),
+    "one leader's value": (  # of two replicas; the other's is None
+        lambda mesh: mesh.from_leader(lambda: 5 if mesh.rank == 0 else None, "act"),
+        VALUE,
+        lambda r, w: 5 if r < 2 else None,
+    ),
+    "an error": (
+        lambda mesh: mesh.from_main(fail, "save"),
+        {"all_reduce": 2, "all_gather_object": 1},
+        lambda r, w: "LeaderError: rank 0, save: OSError: disk full",
+    ),
+    "two errors": (
+        lambda mesh: mesh.raise_any(f"error {mesh.rank % 2}" if mesh.rank else ""),
+        INTEGER | {"all_gather_object": 1},
+        lambda r, w: "LeaderError: " + "\n".join(["error 1", "error 0"][: w // 2]),
+    ),
+}
+
+
+def rank_main(rank: int, world: int, folder: Path) -> dict:
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    mesh = make_mesh(rank // 2, world // 2, torch.device("cpu"), 60.0)
+    found = {}
+    for name, (act, *_) in CASES.items():
+        calls: Counter = Counter()
+        with mock.patch.multiple(dist, **{call: counted(call, calls) for call in CALLS}):
+            try:
+                result = act(mesh)
+            except LeaderError as exc:
+                result = f"LeaderError: {exc}"
+        found[name] = dict(calls), result
+    dist.destroy_process_group()
+    return found
+
+
+CALLS = ("all_reduce", "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+
+
+def counted(call: str, calls: Counter):
+    original = getattr(dist, call)
+
+    def count(*args, **kwargs):
+        calls[call] += 1
+        return original(*args, **kwargs)
+
+    return count
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_agree_by_one_integer(world, tmp_path):
+    for rank, found in enumerate(POOL.run(world, rank_main, world, tmp_path)):
+        for name, (_, calls, result) in CASES.items():
+            assert found[name] == (calls, result(rank, world)), (rank, name)
