@@ -125,7 +125,7 @@ FAULTS = (
     ),
     Fault(
         "element offset of a shard",
-        "weights/copies/concatenation.py",
+        "weights/copies/storages.py",
         "(low - edge, high - low)",
         "(low - begin, high - low)",
         ("unit/test_weights_record.py",),

@@ -126,11 +126,11 @@ class FakeFleet:
     def engines(self) -> list[EngineInfo]:
         return [engine.info for engine in self.by_id.values()]
 
-    def begin_update(self, engine_id: str, incarnation: int) -> bool:
-        return self.by_id[engine_id].begin_update(engine_id, incarnation)
+    def begin_update(self, engine_id: str, *incarnation: int) -> bool:
+        return self.by_id[engine_id].begin_update(engine_id, *incarnation)
 
-    def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
-        return self.by_id[engine_id].mark_ready(engine_id, incarnation, weight_version)
+    def mark_ready(self, engine_id: str, *versions: int) -> bool:
+        return self.by_id[engine_id].mark_ready(engine_id, *versions)
 
     def report_lost(self, engine_id: str, incarnation: int) -> None:
         self.lost.append(engine_id)

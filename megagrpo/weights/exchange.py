@@ -46,10 +46,7 @@ WEIGHTS_DIFFER = "live weights differ from the trainers'"  # start of the error 
 
 
 class Exchange:
-    """Publishes the actor's weights. Collective over all trainer ranks: construction, publish and verify.
-
-    on_call: see EngineConnection; on rank 0.
-    """
+    """Publishes the actor's weights. Collective: construction, publish, verify. on_call: see EngineConnection."""
 
     def __init__(
         self,
@@ -158,9 +155,7 @@ class Exchange:
     def _admit(self, engine: EngineConnection, version: int, expected: np.ndarray) -> None:
         """Verifies one engine, sets its version, lets it continue and marks it ready. Rank 0 only."""
         self._check(engine, expected, flush=True)
-        self._fleet.wake(engine)
-        engine.resume(version)
-        self._fleet.mark_ready(engine, version)
+        self._fleet.admit(engine, version)
 
     def _check(self, engine: EngineConnection, expected: np.ndarray, flush: bool) -> None:
         """Raises RuntimeError naming the engine, the parameters and the slices that differ from the actor's weights."""

@@ -19,10 +19,7 @@ SliceKey = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class ExpectedDigests:
-    """Computes the digests of all slices that engines hold: every trainer rank digests its share, and shares add up.
-
-    Slices are numbered in the order in which they are added.
-    """
+    """Computes the digests of all engines' slices, numbered as added: trainer ranks digest shares, which add up."""
 
     def __init__(self, weights: TrainerWeights):
         self._weights = weights

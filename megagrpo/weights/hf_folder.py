@@ -122,10 +122,7 @@ class HfFolder(Mapping[str, Tensor]):
         return whole
 
     def read_into(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
-        """Copies the box of a tensor that begins at `start` and has the shape of `target` into `target`.
-
-        An FP8 tensor needs one or two rows of blocks in float32 besides; it is rounded to bfloat16.
-        """
+        """Copies the box at `start` with the shape of `target`. FP8 takes one or two rows of blocks in float32 more."""
         if name in self._fp8:
             self._dequantise(target, name, start)
         else:
@@ -137,10 +134,7 @@ class HfFolder(Mapping[str, Tensor]):
         return prod(size) * (1 if name in self._fp8 else self.specs[name][1].itemsize)
 
     def _dequantise(self, target: Tensor, name: str, start: tuple[int, ...]) -> None:
-        """Computes bfloat16(float32(weight) * scale of its block), as SGLang's block_quant_dequant does.
-
-        One row of blocks at a time, on the device of `target`, which receives the stored bytes.
-        """
+        """Computes bfloat16(weight * scale of its block) as SGLang's block_quant_dequant, a row of blocks at a time."""
         weight, scales = self._stored(name), self._stored(name + _SCALES)
         (top, left), (height, width) = start, self._block
         bottom, right = top + target.shape[0], left + target.shape[1]
@@ -173,12 +167,12 @@ class HfFolder(Mapping[str, Tensor]):
 
 
 @contextmanager
-def _refusing(what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turns these errors inside into a ValueError that begins with `what`."""
+def _refusing(what: str, *errors: type[Exception], raised: type[Exception] = ValueError) -> Iterator[None]:
+    """Turns these errors inside into one that begins with `what`."""
     try:
         yield
     except errors as exc:
-        raise ValueError(f"{what}: {exc}") from None
+        raise raised(f"{what}: {exc}") from None
 
 
 class ReadingProgress:
@@ -212,12 +206,10 @@ def write_hf_folder(
     bytes of all tensors. Raises OSError (disk full, ...) naming the folder.
     """
     target, like = Path(target), Path(like)
-    try:
-        with whole_folder(target) as draft:
-            size = _write_shards(draft, tensors)
-            write_description(like, draft, dtype)
-    except (OSError, SafetensorError) as exc:
-        raise OSError(f"cannot write the checkpoint {target}: {exc}; the unfinished copy was removed") from exc
+    what = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
+    with _refusing(what, OSError, SafetensorError, raised=OSError), whole_folder(target) as draft:
+        size = _write_shards(draft, tensors)
+        write_description(like, draft, dtype)
     return size
 
 

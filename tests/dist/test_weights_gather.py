@@ -27,13 +27,9 @@ from tests.dist.workers.launch import POOL
 VOCAB, HIDDEN, FFN, LAYERS = 29, 8, 12, 3
 SHAPES = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,), "head": (VOCAB, HIDDEN)}
 for layer in range(LAYERS):
-    SHAPES |= {
-        f"{layer}.norm": (HIDDEN,),
-        f"{layer}.gate": (FFN, HIDDEN),
-        f"{layer}.up": (FFN, HIDDEN),
-        f"{layer}.down": (HIDDEN, FFN),
-    }
-    SHAPES |= {f"{layer}.q": (4 * 2, HIDDEN), f"{layer}.k": (2 * 2, HIDDEN)}
+    parts = {"norm": (HIDDEN,), "gate": (FFN, HIDDEN), "up": (FFN, HIDDEN), "down": (HIDDEN, FFN)}
+    parts |= {"q": (4 * 2, HIDDEN), "k": (2 * 2, HIDDEN)}
+    SHAPES |= {f"{layer}.{name}": shape for name, shape in parts.items()}
 SPECS = {name: (shape, torch.float32) for name, shape in SHAPES.items()}
 KEPT = {f"{layer}.norm": torch.float32 for layer in range(LAYERS)}  # where the others are rounded
 
@@ -55,12 +51,8 @@ class ToyActor:
         if self.last:
             self.live |= {"norm": torch.zeros(HIDDEN), "head": torch.zeros(rows, HIDDEN)}
         for layer in self.layers:
-            shapes = {
-                "norm": (HIDDEN,),
-                "fc1": (2 * FFN // tp, HIDDEN),
-                "fc2": (HIDDEN, FFN // tp),
-                "qk": (12 // tp, HIDDEN),
-            }
+            shapes = {"norm": (HIDDEN,), "fc1": (2 * FFN // tp, HIDDEN), "fc2": (HIDDEN, FFN // tp)}
+            shapes["qk"] = (12 // tp, HIDDEN)
             self.live |= {f"{layer}.{name}": torch.zeros(shape) for name, shape in shapes.items()}
 
     def load(self, hf) -> None:
@@ -110,11 +102,8 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, set
     full: dict = {}
     for bucket in gather_buckets(plan, actor.live, mesh):
         full |= bucket
-    uncopied = {
-        name
-        for name, tensor in full.items()
-        if any(live.data_ptr() <= tensor.data_ptr() < live.data_ptr() + live.nbytes for live in actor.live.values())
-    }
+    spans = [range(live.data_ptr(), live.data_ptr() + live.nbytes) for live in actor.live.values()]
+    uncopied = {name for name, tensor in full.items() if any(tensor.data_ptr() in span for span in spans)}
     traffic = gather_traffic(plan, actor.live, mesh)
     half = make_gather_plan(everyone, published_specs(SPECS, torch.bfloat16, KEPT), bucket_bytes=700)
     write = lambda buckets: write_hf_folder(folder / "out", buckets, folder / "like", torch.bfloat16)  # noqa: E731

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fake_engine import FakeEngine, FakeFleet, running, write_checkpoint
+from fake_engine import FakeEngine, FakeFleet, exchange_config, running, write_checkpoint
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, make_mesh
@@ -54,14 +54,12 @@ class ToyEngine(nn.Module):
                 live[name][len(rows) :].fill_(0)
             elif part == "norm":
                 live[f"{layer}-norm" if layer else "norm"].copy_(tensor)
-            elif part in ("gate", "up"):
-                at = 0 if part == "gate" else FFN // 2
-                live[f"{layer}-fc1"][at : at + FFN // 2].copy_(shard(tensor, 0))
             elif part == "down":
                 live[f"{layer}-fc2"].copy_(shard(tensor, 1))
             else:
-                at, rows = (0, 4) if part == "q" else (4, 2)
-                live[f"{layer}-qk"][at : at + rows].copy_(shard(tensor, 0))
+                parts = dict(zip(("gate", "up"), live[f"{layer}-fc1"].chunk(2), strict=True))
+                parts |= dict(zip(("q", "k"), live[f"{layer}-qk"].split([4, 2]), strict=True))
+                parts[part].copy_(shard(tensor, 0))
 
 
 def assert_filled(engine: FakeEngine, hf: dict[str, torch.Tensor]) -> None:
@@ -90,21 +88,9 @@ def dies_once(engine: FakeEngine, while_joining: bool) -> None:
 
 
 def experiment(folder: Path, dtype: str, transport: str, num_engines: int) -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
-        {
-            "name": "t",
-            "output_dir": str(folder),
-            "model": {"path": str(folder / "initial/model")},
-            "data": {"path": "none.jsonl"},
-            "rollout": {
-                "num_engines": num_engines,
-                "tp": ENGINE_TP,
-                "min_healthy_engines": num_engines,
-                "dtype": dtype,
-            },
-            "weights": {"timeout_s": 40, "bucket_mb": 2e-3, "transport": transport},
-        }
-    )
+    rollout = {"num_engines": num_engines, "tp": ENGINE_TP, "min_healthy_engines": num_engines, "dtype": dtype}
+    weights = {"timeout_s": 40, "bucket_mb": 2e-3, "transport": transport}
+    return exchange_config(folder, folder / "initial/model", rollout=rollout, weights=weights)
 
 
 def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str, folder: Path) -> dict:
@@ -122,11 +108,18 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
                 stack.enter_context(running(engine))
         fleet = FakeFleet(engines)
         exchange = Exchange(config, mesh, weights, fleet, folder)
-        reports = [exchange.publish(1)]
+        first = exchange.publish(1)
         published = {name: tensor.to(getattr(torch, dtype)).float() for name, tensor in hf.items()}
         if rank == 0:
             for engine in engines:
                 assert_filled(engine, published)
+        norm = actor.live.get("norm", torch.zeros(HIDDEN))
+        actor.live["norm"] = norm + 1  # after publishing: the engines now differ from the trainers
+        with pytest.raises(
+            LeaderError, match=r"in 2 places(.|\n)* rank 1: parameter norm does not hold HF tensor norm \[0:8\]"
+        ):
+            exchange.verify()
+        actor.live["norm"] = norm
         for version, (number, joining) in enumerate([(1, False), (0, True)], 2):
             for tensor in actor.live.values():
                 tensor.neg_()
@@ -136,7 +129,7 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
                     engines[number].info = fleet.by_id[f"engine-{number}"].info
                     engines[number].report_lost("", engines[number].info.incarnation)
                 dies_once(engines[number], joining)
-            reports.append(exchange.publish(version))
+            exchange.publish(version)
             if rank == 0:
                 assert fleet.lost[-1:] == [f"engine-{number}"]
                 assert all(info.state == "ready" and info.weight_version == version for info in fleet.engines())
@@ -145,7 +138,7 @@ def run_rank(rank: int, world: int, tp: int, pp: int, dtype: str, transport: str
         exchange.close()
         assert not any(engine_end(model).link for engine in engines for model in engine.models)
     dist.destroy_process_group()
-    return reports[0]
+    return first
 
 
 @pytest.mark.parametrize(

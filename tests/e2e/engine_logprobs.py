@@ -25,24 +25,31 @@ class Difference(NamedTuple):
     largest: float
 
 
-def logprob_difference(url: str, model: Path) -> Difference:
-    """Samples from an engine whose cache holds nothing of the prompts, as after a publish; float32 on both sides."""
+def sampled(url: str, new_tokens: int = NEW_TOKENS) -> list[dict]:
+    """The engine's answers to PROMPTS, with the log-probabilities of all tokens."""
+    sampling = {"max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
+    body = {"input_ids": PROMPTS, "return_logprob": True, "logprob_start_len": 0, "sampling_params": sampling}
+    answer = httpx.post(f"{url}/generate", json=body, headers=bearer(OneEngine.api_key), timeout=300)
+    return answer.raise_for_status().json()
+
+
+@torch.no_grad()
+def logprobs_by(model: Path, tokens: list[int]) -> torch.Tensor:
+    """Of every token after the first, by transformers in float32."""
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-    body = {
-        "input_ids": PROMPTS,
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True},
-    }
-    answer = httpx.post(f"{url}/generate", json=body, headers=bearer(OneEngine.api_key), timeout=120)
+    ids = torch.tensor(tokens)
+    return hf(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def logprob_difference(url: str, model: Path, version: int | None = None) -> Difference:
+    """Samples from an engine whose cache holds nothing of the prompts, as after a publish of `version`."""
     distances = []
-    for prompt, out in zip(PROMPTS, answer.raise_for_status().json(), strict=True):
-        tokens = torch.tensor(prompt + out["output_ids"])
-        with torch.no_grad():
-            expected = hf(tokens[None]).logits[0, :-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    for prompt, out in zip(PROMPTS, sampled(url), strict=True):
         info = out["meta_info"]
+        assert version is None or info["weight_version"] == str(version)
         found = [entry[0] for entry in [*info["input_token_logprobs"], *info["output_token_logprobs"]]]
-        assert found[0] is None and len(found) == len(tokens)
+        expected = logprobs_by(model, prompt + out["output_ids"])
+        assert found[0] is None and len(found) == 1 + len(expected)
         distances.append((torch.tensor(found[1:]) - expected).abs())
     together = torch.cat(distances)
     return Difference(float(together.mean()), float(together.max()))

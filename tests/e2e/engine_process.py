@@ -21,16 +21,8 @@ START_S = 240
 
 
 def engine_info(url: str, state: str, incarnation: int, id: str = "e0") -> EngineInfo:
-    return EngineInfo(
-        id=id,
-        url=url,
-        state=state,
-        weight_version=None,
-        incarnation=incarnation,
-        restarts=max(0, incarnation - 1),
-        pid=0,
-        reason="",
-    )
+    restarts = max(0, incarnation - 1)
+    return EngineInfo(id, url, state, None, incarnation, restarts, pid=0, reason="")
 
 
 class OneEngine:
@@ -68,16 +60,9 @@ class OneEngine:
             variables = engine_environment(self.config, place) | {API_KEY: self.api_key}
             env = child_environment(variables, engine_python_path(place) + list(self.python_path))
             with log.open("wb") as output:
-                self.processes.append(
-                    subprocess.Popen(
-                        engine_command(self.config, place),
-                        env=env,
-                        stdout=output,
-                        stderr=output,
-                        stdin=subprocess.DEVNULL,
-                        start_new_session=True,
-                    )
-                )
+                streams = {"stdout": output, "stderr": output, "stdin": subprocess.DEVNULL}
+                command = engine_command(self.config, place)
+                self.processes.append(subprocess.Popen(command, env=env, start_new_session=True, **streams))
 
     def finish_start(self) -> "OneEngine":
         """Wait until it answers; one that ends at once is started again, as the service does: a port may be taken."""
@@ -91,11 +76,9 @@ class OneEngine:
     def _wait_for_answer(self) -> "OneEngine":
         url, end = f"http://127.0.0.1:{self.ports[0]}", time.monotonic() + START_S
         while True:
-            try:
+            with suppress(httpx.HTTPError):
                 if httpx.get(f"{url}/health", timeout=5).status_code == 200:
                     break
-            except httpx.HTTPError:
-                pass
             if any(process.poll() is not None for process in self.processes) or time.monotonic() > end:
                 self.stop()
                 ends = "\n".join(log.read_text(errors="replace")[-3000:] for log in self.logs)

@@ -7,12 +7,12 @@ engine, the trainers and the watchdog run there once.
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from engine_process import free_ports
 from run_megagrpo import GRADERS, metrics, write_experiment
 
 from megagrpo.system.environment import child_environment
@@ -45,12 +45,6 @@ def environment_of(clone: Path, **variables: str) -> dict[str, str]:
     return {name: value for name, value in env.items() if name != "MEGAGRPO_VENV"}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_the_watchdog_names_our_line_and_not_torchs(clone: Path):
     command = [clone / ".venv" / "bin" / "python", "-m", "pytest", "-q", "tests/dist/test_watchdog.py", "-k", "loader"]
     done = subprocess.run(
@@ -63,13 +57,8 @@ def test_a_step_by_the_launch_scripts(clone: Path, experiments: Path):
     """rollout_node.sh and torchrun_node.sh: Ray, an engine, two ranks; all of them run the clone's files."""
     python, runs = clone / ".venv" / "bin" / "python", clone / "runs"
     env = environment_of(clone, NODE_ADDR="127.0.0.1", MASTER_ADDR="127.0.0.1")
-    where = subprocess.run(
-        [python, "-c", "import megagrpo, torch; print(megagrpo.__file__, torch.__file__, sep='\\n')"],
-        cwd=clone,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    ask = [python, "-c", "import megagrpo, torch; print(megagrpo.__file__, torch.__file__, sep='\\n')"]
+    where = subprocess.run(ask, cwd=clone, env=env, capture_output=True, text=True)
     assert [path.startswith(str(clone)) for path in where.stdout.splitlines()] == [True, True], where
     for name in ("model", "data"):
         shutil.copytree(experiments / name, runs / name)
@@ -79,7 +68,7 @@ def test_a_step_by_the_launch_scripts(clone: Path, experiments: Path):
     nodes: list[subprocess.Popen] = []
     for kind, log in logs.items():
         command = ["env", "-C", str(clone), "bash", f"launch/{kind}_node.sh", str(config)]
-        nodes.append(spawn(command, env | {"MASTER_PORT": str(free_port())}, log))
+        nodes.append(spawn(command, env | {"MASTER_PORT": str(free_ports(1)[0])}, log))
     try:
         status = nodes[1].wait(LIMIT_S)
         said = "\n".join(f"== {log}\n{log.read_text(errors='replace')[-3000:]}" for log in logs.values())

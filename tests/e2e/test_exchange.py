@@ -7,22 +7,17 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  before transformers, whose models load torchvision, see there
-
-# isort: split
-from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent))
+from engine_logprobs import PROMPTS, logprob_difference, logprobs_by, sampled
 from engine_process import OneEngine
 from tiny_model import make_tied_model, make_tiny_model
 
@@ -30,33 +25,25 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import LeaderError, make_mesh
 from megagrpo.rollout.control import bearer
 from megagrpo.system.environment import WEIGHT_LOADER
-from megagrpo.types import EngineInfo
 from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder
 
 KEY = bearer(OneEngine.api_key)
-PROMPTS = [[1, 5, 6, 7, 8, 9], [1, *range(40, 90)]]
 NUM_PROMPT_TOKENS = sum(map(len, PROMPTS))
 
 
 class PlainSource:
-    """An actor whose parameters are this rank's rows of the HF tensors."""
+    """An actor whose parameters are the HF tensors."""
 
-    def __init__(self, folder: Path, rank: int = 0, world: int = 1):
-        self.hf_specs, self.kept, self.rank, self.world = HfFolder(folder).specs, {}, rank, world
-        self.live = {
-            name: torch.zeros(self._rows(torch.empty(shape, device="meta")).shape)
-            for name, (shape, _) in self.hf_specs.items()
-        }
+    def __init__(self, folder: Path):
+        self.hf_specs, self.kept, self.merged = HfFolder(folder).specs, {}, nullcontext
+        self.live = {name: torch.zeros(shape) for name, (shape, _) in self.hf_specs.items()}
         self.copies = record_copies(self._load, self.hf_specs, self.live)
-
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.chunk(self.world, 0)[self.rank]
 
     def _load(self, hf) -> None:
         for name, tensor in self.live.items():
-            tensor.copy_(self._rows(hf[name]))
+            tensor.copy_(hf[name])
 
     def load(self, folder: Path) -> "PlainSource":
         self._load(HfFolder(folder))
@@ -65,11 +52,8 @@ class PlainSource:
     def parameters(self):
         return self.live
 
-    def merged(self):
-        return nullcontext()
 
-
-def experiment(model: Path, tp: int, transport: str, timeout_s: float = 120.0) -> ExperimentConfig:
+def experiment(model: Path, tp: int, transport: str) -> ExperimentConfig:
     return ExperimentConfig.model_validate(
         {
             "name": "t",
@@ -77,39 +61,28 @@ def experiment(model: Path, tp: int, transport: str, timeout_s: float = 120.0) -
             "model": {"path": str(model)},
             "data": {"path": "none.jsonl"},
             "rollout": {"tp": tp, "extra_args": ["--custom-weight-loader", WEIGHT_LOADER, "plant_fault.run"]},
-            "weights": {"transport": transport, "bucket_mb": 0.1, "timeout_s": timeout_s},
+            "weights": {"transport": transport, "bucket_mb": 0.1, "timeout_s": 120.0},
         }
     )
 
 
-def exchange_for(
-    engine: OneEngine, source: PlainSource, transport: str, run_dir: Path, timeout_s: float = 120.0
-) -> Exchange:
-    config = experiment(Path(engine.config.model.path), engine.config.rollout.tp, transport, timeout_s)
+def exchange_for(engine: OneEngine, source: PlainSource, transport: str, run_dir: Path) -> Exchange:
+    config = experiment(Path(engine.config.model.path), engine.config.rollout.tp, transport)
     return Exchange(config, make_mesh(0, 1, torch.device("cpu"), 60.0), source, engine, run_dir)
 
 
-@torch.no_grad()
-def logprobs_by(model: Path, prompt: list[int], response: list[int]) -> torch.Tensor:
-    """[T], by HF transformers."""
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    logprobs = torch.log_softmax(hf(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1], -1)
-    return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+@contextmanager
+def started(config: ExperimentConfig, folder: Path) -> Iterator[OneEngine]:
+    engine = OneEngine(config, folder, [str(Path(__file__).parent)])
+    try:
+        yield engine.start()
+    finally:
+        engine.stop()
 
 
 def assert_engine_computes_with(url: str, model: Path, version: int) -> None:
-    """Log-probs of sampled tokens equal those of HF transformers, and the answer names the version."""
-    body = {
-        "input_ids": PROMPTS,
-        "return_logprob": True,
-        "sampling_params": {"max_new_tokens": 24, "temperature": 1.0, "ignore_eos": True},
-    }
-    answer = httpx.post(f"{url}/generate", json=body, headers=KEY, timeout=120).raise_for_status()
-    for prompt, out in zip(PROMPTS, answer.json(), strict=True):
-        expected = logprobs_by(model, prompt, out["output_ids"])
-        got = torch.tensor([entry[0] for entry in out["meta_info"]["output_token_logprobs"]])
-        assert (got - expected).abs().max() < 2e-5
-        assert out["meta_info"]["weight_version"] == str(version)
+    """Log-probs of all tokens equal those of HF transformers, and the answer names the version."""
+    assert logprob_difference(url, model, version).largest < 2e-5
 
 
 def plant_fault(url: str, tp: int, rank: int, parameter: str, index: int | list[list[int]]) -> None:
@@ -131,26 +104,14 @@ def moe_models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def moe_engine(moe_models, tmp_path_factory):
-    config = experiment(moe_models[0], 1, "broadcast")
-    engine = OneEngine(config, tmp_path_factory.mktemp("engine"), [str(Path(__file__).parent)])
-    try:
-        yield engine.start()
-    finally:
-        engine.stop()
+    with started(experiment(moe_models[0], 1, "broadcast"), tmp_path_factory.mktemp("engine")) as engine:
+        yield engine
 
 
 def test_every_transport_puts_weights_into_a_moe(moe_engine, moe_models, tmp_path):
-    source = PlainSource(moe_models[0])
-    for version, (transport, model) in enumerate(
-        (
-            ("broadcast", moe_models[1]),
-            ("disk", moe_models[2]),
-            ("reshard", moe_models[0]),
-            ("broadcast", moe_models[2]),
-            ("reshard", moe_models[1]),
-        ),
-        1,
-    ):
+    source, transports = PlainSource(moe_models[0]), ("broadcast", "disk", "reshard", "broadcast", "reshard")
+    for version, (transport, seed) in enumerate(zip(transports, (1, 2, 0, 2, 1), strict=True), 1):
+        model = moe_models[seed]
         exchange = exchange_for(moe_engine, source.load(model), transport, tmp_path)
         report = exchange.publish(version)
         exchange.verify()
@@ -163,13 +124,6 @@ def test_every_transport_puts_weights_into_a_moe(moe_engine, moe_models, tmp_pat
     assert not (tmp_path / "weights" / "v1").exists()
 
 
-def long_responses(url: str) -> list[dict]:
-    """To each prompt one that does not end by itself."""
-    sampling = {"max_new_tokens": 1500, "temperature": 1.0, "ignore_eos": True}
-    body = {"input_ids": PROMPTS, "return_logprob": True, "sampling_params": sampling}
-    return httpx.post(f"{url}/generate", json=body, headers=KEY, timeout=300).raise_for_status().json()
-
-
 def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_the_new_ones(
     moe_engine, moe_models, tmp_path
 ):
@@ -178,7 +132,7 @@ def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_th
     exchange = exchange_for(moe_engine, source.load(moe_models[1]), "reshard", tmp_path)
     exchange.publish(40)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(long_responses, url)
+        asked = pool.submit(sampled, url, 1500)
         begun = time.monotonic()
         while httpx.get(f"{url}/v1/loads", headers=KEY).json()["loads"][0]["num_used_tokens"] < 2 * NUM_PROMPT_TOKENS:
             assert not asked.done() and time.monotonic() < begun + 60
@@ -191,19 +145,11 @@ def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_th
         spans = [(int(span["version"]), span["start"]) for span in meta["weight_versions"]]
         start = spans[-1][1]
         assert spans == [(40, 0), (41, start)] and 0 < start < len(ids)
-        old, new = (logprobs_by(model, prompt, ids) for model in moe_models[1:])
+        old, new = (logprobs_by(model, prompt + ids)[len(prompt) - 1 :] for model in moe_models[1:])
         found = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
         assert (found[:start] - old[:start]).abs().max() <= 1e-5
         assert (found[start:] - new[start:]).abs().max() <= 1e-5
         assert (old - new).abs().max() > 1e-2, "weights that differ"
-
-
-def test_disk_keeps_the_last_version_only(moe_engine, moe_models, tmp_path):
-    exchange = exchange_for(moe_engine, PlainSource(moe_models[1]).load(moe_models[1]), "disk", tmp_path)
-    for version in (7, 8):
-        exchange.publish(version, only=["e0"])
-    assert [p.name for p in (tmp_path / "weights").iterdir()] == ["v8"]
-    exchange.close()
 
 
 UP, EXPERT = 64 * 64, 2 * 64 * 64  # elements of a projection, and of gate and up
@@ -260,65 +206,21 @@ def test_an_engine_killed_during_the_update_is_updated_after_its_restart(moe_eng
     exchange.close()
 
 
-def run_trainer(
-    rank: int, folder: Path, info: EngineInfo, config: ExperimentConfig, models: list[Path], results
-) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    control = OneEngine(config, folder)
-    control.info = info
-    source = PlainSource(models[0], rank, 2).load(models[2])
-    exchange = Exchange(config, make_mesh(0, 1, torch.device("cpu"), 60.0), source, control, folder)
-    report = exchange.publish(50)
-    if rank == 1:
-        source.live["model.norm.weight"][3] += 1  # after publishing: the engine now differs from the trainers
-    try:
-        exchange.verify()
-        error = ""
-    except LeaderError as exc:
-        error = str(exc)
-    exchange.close()
-    results[rank] = report, error, control.ready_calls
-    dist.destroy_process_group()
-
-
-def test_two_trainer_ranks(moe_engine, moe_models, tmp_path):
-    config = experiment(moe_models[0], 1, "reshard")
-    with mp.Manager() as manager:
-        results = manager.dict()
-        mp.spawn(run_trainer, args=(tmp_path, moe_engine.info, config, moe_models, results), nprocs=2)
-        (report, error, ready), (other_report, other_error, nobody) = results[0], results[1]
-    assert report == other_report and ready == [("e0", moe_engine.info.incarnation, 50)] and not nobody
-    assert error == other_error and "HF tensor model.norm.weight [0:64]" in error and "in 1 places" in error
-    # It was left paused: nobody may sample from it.
-    httpx.post(f"{moe_engine.info.url}/continue_generation", json={}, headers=KEY).raise_for_status()
-    assert_engine_computes_with(moe_engine.info.url, moe_models[2], 50)
-
-
 def test_dense_with_tied_embeddings_on_two_ranks(tmp_path):
     models = [make_tied_model(tmp_path / f"d{seed}", seed) for seed in range(2)]
-    source = PlainSource(models[0]).load(models[1])
-    engine = OneEngine(experiment(models[0], 2, "broadcast"), tmp_path, [str(Path(__file__).parent)])
-    try:
-        engine.start()
-        for version, transport, model in (
-            (1, "broadcast", models[1]),
-            (2, "disk", models[0]),
-            (3, "reshard", models[1]),
-            (4, "reshard", models[0]),
-        ):
+    source = PlainSource(models[0])
+    with started(experiment(models[0], 2, "broadcast"), tmp_path) as engine:
+        for version, transport in enumerate(("broadcast", "disk", "reshard", "reshard"), 1):
+            model = models[version % 2]
             exchange = exchange_for(engine, source.load(model), transport, tmp_path)
             exchange.publish(version)
             assert_engine_computes_with(engine.info.url, model, version)
-        plant_fault(engine.info.url, 2, 1, "model.embed_tokens.weight", 0)  # rank 1 holds rows 160 to 299, and padding
-        with pytest.raises(
-            LeaderError, match=r"rank 1: parameter model.embed_tokens.weight does not hold .*weight \[160:300, 0:64\]"
+        wrong = r"rank 1: parameter model.embed_tokens.weight"
+        for index, message in (  # rank 1 holds rows 160 to 299, and padding
+            (0, rf"{wrong} does not hold .*weight \[160:300, 0:64\]"),
+            (150 * 64, rf"{wrong}: elements that the loader sets to 0.0"),
         ):
-            exchange.verify()
-        plant_fault(engine.info.url, 2, 1, "model.embed_tokens.weight", 150 * 64)
-        with pytest.raises(
-            LeaderError, match=r"rank 1: parameter model.embed_tokens.weight: elements that the loader sets to 0.0"
-        ):
-            exchange.verify()
+            plant_fault(engine.info.url, 2, 1, "model.embed_tokens.weight", index)
+            with pytest.raises(LeaderError, match=message):
+                exchange.verify()
         exchange.close()
-    finally:
-        engine.stop()

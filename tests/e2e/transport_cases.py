@@ -6,8 +6,8 @@ runs pairs of these cases, bench/transports.py all of them.
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -173,19 +173,20 @@ def run_computed(pool: RankPool, family: str, engines: str, folder: Path, transp
 def problems_of(row: dict) -> list[str]:
     """What of a row is not as it must be."""
     name = f"{row['family']}, trainers {row['trainers']}, engines {row['engines']}, {row['transport']}"
-    problems = []
-    if row["wrong"]:
-        problems.append(f"{name}: not what disk gives: {', '.join(row['wrong'])}")
-    if row["changed"] != row["parameters"]:
-        problems.append(f"{name}: {row['parameters'] - row['changed']} parameters were not changed by other weights")
-    if row["transport"] == "reshard" and row["report"]["wire_bytes"] != row["lower_bound"]:
-        problems.append(f"{name}: {row['report']['wire_bytes']:.0f} bytes on the wire, not {row['lower_bound']}")
-    if row["transport"] in ("reshard", "ipc") and row["report"]["staging_bytes"] > _BUCKET_MB * 2**20:
-        problems.append(f"{name}: {row['report']['staging_bytes']:.0f} bytes staged, more than weights.bucket_mb")
+    report, unchanged = row["report"], row["parameters"] - row["changed"]
+    resharded, planned = row["transport"] == "reshard", row["transport"] in ("reshard", "ipc")
     distance = row.get("logprobs", {"mean": 0.0, "largest": 0.0})
-    if distance["mean"] > _MOST_MEAN or distance["largest"] > _MOST:
-        problems.append(f"{name}: log-probabilities are {distance} from transformers'")
-    return problems
+    found = {
+        f"not what disk gives: {', '.join(row['wrong'])}": row["wrong"],
+        f"{unchanged} parameters were not changed by other weights": unchanged,
+        f"{report['wire_bytes']:.0f} bytes on the wire, not {row['lower_bound']}": resharded
+        and report["wire_bytes"] != row["lower_bound"],
+        f"{report['staging_bytes']:.0f} bytes staged, more than weights.bucket_mb": planned
+        and report["staging_bytes"] > _BUCKET_MB * 2**20,
+        f"log-probabilities are {distance} from transformers'": distance["mean"] > _MOST_MEAN
+        or distance["largest"] > _MOST,
+    }
+    return [f"{name}: {problem}" for problem, true in found.items() if true]
 
 
 def publish_and_compare(
@@ -193,8 +194,8 @@ def publish_and_compare(
 ) -> list[dict]:
     """Collective. The weights by disk, then by every transport: others first, whose parameters must all differ.
 
-    A row says for how many parameters of all engine ranks the checksums are those after disk, and of how many; bytes
-    counted and their lower bound; messages; staging bytes; seconds. Rank 0 alone returns rows.
+    A row has the case, the transport, how many parameters of all engine ranks there are, changed by the others, and
+    have the checksums of disk; bytes counted and their lower bound. Only rank 0 returns rows.
     """
     from megagrpo.certify.measure import joined  # imports Megatron: in the pool's processes only
     from megagrpo.weights.actor_weights import load_initial_weights
@@ -204,8 +205,8 @@ def publish_and_compare(
     settings = {"optimizer": OptimizerConfig(distributed=False), "device": torch.device("cpu")}
     rows = []
     with joined(folder / "store", config=actor_config, model_path=str(model), **settings) as actor:
-        weights = load_initial_weights(actor, str(model))
-        wanted, others = HfFolder(model), _Negated(HfFolder(model))
+        weights, wanted = load_initial_weights(actor, str(model)), HfFolder(model)
+        others = {name: -tensor for name, tensor in wanted.items()}
 
         def publish(exchange: Exchange, version: int, hf: Mapping) -> tuple[dict, dict]:
             actor.load_hf(hf)
@@ -215,52 +216,29 @@ def publish_and_compare(
                 dist.barrier()
             return report, found
 
-        def exchange_by(transport: str) -> Exchange:
+        def exchange_by(transport: str) -> AbstractContextManager[Exchange]:
             config, control = experiment(model, case.engines, transport), ListedEngines(infos)
-            return Exchange(config, actor.mesh, weights, control, folder)
+            return closing(Exchange(config, actor.mesh, weights, control, folder))
 
-        exchange = exchange_by("disk")
-        _, reference = publish(exchange, 1, wanted)
-        exchange.close()
+        with exchange_by("disk") as exchange:
+            _, reference = publish(exchange, 1, wanted)
         for transport in transports:
-            exchange = exchange_by(transport)
-            _, before = publish(exchange, 2, others)
-            report, after = publish(exchange, 3, wanted)
-            needed = lower_bound(exchange) if rank == 0 else 0
-            exchange.close()
+            with exchange_by(transport) as exchange:
+                _, before = publish(exchange, 2, others)
+                report, after = publish(exchange, 3, wanted)
+                needed = lower_bound(exchange) if rank == 0 else 0
             if rank == 0:
                 assert reference and reference.keys() == before.keys() == after.keys()
-                rows.append(
-                    {
-                        "family": case.family,
-                        "trainers": case.trainers,
-                        "engines": case.engines,
-                        "transport": transport,
-                        "parameters": len(reference),
-                        "changed": sum(before[key] != reference[key] for key in reference),
-                        "equal": sum(after[key] == reference[key] for key in reference),
-                        "wrong": [key for key in reference if after[key] != reference[key]],
-                        "lower_bound": needed,
-                        "report": report,
-                    }
-                )
+                wrong = [key for key in reference if after[key] != reference[key]]
+                counts = {
+                    "parameters": len(reference),
+                    "changed": sum(before[key] != reference[key] for key in reference),
+                    "equal": len(reference) - len(wrong),
+                    "wrong": wrong,
+                    "lower_bound": needed,
+                }
+                rows.append(asdict(case) | {"transport": transport, "report": report} | counts)
     return rows
-
-
-class _Negated(Mapping):
-    """The tensors of an HF folder with the other sign."""
-
-    def __init__(self, folder: HfFolder):
-        self._folder = folder
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return -self._folder[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._folder)
-
-    def __len__(self) -> int:
-        return len(self._folder)
 
 
 def checksums(info: EngineInfo) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 import json
 import os
+import shutil
 import subprocess
-from itertools import chain
 
 import pytest
 import torch
@@ -41,12 +41,13 @@ def test_round_trip(tmp_path, like, number):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like", "out"], "nothing temporary stays"
 
 
-def test_the_dtype_is_written_into_the_config_and_tensors_keep_their_own(tmp_path, like):
-    kept = {"bias": torch.ones(3)}
-    half = ({name: tensor.bfloat16() for name, tensor in shard.items()} for shard in shards(2))
-    write_hf_folder(tmp_path / "out", chain(half, [kept]), like, torch.bfloat16)
-    specs = HfFolder(tmp_path / "out").specs
-    assert specs["y"] == ((5,), torch.bfloat16) and specs["bias"] == ((3,), torch.float32)
+def test_tensors_keep_their_dtype_and_views_of_one_storage_and_the_config_names_the_dtype(tmp_path, like):
+    flat, half = torch.arange(10.0), torch.ones(5, dtype=torch.bfloat16)
+    tensors = {"half": half, "bias": flat[:4], "view": flat.view(5, 2).t()}
+    write_hf_folder(tmp_path / "out", iter([tensors]), like, torch.bfloat16)
+    folder = HfFolder(tmp_path / "out")
+    assert folder.specs["half"] == ((5,), torch.bfloat16) and folder.specs["bias"] == ((4,), torch.float32)
+    assert torch.equal(folder["view"], flat.view(5, 2).t())
     assert json.loads((tmp_path / "out/config.json").read_text()) == {"model_type": "toy", "dtype": "bfloat16"}
 
 
@@ -61,12 +62,6 @@ def test_a_failure_leaves_the_old_folder_and_nothing_else(tmp_path, like):
         write_hf_folder(tmp_path / "out", broken(), like, torch.float32)
     assert torch.equal(HfFolder(tmp_path / "out")["x"], TENSORS["x"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["like", "out"]
-
-
-def test_views_of_one_storage_are_written_as_their_own(tmp_path, like):
-    flat = torch.arange(10.0)
-    write_hf_folder(tmp_path / "out", iter([{"a": flat[:4], "b": flat.view(5, 2).t()}]), like, torch.float32)
-    assert torch.equal(HfFolder(tmp_path / "out")["b"], flat.view(5, 2).t())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
@@ -85,30 +80,27 @@ def test_disk_full_is_one_clear_error_and_leaves_nothing(tmp_path, like):
         subprocess.run(["umount", small], check=True)
 
 
-def test_damage_is_named(tmp_path, like):
-    with pytest.raises(ValueError, match=r"nowhere: no such folder"):
-        HfFolder(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"unreadable or cut short"):
-        HfFolder(like)
-    out = tmp_path / "out"
-    write_hf_folder(out, shards(2), like, torch.float32)
-    first = out / "model-00001-of-00002.safetensors"
-    whole = first.read_bytes()
-    first.write_bytes(whole[:-4])
-    with pytest.raises(ValueError, match=r"model-00001-of-00002.safetensors: unreadable or cut short"):
-        HfFolder(out)
-    first.unlink()
-    with pytest.raises(ValueError, match=r"missing, but model.safetensors.index.json names it"):
-        HfFolder(out)
-    first.write_bytes((out / "model-00002-of-00002.safetensors").read_bytes())
-    with pytest.raises(ValueError, match=r"lacks"):
-        HfFolder(out)
-    (out / INDEX).write_text("{")
-    with pytest.raises(ValueError, match=r"not a safetensors index"):
-        HfFolder(out)
-    (out / INDEX).unlink()
-    with pytest.raises(ValueError, match=r"neither model.safetensors nor"):
-        HfFolder(out)
+FIRST, SECOND = (f"model-0000{k}-of-00002.safetensors" for k in (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda out: shutil.rmtree(out), "out: no such folder"),
+        (lambda out: (out / FIRST).write_bytes(b"old weights"), f"{FIRST}: unreadable or cut short"),
+        (lambda out: (out / FIRST).write_bytes((out / FIRST).read_bytes()[:-4]), f"{FIRST}: unreadable or cut short"),
+        (lambda out: (out / FIRST).unlink(), f"{FIRST}: missing, but {INDEX} names it"),
+        (lambda out: (out / FIRST).write_bytes((out / SECOND).read_bytes()), f"{FIRST}: lacks .* that {INDEX} names"),
+        (lambda out: (out / INDEX).write_text("{"), f"{INDEX}: not a safetensors index"),
+        (lambda out: (out / INDEX).write_text("{}"), f"{INDEX}: not a safetensors index"),
+        (lambda out: (out / INDEX).unlink(), "out: has neither model.safetensors nor"),
+    ],
+)
+def test_damage_is_named(tmp_path, like, damage, named):
+    write_hf_folder(tmp_path / "out", shards(2), like, torch.float32)
+    damage(tmp_path / "out")
+    with pytest.raises(ValueError, match=named):
+        HfFolder(tmp_path / "out")
 
 
 def test_reading_a_large_model_says_how_far_it_is(monkeypatch, capsys):

@@ -20,14 +20,20 @@ EXPERTS, INNER, HIDDEN = 6, 4, 5
 REQUEST = {"specs": "", "allow_computed": False, "dummy_start": False}
 
 
-def test_long_runs_of_constant_steps():
-    assert constant_steps([]) == []
-    assert constant_steps([7]) == [range(1)]
-    assert constant_steps([0, 2, 4, 6]) == [range(4)]
-    assert constant_steps([3, 3, 9, 9, 15, 15]) == [range(0, 6, 2), range(1, 6, 2)]  # tied: the same place twice
-    assert constant_steps([0, 1, 10, 11, 20, 21]) == [range(0, 6, 2), range(1, 6, 2)]
-    assert constant_steps([0, 1, 2, 50, 51, 52]) == [range(3), range(3, 6)]
-    assert constant_steps([0, 5, 7, 9]) == [range(2), range(2, 4)]
+@pytest.mark.parametrize(
+    ("ascending", "runs"),
+    [
+        ([], []),
+        ([7], [range(1)]),
+        ([0, 2, 4, 6], [range(4)]),
+        ([3, 3, 9, 9, 15, 15], [range(0, 6, 2), range(1, 6, 2)]),  # tied: the same elements twice
+        ([0, 1, 10, 11, 20, 21], [range(0, 6, 2), range(1, 6, 2)]),
+        ([0, 1, 2, 50, 51, 52], [range(3), range(3, 6)]),
+        ([0, 5, 7, 9], [range(2), range(2, 4)]),
+    ],
+)
+def test_long_runs_of_constant_steps(ascending, runs):
+    assert constant_steps(ascending) == runs
 
 
 @given(st.lists(st.integers(0, 30), max_size=30).map(sorted))
@@ -45,31 +51,30 @@ def hf_tensors(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=draw).to(dtype) for name, shape in shapes.items()}
 
 
-def recorded(hf: dict[str, torch.Tensor], live: dict[str, torch.Tensor], place) -> list[Copy]:
-    """`place(live, name)`: the view of a parameter into which an HF tensor belongs. Copies are made, too."""
+def recorded(hf: dict[str, torch.Tensor], live: dict[str, torch.Tensor]) -> list[Copy]:
+    """The copies of a loader, which are made, too."""
 
     def load(tensors) -> None:
         for name, tensor in tensors.items():
-            place(live, name).copy_(tensor)
+            target(live, name).copy_(tensor)
 
     load(hf)
-    return record_copies(load, {name: (tuple(t.shape), t.dtype) for name, t in hf.items()}, live)
+    return record_copies(load, specs(hf, torch.float32), live)
 
 
-def grouped(live: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """As an engine keeps experts: w13 [experts, 2 * inner, hidden] and w2 [experts, hidden, inner]."""
+def target(live: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The view of a parameter into which an HF tensor belongs.
+
+    Engines have w13 [experts, 2 * inner, hidden] and w2 [experts, hidden, inner]; trainers two parameters an expert.
+    """
     if name == "norm":
         return live["norm"]
     expert, kind = name.split(".")
-    return live["w2"][int(expert)] if kind == "down" else live["w13"][int(expert)].chunk(2)[kind == "up"]
-
-
-def sequential(live: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """As a trainer keeps them: two parameters an expert."""
-    if name == "norm":
-        return live["norm"]
-    expert, kind = name.split(".")
-    return live[f"{expert}.fc2"] if kind == "down" else live[f"{expert}.fc1"].chunk(2)[kind == "up"]
+    if "w13" in live:
+        fc1, fc2 = live["w13"][int(expert)], live["w2"][int(expert)]
+    else:
+        fc1, fc2 = live[f"{expert}.fc1"], live[f"{expert}.fc2"]
+    return fc2 if kind == "down" else fc1.chunk(2)[kind == "up"]
 
 
 def engine_parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -77,19 +82,16 @@ def engine_parameters(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
 
 
-def trainer_parameters(dtype: torch.dtype, one_storage: bool) -> dict[str, torch.Tensor]:
+def trainer_parameters(one_storage: bool) -> dict[str, torch.Tensor]:
     """Each on its own, or one after the other in a flat buffer."""
     shapes = {"norm": (HIDDEN,)}
     for e in range(EXPERTS):
         shapes |= {f"{e}.fc1": (2 * INNER, HIDDEN), f"{e}.fc2": (HIDDEN, INNER)}
     if not one_storage:
-        return {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
-    flat = torch.zeros(1000, dtype=dtype)
-    live, first = {}, 3
-    for name, shape in shapes.items():
-        size = torch.Size(shape).numel()
-        live[name], first = flat[first : first + size].view(shape), first + size
-    return live
+        return {name: torch.zeros(shape) for name, shape in shapes.items()}
+    sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+    parts = torch.zeros(3 + sum(sizes))[3:].split(sizes)
+    return {name: part.view(shape) for part, (name, shape) in zip(parts, shapes.items(), strict=True)}
 
 
 def specs(hf: dict[str, torch.Tensor], dtype: torch.dtype) -> Specs:
@@ -100,36 +102,34 @@ def specs(hf: dict[str, torch.Tensor], dtype: torch.dtype) -> Specs:
 def digests(batches: CopyBatches, live: dict[str, torch.Tensor], count: int, dtype: torch.dtype) -> tuple[list, int]:
     """By copy, and how many batches it took."""
     found, calls = [None] * count, 0
-    for box, values, places, published in batches.views(live):
+    for box, values, indices, published in batches.views(live):
         assert published == dtype
         calls += 1
-        for place, digest in zip(places, batched_digest(values.to(dtype), box).tolist(), strict=True):
-            assert found[place] is None
-            found[place] = digest
+        for index, digest in zip(indices, batched_digest(values.to(dtype), box).tolist(), strict=True):
+            assert found[index] is None
+            found[index] = digest
     return found, calls
 
 
 @pytest.mark.parametrize(
-    ("live", "place", "calls"),
+    ("live", "calls"),
     [
-        (engine_parameters(torch.float32), grouped, 3),
-        (trainer_parameters(torch.float32, one_storage=True), sequential, 4),
-        (trainer_parameters(torch.float32, one_storage=False), sequential, 2 * EXPERTS + 1),
+        pytest.param(engine_parameters(torch.float32), 3, id="grouped experts"),
+        pytest.param(trainer_parameters(one_storage=True), 4, id="flat buffer"),
+        pytest.param(trainer_parameters(one_storage=False), 2 * EXPERTS + 1, id="separate parameters"),
     ],
-    ids=["grouped experts", "flat buffer", "separate parameters"],
 )
-def test_batches_have_the_digests_of_their_copies(live, place, calls):
+def test_batches_have_the_digests_of_their_copies(live, calls):
     hf = hf_tensors(torch.float32)
-    copies = recorded(hf, live, place)
+    copies = recorded(hf, live)
     for dtype in (torch.float32, torch.bfloat16):
-        batches = CopyBatches(copies, specs(hf, dtype))
         expected = [int(slice_digest(hf[copy.hf].to(dtype), copy.box)) for copy in copies]
-        assert digests(batches, live, len(copies), dtype) == (expected, calls)
+        assert digests(CopyBatches(copies, specs(hf, dtype)), live, len(copies), dtype) == (expected, calls)
 
 
 def test_casts_come_in_parts(monkeypatch):
     hf, live = hf_tensors(torch.float32), engine_parameters(torch.float32)
-    copies = recorded(hf, live, grouped)
+    copies = recorded(hf, live)
     half, single = (CopyBatches(copies, specs(hf, dtype)) for dtype in (torch.bfloat16, torch.float32))
     whole, calls = digests(half, live, len(copies), torch.bfloat16)
     monkeypatch.setattr(digest_batches, "_CAST_ELEMENTS", 2 * INNER * HIDDEN)
@@ -138,8 +138,8 @@ def test_casts_come_in_parts(monkeypatch):
 
 
 def test_batches_follow_parameters_to_other_storages():
-    hf, live = hf_tensors(torch.float32), trainer_parameters(torch.float32, one_storage=True)
-    copies = recorded(hf, live, sequential)
+    hf, live = hf_tensors(torch.float32), trainer_parameters(one_storage=True)
+    copies = recorded(hf, live)
     batches = CopyBatches(copies, specs(hf, torch.float32))
     before, few = digests(batches, live, len(copies), torch.float32)
     apart = {name: tensor.clone() for name, tensor in live.items()}
@@ -169,7 +169,7 @@ class Engine(torch.nn.Module):
                 live[name].data[:EXPERTS].copy_(tensor)
                 live[name].data[EXPERTS:].zero_()
             else:
-                grouped({key: value.data for key, value in live.items()}, name).copy_(tensor)
+                target({key: value.data for key, value in live.items()}, name).copy_(tensor)
 
 
 def test_an_engine_answers_in_the_order_of_its_copies_and_names_what_no_digest_can_see():

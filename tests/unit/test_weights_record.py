@@ -12,20 +12,15 @@ SPECS = {name: (shape, torch.float32) for name, shape in HF.items()}
 
 
 def values() -> dict[str, Tensor]:
-    total, tensors = 0, {}
-    for name, shape in HF.items():
-        count = torch.Size(shape).numel()
-        tensors[name] = torch.arange(total, total + count, dtype=torch.float32).view(shape)
-        total += count
-    return tensors
+    """Every element of all tensors is another."""
+    sizes = [torch.Size(shape).numel() for shape in HF.values()]
+    parts = torch.arange(sum(sizes), dtype=torch.float32).split(sizes)
+    return {name: part.view(shape) for part, (name, shape) in zip(parts, HF.items(), strict=True)}
 
 
 def replay(copies, hf, parameters) -> None:
     for copy in copies:
-        source = hf[copy.hf]
-        for dim, (start, size) in enumerate(zip(copy.start, copy.size, strict=True)):
-            source = source.narrow(dim, start, size)
-        copy.view(parameters).copy_(source)
+        copy.view(parameters).copy_(hf[copy.hf][copy.box.slices])
 
 
 def halves(hf, p):  # tensor-parallel rows and columns
@@ -137,44 +132,40 @@ def test_constants_are_recorded_with_their_value():
     assert parameters["x"].all() and not coverage_problems(recording, parameters)
 
 
+UNTRACEABLE = [  # what is copied, the parameter's shape, how the message goes on after "parameter x is filled"
+    (lambda hf: hf["a"] + 1, (8, 6), "from aten.add.Tensor of HF tensor a"),
+    (
+        lambda hf: torch.cat([hf["a"], torch.zeros(8, 6, device="meta")]),
+        (16, 6),
+        "from aten.cat.default of HF tensor a",
+    ),
+    (lambda hf: torch.cat([joined(hf), hf["a"]]), (24, 6), "from aten.cat.default of HF tensor a"),
+    (lambda hf: joined(hf).view(-1), (96,), r"from shape .96,. .* no range of a concatenation .16, 6. of HF tensor a"),
+    (lambda hf: joined(hf)[:1].expand(8, 6), (8, 6), "from .* no range of a concatenation"),
+    (lambda hf: joined(hf)[:8] * 2, (8, 6), "from aten.mul.Tensor of HF tensor a"),
+    (lambda hf: hf["a"].clone().mul_(2), (8, 6), "from aten.mul_.Tensor of HF"),
+    (lambda hf: torch.ones(8, 6), (8, 6), "from a tensor that is no HF tensor"),
+    (lambda hf: hf["a"][0], (8, 6), "by broadcasting a"),
+]
+
+
+def joined(hf) -> Tensor:
+    return torch.cat([hf["a"], hf["b"]])
+
+
 @pytest.mark.parametrize(
     ("load", "shape", "message"),
     [
         (lambda hf, x: x[:7].copy_(hf["a"][:7]), (8, 6), "parameter x .8, 6.: 6 of 48 elements are never written"),
         (lambda hf, x: (x.copy_(hf["a"]), x[:2].copy_(hf["b"][:2])), (8, 6), "parameter x .* written twice"),
         (lambda hf, x: (x[:5].copy_(hf["a"][:5]), x[:3].copy_(hf["b"][:3])), (8, 6), "parameter x .* written twice"),
-        (lambda hf, x: x.copy_(hf["a"] + 1), (8, 6), "parameter x is filled from aten.add.Tensor of HF tensor a"),
-        (
-            lambda hf, x: x.copy_(torch.cat([hf["a"], torch.zeros(8, 6, device="meta")])),
-            (16, 6),
-            "parameter x is filled from aten.cat.default of HF tensor a",
-        ),
-        (
-            lambda hf, x: x.copy_(torch.cat([hf["a"], hf["b"]]).view(-1)),
-            (96,),
-            r"parameter x is filled from shape .96,. .* no range of a concatenation .16, 6. of HF tensor a",
-        ),
-        (
-            lambda hf, x: x.copy_(torch.cat([torch.cat([hf["a"], hf["b"]]), hf["a"]])),
-            (24, 6),
-            "parameter x is filled from aten.cat.default of HF tensor a",
-        ),
-        (
-            lambda hf, x: x.copy_(torch.cat([hf["a"], hf["b"]])[:1].expand(8, 6)),
-            (8, 6),
-            "parameter x is filled from .* no range of a concatenation",
-        ),
-        (
-            lambda hf, x: x.copy_(torch.cat([hf["a"], hf["b"]])[:8] * 2),
-            (8, 6),
-            "parameter x is filled from aten.mul.Tensor of HF tensor a",
-        ),
-        (lambda hf, x: x.copy_(hf["a"].clone().mul_(2)), (8, 6), "parameter x is filled from aten.mul_.Tensor of HF"),
         (lambda hf, x: x.add_(hf["a"]), (8, 6), "parameter x is written by aten.add_.Tensor"),
-        (lambda hf, x: x.copy_(torch.ones(8, 6)), (8, 6), "parameter x is filled from a tensor that is no HF tensor"),
-        (lambda hf, x: x.copy_(hf["a"][0]), (8, 6), "parameter x is filled by broadcasting a"),
         (lambda hf, x: x.copy_(hf["a"][::2]), (4, 6), "HF tensor a .*every 2th element"),
         (lambda hf, x: x.copy_(hf["a"].view(-1)[3:17]), (14,), "HF tensor a"),
+        *(
+            (lambda hf, x, source=source: x.copy_(source(hf)), shape, f"parameter x is filled {message}")
+            for source, shape, message in UNTRACEABLE
+        ),
     ],
 )
 def test_what_cannot_be_traced_is_named(load, shape, message):
@@ -205,6 +196,6 @@ def test_boxes_subtract_into_disjoint_rests():
     rests = whole.subtract(hole)
     count = torch.zeros(6, 5, dtype=torch.int64)
     for box in [*rests, hole]:
-        count[box.start[0] : box.start[0] + box.size[0], box.start[1] : box.start[1] + box.size[1]] += 1
+        count[box.slices] += 1
     assert (count == 1).all()
     assert whole.subtract(Box((6, 0), (1, 5))) == [whole] and not hole.subtract(whole)

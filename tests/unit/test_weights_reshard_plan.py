@@ -1,6 +1,7 @@
 """The plan of a point-to-point transfer, carried out in plain tensors: what arrives is right and comes once."""
 
 from collections import Counter
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -19,6 +20,9 @@ SPECS = {
 }
 
 
+EVERYWHERE = (Copy("norm", (0,), (8,), "norm", 0, (1,)), Copy("scale", (), (), "scale", 0, ()))
+
+
 def rows(name, start, count, parameter, offset=0, width=None):
     """A copy of rows of an HF tensor into a parameter, at an element offset, in rows of `width` elements."""
     columns = SPECS[name][0][1]
@@ -31,14 +35,11 @@ def trainers(tp: int, ep: int, replicas: int) -> list[list[Copy]]:
     for rank in range(tp * ep * replicas):
         t, e = rank % tp, rank // tp % ep
         part = 24 // tp
-        copies = [rows("embed", t * part, part, "embedding")]
+        copies = [rows("embed", t * part, part, "embedding"), *EVERYWHERE]
         for k in range(4 // ep):
-            expert = e * (4 // ep) + k
-            copies.append(rows(f"expert.{expert}.gate", 0, 6, f"fc1.{k}"))
-            copies.append(rows(f"expert.{expert}.up", 0, 6, f"fc1.{k}", 48))
-            copies.append(Copy(f"expert.{expert}.down", (0, 0), (8, 6), f"fc2.{k}", 0, (1, 8)))
-        copies.append(Copy("norm", (0,), (8,), "norm", 0, (1,)))
-        copies.append(Copy("scale", (), (), "scale", 0, ()))
+            expert = f"expert.{e * (4 // ep) + k}"
+            copies += [rows(f"{expert}.gate", 0, 6, f"fc1.{k}"), rows(f"{expert}.up", 0, 6, f"fc1.{k}", 48)]
+            copies.append(Copy(f"{expert}.down", (0, 0), (8, 6), f"fc2.{k}", 0, (1, 8)))
         everyone.append(copies)
     return everyone
 
@@ -48,16 +49,14 @@ def engine(tp: int, ep: int) -> list[list[Copy]]:
     ranks = []
     for rank in range(tp):
         part, moe_tp = 24 // tp, tp // ep
-        copies = [rows("embed", rank * part, part, name) for name in ("embed", "head")]
+        copies = [*(rows("embed", rank * part, part, name) for name in ("embed", "head")), *EVERYWHERE]
         own, t = rank // moe_tp, rank % moe_tp
         half = 6 // moe_tp
         for k in range(4 // ep):
-            expert = own * (4 // ep) + k
-            copies.append(rows(f"expert.{expert}.gate", t * half, half, "w13", k * 16 * half))
-            copies.append(rows(f"expert.{expert}.up", t * half, half, "w13", k * 16 * half + 8 * half))
-            copies.append(Copy(f"expert.{expert}.down", (0, t * half), (8, half), "w2", k * 8 * half, (half, 1)))
-        copies.append(Copy("norm", (0,), (8,), "norm", 0, (1,)))
-        copies.append(Copy("scale", (), (), "scale", 0, ()))
+            expert = f"expert.{own * (4 // ep) + k}"
+            copies.append(rows(f"{expert}.gate", t * half, half, "w13", k * 16 * half))
+            copies.append(rows(f"{expert}.up", t * half, half, "w13", k * 16 * half + 8 * half))
+            copies.append(Copy(f"{expert}.down", (0, t * half), (8, half), "w2", k * 8 * half, (half, 1)))
         ranks.append(copies)
     return ranks
 
@@ -70,8 +69,7 @@ def storage(copies: list[Copy], hf: dict[str, torch.Tensor] | None) -> dict[str,
         sizes[c.parameter] = max(sizes[c.parameter], last)
     live = {name: torch.full((size,), torch.nan) for name, size in sizes.items()}
     for c in copies if hf is not None else ():
-        box = hf[c.hf][tuple(slice(a, a + n) for a, n in zip(c.start, c.size, strict=True))]
-        c.view(live).copy_(box)
+        c.view(live).copy_(hf[c.hf][c.box.slices])
     return live
 
 
@@ -91,19 +89,15 @@ def test_what_arrives_is_what_the_loader_would_have_written(trainer_layout, engi
         live = [storage(copies, None) for copies in receivers]
         wire = {}
         for rank in range(len(everyone)):
-            for batch in plan.sent_by(rank):
-                for m in batch:
-                    values = torch.cat([place.view(ours[rank]).reshape(-1) for place in m.slices])
-                    assert (rank, m.peer, m.tag) not in wire
-                    wire[rank, m.peer, m.tag] = values
+            for m in chain.from_iterable(plan.sent_by(rank)):
+                assert (rank, m.peer, m.tag) not in wire
+                wire[rank, m.peer, m.tag] = torch.cat([part.view(ours[rank]).reshape(-1) for part in m.slices])
         for rank, parameters in enumerate(live):
-            for batch in plan.received_by(rank):
-                for m in batch:
-                    values = wire.pop((m.peer, rank, m.tag))
-                    for part, place in zip(values.split([p.numel for p in m.slices]), m.slices, strict=True):
-                        target = place.view(parameters)
-                        assert target.isnan().all(), "an element is written twice"
-                        target.copy_(part.view(place.size))
+            for m in chain.from_iterable(plan.received_by(rank)):
+                values = wire.pop((m.peer, rank, m.tag)).split([part.numel for part in m.slices])
+                for part, target in zip(values, (part.view(parameters) for part in m.slices), strict=True):
+                    assert target.isnan().all(), "an element is written twice"
+                    target.copy_(part.view(target.shape))
         assert not wire, "what is sent is received"
         for copies, parameters in zip(receivers, live, strict=True):
             for name, expected in storage(copies, hf).items():
@@ -139,8 +133,8 @@ def test_replicas_share_the_work_evenly_and_serve_few_engines_each(slots):
 
 def test_coalesced_runs_are_long_where_both_sides_are_contiguous():
     cover = make_cover(trainer_atoms(trainers(1, 1, 1), SPECS), engine(1, 1), SPECS, 1 << 20)
-    fused = [place for place in cover.received if place.parameter == "w13"]
-    assert [place.size for place in fused] == [(96,)] * 4, "gate and up of one expert are one run on both sides"
+    fused = [part for part in cover.received if part.parameter == "w13"]
+    assert [part.size for part in fused] == [(96,)] * 4, "gate and up of one expert are one run on both sides"
 
 
 def test_a_message_travels_in_one_dtype():
@@ -150,8 +144,8 @@ def test_a_message_travels_in_one_dtype():
     assert cover.total_bytes == sum(c.box.numel * (4 if c.hf in kept else 2) for copies in receivers for c in copies)
     plan = plan_transfer(cover, 0, 1, 1 << 20)
     for batches in [plan.sent_by(rank) for rank in range(2)] + [plan.received_by(rank) for rank in range(2)]:
-        for message in (message for batch in batches for message in batch):
-            assert {kept.get(place.parameter, torch.bfloat16) for place in message.slices} == {message.dtype}
+        for message in chain.from_iterable(batches):
+            assert {kept.get(part.parameter, torch.bfloat16) for part in message.slices} == {message.dtype}
 
 
 def test_a_tensor_that_no_trainer_holds_is_named():
@@ -159,7 +153,7 @@ def test_a_tensor_that_no_trainer_holds_is_named():
         trainer_atoms([[c for c in trainers(1, 1, 1)[0] if c.hf != "norm"]], SPECS)
 
 
-def test_tied_weights_at_two_places_are_sent_from_the_place_that_most_ranks_share():
+def test_tied_weights_are_sent_from_the_parameter_that_most_ranks_share():
     everyone = [trainers(1, 1, 1)[0] for _ in range(3)]
     everyone[0] = [rows("embed", 0, 24, "output") if c.hf == "embed" else c for c in everyone[0]]
     (atom,) = trainer_atoms(everyone, SPECS)["embed"]

@@ -1,11 +1,11 @@
-"""A transport is one class and one row: a toy that never gathers goes through the real exchange, `disk` beside it."""
+"""Transports through the real exchange into fake engines, and that one is a class and a row: a toy one."""
 
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -14,15 +14,14 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from fake_engine import FakeEngine, FusedModel, running, write_checkpoint
+from fake_engine import FakeEngine, FusedModel, OneTrainer, ReceivingEnd, running
 
-from megagrpo.config.schema import ExperimentConfig, WeightsConfig
-from megagrpo.mesh import LeaderError, make_mesh
-from megagrpo.weights.actor_weights import ActorWeights
-from megagrpo.weights.copies.record import record_copies
+from megagrpo.config.schema import WeightsConfig
+from megagrpo.mesh import LeaderError
 from megagrpo.weights.engines.client import EngineConnection, EngineDown
 from megagrpo.weights.engines.loader import EngineEnd, engine_end
-from megagrpo.weights.exchange import TRANSPORTS, Exchange
+from megagrpo.weights.exchange import TRANSPORTS
+from megagrpo.weights.transports import broadcast as transport_broadcast
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox
@@ -49,12 +48,12 @@ class ToyTransport:
             self.dies = False
             raise EngineDown("it died half-way")
         engine.begin()
-        for place, part in enumerate(engine.slices[0]):
+        for index, part in enumerate(engine.slices[0]):
             for copy in self.weights.copies[0]:
                 common = copy.box.intersect(part.box) if copy.hf == part.hf else None
                 if common is not None and copy.hf != self.skips:
                     values = copy.restrict(common).view(self.weights.parameters()).to(self.weights.dtype)
-                    engine.post("/toy", {"place": place, "start": common.start, "values": values.tolist()})
+                    engine.post("/toy", {"index": index, "start": common.start, "values": values.tolist()})
         engine.end()
 
     def drop(self, engine: EngineConnection) -> None:
@@ -66,8 +65,8 @@ class ToyTransport:
 
 
 def take_toy(engine: FakeEngine, body: dict) -> None:
-    """The engine's end: it knows by its own recording where the slice at `place` lies."""
-    copy = engine_end(engine.model).recorded.recording.copies[body["place"]]
+    """The engine's end: it finds slice number `index` in its own recording."""
+    copy = engine_end(engine.model).recorded.recording.copies[body["index"]]
     values = torch.tensor(body["values"])
     live = copy.view(dict(engine.model.named_parameters()))
     for dim, (start, first, size) in enumerate(zip(body["start"], copy.start, values.shape, strict=True)):
@@ -75,30 +74,16 @@ def take_toy(engine: FakeEngine, body: dict) -> None:
     live.copy_(values)
 
 
-class Trainer:
-    """A trainer of one rank, whose parameters are cut and fused otherwise than the engine's, and its exchange."""
+SHAPES = dict.fromkeys(("gate", "up", "down"), (4, 4))
+
+
+class Trainer(OneTrainer):
+    """A trainer of one rank, whose parameters are cut and fused otherwise than the engine's."""
 
     def __init__(self, folder: Path, engine: FakeEngine, transport: str):
-        torch.manual_seed(0)
+        live = {"up_down": torch.zeros(4, 8), "gate.0": torch.zeros(3, 4), "gate.1": torch.zeros(1, 4)}
         self.added = 0.0
-        self.hf = {name: torch.randn(4, 4) for name in ("gate", "up", "down")}
-        self.live = {"up_down": torch.zeros(4, 8), "gate.0": torch.zeros(3, 4), "gate.1": torch.zeros(1, 4)}
-        specs = {name: (tuple(tensor.shape), torch.float32) for name, tensor in self.hf.items()}
-        self.load(self.hf)
-        weights = ActorWeights(record_copies(self.load, specs, self.live), specs, lambda: self.live, self.merged)
-        config = ExperimentConfig.model_validate(
-            {
-                "name": "t",
-                "output_dir": str(folder),
-                "model": {"path": str(write_checkpoint(folder / "initial", self.hf))},
-                "data": {"path": "none.jsonl"},
-                "weights": {"timeout_s": 20, "bucket_mb": 1e-4},
-            }
-        )
-        config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": transport})})
-        mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=30)
-        self.told: list[tuple[str, str, float, float]] = []  # of the calls to engines
-        self.exchange = Exchange(config, mesh, weights, engine, folder, lambda *call: self.told.append(call))
+        super().__init__(folder, engine, transport, live, SHAPES)
 
     def load(self, hf) -> None:
         self.live["up_down"][:, :4].copy_(hf["up"])
@@ -116,10 +101,11 @@ class Trainer:
         for name, values in kept.items():
             self.live[name].copy_(values)
 
-    def assert_in(self, engine: FakeEngine) -> None:
-        assert torch.equal(engine.model.gate_up[:4], torch.cat([self.live["gate.0"], self.live["gate.1"]]))
-        assert torch.equal(engine.model.gate_up[4:], self.live["up_down"][:, :4])
-        assert torch.equal(engine.model.down, self.live["up_down"][:, 4:])
+    def publish_and_compare(self) -> dict[str, float]:
+        report, model, live = self.publish(), self.engine.model, self.live
+        assert torch.equal(model.gate_up, torch.cat([live["gate.0"], live["gate.1"], live["up_down"][:, :4]]))
+        assert torch.equal(model.down, live["up_down"][:, 4:])
+        return report
 
 
 @pytest.fixture
@@ -140,22 +126,18 @@ def test_the_table_has_what_the_configuration_offers():
 
 
 def test_a_toy_transport_publishes_without_gathering(engine, toy):
-    report = toy.exchange.publish(1)
-    toy.assert_in(engine)
+    report = toy.publish_and_compare()
     assert engine.info.state == "ready" and engine.info.weight_version == 1
     assert report["gather"] == 0 and report["transfer"] > 0 and report["bytes"] == 48 * 4
     order = ["/pause_generation", "/begin_weight_update", "/toy", "/end_weight_update", "flush"]
     order += ["/update_weight_version", "/continue_generation"]
     after_toy = engine.calls.index("/toy")
-    places = [engine.calls.index(path, after_toy if number > 2 else 0) for number, path in enumerate(order)]
-    assert places == sorted(places)
+    found = [engine.calls.index(path, after_toy if number > 2 else 0) for number, path in enumerate(order)]
+    assert found == sorted(found)
     names = [name for engine_id, name, start, end in toy.told if engine_id == "engine-0" and start <= end]
     assert len(names) == len(toy.told) and names[0] == "pause_generation" and "toy" in names
     assert names[-5:] == ["begin_weight_update", "digest", "end_weight_update", *(path[1:] for path in order[-2:])]
-    for tensor in toy.live.values():
-        tensor.neg_()
-    toy.exchange.publish(2)
-    toy.assert_in(engine)
+    toy.publish_and_compare()
     toy.exchange.close()
     assert toy.exchange._transport.events == ["transfer 1", "transfer 1", "leave 1", "drop 1"]
 
@@ -163,35 +145,46 @@ def test_a_toy_transport_publishes_without_gathering(engine, toy):
 def test_what_a_transport_forgets_is_found_and_named(engine, toy):
     toy.exchange._transport.skips = "up"
     with pytest.raises(LeaderError, match=r"rank 0: parameter gate_up does not hold HF tensor up \[0:4, 0:4\]"):
-        toy.exchange.publish(1)
+        toy.publish()
     assert engine.info.state == "stale" and "/continue_generation" not in engine.calls
 
 
-def test_a_transport_is_told_of_an_engine_that_died_and_meets_it_again(engine, toy):
+def test_a_transport_learns_of_an_engine_that_died_and_meets_it_again(engine, toy):
     transport = toy.exchange._transport
     transport.dies = True
-    toy.exchange.publish(1)
-    toy.assert_in(engine)
+    toy.publish_and_compare()
     assert engine.info.incarnation == 2 and transport.connected == {"engine-0"}
     assert [event for event in transport.events if event.startswith("transfer")] == ["transfer 1", "transfer 2"]
     assert transport.events.index("drop 1") < transport.events.index("transfer 2")
 
 
-def test_an_engine_that_refuses_stops_the_run(engine, toy):
-    engine.refuses = "/toy"
-    with pytest.raises(
-        LeaderError, match=r"rank 0, toy weights to engines: EngineRefused: .* refuses /toy: 400 refused"
-    ):
-        toy.exchange.publish(1)
-    assert engine.info.state == "stale" and engine.info.incarnation == 1
+@pytest.mark.parametrize(
+    ("transport", "path"),
+    [
+        ("toy", "/toy"),
+        ("reshard", "/update_weights_from_tensor"),
+        ("broadcast", "/init_weights_update_group"),
+        ("broadcast", "/update_weights_from_distributed"),
+    ],
+)
+def test_an_engine_that_refuses_stops_the_run_at_once_and_says_why(engine, tmp_path, monkeypatch, transport, path):
+    monkeypatch.setattr(transport_broadcast, "_JOIN_S", 1.0)
+    monkeypatch.setitem(TRANSPORTS, "toy", ToyTransport)
+    ReceivingEnd(engine)
+    trainer = Trainer(tmp_path, engine, transport)
+    if transport == "reshard":
+        trainer.publish()
+    engine.refuses, start, before = path, time.monotonic(), engine.info
+    with pytest.raises(LeaderError, match=f"rank 0, .*EngineRefused: .* refuses {path}: 400 refused on purpose"):
+        trainer.publish()
+    assert engine.info == before and time.monotonic() - start < 15
 
 
 def test_what_a_dummy_start_leaves_random_for_ever_is_named(engine, tmp_path):
     engine.model.register_buffer("scale", torch.rand(3))
     engine.model.register_buffer("cache", torch.rand(3), persistent=False)  # computed, which a dummy start does as well
-    trainer = Trainer(tmp_path, engine, "disk")
     with pytest.raises(LeaderError, match=r"rank 0: buffer scale \(3,\): random .* set rollout.load_format: model$"):
-        trainer.exchange.publish(1)
+        Trainer(tmp_path, engine, "disk").publish()
     assert engine.info.state == "stale"
 
 
@@ -199,29 +192,25 @@ def test_what_a_dummy_start_leaves_random_for_ever_is_named(engine, tmp_path):
 def test_what_adapters_add_is_published_and_verified(engine, tmp_path, transport):
     trainer = Trainer(tmp_path, engine, transport)
     trainer.added = 1.0
-    trainer.exchange.publish(1)
+    trainer.publish()
     trainer.exchange.verify()
-    assert torch.equal(engine.model.down, trainer.hf["down"] + 1)
-    assert torch.equal(trainer.live["up_down"][:, 4:], trainer.hf["down"]), "the frozen weights are as they were"
+    assert torch.equal(engine.model.down, trainer.live["up_down"][:, 4:] + 1), "the frozen weights are as they were"
     trainer.exchange.close()
 
 
-def test_disk_gives_the_same_parameters(engine, tmp_path):
+def test_disk_gives_the_same_parameters_and_keeps_the_last_version_only(engine, tmp_path):
     trainer = Trainer(tmp_path, engine, "disk")
-    trainer.exchange.publish(1)
-    trainer.exchange.verify()
-    trainer.assert_in(engine)
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v1"]
+    for version in (1, 2):
+        trainer.publish_and_compare()
+        trainer.exchange.verify()
+        assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"v{version}"]
 
 
 def test_reshard_sends_every_slice_once_and_leaves(engine, tmp_path):
     trainer = Trainer(tmp_path, engine, "reshard")
-    for version in (1, 2):
-        report = trainer.exchange.publish(version)
-        trainer.assert_in(engine)
-        assert report["wire_bytes"] == 48 * 4 and report["staging_bytes"] <= 1e-4 * 2**20
-        for tensor in trainer.live.values():
-            tensor.neg_()
+    for _ in range(2):
+        report = trainer.publish_and_compare()
+        assert report["wire_bytes"] == 48 * 4 and report["gather"] == 0
     calls = [path for path in engine.calls if path == "/update_weights_from_tensor"]
     assert len(calls) == 1 + 2 * 2, "record once; receive and digest in every publish"
     assert engine_end(engine.model).link
@@ -229,9 +218,48 @@ def test_reshard_sends_every_slice_once_and_leaves(engine, tmp_path):
     assert not engine_end(engine.model).link
 
 
-def test_an_engine_that_dies_in_a_reshard_is_filled_after_its_restart(engine, tmp_path, monkeypatch):
-    trainer, deaths, receive = Trainer(tmp_path, engine, "reshard"), [], EngineEnd.receive
-    trainer.exchange.publish(1)
+@pytest.mark.parametrize(
+    ("large", "formats"), [(None, {"flattened_bucket"}), (1, {None})], ids=["packed", "as they lie"]
+)
+def test_broadcast_fills_an_engine_in_buckets_and_leaves_it(engine, tmp_path, monkeypatch, large, formats):
+    if large is not None:
+        monkeypatch.setattr(transport_broadcast, "_ALONE_BYTES", large)
+    receiving = ReceivingEnd(engine)
+    trainer = Trainer(tmp_path, engine, "broadcast")
+    for _ in range(2):
+        trainer.publish_and_compare()
+    assert receiving.num_buckets == 6 and len(receiving.groups) == 2, "the same groups for the whole run"
+    assert set(receiving.formats) == formats
+    trainer.exchange.close()
+    assert not receiving.groups
+
+
+def test_the_next_bucket_is_on_its_way_while_an_engine_loads_one(engine, tmp_path):
+    ReceivingEnd(engine, awaits_next=True)
+    trainer = Trainer(tmp_path, engine, "broadcast")
+    trainer.publish_and_compare()
+    assert engine.info.incarnation == 1, "every call was answered"
+    trainer.exchange.close()
+
+
+def test_the_reason_for_which_an_engine_refuses_a_bucket_stops_the_run(engine, tmp_path):
+    receiving = ReceivingEnd(engine)
+
+    def refuse_the_second(body: dict) -> None:
+        receiving.take(body)
+        if receiving.num_buckets == 2:
+            raise ValueError("no such parameter")
+
+    engine.more["/update_weights_from_distributed"] = refuse_the_second
+    with pytest.raises(LeaderError, match="EngineRefused: .* 400 no such parameter"):
+        Trainer(tmp_path, engine, "broadcast").publish()
+    assert engine.info.state == "stale"
+
+
+@pytest.mark.parametrize("transport", ["reshard", "broadcast"])
+def test_an_engine_that_dies_in_a_transfer_is_filled_after_its_restart(engine, tmp_path, monkeypatch, transport):
+    receiving, deaths, receive = ReceivingEnd(engine), [], EngineEnd.receive
+    receiving.dies_at = 5
 
     def die_once(side, *request):
         if deaths:
@@ -239,25 +267,15 @@ def test_an_engine_that_dies_in_a_reshard_is_filled_after_its_restart(engine, tm
         deaths.append(side.leave())
         raise SystemExit("the process is gone")  # the server drops the connection
 
+    trainer = Trainer(tmp_path, engine, transport)
+    trainer.publish()
     monkeypatch.setattr(EngineEnd, "receive", die_once)
-    for tensor in trainer.live.values():
-        tensor.neg_()
     start = time.monotonic()
-    trainer.exchange.publish(2)
-    assert time.monotonic() - start < 15, "nobody waited for the deadline of the half that was left alone"
-    trainer.assert_in(engine)
-    assert engine.info.incarnation == 2 and deaths
+    trainer.publish_and_compare()
+    assert time.monotonic() - start < 15, "no wait for the deadline of the half that was left alone"
+    assert engine.info.incarnation == 2
+    assert deaths if transport == "reshard" else receiving.num_buckets == 3 + 2 + 3
     trainer.exchange.close()
-
-
-def test_an_engine_that_refuses_to_receive_stops_the_run_at_once(engine, tmp_path):
-    trainer = Trainer(tmp_path, engine, "reshard")
-    trainer.exchange.publish(1)
-    engine.refuses = "/update_weights_from_tensor"
-    start = time.monotonic()
-    with pytest.raises(LeaderError, match=r"EngineRefused: .* refuses /update_weights_from_tensor: 400 refused on pur"):
-        trainer.exchange.publish(2)
-    assert time.monotonic() - start < 15
 
 
 class ComputedModel(FusedModel):
@@ -282,19 +300,15 @@ class ComputedModel(FusedModel):
 def test_what_is_no_slice_is_loaded_by_the_models_own_code_and_what_is_derived_is_refreshed(engine, tmp_path, capsys):
     engine.models = [ComputedModel()]
     trainer = Trainer(tmp_path, engine, "reshard")
-    for version in (1, 2):
-        report = trainer.exchange.publish(version)
+    for _ in range(2):
+        report = trainer.publish()
         down, gate_up = trainer.live["up_down"][:, 4:], engine.model.gate_up
         assert torch.equal(engine.model.down, (down * 16).round().to(torch.int8))
         assert torch.equal(gate_up[4:], trainer.live["up_down"][:, :4])
         assert torch.equal(engine.model.doubled, gate_up * 2)
         assert report["wire_bytes"] == 48 * 4
-        for tensor in trainer.live.values():
-            tensor.neg_()
-    said = capsys.readouterr().out
-    assert "not copied but computed" in said and "of HF tensor down" in said
-    for tensor in trainer.live.values():
-        tensor.neg_()
+    printed = capsys.readouterr().out
+    assert "not copied but computed" in printed and "of HF tensor down" in printed
     trainer.exchange.verify()
     engine.model.down[2, 1] += 1
     with pytest.raises(LeaderError, match="parameter down: not what the loader has computed of the weights"):
@@ -307,27 +321,25 @@ def test_what_is_no_slice_is_loaded_by_the_models_own_code_and_what_is_derived_i
 def test_what_cannot_be_brought_up_to_date_is_named(engine, tmp_path, monkeypatch):
     engine.models = [ComputedModel()]
     with pytest.raises(LeaderError, match="parameter down is filled from .* of HF tensor down"):
-        Trainer(tmp_path / "broadcast", engine, "broadcast").exchange.publish(1)
+        Trainer(tmp_path / "broadcast", engine, "broadcast").publish()
     monkeypatch.delattr(ComputedModel, "post_load_weights")
     with pytest.raises(LeaderError, match=r"holds, besides .*doubled \(8, 4\), .* use weights.transport: broadcast"):
-        Trainer(tmp_path / "reshard", engine, "reshard").exchange.publish(1)
+        Trainer(tmp_path / "reshard", engine, "reshard").publish()
 
 
-def test_an_engine_that_is_given_up_with_two_calls_open_ends_both(engine, tmp_path):
+def test_an_engine_that_is_given_up_with_two_calls_open_ends_both(engine):
     hangs = threading.Event()
     engine.more["/slow"] = lambda body: hangs.wait(20)
     connection = EngineConnection(engine.info, 1, Mailbox("127.0.0.1", 20.0), engine.api_key, patience_s=20.0)
     connection.deadline = Deadline(20.0)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        stack.callback(hangs.set)
         calls = [pool.submit(connection.post, "/slow") for _ in range(2)]
         while engine.calls.count("/slow") < 2:
             time.sleep(0.01)
         assert connection.asked == "/slow"
         connection.close()
-        try:
-            for call in calls:
-                with pytest.raises(EngineDown, match="does not answer /slow"):
-                    call.result(10)
-        finally:
-            hangs.set()
+        for call in calls:
+            with pytest.raises(EngineDown, match="does not answer /slow"):
+                call.result(10)
     assert connection.asked == ""

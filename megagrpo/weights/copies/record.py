@@ -25,10 +25,7 @@ _REWRITES = {_aten.clone.default, _aten._to_copy.default}  # same elements and o
 
 @dataclass(frozen=True)
 class Copy:
-    """Maps a box of an HF tensor to a strided slice of a parameter.
-
-    `offset`, from the parameter's first element, and `strides` count elements.
-    """
+    """Maps a box of an HF tensor to a slice of a parameter: `offset` from its start and `strides`, in elements."""
 
     hf: str
     start: tuple[int, ...]
@@ -98,10 +95,7 @@ def record_whole(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor]) 
 
 
 def record(load: Load, hf_specs: Specs, parameters: Mapping[str, Tensor], allow_computed: bool = False) -> Recording:
-    """Records without the check that every element is written once.
-
-    allow_computed: notes parameters that are computed from HF tensors by more than copies, instead of raising.
-    """
+    """Records without that check. allow_computed: notes parameters computed by more than copies, else raises."""
     hf = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in hf_specs.items()}
     mode = _Recorder(hf, parameters, allow_computed)
     with torch.no_grad(), mode:
@@ -219,10 +213,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def coverage_problems(recording: Recording, parameters: Mapping[str, Tensor]) -> list[str]:
-    """Returns a line for each parameter with an element that is not written exactly once. Tied names count as one.
-
-    Computed parameters are left out.
-    """
+    """Returns a line per parameter, tied and computed ones left out, with an element not written exactly once."""
     writes: dict[str, list[ParameterSlice]] = {}
     for write in [*(copy.target for copy in recording.copies), *recording.fills]:
         writes.setdefault(write.parameter, []).append(write)

@@ -1,6 +1,7 @@
 """Batches of recorded copies for one digest call: launches per tensor of experts, not per matrix."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -43,10 +44,7 @@ class CopyBatches:
         self._runs: list[_Run] = []
 
     def views(self, parameters: Mapping[str, Tensor]) -> Iterator[LiveBatch]:
-        """Yields every copy once, in the parameters' own dtype.
-
-        Batches whose dtype is not the published one come in parts, because a cast makes a copy.
-        """
+        """Yields every copy once, in the parameters' dtype; in parts if another is published: a cast makes a copy."""
         layout = {name: _in_memory(parameters[name]) for name in self._parameters}
         if layout != self._layout:
             self._layout, self._runs = layout, self._plan(layout)
@@ -78,25 +76,22 @@ class CopyBatches:
 def constant_steps(ascending: Sequence[int]) -> list[range]:
     """Cuts ascending numbers into runs of constant steps and returns the indices of each.
 
-    Greedy; then many equal short runs at a constant distance become few long ones: 0 1, 10 11, 20 21 become 0 10 20 and
-    1 11 21 (gate and up of experts that lie apart).
+    Greedy; then equal short runs at a constant distance become long ones (gate and up of experts that lie apart): 0 1,
+    10 11, 20 21 become 0 10 20 and 1 11 21.
     """
     short, first = [], 0
     while first < len(ascending):
         stop = _end_of_run(ascending, first)
         short.append(range(first, stop))
         first = stop
-    runs, first = [], 0
-    while first < len(short):
-        size, stop = len(short[first]), first + 1
-        step = _steps(ascending, short[first])
-        while stop < len(short) and _steps(ascending, short[stop]) == step:
-            stop += 1
-        starts = [ascending[run[0]] for run in short[first:stop]]
-        stop = first + _end_of_run(starts, 0)
-        begin, end = short[first][0], short[stop - 1][-1] + 1
-        runs += [range(begin + k, end, size) for k in range(size)] if stop - first > size else short[first:stop]
-        first = stop
+    runs: list[range] = []
+    for (size, _), alike in groupby(short, key=lambda run: _steps(ascending, run)):
+        rest = list(alike)
+        while rest:
+            count = _end_of_run([ascending[run[0]] for run in rest], 0)
+            same, rest = rest[:count], rest[count:]
+            begin, end = same[0][0], same[-1][-1] + 1
+            runs += [range(begin + k, end, size) for k in range(size)] if count > size else same
     return runs
 
 

@@ -11,11 +11,11 @@ Why that is enough:
 - It is a sum over elements, so the digests of disjoint slices add up to that of their union, in any order, and an
   all-reduce (sum) of the ranks' parts is the digest of the whole. int64 wraps around alike on every device.
 - It is linear: two contents whose bits differ by D(i, j) have digests that differ by sum D(i, j) odd_0(i) odd_1(j), so
-  whether a change is noticed depends on D alone. Equal contents have equal digests whatever was exchanged in between.
+  whether a change is noticed depends only on D. Equal contents have equal digests.
 - A product of odd numbers is odd, hence invertible modulo 2^64: one element whose bits change by d != 0, |d| < 2^64,
   changes the digest by multiplier * d, which is not 0. No single change goes unnoticed; nor any number of changes in
   one row (column) whose sum weighted by odd_1 (odd_0) is not 0.
-- Any other change: let 2^t be the largest power of two that divides all of D, and n = 64 - t. For odd numbers drawn
+- Other changes: let 2^t be the largest power of two that divides all of D, and n = 64 - t. For odd numbers drawn
   uniformly and independently, the chance that the sum vanishes is at most n^(dimensions - 1) * 2^(1 - n):
   in one dimension some D / 2^t is odd, and its product with an odd number is uniform among the odd residues modulo 2^n.
   In two, w(i) = sum_j D(i, j) / 2^t odd_1(j) is divisible by 2^k for all i with a chance of at most 2^(1 - k), by the
@@ -48,18 +48,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def slice_digest(values: Tensor, box: Box) -> Tensor:
-    """Returns the digest of one slice, int64 [] on the values' device.
-
-    `values`: of the published dtype, shaped like `box`, the slice's elements of the HF tensor, with any strides.
-    """
+    """Returns the digest of one slice [*box.size], int64 []; see batched_digest."""
     return batched_digest(values.unsqueeze(0), box)[0]
 
 
 def batched_digest(values: Tensor, box: Box) -> Tensor:
-    """Returns the digests of one box of k HF tensors, int64 [k] on the values' device.
-
-    `values`: [k, *box.size] of the published dtype, with any strides.
-    """
+    """Returns the digests of one box of k HF tensors, int64 [k]. values: [k, *box.size] as published, any strides."""
     assert tuple(values.shape[1:]) == box.size, (values.shape, box)
     bits = values.view(_INTEGERS[values.element_size()])
     if not box.size:

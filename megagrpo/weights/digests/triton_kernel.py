@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 4096  # elements whose int64 sums are held in registers: 32 a thread
-_MAX_ROWS = 16  # of a tile: over so many a column's multiplier is shared
+_MAX_ROWS = 16  # of a tile, which share a column's multiplier
 
 
 def fused_digest(bits: Tensor, *seeds: int) -> Tensor:

@@ -124,10 +124,8 @@ class EngineConnection:
         its buffers in its sleep. Raises RuntimeError naming parameters that these tensors do not fill, or buffers that
         cannot be updated.
         """
-        key = self.mailbox.new_key("specs")
-        self.mailbox.put(
-            key, {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
-        )
+        message = {name: (shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in specs.items()}
+        key = self.mailbox.put("specs", message)
         request = {"specs": key, "allow_computed": past_loader, "dummy_start": dummy_start}
         answers = self.ask("record", [request] * self.tp)
         self.mailbox.store.delete_key(key)
@@ -158,10 +156,7 @@ class EngineConnection:
             print(f"{self}: no digest covers {names}, which it holds besides parameters and buffers", flush=True)
 
     def digests(self, flush: bool) -> tuple[list[np.ndarray], list[str]]:
-        """Returns digests of the live parameters, by rank int64 in the order of `slices`, and problems found.
-
-        flush: also makes the engine forget its cache of keys and values, computed with other weights.
-        """
+        """Returns live digests, by rank as `slices`, and problems. flush: the engine also empties its cache of keys."""
         answers = self.ask("digest", [{}] * self.tp, flush)
         problems = [f"{self} rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer["problems"]]
         return [np.frombuffer(base64.b64decode(answer["digests"]), dtype="<i8") for answer in answers], problems

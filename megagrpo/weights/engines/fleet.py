@@ -118,10 +118,7 @@ class EngineFleet:
         self.each(open_one)
 
     def each(self, work: Callable[[EngineConnection], object]) -> None:
-        """Runs `work` for every living engine of the round, one thread each, and waits for all.
-
-        Engines for which it raises EngineDown are set aside and reported to the service. Raises any other failure.
-        """
+        """Runs `work` for every living engine in threads. Reports engines that raise EngineDown; raises other errors"""
         if not self.alive:
             return
         errors = []
@@ -136,13 +133,11 @@ class EngineFleet:
         if errors:
             raise errors[0] if len(errors) == 1 else RuntimeError("\n".join(map(repr, errors)))
 
-    def wake(self, engine: EngineConnection) -> None:
-        """Gives an engine that slept its cache back, after its weights. Raises EngineDown."""
+    def admit(self, engine: EngineConnection, version: int) -> None:
+        """Gives a verified engine its cache back if it slept, its version, and requests. Raises EngineDown."""
         if self._config.rollout.colocate and not self._registry.wake(engine.id, engine.incarnation):
             raise EngineDown(f"{engine} did not get its cache back")
-
-    def mark_ready(self, engine: EngineConnection, version: int) -> None:
-        """Admits requests to an engine that verifiably holds `version`. Raises EngineDown if it has died."""
+        engine.resume(version)
         if not self._registry.mark_ready(engine.id, engine.incarnation, version):
             raise EngineDown(f"{engine} died after it was verified")
 

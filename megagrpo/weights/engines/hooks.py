@@ -1,7 +1,4 @@
-"""Records inputs and outputs of a live model's modules by forward hooks: of an engine and of the actor.
-
-Hooks do not run when a CUDA graph is replayed.
-"""
+"""Records inputs and outputs of a live model's modules by forward hooks, which a replayed CUDA graph does not run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

@@ -39,10 +39,7 @@ _ends: "weakref.WeakKeyDictionary[torch.nn.Module, EngineEnd]" = weakref.WeakKey
 
 
 def run(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Runs the request in `named_tensors` and puts the answer into the trainer's mailbox. Raises nothing.
-
-    The request is one uint8 tensor [bytes of the encoded message], called "request".
-    """
+    """Runs the request, uint8 [bytes] in "request", and puts its answer into the trainer's mailbox. Raises nothing."""
     with _reported(lambda text: print(text, file=sys.stderr)):  # no mailbox: the trainer's deadline ends its wait
         request = decode(bytes(dict(named_tensors)["request"].cpu().numpy()))
         mailbox: tuple[str, int] = tuple(request["mailbox"])
@@ -160,7 +157,7 @@ class EngineEnd:
         """Returns the digests of all recorded copies' live values in the published dtype, in the order of `record`.
 
         digests: int64, little-endian, as base64. problems: live values that the published dtype cannot represent,
-        constants that have changed, and matrices that differ from the values computed anew.
+        constants that have changed, and computed matrices that differ from a fresh computation.
         """
         recorded, live = self.recorded, _live(self._model)
         digests, problems = self._digest_copies(live)
@@ -245,8 +242,7 @@ class EngineEnd:
         return _Link(name, group, batches)
 
     def _digest_copies(self, live: dict[str, Tensor]) -> tuple[np.ndarray, list[str]]:
-        """Returns the digests of the recorded copies, int64 [copies], and a line for each that the published dtype
-        cannot represent."""
+        """Returns the recorded copies' digests, int64 [copies], and a line for each that its dtype cannot represent."""
         copies = self.recorded.recording.copies
         digests, order = [], []
         inexact: dict[int, torch.dtype] = {}  # by copy
@@ -273,10 +269,7 @@ def engine_end(model: torch.nn.Module) -> EngineEnd:
 
 
 def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bool) -> tuple[Recording, list[Copy]]:
-    """Records what a model of SGLang copies from these HF tensors into its parameters and buffers. See `record`.
-
-    Returns also copies of the whole HF tensors from which its loader computes parameters.
-    """
+    """Records a model of SGLang; returns also copies of the whole HF tensors from which it computes parameters."""
 
     def load(hf: Mapping[str, Tensor]) -> None:
         model.load_weights(list(hf.items()))  # type: ignore[operator]  # torch takes it for a Tensor or a Module
@@ -284,17 +277,16 @@ def record_engine_model(model: torch.nn.Module, specs: Specs, allow_computed: bo
     with _threads_run_inline():  # some loaders copy in worker threads, which a dispatch mode does not see
         recording = record(load, specs, _live(model), allow_computed)
     names = sorted(set().union(*(computed.hf for computed in recording.computed.values())))
-    return recording, [_whole_copy(name, specs[name][0]) for name in names]
+    whole = [Box((0,) * len(specs[name][0]), specs[name][0]) for name in names]
+    return recording, [  # into buffers of this loader, under names that no parameter has
+        Copy(name, box.start, box.size, f"HF tensor {name}", 0, row_major(box.size))
+        for name, box in zip(names, whole, strict=True)
+    ]
 
 
 def _live(model: torch.nn.Module) -> dict[str, Tensor]:
     """Returns the live parameters and buffers by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
-
-
-def _whole_copy(name: str, shape: tuple[int, ...]) -> Copy:
-    """Returns a copy of a whole HF tensor into a buffer of this loader, under a name that no parameter has."""
-    return Copy(name, (0,) * len(shape), shape, f"HF tensor {name}", 0, row_major(shape))
 
 
 def _digests_of(names: Iterable[str], live: dict[str, Tensor]) -> dict[str, int]:
@@ -316,8 +308,7 @@ def _random_buffers(model: torch.nn.Module, recording: Recording) -> list[str]:
 
 
 def _derived_tensors(model: torch.nn.Module) -> list[str]:
-    """Returns the names of matrices besides parameters and buffers, perhaps computed from weights: no digest covers
-    them."""
+    """Returns the matrices besides parameters and buffers, perhaps computed from weights: no digest covers them."""
     storages = {t.untyped_storage()._cdata for t in _live(model).values()}
     found = []
     for path, module in model.named_modules():

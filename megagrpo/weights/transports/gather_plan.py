@@ -116,10 +116,7 @@ def gather_to_main(
     use: Callable[[Iterator[dict[str, Tensor]]], object],
     what: str,
 ) -> None:
-    """Collective. Runs `use` on rank 0, over the buckets that all ranks contribute to (see gather_buckets).
-
-    If `use` fails, LeaderError is raised on every rank; `what` describes the work in its message.
-    """
+    """Collective. Runs `use` on rank 0 over gather_buckets; if it fails, every rank raises LeaderError with `what`."""
     buckets = gather_buckets(plan, parameters, mesh)
 
     def use_all() -> None:

@@ -60,10 +60,7 @@ class IpcTransport(LinkTransport):
         return plan_transfer(cover, link.slot % engines, engines, limit, self._carriers(link))
 
     def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
-        """Collects every batch at its carriers and hands it over.
-
-        Batches of all links with one number travel together; a dead engine delays no other.
-        """
+        """Collects every batch at its carriers and hands it over; those of all links with one number go together."""
         rank, plans = self._weights.mesh.rank, [self._plan(link) for link in now.links]
         outgoing = [plan.numbered_sent_by(rank) for plan in plans]
         num_batches = max((int(plan.batches.max(initial=-1)) + 1 for plan in plans), default=0)

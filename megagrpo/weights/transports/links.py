@@ -53,10 +53,7 @@ class Round:
 
 
 class LinkTransport(ABC):
-    """A transport by plans: one copy list for all engines with equal slices, its plans, and one link per engine.
-
-    Plans are the same on all ranks; only rank 0 knows which engine has which link.
-    """
+    """A transport by plans, which are the same on all ranks; only rank 0 knows which engine has which link."""
 
     past_loader = True
 
@@ -162,12 +159,11 @@ class LinkTransport(ABC):
 
     def _requests(self, engine: EngineConnection, link: Link, now: Round) -> list[dict[str, object]]:
         """Returns a ReceiveRequest for each rank of the engine; its batches go into the mailbox, once per link."""
-        requests = []
+        requests, plan = [], self._plan(link)
         for rank in range(link.num_ranks):
             key = ""
             if link.name not in self._planned:
-                key = engine.mailbox.new_key("plan")
-                engine.mailbox.put(key, encode_batches(self._plan(link).received_by(rank), self._ranks(link)))
+                key = engine.mailbox.put("plan", encode_batches(plan.received_by(rank), self._ranks(link)))
             common = {"group": link.name, "plan": key, "patience_s": link.patience_s, "left_s": link.left_s}
             requests.append(common | self._request(link, now, rank))
         return requests
@@ -200,10 +196,7 @@ class LinkTransport(ABC):
 
 
 class CutFlag:
-    """Reports to all ranks of a link, through the store on rank 0, that the link is cut, so that no rank waits for it.
-
-    As a context manager: an exception inside cuts the link.
-    """
+    """Cuts a link for all its ranks, through the store on rank 0. As a context manager: an exception inside cuts it."""
 
     def __init__(self, link: Link, store: TCPStore | None = None):
         self._key, self._store = f"{link.name}/cut", store or link.open_store()

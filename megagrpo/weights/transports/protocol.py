@@ -59,7 +59,7 @@ class Transport(Protocol):
 
         `engines.each` runs the HTTP part, one thread per engine; on ranks other than 0 it does nothing. An engine that
         dies raises EngineDown inside `each` and is set aside (`drop`) while the others go on; no rank may wait for it
-        longer than `EngineConnection.patience`. Any other failure is raised on every rank (Mesh.from_main). If the
+        longer than `EngineConnection.patience`. Every other failure is raised on every rank (Mesh.from_main). If the
         engine's call needs a weight-update session, it is opened and closed here (`EngineConnection.begin`, `end`).
         timer: takes the phases that a transport reports, such as "gather"; the rest counts as "transfer". Returns this
         rank's traffic.
@@ -73,7 +73,4 @@ class Transport(Protocol):
         """
 
     def leave(self, engine: "EngineConnection") -> None:
-        """Makes a living engine forget the connection: it outlives these trainers. On rank 0; `drop` follows.
-
-        May raise EngineDown or EngineRefused.
-        """
+        """Makes a living engine forget the connection. Rank 0; `drop` follows. May raise EngineDown, EngineRefused."""

@@ -130,7 +130,11 @@ class _TrainerEnd:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
         if self._group is None:
-            self._group = self._join(device, link.join_s)
+            store = link.open_store(link.join_s)
+            ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
+            flag, size, here = CutFlag(link, store), self._num_trainers + link.num_ranks, address_towards(link.url)
+            flag.wait_until(lambda: store.check(ready), Deadline(link.join_s), f"{link.url} to join")
+            self._group = join_group(store, link.name, self._rank, size, device, here, link.join_s)
             self._group.set_timeout(link.left_s)
         return send_batches(self._group, self._batches, weights.parameters(), deadline, link.patience_s)
 
@@ -139,11 +143,3 @@ class _TrainerEnd:
         if self._group is not None:
             self._group.abort()
             self._group = None
-
-    def _join(self, device: torch.device, timeout_s: float) -> EngineGroup:
-        link = self.link
-        store = link.open_store(timeout_s)
-        ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
-        CutFlag(link, store).wait_until(lambda: store.check(ready), Deadline(timeout_s), f"{link.url} to join")
-        size = self._num_trainers + link.num_ranks
-        return join_group(store, link.name, self._rank, size, device, address_towards(link.url), timeout_s)

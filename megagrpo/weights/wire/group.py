@@ -60,10 +60,7 @@ class EngineGroup:
             return backend.broadcast([values], options)
 
     def start(self, messages: Sequence[Send | Receive]) -> list[dist.Work]:
-        """Starts all messages at once. Every rank starts those of one batch together and batches in the same order.
-
-        Raises PeerLost if a group over NCCL, whose ranks meet here, does not come together.
-        """
+        """Starts a batch's messages; batches in the same order on all ranks. Raises PeerLost if they do not meet."""
         if not messages:
             return []
         with self._started() as backend:
@@ -89,10 +86,7 @@ class EngineGroup:
                 work.wait(timedelta(seconds=deadline.left))
 
     def abort(self) -> None:
-        """Ends the group, whatever state the others are in.
-
-        What waits in it raises: at once over NCCL, and over gloo when a peer is gone or the operation's timeout comes.
-        """
+        """Ends the group, whatever state the others are in. A wait in it raises, over gloo at its timeout at last."""
         backend, self._backend = self._backend, None
         if backend is not None and self._device.type == "cuda":
             backend.abort()

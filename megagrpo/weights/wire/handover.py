@@ -122,10 +122,7 @@ def take_batches(
     deadline: Deadline,
     patience_s: float,
 ) -> None:
-    """The engine's end: writes everything into the parameters.
-
-    Raises PeerLost if the trainer does not go on, ValueError if the two processes share no memory.
-    """
+    """The engine's end: fills the parameters. Raises PeerLost, or ValueError if the two processes share no memory."""
     wait = _Wait(store, deadline, patience_s)
     wait.for_key(f"{key}/handle")
     half = _half_bytes(batches)

@@ -29,9 +29,11 @@ class Mailbox:
         """Returns a key for one message about `what`."""
         return f"{what}/{uuid.uuid4().hex}"  # secret: only its receiver can answer
 
-    def put(self, key: str, message: object) -> None:
-        """Stores a message, which stays until its key is deleted."""
+    def put(self, what: str, message: object) -> str:
+        """Stores a message until its key is deleted. Returns the key."""
+        key = self.new_key(what)
         self.store.set(key, encode(message))  # type: ignore[arg-type]  # takes bytes; torch's stub says str
+        return key
 
     def take(self, key: str, timeout_s: float) -> Any:
         """Returns the message under `key` and forgets it. Raises torch.distributed.DistStoreError if none comes."""

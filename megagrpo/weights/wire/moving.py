@@ -42,10 +42,7 @@ class _Staged(NamedTuple):
 def send_batches(
     group: EngineGroup, batches: Batches, parameters: Mapping[str, Tensor], deadline: Deadline, patience_s: float
 ) -> Traffic:
-    """Sends this rank's batches, each message cast to its dtype.
-
-    Raises PeerLost when one is not taken within patience_s, or by the deadline of all.
-    """
+    """Sends this rank's batches. Raises PeerLost if one is not taken within patience_s, or by the deadline of all."""
 
     def stage(message: Message) -> _Staged:
         return _Staged(message, *read_message(message, parameters))

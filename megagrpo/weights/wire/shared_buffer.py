@@ -1,6 +1,6 @@
 """Memory shared by two processes of one machine: on a GPU by a CUDA IPC handle, on the host by a file.
 
-The file has no name (memfd): the kernel frees it when the last process that maps it ends, in whatever way.
+The file has no name (memfd): the kernel frees it when the last process that maps it ends, even killed.
 """
 
 import base64
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megagrpo.system import environment
 
-_PROBLEM = "weights.transport ipc needs every engine rank on the machine of the trainer rank beside it"
+_PROBLEM = "weights.transport ipc needs every engine rank on the machine of its colocated trainer rank"
 
 
 # Bytes, machine, and how to open them: a CUDA handle, or a process and its file number. JSON can express it.
@@ -86,8 +86,7 @@ def open_shared(handle: Handle, device: torch.device) -> Iterator[Tensor]:
 
 @contextmanager
 def _plain_segments() -> Iterator[None]:
-    """Makes torch allocate by cudaMalloc: a process may take descriptors of expandable segments from its children only
-    (ptrace_scope 1)."""
+    """Makes torch allocate by cudaMalloc: only children may open expandable segments (ptrace_scope 1)."""
     with ExitStack() as restore:
         for name, plain in environment.without_expandable_segments().items():
             restore.callback(torch.cuda.memory._set_allocator_settings, environment.get(name, ""))
