@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import cases
-from tests.dist.tiny import write_router_model
+from tests.dist.test_router_bias import write_model
 from tests.dist.workers.launch import run_ranks
 
 GRADIENT_BOUND, LOGPROB_BOUND, LOSS_BOUND = 1e-5, 1e-5, 1e-6
@@ -45,11 +45,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[str, Pa
     """Family, folder, what all jobs have in common, and what one rank finds, a sample in each micro-batch."""
     family = request.param
     folder = tmp_path_factory.mktemp(family)
-    base = {
-        "model": write_router_model(folder / "model", family),
-        "reference": str(folder / "one.pt"),
-        **MODELS[family],
-    }
+    base = {"model": str(write_model(folder / "model", family)), "reference": str(folder / "one.pt"), **MODELS[family]}
     alone = {**base, "packing": False, "budget": 1, "write": True}
     jobs = [alone, *({**base, **options({}, *which)} for which in ONE_RANK)]
     first, *others = run_ranks(1, folder / "one", jobs, script="routing_replay_ranks.py")

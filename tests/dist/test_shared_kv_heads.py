@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.test_actor_layouts import problems_of
-from tests.dist.tiny import write_router_model
+from tests.dist.test_router_bias import write_model
 from tests.dist.workers.launch import run_ranks
 
 CASES = {
@@ -19,7 +19,7 @@ def models(tmp_path_factory) -> Path:
     """Four heads of queries and one of keys and values."""
     folder = tmp_path_factory.mktemp("shared")
     for family in CASES:
-        write_router_model(folder / family, family, num_kv_heads=1)
+        write_model(folder / family, family, num_kv_heads=1)
     return folder
 
 

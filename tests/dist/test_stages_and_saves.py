@@ -1,13 +1,17 @@
 """Uneven pipeline stages, what a step's schedule cost, checkpoints written in the background: two gloo ranks."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Generator, Tensor
 
-from tests.dist.tiny import write_tiny
+from examples.laptop.recipe import TinyModelConfig
+from megagrpo.certify.tiny_model import hf_config, random_tensors
+from megagrpo.families.table import architecture_of
+from megagrpo.weights.hf_folder import write_hf_folder
 from tests.dist.workers.launch import run_ranks
+from tests.dist.workers.samples import VOCAB
 
 UNEVEN = {
     "3 + 2": {"pp": 2, "first_stage_layers": 3},
@@ -17,22 +21,37 @@ UNEVEN = {
 
 
 @pytest.fixture(scope="module")
-def five_layers(tmp_path_factory) -> str:
-    """A random Qwen3 of five layers; its norms are random too, so that a misplaced layer shows."""
-
-    def norms(name: str, tensor: Tensor, generator: Generator) -> Tensor:
-        return tensor if tensor.dim() > 1 else tensor + 0.2 * torch.randn(tensor.shape, generator=generator)
-
-    sizes = {"hidden_size": 64, "num_layers": 5, "head_dim": 16, "ffn_size": 96, "tie_embeddings": True}
-    return write_tiny(tmp_path_factory.mktemp("five"), norms, family="qwen3", **sizes)
+def five_layers(tmp_path_factory) -> Path:
+    """A random Qwen3 of five layers; its norms are random too, so that a layer in the wrong place shows."""
+    folder = tmp_path_factory.mktemp("five") / "model"
+    sizes = TinyModelConfig(
+        path=str(folder),
+        family="qwen3",
+        hidden_size=64,
+        num_layers=5,
+        head_dim=16,
+        ffn_size=96,
+        tie_embeddings=True,
+    )
+    description = hf_config(sizes) | {"vocab_size": VOCAB}
+    like = folder.with_name("description")
+    like.mkdir()
+    (like / "config.json").write_text(json.dumps(description))
+    generator = torch.Generator().manual_seed(0)
+    tensors = random_tensors(architecture_of(description), generator)
+    tensors = {
+        name: t if t.dim() > 1 else t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()
+    }
+    write_hf_folder(folder, iter([tensors]), like=like, dtype=torch.float32)
+    return folder
 
 
 def run(world: int, folder: Path, jobs: list[dict]) -> list[dict]:
     return run_ranks(world, folder, jobs, script="stage_ranks.py")
 
 
-def test_uneven_stages_equal_one_rank(five_layers: str, tmp_path: Path):
-    base = {"do": "equality", "model": five_layers, "reference": str(tmp_path / "reference.pt")}
+def test_uneven_stages_equal_one_rank(five_layers: Path, tmp_path: Path):
+    base = {"do": "equality", "model": str(five_layers), "reference": str(tmp_path / "reference.pt")}
     assert run(1, tmp_path / "one", [{**base, "write": True, "budget": 4096}])[0]["positions"] > 50
     cases = [(name, packing) for name in UNEVEN for packing in (True, False)]
     jobs = [{**base, "parallel": UNEVEN[name], "packing": packing} for name, packing in cases]
@@ -50,8 +69,8 @@ def test_uneven_stages_equal_one_rank(five_layers: str, tmp_path: Path):
 TRIES = 4  # a busy machine is measured too: what it adds passes, a wrong measure stays
 
 
-def test_waiting_and_bubble_are_measured(five_layers: str, tmp_path: Path):
-    base = {"do": "clock", "model": five_layers}
+def test_waiting_and_bubble_are_measured(five_layers: Path, tmp_path: Path):
+    base = {"do": "clock", "model": str(five_layers)}
     pipeline = {**base, "parallel": UNEVEN["3 + 2"], "slow_s": [0.3, 0.3]}
     jobs = [
         {**base, "slow_s": [0.0, 1.5]},
@@ -77,22 +96,22 @@ def test_waiting_and_bubble_are_measured(five_layers: str, tmp_path: Path):
     pytest.fail(f"{[what for what, is_wrong in wrong.items() if is_wrong]}: {apart}, {many}, {few}, {alike}")
 
 
-def test_a_save_in_the_background_equals_one_at_once(five_layers: str, tmp_path: Path):
+def test_a_save_in_the_background_equals_one_at_once(five_layers: Path, tmp_path: Path):
     layouts = {
         "uneven": {"parallel": UNEVEN["3 + 2"], "reshardable": True},
         "dp": {"reshardable": True},
         "distributed optimizer": {"distributed": True, "reshardable": True},
         "own parts": {"distributed": True, "reshardable": False},
     }
-    base = {"do": "background", "model": five_layers}
+    base = {"do": "background", "model": str(five_layers)}
     jobs = [{**base, "root": str(tmp_path / name.split()[0]), **options} for name, options in layouts.items()]
     for name, result in zip(layouts, run(2, tmp_path / "ranks", jobs), strict=True):
         assert result["unfinished"], f"{name}: a folder of that name before all ranks had written"
         assert result["different"] == 0.0, name
 
 
-def test_a_failed_save_in_the_background_is_told_to_all_and_leaves_nothing(five_layers: str, tmp_path: Path):
-    job = {"do": "failure", "model": five_layers, "root": str(tmp_path / "run"), "parallel": UNEVEN["3 + 2"]}
+def test_a_failed_save_in_the_background_is_told_to_all_and_leaves_nothing(five_layers: Path, tmp_path: Path):
+    job = {"do": "failure", "model": str(five_layers), "root": str(tmp_path / "run"), "parallel": UNEVEN["3 + 2"]}
     result = run(2, tmp_path / "ranks", [job])[0]
     assert len(result["messages"]) == 2
     for message in result["messages"]:

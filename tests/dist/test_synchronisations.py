@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.tiny import write_router_model
+from tests.dist.test_router_bias import write_model
 from tests.dist.workers.launch import run_ranks
 
 DOCS = Path(__file__).parents[2] / "docs" / "evidence" / "gpu.md"
@@ -23,7 +23,7 @@ def documented() -> dict[str, tuple[int, bool]]:
 def ran(tmp_path_factory) -> list[tuple[dict, dict]]:
     """(job, what it found): updates with every option of ours that computes on routers, and a dense model's."""
     folder = tmp_path_factory.mktemp("waits")
-    models = {family: write_router_model(folder / family, family) for family in ("qwen3", "qwen3_moe")}
+    models = {family: str(write_model(folder / family, family)) for family in ("qwen3", "qwen3_moe")}
     base = {"qwen3": {"experts": False}, "qwen3_moe": {"experts": True}}
     one = [
         {"model": models[family], **base[family], "packing": packing, "budget": 100}
