@@ -1,7 +1,7 @@
 """The head: log-probability, entropy and exact KL to the reference of sampled tokens, from hidden states."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch import Tensor
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.algo.logprob import chunked_full_kl, chunked_logprobs
-from megagrpo.algo.statistics import Reduce
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
 _TP_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -25,7 +24,7 @@ class TokenValues:
 
     logprobs: Tensor
     entropy: Tensor
-    full_kl: Tensor | None  # with batch.reference only
+    full_kl: Tensor | None  # where batch.reference is there
 
 
 class LossOfTokens(Protocol):
@@ -43,7 +42,7 @@ class LastStage(Protocol):
 
 
 def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_loss: LossOfTokens) -> LastStage:
-    """Returns a function that computes values of sampled tokens from hidden states, and `token_loss` of them."""
+    """Returns what turns hidden states into the values of sampled tokens and gives them to `token_loss`."""
 
     def from_hidden(micro: MicroBatch, chunk: HiddenStatesModel, hidden: Tensor) -> Loss:
         flat, places = micro.targets.flat, micro.target_grid
@@ -67,11 +66,16 @@ def over_tokens(actor: MegatronActor, batch: Batch, temperature: float, token_lo
 
 
 def token_values(
-    actor: MegatronActor, chunk: HiddenStatesModel, hidden: Tensor, flat: Tensor, tokens: Tensor, temperature: float
+    actor: MegatronActor,
+    chunk: HiddenStatesModel,
+    hidden: Tensor,
+    flat: Tensor,
+    tokens: Tensor,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probability and entropy [T] of `tokens` [T], predicted at flat positions of hidden [s / tp, b, h]."""
     weight = chunk.output_weight()
-    return chunked_logprobs(gathered(actor, hidden)[flat], weight, tokens, temperature, *_vocabulary(actor, weight))
+    return chunked_logprobs(gathered(actor, hidden)[flat], weight, tokens, temperature, **_vocabulary(actor, weight))
 
 
 def _full_kl(
@@ -85,11 +89,17 @@ def _full_kl(
 ) -> Tensor:
     """Returns the exact KL [T] to the reference at the flat positions [T]; index: their rows of its hidden states."""
     weight = chunk.output_weight()
-    # on a GPU the device checks it later, and the host does not wait
+    # on a GPU the device checks it when it comes there, and nobody waits
     torch._assert_async((index >= 0).all(), "the reference did not see a position on the rank that trains on it")
     assert reference.output_weight is not None, "the last stage has the reference's output weight"
-    ours, theirs = gathered(actor, hidden)[flat], reference.hidden[index]
-    return chunked_full_kl(ours, weight, theirs, reference.output_weight, temperature, *_vocabulary(actor, weight))
+    return chunked_full_kl(
+        hidden=gathered(actor, hidden)[flat],
+        weight=weight,
+        ref_hidden=reference.hidden[index],
+        ref_weight=reference.output_weight,
+        temperature=temperature,
+        **_vocabulary(actor, weight),
+    )
 
 
 def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:
@@ -100,17 +110,20 @@ def gathered(actor: MegatronActor, hidden: Tensor) -> Tensor:
     return hidden.transpose(0, 1).flatten(0, 1)
 
 
-def _vocabulary(actor: MegatronActor, weight: Tensor) -> tuple[int, int, int, Reduce | None]:
-    """Returns the chunked functions' arguments from `chunk_tokens` on; weight: this rank's [padded vocab / tp, h]."""
+def _vocabulary(actor: MegatronActor, weight: Tensor) -> dict[str, Any]:
+    """Returns what the chunked functions ask about this rank's shard `weight` [padded vocab / tp, h]."""
     group = mpu.get_tensor_model_parallel_group()
 
     def all_reduce(tensor: Tensor, op: str) -> Tensor:
         dist.all_reduce(tensor, op=_TP_OPS[op], group=group)
         return tensor
 
-    start = mpu.get_tensor_model_parallel_rank() * weight.shape[0]
-    reduce = all_reduce if actor.config.parallel.tp > 1 else None
-    return actor.config.logprob_chunk_tokens, start, actor.arch.vocab_size, reduce
+    return {
+        "chunk_tokens": actor.config.logprob_chunk_tokens,
+        "vocab_start": mpu.get_tensor_model_parallel_rank() * weight.shape[0],
+        "vocab_size": actor.arch.vocab_size,
+        "reduce": all_reduce if actor.config.parallel.tp > 1 else None,
+    }
 
 
 def _all_context_ranks(grid: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ import importlib.metadata
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -66,25 +65,23 @@ class _OnCpu(TorchFunctionMode):
 
 
 def _install_cuda_names() -> None:
+    cuda: Any = torch.cuda  # other signatures than CUDA's on purpose: Megatron takes what comes back as it is
+    tensor_class: Any = torch.Tensor
+    module_class: Any = torch.nn.Module
+    cuda.current_device = lambda: CPU
     # one function each: torch's compiler, imported by Megatron, refuses a name that stands for two of its rules
-    of_cpu: dict[str, Callable[..., object]] = {
-        "current_device": lambda: CPU,
-        "synchronize": lambda *args, **kwargs: None,
-        "set_device": lambda *args, **kwargs: None,
-        "empty_cache": lambda: None,
-        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
-        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
-        "manual_seed": lambda seed: torch.manual_seed(seed),
-        "Stream": _InOrder,
-        "Event": _InOrder,
-        "current_stream": lambda *args: _InOrder(),
-        "default_stream": lambda *args: _InOrder(),
-        "stream": lambda stream: contextlib.nullcontext(),
-    }
-    vars(torch.cuda).update(of_cpu)
-    vars(torch.cuda.random).update({name: of_cpu[name] for name in ("get_rng_state", "set_rng_state")})
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.set_device = lambda *args, **kwargs: None
+    cuda.empty_cache = lambda: None
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.Stream = cuda.Event = _InOrder
+    cuda.current_stream = lambda *args: _InOrder()
+    cuda.default_stream = lambda *args: _InOrder()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    tensor_class.cuda = lambda self, *args, **kwargs: self
+    module_class.cuda = lambda self, *args, **kwargs: self
 
 
 def uses_transformer_engine(config: ActorConfig) -> bool:
@@ -115,9 +112,10 @@ def prepare_host(
 ) -> torch.device:
     """Makes Megatron-Core importable and runnable here, and returns the device to compute on.
 
-    Call it before anything imports Megatron; a second call with the same arguments has no further effect.
-    transformer_engine: whether Megatron finds it. If it does, it takes Transformer Engine's optimizer and gradient
-    norms whatever the layers are, so it is hidden if its layers are not used. Raises ValueError for a missing device.
+    To be called before anything imports Megatron; calling again with the same wishes changes nothing that matters.
+    transformer_engine: whether Megatron finds it. Once it does, it takes Transformer Engine's optimizer and norms of
+    gradients whatever the layers are, so where its layers are not used, it is hidden. Raises ValueError for a device
+    that is not here.
     """
     if device == "cpu":
         environment.hide_gpus()
@@ -151,8 +149,9 @@ def _internals() -> ModuleType:
 
 
 def _hide_transformer_engine() -> None:
-    hidden = sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]  # as Python hides a module
-    assert hidden is None, "Transformer Engine was imported before it could be hidden"
+    modules: dict[str, Any] = sys.modules
+    assert modules.get("transformer_engine") is None, "Transformer Engine was imported before it could be hidden"
+    modules["transformer_engine"] = None
 
 
 def refuse_training_without_gpu(config: ActorConfig, device: torch.device) -> None:

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from megagrpo.actor.layers import lora
 from megagrpo.actor.megatron.config import checked_kernels, megatron_configs
-from megagrpo.actor.megatron.model import adapter_parameters, build_chunks, chunk_parameters, load_hf, routers
+from megagrpo.actor.megatron.model import (
+    adapter_parameters,
+    build_chunks,
+    chunk_parameters,
+    load_hf,
+    routers,
+)
 from megagrpo.actor.optimizer import build_optimizer, take_step, wrap_chunks
 from megagrpo.actor.reference import AdaptersOff, HostReference
 from megagrpo.actor.routing.bias import ExpertLoad, RouterBias
@@ -222,7 +228,7 @@ class MegatronActor:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if self.router_bias is not None:
-            self.router_bias.begin()
+            self.router_bias.clear()
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns this rank's accumulated float32 gradients by parameter name; the certificate compares them."""

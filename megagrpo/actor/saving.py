@@ -1,11 +1,11 @@
 """Saves and loads the actor's part of a checkpoint: model and optimizer by Megatron, and each rank's RNG states.
 
-Two forms of the distributed optimizer's state, which every checkpoint names in its own metadata:
+Two forms of the distributed optimiser's state, which every checkpoint names in its own metadata:
 
     dp_reshardable      every rank writes and reads the pieces that it holds, without messages; same layout only
     fully_reshardable   gathered to one rank of each data-parallel group, in the parameters' own shapes; any layout
 
-Data-parallel ranks divide the tensors that they share: each writes and reads its part once.
+What data-parallel ranks have in common is divided among them: each writes, and reads, its share once.
 """
 
 import os
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
@@ -33,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -63,14 +63,14 @@ def _metadata(actor: MegatronActor, form: str) -> dict:
 
 def _kind_of_optimizer(actor: MegatronActor) -> dict[str, str]:
     """Returns the settings that determine the form of the optimizer's state; empty for Megatron's defaults."""
-    config = actor.optimizer.chained_optimizers[0].config
+    config = _parts(actor)[0].config
     if not config.use_precision_aware_optimizer:
         return {}
     return {name: str(getattr(config, name)) for name in _KIND_FIELDS}
 
 
 def _check_kind_of_optimizer(actor: MegatronActor, metadata: dict, folder: Path) -> None:
-    """Raises ValueError when the state was saved by an optimizer of another kind."""
+    """Raises ValueError when the state was saved by an optimiser of another kind."""
     saved, here = metadata.get(_KIND, {}), _kind_of_optimizer(actor)
     if saved != here:
         names = [name for name in _KIND_FIELDS if saved.get(name) != here.get(name)]
@@ -79,7 +79,7 @@ def _check_kind_of_optimizer(actor: MegatronActor, metadata: dict, folder: Path)
 
 
 class _Checksummed(RawIOBase):
-    """Writes a file from start to end, as torch.save does, and counts its bytes and their CRC-32."""
+    """Writes a file from its start to its end, as torch.save does, and knows the CRC-32 of what it wrote."""
 
     def __init__(self, file: BufferedWriter):
         super().__init__()
@@ -111,9 +111,9 @@ class ActorSave:
     reshardable: bool
 
     def write(self) -> dict[Path, tuple[int, int]]:
-        """Writes this rank's files in this thread: Megatron's own writer forks processes, which could deadlock.
+        """Writes as Megatron's writer does, in this thread: in processes that it forks it could deadlock.
 
-        Returns size and CRC-32 by file, computed from the bytes written; no file is read again.
+        The checksums are of the bytes on their way to the files, which are not read again.
         """
         if not self.buckets:
             return {}
@@ -141,15 +141,15 @@ class ActorSave:
 def save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: bool = False) -> ActorSave:
     """Collective. Plans a checkpoint in an existing empty folder. Raises OSError when it cannot be planned.
 
-    With `reshardable` any layout can load it; a state that is not divided over data-parallel ranks always is
-    reshardable. With `snapshot` the state is copied to host memory now, so that training can continue during the write.
+    With `reshardable` any layout can load it; what is not divided over data-parallel ranks always is reshardable.
+    With `snapshot` the state is copied to host memory now, so that training may go on meanwhile.
     """
     with actor.update_state.readable():
         return _save_actor(actor, folder, reshardable, snapshot)
 
 
 def _save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot: bool) -> ActorSave:
-    divided = actor.updates_done > 0 and isinstance(actor.optimizer.chained_optimizers[0], DistributedOptimizer)
+    divided = actor.updates_done > 0 and isinstance(_parts(actor)[0], DistributedOptimizer)
     metadata = _metadata(actor, _OWN_PARTS if divided and not reshardable else _RESHARDABLE)
     state = _sharded_state(actor, actor.updates_done, metadata, is_loading=False)
     internals_0_16.expect_results_of_threads()
@@ -161,10 +161,10 @@ def _save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot:
             async_sharded_save=True,
             content_metadata=metadata,
         )
-    # Tensors on the host: copies of tensors on a GPU; tensors already on the host themselves, except copied views.
+    # on the host: copies of what is on a GPU, and what lies on the host itself, but for views that Megatron had to copy
     buckets = request.preload_fn() if request.preload_fn else []
     live = {_memory(tensor) for tensor in _live_tensors(actor)} if snapshot else set()
-    buckets = [  # new tensors, which do not change if the optimizer's are moved
+    buckets = [  # tensors of their own, which stay what they are when the optimiser's are moved
         (path, name, (blobs, [(item, t.clone() if _memory(t) in live else t.detach()) for item, t in tensors]))
         for path, name, (blobs, tensors) in buckets
     ]
@@ -177,10 +177,10 @@ def _copies_group() -> torch.distributed.ProcessGroup:
 
 
 def _live_tensors(actor: MegatronActor) -> Iterator[Tensor]:
-    """Yields the tensors of model and optimizer, which a step changes."""
+    """Yields the tensors of model and optimiser, which a step changes."""
     for chunk in actor.chunks:
         yield from (*chunk.parameters(), *chunk.buffers())
-    for part in actor.optimizer.chained_optimizers:
+    for part in _parts(actor):
         for group in part.optimizer.param_groups:
             yield from group["params"]
         for values in part.optimizer.state.values():
@@ -221,9 +221,12 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
             del wanted["rng"]
         strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(folder)), _copies_group())
         state = dist_checkpointing.load(wanted, str(folder), strategy)
-    except (CheckpointException, CheckpointingException, OSError, RuntimeError, KeyError) as exc:
-        cause = _first_failure(exc) if isinstance(exc, CheckpointException) else f"{type(exc).__name__}: {exc}"
-        raise ValueError(f"checkpoint {folder} does not fit this model and layout: {cause}") from exc
+    except CheckpointException as exc:
+        raise ValueError(f"checkpoint {folder} does not fit this model and layout: {_first_failure(exc)}") from exc
+    except (dist_checkpointing.core.CheckpointingException, OSError, RuntimeError, KeyError) as exc:
+        raise ValueError(
+            f"checkpoint {folder} does not fit this model and layout: {type(exc).__name__}: {exc}"
+        ) from exc
     for index, chunk in enumerate(actor.chunks):
         _load_chunk(actor, chunk, state[f"model{index}"])
     if updates_done:
@@ -240,8 +243,8 @@ def load_actor(actor: MegatronActor, folder: Path) -> None:
 def _load_chunk(actor: MegatronActor, chunk: HiddenStatesModel, state: dict) -> None:
     """Loads tensors; raises ValueError when one is missing or unknown.
 
-    Some of Transformer Engine's modules also have an `_extra_state` (scales of fp8), which Megatron saves for some of
-    them. With adapters, only adapters are saved.
+    Of Transformer Engine's modules some have an `_extra_state` beside their tensors (scales of fp8), which Megatron
+    saves of some only. With adapters only they are saved.
     """
     wrong = chunk.load_state_dict(state, strict=False)
     missing = [] if actor.config.lora is not None else wrong.missing_keys
@@ -250,21 +253,27 @@ def _load_chunk(actor: MegatronActor, chunk: HiddenStatesModel, state: dict) -> 
         raise ValueError(f"the checkpoint does not fit the model: {', '.join(names[:5])} missing or unknown")
 
 
+def _parts(actor: MegatronActor) -> list[MegatronOptimizer]:
+    """Returns the optimisers of dense and expert parameters, where there are both."""
+    chained = isinstance(actor.optimizer, ChainedOptimizer)
+    return actor.optimizer.chained_optimizers if chained else [actor.optimizer]
+
+
 def _allocate_optimizer_state(actor: MegatronActor) -> None:
     """Allocates a distributed optimizer's state, which Megatron requires before it describes what to load."""
-    for part in actor.optimizer.chained_optimizers:
+    for part in _parts(actor):
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
             internals_0_16.allocate_state(part)
 
 
 @torch.no_grad()
 def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
-    """Loads as Megatron does, except for two faults with torch's Adam, which keeps a step count for each parameter.
+    """Loads as Megatron does, around two slips with torch's Adam (Apex's keeps no step count beside a parameter).
 
-    Megatron looks for the count in the saved parameter state, which has none, or keeps the present one. The count that
-    it restores is one tensor for all parameters, which torch then increases once for each of them.
+    Reading parameter state it looks for a step count that is saved elsewhere, or takes the present one; and the count
+    that it restores is one tensor shared by all parameters, which torch then increases once for each of them.
     """
-    parts = actor.optimizer.chained_optimizers
+    parts = _parts(actor)
     if not isinstance(parts[0], DistributedOptimizer):
         actor.optimizer.load_state_dict(state)
         return
@@ -293,17 +302,17 @@ def _first_failure(exc: CheckpointException) -> str:
 def _sharded_state(actor: MegatronActor, updates_done: int, metadata: dict, is_loading: bool) -> dict:
     part = (lambda chunk: chunk.sharded_state_dict(prefix="")) if actor.config.lora is None else sharded_adapters
     model = {f"model{i}": part(chunk) for i, chunk in enumerate(actor.chunks)}
-    # one flat dict, because the optimizer looks parameters up across chunks
+    # one flat view for the optimiser, which looks parameters up across chunks
     merged = {f"{part}.{name}": value for part, tensors in model.items() for name, value in tensors.items()}
     state = {**model, "updates_done": updates_done, "layout": actor.config.layout, "rng": _rng_state(actor)}
-    if updates_done:  # before the first update the optimizer has no state, and Megatron would require one when loading
+    if updates_done:  # before the first update the optimiser has no state, and Megatron would ask for one when loading
         state["optimizer"] = actor.optimizer.sharded_state_dict(merged, is_loading=is_loading, metadata=metadata)
         _forget_classes(state["optimizer"])
     return state
 
 
 def _forget_classes(state: object) -> None:
-    """Removes classes, which torch refuses to load: the hybrid optimizer keeps the classes of its parts."""
+    """Removes classes, which torch reads from no file: of its parts' optimisers the hybrid one keeps the class."""
     for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
         _forget_classes(value)
     if isinstance(state, dict):

@@ -5,7 +5,6 @@ micro-batches and ranks, whatever the layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -42,8 +41,13 @@ def token_logprobs(actor: MegatronActor, batch: Batch, temperature: float) -> Te
         return values.logprobs.sum() * 0.0, {}
 
     with torch.no_grad():
-        values = over_tokens(actor, batch, temperature, token_loss)
-        _run(actor, batch, range(len(batch.lengths)), values, forward_only=True)
+        _run(
+            actor,
+            batch,
+            range(len(batch.lengths)),
+            over_tokens(actor, batch, temperature, token_loss),
+            forward_only=True,
+        )
     found.put_into(out)
     return _from_last_stage(out).cpu()
 
@@ -107,11 +111,12 @@ def with_logprobs(actor: MegatronActor, batch: Batch, temperature: float, old: b
     reference is swapped in for its forward and routes by itself. Raises NonFiniteUpdate on every rank if one of them is
     NaN or infinite: the weights cause it, and the update would fail too.
     """
-    if old:
-        router = actor.routing if actor.config.routing_replay == "old" else None
-        with nullcontext(lambda: batch) if router is None else router.recording(batch) as recorded:
+    if old and actor.routing is not None and actor.config.routing_replay == "old":
+        with actor.routing.recording(batch) as recorded:
             logprobs = token_logprobs(actor, batch, temperature)
         batch = replace(recorded(), old_logprobs=_finite(actor, logprobs, "the actor"))
+    elif old:
+        batch = replace(batch, old_logprobs=_finite(actor, token_logprobs(actor, batch, temperature), "the actor"))
     if reference is not None:
         assert actor.reference is not None, "keep_reference() was not called"
         of_itself = replace(batch, routing=None)
@@ -284,7 +289,11 @@ def micro_batches(actor: MegatronActor, batch: Batch, rows: Sequence[int]) -> Mi
 
 
 def _run(
-    actor: MegatronActor, batch: Batch, rows: Sequence[int], on_last_stage: LastStage, forward_only: bool
+    actor: MegatronActor,
+    batch: Batch,
+    rows: Sequence[int],
+    on_last_stage: LastStage,
+    forward_only: bool,
 ) -> list[dict[str, Tensor]]:
     """Runs Megatron's schedule over the micro-batches of `rows`; returns the last stage's metric sums, [] elsewhere."""
     device = actor.mesh.device

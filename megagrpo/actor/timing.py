@@ -9,6 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from torch import Tensor
 
 _COMPUTE = ("forward-compute", "backward-compute")
 
@@ -60,15 +61,21 @@ class ScheduleClock:
             [sum(map(_seconds, self._spans[kind])) for kind in ("compute", "schedule", "wait")], dtype=torch.float64
         )
         self.clear()
-        parts = [torch.empty_like(mine, device=self._device) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, mine.to(self._device))
-        everyone = torch.stack(parts)
+        everyone = self._all_ranks(mine.to(self._device))
         compute, schedule, wait = everyone.mean(0).tolist()
-        longest = float(everyone[:, 2].max())
-        metrics = {"schedule/compute_s": compute, "schedule/wait_s": wait, "schedule/wait_max_s": longest}
+        metrics = {
+            "schedule/compute_s": compute,
+            "schedule/wait_s": wait,
+            "schedule/wait_max_s": float(everyone[:, 2].max()),
+        }
         if mpu.get_pipeline_model_parallel_world_size() > 1 and schedule > 0:
             metrics["schedule/pipeline_bubble"] = max(1 - compute / schedule, 0.0)
         return metrics
+
+    def _all_ranks(self, mine: Tensor) -> Tensor:
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mine)
+        return torch.stack(parts)
 
     def _now(self) -> "float | torch.cuda.Event":
         if self._device.type != "cuda":

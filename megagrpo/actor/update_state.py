@@ -9,35 +9,32 @@ from contextlib import contextmanager
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
 
 class UpdateState:
-    """Moves the optimizer's state, its float32 weights included, and frees the gradients, which are 0 before an update.
+    """Moves the optimiser's state, its float32 weights included, and frees the gradients, which are 0 before an update.
 
-    What the optimizer shares with the model, the weights themselves where these are float32, stays.
+    What the optimiser shares with the model, the weights themselves where these are float32, stays.
     """
 
-    def __init__(self, model: Sequence[DistributedDataParallel], optimizer: ChainedOptimizer, device: torch.device):
+    def __init__(self, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, device: torch.device):
         self._model, self._optimizer, self._device = model, optimizer, device
         self._on_host: dict[int, tuple[UntypedStorage, Tensor]] = {}  # bytes, by their storage's identity
         self.away = False
 
     def offload(self) -> None:
-        """Copies the optimizer's state to the host, pinned, and gives its memory and that of the gradients back."""
+        """Copies the optimiser's state to the host, pinned, and gives its memory and that of the gradients back."""
         if self.away:
             return
-        self._optimizer.zero_grad()  # also gradients outside Megatron's buffers
+        self._optimizer.zero_grad()  # what gradients there are beside Megatron's buffers
         before, self._on_host = self._on_host, {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
             if storage._cdata not in self._on_host:
                 kept = before.get(storage._cdata)
-                if kept is not None and len(kept[1]) == storage.nbytes():
-                    host = kept[1]
-                else:
-                    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+                host = kept[1] if kept is not None and len(kept[1]) == storage.nbytes() else self._host(storage)
                 host.copy_(_bytes_of(storage), non_blocking=True)
                 self._on_host[storage._cdata] = storage, host
         self._synchronize()
@@ -62,7 +59,7 @@ class UpdateState:
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """Inside, the optimizer's tensors are those on the host if they are away: for a checkpoint."""
+        """Lets the optimiser's tensors be those on the host inside, where they are away: for a checkpoint."""
         swapped = []
         if self.away:
             for tensor in {id(tensor): tensor for tensor in self._tensors()}.values():
@@ -78,14 +75,15 @@ class UpdateState:
                 tensor.data = empty
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yields the optimizer's tensors on the device whose memory is not the model's."""
+        """Yields the optimiser's tensors on the device whose memory is not the model's."""
         of_model = {
             tensor.untyped_storage()._cdata
             for chunk in self._model
             for tensors in (chunk.module.parameters(), chunk.module.buffers())
             for tensor in tensors
         }
-        for part in self._optimizer.chained_optimizers:
+        chained = isinstance(self._optimizer, ChainedOptimizer)
+        for part in self._optimizer.chained_optimizers if chained else [self._optimizer]:
             if part.optimizer is None:  # this rank has no parameters of its kind
                 continue
             of_groups = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
@@ -94,6 +92,9 @@ class UpdateState:
                 there = isinstance(tensor, Tensor) and tensor.device.type == self._device.type
                 if there and tensor.untyped_storage()._cdata not in of_model:
                     yield tensor
+
+    def _host(self, storage: UntypedStorage) -> Tensor:
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

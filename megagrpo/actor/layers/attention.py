@@ -8,7 +8,8 @@ context parallelism a rank holds two chunks of every sequence (zigzag) and gathe
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -165,12 +166,10 @@ class CausalAttention(torch.nn.Module):
         width = value.shape[-1]
         if width < query.shape[-1]:  # the kernel wants heads of one width
             value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
-        attend: Callable[..., object] = varlen_attn
+        grouped: dict[str, Any] = {"enable_gqa": True} if _takes_grouped_heads(varlen_attn) else {}
         repeat = query.shape[1] // key.shape[1]
-        if _takes_grouped_heads(varlen_attn):
-            attend = partial(varlen_attn, enable_gqa=True)
-        elif repeat > 1:
+        if repeat > 1 and not grouped:
             key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
-        out = attend(query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal)
+        out = varlen_attn(query, key, value, cu, cu, longest, longest, scale=self.scale, window_size=causal, **grouped)
         assert isinstance(out, Tensor), "no log-sum-exp was asked for"
         return out[..., :width].flatten(1)

@@ -116,7 +116,10 @@ class Adapters(Module):
 
     def hf_names(self) -> Iterator[tuple[str, str, Parameter, int | None]]:
         """Yields HF name, own name, parameter, and the dimension cut over tensor-parallel ranks, None where whole."""
-        halves = (("A", self.a, 1 if self.row_parallel else None), ("B", self.b, None if self.row_parallel else 0))
+        halves = (
+            ("A", self.a, 1 if self.row_parallel else None),
+            ("B", self.b, None if self.row_parallel else 0),
+        )
         for letter, own, cut in halves:
             for name, parameter in own.items():
                 hf = f"{self.prefix}{name}.lora_{letter}.weight"
@@ -131,7 +134,7 @@ def add_adapters(chunk: GPTModel, arch: Architecture, lora: LoraConfig, place: R
             site.linear.add_module(_CHILD, Adapters(site, lora, place, dtype))
             site.linear.register_forward_hook(_add_to_output)
     if chunk.pre_process:
-        # Recomputation gives gradients only if an input requires one, and frozen embeddings require none.
+        # Recomputation gives gradients only where an input wants one, and frozen embeddings do not.
         chunk.embedding.register_forward_hook(_want_gradient)
 
 
@@ -188,7 +191,7 @@ def adapter_specs(arch: Architecture, lora: LoraConfig, dtype: torch.dtype) -> S
 
 
 def load_adapters(chunks: list[GPTModel], hf: Mapping[str, Tensor]) -> None:
-    """Copies this rank's slices of whole A and B (adapter_specs' names) into the adapters (recordable)."""
+    """Copies this rank's slices of whole A and B (adapter_specs' names) into the adapters: slices and copies alone."""
     with torch.no_grad():
         for adapters in all_adapters(chunks):
             for name, _, parameter, cut in adapters.hf_names():
@@ -221,7 +224,7 @@ class InitialAdapters(Mapping[str, Tensor]):
 def merged(chunks: list[GPTModel]) -> Iterator[None]:
     """Lets the weights be W + alpha / rank * B A inside, the adapters off; W comes back bit for bit whatever happens.
 
-    In place, because publish and export read live parameters. Needs a copy of the targeted weights inside.
+    In place: who publishes or exports reads live parameters. Costs a copy of the targeted weights meanwhile.
     """
     linears = [m for chunk in chunks for m in chunk.modules() if hasattr(m, _CHILD)]
     kept = [linear.weight.detach().clone() for linear in linears]
@@ -269,16 +272,15 @@ def sum_expert_replicas(chunks: list[GPTModel]) -> None:
 
 
 def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
-    """Returns a chunk's part of a checkpoint, by the parameter's name in the chunk; frozen weights are the HF model's.
+    """Returns what of a chunk a checkpoint holds, by the parameter's name in it; the frozen weights are the HF model's.
 
-    A checkpoint's keys are HF names, so that any layout finds its slices.
+    Keys are HF names, so that any layout finds its slices.
     """
     sharded = {}
     for path, adapters in chunk.named_modules():
         if not isinstance(adapters, Adapters):
             continue
-        dense = mpu.get_data_parallel_rank(with_context_parallel=True)
-        copies = mpu.get_expert_data_parallel_rank() if adapters.is_expert else dense
+        copies = mpu.get_expert_data_parallel_rank() if adapters.is_expert else _dense_replica()
         for hf, own, parameter, cut in adapters.hf_names():
             shard = adapters.shard
             sharded[f"{path}.{own}"] = ShardedTensor.from_rank_offsets(
@@ -288,3 +290,7 @@ def sharded_adapters(chunk: GPTModel) -> dict[str, ShardedTensor]:
                 replica_id=(0, shard.rank if cut is None else 0, copies),
             )
     return sharded
+
+
+def _dense_replica() -> int:
+    return mpu.get_data_parallel_rank(with_context_parallel=True)

@@ -5,6 +5,7 @@ sources win: the model and the layout, defaults on CUDA, the user's settings.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from megagrpo.config.actor import ActorConfig, OptimizerConfig
 from megagrpo.families.architecture import Architecture, LatentAttention
@@ -31,7 +32,7 @@ def expected_kernels(actor: ActorConfig) -> Kernels:
     return Kernels(cuda=cuda, transformer_engine=engine, fused_weight_gradient=False)
 
 
-def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
+def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     """Returns the fields of TransformerConfig that the kernels turn on; none on a plain CPU.
 
     | field | if |
@@ -65,7 +66,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     return {name: True for name, on in wanted.items() if on}
 
 
-def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
+def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     """Returns the fields of TransformerConfig, with latent attention of MLATransformerConfig.
 
     Sums instead of means, no noise, weights from files; no schedule functions, which the actor adds.
@@ -121,7 +122,7 @@ def transformer_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels)
     }
 
 
-def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
+def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     """Returns the fields of DistributedDataParallelConfig; on CUDA communication overlaps with computation.
 
     Not with adapters, whose replicas of experts are summed between the backward and the reduction. With virtual stages
@@ -138,12 +139,12 @@ def ddp_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
     }
 
 
-def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
+def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     """Returns the fields of OptimizerConfig."""
     optimizer: OptimizerConfig = actor.optimizer
     on_host = {}
     if optimizer.megatron.get("optimizer_cpu_offload"):
-        # all of it, unless a fraction is set; Megatron's command line requires both fields, its classes neither
+        # all of it, unless a fraction is set; Megatron's own arguments ask for both, its classes for neither
         on_host = {"optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
     return {
         "optimizer": "adam",
@@ -163,7 +164,7 @@ def optimizer_fields(actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
     }
 
 
-def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
+def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     if actor.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if actor.recompute == "selective":
@@ -172,13 +173,13 @@ def _recompute_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) 
 
 
 def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> list[str]:
-    """Returns modules that hold much memory and are cheap to compute again; flash attention holds next to none."""
+    """Returns what is cheap to compute again for the memory that it holds; flash attention holds next to nothing."""
     dense = [] if arch.is_moe and not arch.dense_layers else ["mlp"]
     if not kernels.transformer_engine:  # experts one by one have no activation of their own to recompute
         return [*dense, *(["moe"] if arch.is_moe else [])]
     modules = dense + (["shared_experts"] if arch.shared_ffn_size else [])
     if actor.megatron.get("fp8") and actor.megatron.get("fp8_recipe", "delayed") == "delayed":
-        return modules  # Megatron: the scales of the other modules would be those of another forward
+        return modules  # the scales would be those of another forward, says Megatron of the others
     return [
         "layernorm",
         *(["mla_up_proj"] if arch.mla is not None else []),
@@ -187,7 +188,7 @@ def _recomputed_modules(arch: Architecture, actor: ActorConfig, kernels: Kernels
     ]
 
 
-def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str, object]:
+def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str, Any]:
     if mla is None:
         return {}
     scaling = arch.rope_scaling
@@ -206,7 +207,7 @@ def _latent_fields(arch: Architecture, mla: LatentAttention | None) -> dict[str,
     }
 
 
-def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, object]:
+def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> dict[str, Any]:
     with_experts = arch.num_layers - arch.dense_layers
     return {
         "num_moe_experts": arch.num_experts,
@@ -222,7 +223,7 @@ def _expert_fields(arch: Architecture, actor: ActorConfig, kernels: Kernels) -> 
     }
 
 
-def _sigmoid_fields(arch: Architecture) -> dict[str, object]:
+def _sigmoid_fields(arch: Architecture) -> dict[str, Any]:
     groups = {"moe_router_num_groups": arch.router_groups, "moe_router_group_topk": arch.router_top_groups}
     return {
         "moe_router_score_function": "sigmoid",

@@ -160,6 +160,13 @@ def load_hf(chunks: list[HiddenStatesModel], arch: Architecture, hf: Mapping[str
 
 
 def _place() -> RankPlace:
-    tensor = Shard(mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size())
-    expert = Shard(mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size())
-    return RankPlace(tensor, expert)
+    return RankPlace(
+        tensor=Shard(
+            rank=mpu.get_tensor_model_parallel_rank(),
+            size=mpu.get_tensor_model_parallel_world_size(),
+        ),
+        expert=Shard(
+            rank=mpu.get_expert_tensor_parallel_rank(),
+            size=mpu.get_expert_tensor_parallel_world_size(),
+        ),
+    )
