@@ -199,9 +199,9 @@ def make_mesh(dp_rank: int, dp_size: int, device: torch.device, deadline_s: floa
         replicas: list[list[int]] = [[0]]
         replica_group = dp_group = None
     else:
-        places: list[int] = [0] * world
-        dist.all_gather_object(places, dp_rank)
-        replicas = [[r for r in range(world) if places[r] == d] for d in range(dp_size)]
+        replica_of: list[int] = [0] * world
+        dist.all_gather_object(replica_of, dp_rank)
+        replicas = [[r for r in range(world) if replica_of[r] == d] for d in range(dp_size)]
         timeout = timedelta(seconds=deadline_s)
         replica_group = _own_group(replicas, rank, timeout)
         dp_group = _own_group([list(members) for members in zip(*replicas, strict=True)], rank, timeout)
@@ -228,10 +228,10 @@ def _own_group(partition: list[list[int]], rank: int, timeout: timedelta) -> dis
 
 @contextmanager
 def only_fake_groups() -> Iterator[None]:
-    """Makes every new group inside a fake one: in a pretended world gloo's would wait for ranks that are not there."""
+    """Makes every new group inside a fake one: in a pretended world gloo would wait for ranks that do not exist."""
     original = dist.new_group
 
-    # torch's order of parameters; a timeout means nothing where nobody waits, and the options are of other backends
+    # torch's order of parameters; a fake group never waits, so it needs no timeout and no backend's options
     def new_group(ranks=None, timeout=None, backend=None, pg_options=None, **options):
         return original(ranks, backend="fake", **options)
 

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import sys
 import warnings
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -83,46 +84,6 @@ def _install_cuda_names() -> None:
     module_class.cuda = lambda self, *args, **kwargs: self
 
 
-def _name_missing_gemm() -> None:
-    """Defines a name that exists only with Transformer Engine, but is read by the router without it too."""
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
-def _fill_megatron_gaps() -> None:
-    from megatron.core.transformer.moe import token_dispatcher
-
-    def to_cpu(tensor, as_numpy=False, record_stream=False):
-        # Megatron converts to numpy only on the way down from a GPU; split sizes must be numpy here too
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
-
-
-def _admit_whole_linear() -> None:
-    """Lets latent attention take our down projections: it knows four classes by name, of which one is ModelOpt's.
-
-    Without Transformer Engine it believes to have it all the same, and would ask for instances of no class.
-    """
-    from megatron.core.transformer import multi_latent_attention
-
-    from megagrpo.actor.layers.whole_linear import WholeLinear
-
-    multi_latent_attention.Linear = WholeLinear
-    if not isinstance(multi_latent_attention.TELinear, type):
-        multi_latent_attention.HAVE_TE = False
-
-
-def _share_angles() -> None:
-    from megatron.core.models.common.embeddings import rope_utils
-
-    from megagrpo.actor.layers import rotary
-
-    rotary.install(rope_utils)
-
-
 def uses_transformer_engine(config: ActorConfig) -> bool:
     """Returns whether layers are Transformer Engine's in this process: "auto" is where they are installed on CUDA."""
     if config.transformer_engine != "auto":
@@ -163,9 +124,7 @@ def prepare_host(
             raise ValueError("actor.device is cpu, but CUDA was at work in this process before it could be hidden")
         if transformer_engine is False or (transformer_engine == "auto" and not _admits_transformer_engine()):
             _hide_transformer_engine()
-        _name_missing_gemm()
-        _admit_whole_linear()
-        _share_angles()
+        _internals().install()
         # With an index: threads besides the main one start on device 0, and torch refuses a device without one there.
         return torch.device("cuda", environment.get_int("LOCAL_RANK", 0))
     if device == "cuda":
@@ -176,13 +135,17 @@ def prepare_host(
             _hide_transformer_engine()
         _install_cuda_names()
         _OnCpu().__enter__()  # for the life of the process
-        _name_missing_gemm()
-        _fill_megatron_gaps()
-        _admit_whole_linear()
-        _share_angles()
+        _internals().install()
+        _internals().install_on_cpu()
         # what Megatron compiles, a router's counting, costs minutes of a C++ compiler and computes the same
         torch.compiler.set_stance("force_eager")
     return CPU
+
+
+def _internals() -> ModuleType:
+    from megagrpo.actor.megatron import internals_0_16  # imports Megatron
+
+    return internals_0_16
 
 
 def _hide_transformer_engine() -> None:

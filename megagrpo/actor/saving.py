@@ -5,7 +5,7 @@ Two forms of the distributed optimiser's state, which every checkpoint names in 
     dp_reshardable      every rank writes and reads the pieces that it holds, without messages; same layout only
     fully_reshardable   gathered to one rank of each data-parallel group, in the parameters' own shapes; any layout
 
-What data-parallel ranks hold in common is divided among them: each writes, and reads, its share once.
+What data-parallel ranks have in common is divided among them: each writes, and reads, its share once.
 """
 
 import os
@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedWriter, RawIOBase
 from pathlib import Path
-from queue import Queue
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
@@ -26,7 +25,6 @@ from megatron.core.dist_checkpointing.serialization import (
     get_default_load_sharded_strategy,
     get_default_save_sharded_strategy,
 )
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -37,11 +35,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from megagrpo.actor.layers.lora import sharded_adapters
+from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.model import HiddenStatesModel
 from megagrpo.actor.megatron_actor import MegatronActor
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _FORM = "distrib_optim_sharding_type"
 _OWN_PARTS, _RESHARDABLE = "dp_reshardable", "fully_reshardable"
@@ -85,7 +86,7 @@ class _Checksummed(RawIOBase):
         self._file = file
         self.size, self.crc = 0, 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data: "Buffer") -> int:
         """Writes any buffer; returns its bytes."""
         block = memoryview(data).cast("B")
         self._file.write(block)
@@ -116,22 +117,18 @@ class ActorSave:
         """
         if not self.buckets:
             return {}
-        [transforms] = self.request.async_fn.args[0]
         written, results = {}, {}
         for index, (path, key, (blobs, tensors)) in enumerate(self.buckets):
             try:
                 with open(path, "wb") as file:
                     stream = _Checksummed(file)
-                    results[index] = [
-                        _write_item(transforms, stream, data, item, key, SerializationFormat.TORCH_SAVE)
-                        for item, data in [*blobs, *tensors]
-                    ]
+                    results[index] = internals_0_16.write_items(self.request, stream, key, [*blobs, *tensors])
                     file.flush()
                     os.fsync(file.fileno())
             except Exception as exc:
                 raise _root(exc) from None
             written[Path(path)] = stream.size, stream.crc
-        self.request.async_fn_args[2].put(results)  # where `finish` looks for them
+        internals_0_16.put_results(self.request, results)
         return written
 
     def finish(self) -> None:
@@ -155,9 +152,7 @@ def _save_actor(actor: MegatronActor, folder: Path, reshardable: bool, snapshot:
     divided = actor.updates_done > 0 and isinstance(_parts(actor)[0], DistributedOptimizer)
     metadata = _metadata(actor, _OWN_PARTS if divided and not reshardable else _RESHARDABLE)
     state = _sharded_state(actor, actor.updates_done, metadata, is_loading=False)
-    # Megatron's forked writers hand over results through a manager process, a thread does through a queue: a new one,
-    # because `finish` never reads what a rank has written of a save that failed on another rank.
-    filesystem_async._results_queue = Queue()
+    internals_0_16.expect_results_of_threads()
     with _failure_as_os_error():
         request = dist_checkpointing.save(
             state,
@@ -199,7 +194,7 @@ def _memory(tensor: Tensor) -> int:
 
 @contextmanager
 def _failure_as_os_error() -> Iterator[None]:
-    """Raises OSError for a failed save: CheckpointException is no Exception and would pass most handlers."""
+    """Raises OSError for a failed save: CheckpointException is not an Exception, most handlers would miss it."""
     try:
         yield
     except CheckpointException as exc:
@@ -268,8 +263,7 @@ def _allocate_optimizer_state(actor: MegatronActor) -> None:
     """Allocates a distributed optimizer's state, which Megatron requires before it describes what to load."""
     for part in _parts(actor):
         if isinstance(part, DistributedOptimizer) and not part.optimizer.state:
-            # steps with zero gradients; everything it writes is loaded next
-            part._init_optimizer_states_with_dummy_values()
+            internals_0_16.allocate_state(part)
 
 
 @torch.no_grad()
@@ -288,36 +282,18 @@ def _load_optimizer_state(actor: MegatronActor, state: dict, form: str) -> None:
         inner = part.optimizer.state
         steps = {parameter: values.pop("step") for parameter, values in inner.items() if "step" in values}
         if form == _OWN_PARTS:
-            with _tensors_alone(part):
+            with internals_0_16.without_padding_mark(part):
                 part.load_parameter_state_from_dp_reshardable(own["param_state"])
-            if isinstance(part.optimizer, HybridDeviceOptimizer):  # the other form's function does this itself
-                part.optimizer._sync_hdo_state_to_sub_optimizers()
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                internals_0_16.sync_hybrid_state(part)
         else:
             part.load_parameter_state_from_fully_reshardable(own["param_state"])
         for parameter, step in steps.items():
             inner[parameter]["step"] = step.clone()
 
 
-@contextmanager
-def _tensors_alone(part: DistributedOptimizer) -> Iterator[None]:
-    """Inside, a parameter's state is set without the mark `padding`, which Megatron leaves among its tensors.
-
-    An optimiser that keeps weights of its own takes every name for a tensor's.
-    """
-    whole = part._set_main_param_and_optimizer_states
-
-    def of_tensors(parameter: Tensor, state: dict) -> None:
-        whole(parameter, {name: value for name, value in state.items() if name != "padding"})
-
-    part._set_main_param_and_optimizer_states = of_tensors
-    try:
-        yield
-    finally:
-        del part._set_main_param_and_optimizer_states
-
-
 def _first_failure(exc: CheckpointException) -> str:
-    if not exc.failures:  # they are told to the coordinator alone
+    if not exc.failures:  # only the coordinator receives them
         return "another rank failed"
     rank, (cause, _) = min(exc.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {str(cause)[:_MESSAGE_CHARACTERS]}"
@@ -335,7 +311,7 @@ def _sharded_state(actor: MegatronActor, updates_done: int, metadata: dict, is_l
     return state
 
 
-def _forget_classes(state: Any) -> None:
+def _forget_classes(state: object) -> None:
     """Removes classes, which torch reads from no file: of its parts' optimisers the hybrid one keeps the class."""
     for value in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
         _forget_classes(value)

@@ -28,12 +28,7 @@ CASES = {
     "EP2 distributed optimizer": {"model": "qwen3_moe", "parallel": {"ep": 2}, "distributed": True},
     "TP2xEP2": {"model": "qwen3_moe", "parallel": {"tp": 2, "ep": 2}},
     "TP2 LoRA": {"model": "qwen3", "parallel": {"tp": 2}, "lora": LORA},
-    "EP2 LoRA distributed optimizer": {
-        "model": "qwen3_moe",
-        "parallel": {"ep": 2},
-        "lora": LORA,
-        "distributed": True,
-    },
+    "EP2 LoRA distributed optimizer": {"model": "qwen3_moe", "parallel": {"ep": 2}, "lora": LORA, "distributed": True},
 }
 # the optimiser has no state yet
 BEFORE_THE_FIRST_STEP = ("DP2 distributed optimizer", "TP2", "EP2 distributed optimizer")

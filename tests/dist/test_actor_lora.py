@@ -10,7 +10,7 @@ from megagrpo.config.schema import ActorConfig
 from megagrpo.families.table import read_architecture
 from megagrpo.planning.trainer_memory import Load, trainer_side
 from tests.dist.cases import LAYOUTS
-from tests.dist.workers.launch import run_peft_reference, run_ranks
+from tests.dist.workers.launch import run_ranks, run_transformers
 
 LOGIT_BOUND, LOSS_BOUND, GRADIENT_BOUND, WEIGHT_BOUND = 1e-5, 1e-6, 1e-5, 1e-6
 pytestmark = pytest.mark.timeout(900)  # one launch runs many checks
@@ -67,11 +67,7 @@ FOUR_RANKS = [
 
 @pytest.mark.parametrize(
     "world, cases",
-    [
-        (2, CI),
-        pytest.param(2, REST, marks=pytest.mark.slow),
-        pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow),
-    ],
+    [(2, CI), pytest.param(2, REST, marks=pytest.mark.slow), pytest.param(4, FOUR_RANKS, marks=pytest.mark.slow)],
 )
 def test_every_layout_equals_one_rank(hf_models: Path, tmp_path: Path, world: int, cases: list[Case]):
     alone = [Case(case.model, "1", case.lora, PADDED | {"write": True, "budget": 4096}) for case in cases]
@@ -118,7 +114,7 @@ def adapted(hf_models: Path, tmp_path_factory) -> dict[str, dict]:
         (folder / model).mkdir()
         (folder / model / "job.json").write_text(json.dumps(jobs[model]))
     results = run_ranks(1, folder / "ranks", list(jobs.values()))
-    run_peft_reference(folder)
+    run_transformers(folder, "peft_reference.py")
     return {
         model: result | {"errors": json.loads((folder / model / "errors.json").read_text())}
         for model, result in zip(jobs, results, strict=True)

@@ -4,8 +4,6 @@ Megatron's own rounds cosines and sines to bfloat16, which no engine does, and s
 reads back from the GPU, for queries and keys of every layer.
 """
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -14,12 +12,6 @@ from megagrpo.actor.layers.attention import zigzag_position
 
 # cu_seqlens -> angles, and the cosines and sines that follow from them for its tokens; all layers share one cu_seqlens
 _of_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def install(rope_utils: ModuleType) -> None:
-    """Puts these functions in the place of Megatron's in megatron.core.models.common.embeddings.rope_utils."""
-    names = vars(rope_utils)
-    names |= {"_apply_rotary_pos_emb_bshd": rotate, "_apply_rotary_pos_emb_thd": rotate_packed}
 
 
 def rotate(

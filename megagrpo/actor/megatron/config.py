@@ -8,11 +8,11 @@ from typing import NamedTuple, TypeVar
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megagrpo.actor.host import uses_transformer_engine
+from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.fields import Kernels, ddp_fields, optimizer_fields, transformer_fields
 from megagrpo.config.layout import context_problem, layout_problems
 from megagrpo.config.libraries.megatron import DDP_SETTINGS, OPTIMIZER_SETTINGS, TRANSFORMER_SETTINGS, SettingsTable
@@ -89,8 +89,7 @@ def transformer_config(arch: Architecture, config: ActorConfig, kernels: Kernels
                 "actor.megatron.gradient_accumulation_fusion needs Transformer Engine's layers "
                 f"(actor.transformer_engine) or Apex's extension {_APEX_KERNEL}, and neither is here"
             )
-        # Megatron's output layer requires Apex's kernel. It is never called: our head reads its weight.
-        layers._grad_accum_fusion_available = True
+        internals_0_16.admit_fused_weight_gradient()
     return built
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megagrpo.actor.layers.lora import add_adapters, is_adapter
 from megagrpo.actor.layers.specs import block_spec
+from megagrpo.actor.megatron import internals_0_16
 from megagrpo.actor.megatron.fields import Kernels
 from megagrpo.config.actor import ActorConfig
 from megagrpo.families.architecture import Architecture
@@ -105,10 +106,10 @@ def build_chunks(
 
 
 def _in_bfloat16(chunk: HiddenStatesModel) -> HiddenStatesModel:
-    """Casts a chunk but the biases of its routers: rounded, they would send tokens to other experts."""
+    """Casts a chunk except the biases of its routers."""
     chunk.bfloat16()
     for router in routers([chunk]).values():
-        router._maintain_float32_expert_bias()
+        internals_0_16.keep_float32_bias(router)
     return chunk
 
 

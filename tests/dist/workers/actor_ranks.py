@@ -1,16 +1,13 @@
-"""One rank of the actor's tests: every job of jobs.json in a world of its own layout. usage: actor_ranks.py FOLDER"""
+"""One rank of the actor's tests: every job of jobs.json in a world of its own layout."""
 
-import json
 import math
 import os
-import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
 
 # isort: split
 
@@ -23,7 +20,7 @@ from megagrpo.actor.layers.lora import InitialAdapters
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
 from megagrpo.batching.updates import one_pass
-from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.certify.measure import ratios, whole
 from megagrpo.certify.subject import near
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.save import Retention, RunIdentity
@@ -346,43 +343,27 @@ def config_of(job: dict, **own: Any) -> ActorConfig:
     )
 
 
+def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
+    config = config_of(
+        job,
+        dtype=job.get("dtype", "float32"),
+        transformer_engine=job.get("transformer_engine", False),
+        logprob_chunk_tokens=32,
+        lora=LoraConfig(**job["lora"]) if "lora" in job else None,
+        ddp=job.get("ddp", {}),
+    )
+    distributed, megatron = job.get("distributed", False), job.get("optimizer", {})
+    return config, OptimizerConfig(**OPTIMIZER, distributed=distributed, megatron=megatron)
+
+
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    results = []
-    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        actor_config = config_of(
-            job,
-            dtype=job.get("dtype", "float32"),
-            transformer_engine=job.get("transformer_engine", False),
-            logprob_chunk_tokens=32,
-            lora=LoraConfig(**job["lora"]) if "lora" in job else None,
-            ddp=job.get("ddp", {}),
-        )
-        optimizer = OptimizerConfig(
-            **OPTIMIZER, distributed=job.get("distributed", False), megatron=job.get("optimizer", {})
-        )
-        print("job", number, job, flush=True)
-        with joined(
-            folder / f"store{number}",
-            config=actor_config,
-            optimizer=optimizer,
-            model_path=job["model"],
-            device=DEVICE,
-        ) as actor:
-            overwritten = "load" in job and "lora" not in job
-            with weights_unreadable() if overwritten else nullcontext():  # a resume does without them
-                weights = load_initial_weights(actor, job["model"], overwritten=overwritten)
-            if "lora" in job and "load" not in job:
-                actor.load_adapters(near_initial(actor))
-                actor.weights_loaded()
-            results.append(JOBS[job["do"]](actor, weights, job, folder))
-            everyone: list = [None] * actor.mesh.world_size
-            dist.all_gather_object(everyone, {k: v for k, v in results[-1].items() if isinstance(v, float)})
-            results[-1] |= {name: max(part[name] for part in everyone) for name in everyone[0]}
-    if os.environ["RANK"] == "0":
-        (folder / "results.json").write_text(json.dumps(results))
+    def measure(actor: MegatronActor, job: dict) -> dict:
+        overwritten = "load" in job and "lora" not in job
+        with weights_unreadable() if overwritten else nullcontext():  # a resume does without them
+            weights = load_initial_weights(actor, job["model"], overwritten=overwritten)
+        if "lora" in job and "load" not in job:
+            actor.load_adapters(near_initial(actor))
+            actor.weights_loaded()
+        return JOBS[job["do"]](actor, weights, job, folder)
 
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    with_actors(folder, settings, measure)

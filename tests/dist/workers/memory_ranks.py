@@ -1,14 +1,11 @@
-"""Measures the memory of a real rank: what stays, and what an update adds at its peak. usage: FOLDER"""
+"""Measures the memory of a real rank: what stays, and what an update adds at its peak."""
 
-import json
 import os
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
 
 # isort: split
 
@@ -20,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.certify.measure import joined
-from megagrpo.config.schema import ActorConfig, AlgorithmConfig
+from megagrpo.config.schema import ActorConfig, AlgorithmConfig, OptimizerConfig
 from megagrpo.types import Batch, Rewards
 
 ALGORITHM = AlgorithmConfig.model_validate(
@@ -136,20 +132,11 @@ def allocated(update: Callable[[], None]) -> int:
 
 
 def main(folder: Path) -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    results = []
-    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+    world = int(os.environ["WORLD_SIZE"])
+
+    def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
         options = {"world_size": world, "deadline_s": 120.0, "micro_batch_tokens": sum(job["lengths"]), **job["actor"]}
         config = ActorConfig.model_validate(options)
-        store = folder / f"store{number}"
-        with joined(store, config=config, optimizer=config.optimizer, model_path=job["model"], device=DEVICE) as actor:
-            results.append(measure(actor, job["lengths"], allocator=world == 1))
-    (folder / f"rank{rank}.json").write_text(json.dumps(results))
-    if rank == 0:
-        (folder / "results.json").write_text(json.dumps(results))
+        return config, config.optimizer
 
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    with_actors(folder, settings, lambda actor, job: measure(actor, job["lengths"], allocator=world == 1))

@@ -1,13 +1,9 @@
-"""One rank of the tests of updates that are not finite. usage: non_finite_ranks.py FOLDER"""
+"""One rank of the tests of updates that are not finite."""
 
-import json
-import os
-import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
 
 # isort: split
 
@@ -16,7 +12,6 @@ import torch
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.batching.updates import one_pass
-from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ExperimentConfig, OptimizerConfig
 from megagrpo.monitor.dump import read_dump
 from megagrpo.run import Run, RunRecord
@@ -31,56 +26,53 @@ NUM_UPDATES, BAD_SAMPLE, WEIGHT_VERSION = 2, 1, 4
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    results = [job_of(job, folder, number) for number, job in enumerate(json.loads((folder / "jobs.json").read_text()))]
-    if os.environ["RANK"] == "0":
-        (folder / "results.json").write_text(json.dumps(results))
+    with_actors(
+        folder,
+        lambda job: (
+            config_of(job, logprob_chunk_tokens=32, routing_replay="rollout" if replays(job) else None),
+            OptimizerConfig(**OPTIMIZER, distributed=job["distributed"]),
+        ),
+        one_bad_sample,
+    )
 
 
-def job_of(job: dict, folder: Path, number: int) -> dict:
+def replays(job: dict) -> bool:
+    return job["model"].endswith("moe")
+
+
+def one_bad_sample(actor: MegatronActor, job: dict) -> dict:
     """One bad sample on one data-parallel rank, in the first of two updates."""
-    replays = job["model"].endswith("moe")
-    config = config_of(job, logprob_chunk_tokens=32, routing_replay="rollout" if replays else None)
-    optimizer = OptimizerConfig(**OPTIMIZER, distributed=job["distributed"])
-    print("job", number, job, flush=True)
-    with joined(
-        folder / f"store{number}",
-        config=config,
-        optimizer=optimizer,
-        model_path=job["model"],
-        device=DEVICE,
-    ) as actor:
-        load_initial_weights(actor, job["model"])
-        initial = weights(actor)
-        batch = replace(batch_of(actor.mesh), updates=one_pass(NUM_SAMPLES, NUM_UPDATES))
-        batch = with_planted(actor, batch) if replays else batch
-        values, _ = step.update(actor, with_infinity(batch), RICH, 1.0, 32)
-        with_bad = weights(actor)
-        skipped = inspect(actor, job, "skip", with_infinity(batch), values)
-        halted = inspect(actor, job, "halt", with_infinity(batch), values)
-        quiet = inspect(actor, job, "halt", batch, {"optim/non_finite_updates": 0.0})
+    load_initial_weights(actor, job["model"])
+    initial = weights(actor)
+    batch = replace(batch_of(actor.mesh), updates=one_pass(NUM_SAMPLES, NUM_UPDATES))
+    batch = with_planted(actor, batch) if replays(job) else batch
+    values, _ = step.update(actor, with_infinity(batch), RICH, 1.0, 32)
+    with_bad = weights(actor)
+    skipped = inspect(actor, job, "skip", with_infinity(batch), values)
+    halted = inspect(actor, job, "halt", with_infinity(batch), values)
+    quiet = inspect(actor, job, "halt", batch, {"optim/non_finite_updates": 0.0})
 
-        reload(actor, initial)
-        dump = read_dump(Path(job["run"]) / "dumps" / f"step_{WEIGHT_VERSION + 1:06d}")
-        again, _ = step.update(actor, dump.batch(actor.mesh, actor.routed_layers), dump.algorithm, 1.0, 32)
-        replayed = weights(actor)
+    reload(actor, initial)
+    dump = read_dump(Path(job["run"]) / "dumps" / f"step_{WEIGHT_VERSION + 1:06d}")
+    again, _ = step.update(actor, dump.batch(actor.mesh, actor.routed_layers), dump.algorithm, 1.0, 32)
+    replayed = weights(actor)
 
-        reload(actor, initial)
-        good, _ = step.update(actor, without_first_update(batch), RICH, 1.0, 32)
-        without_bad = weights(actor)
-        result = {
-            "non_finite": values["optim/non_finite_updates"],
-            "skipped_when_masked": good["optim/skipped_updates"],
-            "loss_is_of_the_good_update": values["loss/total"] == good["loss/total"],
-            "same_weights_as_without": same(with_bad, without_bad),
-            "moved": not same(with_bad, initial),
-            "messages": [skipped, halted, quiet],
-            "replayed": same(replayed, with_bad) and again["loss/total"] == dump.values["loss/total"],
-            "says": compare(dump, again, 3, "initial").splitlines()[0],
-        }
-        everyone = actor.mesh.gather_world(result)
-        assert all(other == everyone[0] for other in everyone), everyone
-        return everyone[0]
+    reload(actor, initial)
+    good, _ = step.update(actor, without_first_update(batch), RICH, 1.0, 32)
+    without_bad = weights(actor)
+    result = {
+        "non_finite": values["optim/non_finite_updates"],
+        "skipped_when_masked": good["optim/skipped_updates"],
+        "loss_is_of_the_good_update": values["loss/total"] == good["loss/total"],
+        "same_weights_as_without": same(with_bad, without_bad),
+        "moved": not same(with_bad, initial),
+        "messages": [skipped, halted, quiet],
+        "replayed": same(replayed, with_bad) and again["loss/total"] == dump.values["loss/total"],
+        "says": compare(dump, again, 3, "initial").splitlines()[0],
+    }
+    everyone = actor.mesh.gather_world(result)
+    assert all(other == everyone[0] for other in everyone), everyone
+    return everyone[0]
 
 
 def with_infinity(batch: Batch) -> Batch:
@@ -127,8 +119,3 @@ def reload(actor: MegatronActor, values: dict) -> None:
 
 def same(a: dict, b: dict) -> bool:
     return all(torch.equal(value, b[name]) for name, value in a.items())
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))

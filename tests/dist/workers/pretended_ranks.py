@@ -1,16 +1,12 @@
-"""One rank of the tests of pretended trainer ranks: in a real world first, then in none. usage: FOLDER"""
+"""One rank of the tests of pretended trainer ranks: in a real world first, then in none."""
 
-import json
 import os
-import sys
-import warnings
 from pathlib import Path
 
 from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
 
 # isort: split
 
-import torch
 import torch.distributed as dist
 
 from megagrpo.actor.dry_run import record_trainer_rank
@@ -18,6 +14,7 @@ from megagrpo.certify.measure import joined
 from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.planning.recordings import representative_ranks
 from megagrpo.weights.actor_weights import load_initial_weights
+from tests.dist.workers.harness import answer
 
 
 def compare(config: ActorConfig, model: str, store: Path) -> dict:
@@ -37,17 +34,10 @@ def compare(config: ActorConfig, model: str, store: Path) -> dict:
 
 
 def main(folder: Path) -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    results = []
-    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        config = ActorConfig.model_validate({"world_size": world, "parallel": job["parallel"], "deadline_s": 120.0})
-        results.append(compare(config, job["model"], folder / f"store{number}"))
-    (folder / f"rank{rank}.json").write_text(json.dumps(results))
-    if rank == 0:
-        (folder / "results.json").write_text(json.dumps(results))
+    world = int(os.environ["WORLD_SIZE"])
 
+    def of_job(job: dict, store: Path) -> dict:
+        options = {"world_size": world, "parallel": job["parallel"], "deadline_s": 120.0}
+        return compare(ActorConfig.model_validate(options), job["model"], store)
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    answer(folder, of_job)

@@ -1,13 +1,9 @@
-"""One rank that moves the routers' biases or computes the routers' losses. usage: router_bias_ranks.py FOLDER"""
+"""One rank that moves the routers' biases or computes the routers' losses."""
 
-import json
-import os
-import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
 
 # isort: split
 
@@ -17,9 +13,9 @@ import torch.distributed as dist
 from megagrpo.actor import step
 from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.certify.measure import ratios, whole
 from megagrpo.config.actor import RouterLossConfig
-from megagrpo.config.schema import OptimizerConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.weights.actor_weights import load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of, config_of, gradient
 
@@ -116,25 +112,11 @@ def losses_job(actor: MegatronActor, job: dict) -> dict:
 
 
 def main(folder: Path) -> None:
-    results = []
-    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        config = config_of(
-            job,
-            router_bias_update=job.get("rate"),
-            router_losses=RouterLossConfig(**job["losses"]) if "losses" in job and "write" not in job else None,
-        )
-        with joined(
-            folder / f"store{number}",
-            config=config,
-            optimizer=OptimizerConfig(**OPTIMIZER, distributed="losses" not in job),
-            model_path=job["model"],
-            device=DEVICE,
-        ) as actor:
-            results.append(losses_job(actor, job) if "losses" in job else bias_job(actor, job))
-    if os.environ["RANK"] == "0":
-        (folder / "results.json").write_text(json.dumps(results))
+    def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
+        losses = RouterLossConfig(**job["losses"]) if "losses" in job and "write" not in job else None
+        config = config_of(job, router_bias_update=job.get("rate"), router_losses=losses)
+        return config, OptimizerConfig(**OPTIMIZER, distributed="losses" not in job)
 
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    with_actors(
+        folder, settings, lambda actor, job: losses_job(actor, job) if "losses" in job else bias_job(actor, job)
+    )

@@ -1,14 +1,10 @@
-"""One rank that replays experts: recorded ones, and any that were planted. usage: routing_replay_ranks.py FOLDER"""
+"""One rank that replays experts: recorded ones, and any that were planted."""
 
-import json
-import os
 import re
-import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
 
 # isort: split
 
@@ -19,9 +15,9 @@ from torch import Tensor
 from megagrpo.actor import step
 from megagrpo.actor.megatron.model import routers
 from megagrpo.actor.megatron_actor import MegatronActor
-from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.certify.measure import ratios, whole
 from megagrpo.config.actor import RouterLossConfig
-from megagrpo.config.schema import OptimizerConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig
 from megagrpo.types import Batch, Routing
 from megagrpo.weights.actor_weights import ActorWeights, load_initial_weights
 from tests.dist.workers.actor_ranks import OPTIMIZER, PLAIN, batch_of, config_of
@@ -172,26 +168,9 @@ def replay_job(actor: MegatronActor, job: dict) -> dict:
 
 
 def main(folder: Path) -> None:
-    results = []
-    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        config = config_of(
-            job,
-            routing_replay="rollout",
-            router_bias_update=job.get("rate"),
-            router_losses=RouterLossConfig(**job["losses"]) if "losses" in job else None,
-        )
-        with joined(
-            folder / f"store{number}",
-            config=config,
-            optimizer=OptimizerConfig(**OPTIMIZER, distributed=False),
-            model_path=job["model"],
-            device=DEVICE,
-        ) as actor:
-            results.append(replay_job(actor, job))
-    if os.environ["RANK"] == "0":
-        (folder / "results.json").write_text(json.dumps(results))
+    def settings(job: dict) -> tuple[ActorConfig, OptimizerConfig]:
+        losses = RouterLossConfig(**job["losses"]) if "losses" in job else None
+        config = config_of(job, routing_replay="rollout", router_bias_update=job.get("rate"), router_losses=losses)
+        return config, OptimizerConfig(**OPTIMIZER, distributed=False)
 
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    with_actors(folder, settings, replay_job)

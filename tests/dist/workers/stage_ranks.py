@@ -1,25 +1,20 @@
-"""One rank of the tests of uneven stages, schedule times and saves in the background. usage: stage_ranks.py FOLDER"""
+"""One rank of the tests of uneven stages, schedule times and saves in the background."""
 
-import json
-import os
 import resource
-import sys
 import time
-import warnings
 from functools import partial
 from pathlib import Path
 
-from tests.dist.workers.host import DEVICE  # comes first: it prepares the host for Megatron
+from tests.dist.workers.harness import with_actors  # comes first: it prepares the host for Megatron
 
 # isort: split
 
 import torch
-import torch.distributed as dist
 
 from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor
 from megagrpo.actor.saving import load_actor, save_actor
-from megagrpo.certify.measure import joined, ratios, whole
+from megagrpo.certify.measure import ratios, whole
 from megagrpo.checkpoint import save as checkpoint
 from megagrpo.checkpoint.save import Retention, RunIdentity
 from megagrpo.config.schema import OptimizerConfig
@@ -55,7 +50,7 @@ def equality_job(actor: MegatronActor, weights: ActorWeights, job: dict) -> dict
         "logits": error,
         "loss": abs(loss - reference["loss"]),
         "gradients": max(gradients.values()),
-        "layers": layers,
+        "layers": actor.mesh.gather_world(layers),
     }
 
 
@@ -130,30 +125,11 @@ JOBS = {"equality": equality_job, "clock": clock_job, "background": background_j
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    results = []
-    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
-        config = config_of(job, logprob_chunk_tokens=32)
-        print("job", number, job, flush=True)
-        optimizer = OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False))
-        with joined(
-            folder / f"store{number}",
-            config=config,
-            optimizer=optimizer,
-            model_path=job["model"],
-            device=DEVICE,
-        ) as actor:
-            result = JOBS[job["do"]](actor, load_initial_weights(actor, job["model"]), job)
-            everyone: list = [None] * actor.mesh.world_size
-            dist.all_gather_object(everyone, result)
-            largest = {
-                name: max(part[name] for part in everyone) for name, value in result.items() if isinstance(value, float)
-            }
-            results.append(everyone[0] | largest | {"layers": [part.get("layers") for part in everyone]})
-    if os.environ["RANK"] == "0":
-        (folder / "results.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    main(Path(sys.argv[1]))
+    with_actors(
+        folder,
+        lambda job: (
+            config_of(job, logprob_chunk_tokens=32),
+            OptimizerConfig(**OPTIMIZER, distributed=job.get("distributed", False)),
+        ),
+        lambda actor, job: JOBS[job["do"]](actor, load_initial_weights(actor, job["model"]), job),
+    )

@@ -1,0 +1,122 @@
+"""Every use of a private name of Megatron-Core 0.16, each with its reason; a new version of Megatron means a new file.
+
+Two private names stay elsewhere because a subclass overrides them: HiddenStatesModel._postprocess (model.py) and the
+attribute `router_replay` of TopKRouter, which is public but undocumented (routing/replay.py).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import IOBase
+from queue import Queue
+
+import torch
+from megatron.core import __version__ as _installed
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+
+from megagrpo.actor.layers import rotary
+from megagrpo.actor.layers.whole_linear import WholeLinear
+
+_VERSION = "0.16."
+if not _installed.startswith(_VERSION):
+    raise ImportError(
+        f"megatron-core {_installed} is installed, but megagrpo uses private functions of {_VERSION}x: "
+        "pip install 'megatron-core>=0.16,<0.17'"
+    )
+
+
+def install() -> None:
+    """Replaces what has to differ on every machine, once, before a model is built."""
+    # The router reads this name without Transformer Engine too, but it is defined only with it.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # Latent attention accepts four classes of down projections by name; ours takes the slot of ModelOpt's. Without
+    # Transformer Engine it sets HAVE_TE all the same, and would call isinstance with something that is no class.
+    multi_latent_attention.Linear = WholeLinear
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
+    share_angles()
+
+
+def share_angles() -> None:
+    """Replaces rotary embeddings: float32 angles, and packed rows without reading their lengths back (rotary.py)."""
+    names = vars(rope_utils)
+    names |= {"_apply_rotary_pos_emb_bshd": rotary.rotate, "_apply_rotary_pos_emb_thd": rotary.rotate_packed}
+
+
+def install_on_cpu() -> None:
+    """Makes the token dispatcher return numpy split sizes on a CPU, as it does when they come from a GPU."""
+
+    def to_cpu(tensor: Tensor, as_numpy: bool = False, record_stream: bool = False) -> object:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def admit_fused_weight_gradient() -> None:
+    """Passes the output layer's check for Apex's kernel, which is never called: our head reads the layer's weight."""
+    layers._grad_accum_fusion_available = True
+
+
+def keep_float32_bias(router: TopKRouter) -> None:
+    """Restores float32 of a router's bias after a cast: rounded, it would send tokens to other experts."""
+    router._maintain_float32_expert_bias()
+
+
+def expect_results_of_threads() -> None:
+    """Makes a checkpoint's results come through a new queue of this process.
+
+    Megatron's forked writers use a manager process. New for each save: `finish` never reads results that a rank has
+    written of a save that failed on another rank.
+    """
+    filesystem_async._results_queue = Queue()
+
+
+def put_results(request: AsyncRequest, results: dict[int, list]) -> None:
+    """Puts a writer's results where the request's finalisation reads them."""
+    request.async_fn_args[2].put(results)
+
+
+def write_items(request: AsyncRequest, file: IOBase, key: str, items: Iterable[tuple]) -> list:
+    """Writes (item, data) pairs into one file as the request's own writer does; returns its results."""
+    [transforms] = request.async_fn.args[0]
+    return [_write_item(transforms, file, data, item, key, SerializationFormat.TORCH_SAVE) for item, data in items]
+
+
+def allocate_state(optimizer: DistributedOptimizer) -> None:
+    """Allocates the optimizer's state, which Megatron asserts before it describes what to load.
+
+    It steps with zero gradients; everything that this writes is loaded next.
+    """
+    optimizer._init_optimizer_states_with_dummy_values()
+
+
+def sync_hybrid_state(optimizer: DistributedOptimizer) -> None:
+    """Copies loaded state into the parts of an offloaded optimizer; only the fully reshardable form does it itself."""
+    optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+@contextmanager
+def without_padding_mark(optimizer: DistributedOptimizer) -> Iterator[None]:
+    """Sets a parameter's state inside without the mark `padding`, which Megatron leaves among its tensors.
+
+    An optimizer that keeps weights of its own takes every name for a tensor's.
+    """
+    whole = optimizer._set_main_param_and_optimizer_states
+
+    def of_tensors(parameter: Tensor, state: dict[str, Tensor]) -> None:
+        whole(parameter, {name: value for name, value in state.items() if name != "padding"})
+
+    optimizer._set_main_param_and_optimizer_states = of_tensors
+    try:
+        yield
+    finally:
+        del optimizer._set_main_param_and_optimizer_states
