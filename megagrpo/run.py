@@ -218,17 +218,14 @@ class Run:
         try:
             groups = self.sampling.next_groups(self.state, self.num_steps - self.state.step, metrics)
         except RunStopped as stopped:
-            self._save_before_the_end(stopped)
+            try:
+                self.checkpointer.save_now(self.state)
+            except LeaderError as exc:
+                problem = f"the state after step {self.state.step} could not be saved: {exc}"
+                raise RunStopped(f"{stopped}\nand {problem}") from stopped
             raise
         self.publishing.sleep()
         return groups
-
-    def _save_before_the_end(self, reason: RunStopped) -> None:
-        try:
-            self.checkpointer.save_now(self.state)
-        except LeaderError as exc:
-            problem = f"the state after step {self.state.step} could not be saved: {exc}"
-            raise RunStopped(f"{reason}\nand {problem}") from reason
 
     def build_batch(self, groups: Sequence[RolloutGroup], updates: Updates) -> Batch:
         """Collective. Returns this rank's share of the step's samples, with their lags if weights may differ."""

@@ -48,21 +48,13 @@ def made_batch(groups: list[RolloutGroup], difference: float = 2e-3) -> Batch:
         mask[i, 3 : len(ids)] = 1
     advantages = torch.tensor([1.5, -0.5, -1.0, 0.0] * len(groups))[:, None] * mask
     rollout = -0.5 * mask
-    return batch_of_rows(
-        sample_ids=torch.tensor([group.group_id * GROUP_SIZE + sample.index for group, sample in rows]),
-        group_ids=torch.tensor([group.group_id for group, _ in rows]),
-        num_groups=len(groups),
-        tokens=tokens,
-        lengths=torch.tensor([3 + len(sample.token_ids) for _, sample in rows]),
-        prompt_lengths=torch.full((n,), 3),
-        loss_mask=mask,
-        rollout_logprobs=rollout,
-        rewards=torch.zeros(n, dtype=torch.float64),
-        valid=torch.ones(n, dtype=torch.bool),
-        truncated=torch.zeros(n, dtype=torch.bool),
-        advantages=advantages,
-        old_logprobs=rollout + difference * mask,
-    )
+    ids = torch.tensor([[group.group_id * GROUP_SIZE + sample.index, group.group_id] for group, sample in rows])
+    verdicts = {"rewards": torch.zeros(n, dtype=torch.float64), "valid": torch.ones(n, dtype=torch.bool)}
+    lengths = {"lengths": mask.sum(1).long() + 3, "prompt_lengths": torch.full((n,), 3)}
+    values = {"tokens": tokens, "loss_mask": mask, "rollout_logprobs": rollout, "advantages": advantages}
+    values |= {"old_logprobs": rollout + difference * mask, "truncated": torch.zeros(n, dtype=torch.bool)}
+    groups_of = {"sample_ids": ids[:, 0], "group_ids": ids[:, 1], "num_groups": len(groups)}
+    return batch_of_rows(**groups_of, **lengths, **values, **verdicts)
 
 
 def make_run(path: Path, num_steps: int = 5, start_step: int = 0) -> RunFolder:

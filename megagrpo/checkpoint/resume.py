@@ -74,9 +74,8 @@ def find_checkpoint(config: ExperimentConfig, folder: RunFolder, mesh: Mesh) -> 
     own = mesh.gather_world(latest(folder.checkpoints))[0]
     again = environment.get_int("TORCHELASTIC_RESTART_COUNT", 0) or environment.get_int("SLURM_RESTART_COUNT", 0)
     if own is not None and options.resume == "never" and not again:
-        raise ValueError(
-            f"checkpoint.resume is never, but {own} is there; choose another output_dir, or move that folder away"
-        )
+        remedy = "choose another output_dir, or move that folder away"
+        raise ValueError(f"checkpoint.resume is never, but {own} is there; {remedy}")
     return own or (Path(options.load) if options.load else None)
 
 
@@ -97,10 +96,9 @@ def resume(config: ExperimentConfig, folder: RunFolder, source: Path | None, act
     # A step takes at least one batch and all deferred groups, however often deferred: else they would get too old.
     waiting = max(len(young) + 1 if config.algorithm.dynamic_sampling is not None else 0, len(state.deferred))
     if waiting > (wanted := config.train.num_prompts_per_step):
-        raise ValueError(
-            f"checkpoint {source} has {len(young) + len(state.deferred)} groups for the next step, "
-            f"train.num_prompts_per_step is {wanted}: take {waiting} or more"
-        )
+        groups = f"{len(young) + len(state.deferred)} groups for the next step"
+        limit = f"train.num_prompts_per_step is {wanted}: take {waiting} or more"
+        raise ValueError(f"checkpoint {source} has {groups}, {limit}")
     if len(young) < len(state.surplus) and actor.mesh.is_main:
         left_out = f"{len(state.surplus) - len(young)} groups that were sampled for a later step are left out"
         print(f"{left_out}: their weights are older than rollout.max_staleness allows now", flush=True)

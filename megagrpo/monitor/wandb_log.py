@@ -36,6 +36,8 @@ class WandbLog:
         with self._never_fatal("the start"):
             import wandb  # an extra; imports for seconds, only on the main rank
 
+            if start_step == 0 or not folder.wandb_id.is_file():  # else the run in the folder continues
+                write_whole(folder.wandb_id, secrets.token_hex(4))
             timeouts = {f"{name}_timeout": _TIMEOUT_S for name in ("init", "login", "finish")}
             self._run = wandb.init(
                 project=options.project,
@@ -43,7 +45,7 @@ class WandbLog:
                 group=options.group,
                 name=options.name or config.name,
                 tags=options.tags,
-                id=_run_id(folder, start_step),
+                id=folder.wandb_id.read_text(encoding="utf-8"),
                 resume="allow" if options.mode == "online" else None,  # offline, `wandb sync` joins runs with one id
                 mode=options.mode,
                 dir=str(folder.path),
@@ -76,11 +78,3 @@ class WandbLog:
             self._run = None
             problem = f"{what} failed; no more metrics are sent; metrics.jsonl has all of them"
             self._note(f"log.wandb: {problem}: {type(exc).__name__}: {exc}")
-
-
-def _run_id(folder: RunFolder, start_step: int) -> str:
-    """Returns the id of this run folder's W&B run; a new one if the run starts from step 0."""
-    path = folder.wandb_id
-    if start_step == 0 or not path.is_file():
-        write_whole(path, secrets.token_hex(4))
-    return path.read_text(encoding="utf-8")

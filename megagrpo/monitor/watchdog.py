@@ -150,11 +150,14 @@ class Watchdog:
         others = [file for rank, file in files.items() if rank != self._mesh.rank]
         requested = self._request.stat().st_mtime
         end = time.monotonic() + _ANSWER_S
-        while time.monotonic() < end and not all(_answered(file, requested) for file in others):
+        while time.monotonic() < end and not all(
+            file.exists() and file.stat().st_size > 0 and file.stat().st_mtime >= requested for file in others
+        ):
             time.sleep(_POLL_S)
         self._write_stacks()
         self._beat(time.time())
-        ranks = [_read_progress(self._folder.rank_progress(rank), rank) for rank in files]
+        progress = {rank: self._folder.rank_progress(rank) for rank in files}  # an existing file is complete
+        ranks = [json.loads(file.read_text()) if file.exists() else {"rank": rank} for rank, file in progress.items()]
         stacks = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.exists()}
         seen = f"rank {self._mesh.rank} is in {self._name} of step {self._step() + 1} for {now - self._since:.0f} s"
         summary = f"{seen}, and nothing has moved for {now - self._moved:.0f} s\n{describe(ranks, time.time())}"
@@ -240,16 +243,6 @@ def _ranges(ranks: list[int]) -> str:
     # the difference of rank and index is the same within a run of consecutive ranks
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
-def _read_progress(file: Path, rank: int) -> dict:
-    with suppress(OSError):  # no file yet; an existing one is complete
-        return json.loads(file.read_text())
-    return {"rank": rank}
-
-
-def _answered(stacks: Path, requested: float) -> bool:
-    return stacks.exists() and stacks.stat().st_size > 0 and stacks.stat().st_mtime >= requested
 
 
 def _clock(seconds: float) -> str:

@@ -124,10 +124,8 @@ def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
         return [
             f"routing    updates take the experts of the old log-probabilities: {kept:,} bytes a token of a replica"
         ]
-    return [
-        f"routing    the actor takes the engine's experts: {kept:,} bytes a token of a replica, "
-        f"{-(-4 * sent // 3):,} in an answer, {sent:,} of an engine rank's host memory for each token of its cache"
-    ]
+    sizes = f"{-(-4 * sent // 3):,} in an answer, {sent:,} of an engine rank's host memory for each token of its cache"
+    return [f"routing    the actor takes the engine's experts: {kept:,} bytes a token of a replica, {sizes}"]
 
 
 def _num_steps(config: ExperimentConfig) -> int | None:
@@ -161,10 +159,8 @@ def _step(config: ExperimentConfig, num_steps: int | None) -> list[str]:
         f"a rank has about {per_rank} samples an update, in at most about {at_most}",
     ]
     if longest > actor.micro_batch_tokens:
-        lines.append(
-            f"  note: a sample longer than micro_batch_tokens ({actor.micro_batch_tokens}) "
-            "gets a micro-batch of its own"
-        )
+        limit = f"micro_batch_tokens ({actor.micro_batch_tokens})"
+        lines.append(f"  note: a sample longer than {limit} gets a micro-batch of its own")
     if train.num_epochs_per_step > 1:
         lines.append(f"  passes     {train.num_epochs_per_step} over these samples, so {train.updates_of_step} updates")
     if train.num_epochs is not None:
@@ -208,11 +204,9 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         lines.append(f"  tool       {tool.function}, {called}")
     lines.append(f"  weights    {config.weights.transport} to every engine after each step, verified by digest")
     if config.weights.timeout_s <= r.start_timeout_s:
-        lines.append(
-            f"  ADVICE   weights.timeout_s {config.weights.timeout_s:g} is no more than "
-            f"rollout.start_timeout_s {r.start_timeout_s:g}: a publish that finds fewer than {r.min_healthy_engines} "
-            "engines may not outwait the start of new ones, and ends the run"
-        )
+        timeouts = f"weights.timeout_s {config.weights.timeout_s:g} is no more than rollout.start_timeout_s"
+        found = f"{r.start_timeout_s:g}: a publish that finds fewer than {r.min_healthy_engines} engines"
+        lines.append(f"  ADVICE   {timeouts} {found} may not outwait the start of new ones, and ends the run")
     for i in range(min(r.num_engines, _MAX_RANK_ROWS) if r.num_engines > 1 or r.tp > 1 else 0):
         lines.append(f"  engine {i}: ranks {i * r.tp}..{(i + 1) * r.tp - 1}")
     return lines
@@ -262,11 +256,9 @@ def _colocated(config: ExperimentConfig, side: TrainerSide, engine: float) -> li
         lines.append(f"    {phase:<10} trainer {gigabytes(sum(parts.values()))} ({held}); engine {engines}")
     optimiser = side.phases["rollout"].parts.get("optimiser", 0.0)
     lines.append(f"    on the host, pinned, while engines are awake: {gigabytes(optimiser)} of optimiser state a rank")
-    if r.num_engines * r.tp != ranks:
-        lines.append(
-            f"  ADVICE   {r.num_engines} engines of tp {r.tp} are {r.num_engines * r.tp} ranks beside {ranks} trainer "
-            "ranks: GPUs without an engine idle while samples are drawn"
-        )
+    if (engine_ranks := r.num_engines * r.tp) != ranks:
+        both = f"{r.num_engines} engines of tp {r.tp} are {engine_ranks} ranks beside {ranks} trainer ranks"
+        lines.append(f"  ADVICE   {both}: GPUs without an engine idle while samples are drawn")
     return lines
 
 

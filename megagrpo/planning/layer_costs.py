@@ -20,7 +20,7 @@ class LayerCost:
     """One layer on one rank, for one micro-batch."""
 
     kept: float  # bytes from its forward to its backward, without recomputation
-    transient: float  # bytes beside those while its backward runs
+    transient: float  # bytes in addition to those while its backward runs
     flops: float  # of a forward, without attention's scores
     pair_flops: float  # of a forward, for each query and key that it sees
     sent: Mapping[str, float]  # bytes in a forward, by "tp", "cp", "ep"

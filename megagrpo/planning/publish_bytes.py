@@ -67,7 +67,7 @@ class Forecast:
     busiest_receiver: tuple[str, int]
     messages: int
     calls: int  # HTTP calls that carry data or wait for it
-    trainer_staging_bytes: int  # at most, of one rank, beside its parameters
+    trainer_staging_bytes: int  # at most, of one rank, besides its parameters
     engine_staging_bytes: int
     seconds: float
     limit: str  # the slowest link or step
@@ -275,27 +275,20 @@ class _BucketBytes:
     size: int
     coming: dict[int, int]  # to rank 0, by the rank that sends them
     held: int  # by rank 0: slices that arrive, and tensors that are assembled
-    packed: int  # into one tensor, for the engines; 0 if tensors are sent in place
+    packed: int  # into one tensor, for the engines; 0 if tensors are sent from their own memory
     messages: int  # to each engine rank
 
 
 def _bucket_bytes(bucket: Bucket, plan: GatherPlan, same_dtype: bool) -> _BucketBytes:
     item = bucket.dtype.itemsize
     sizes = [prod(plan.specs[name][0]) * item for name in bucket.names]
-    in_place = sum(
-        prod(copy.size) * item
-        for copy in bucket.parts.get(0, ())
-        if same_dtype and copy.size == plan.specs[copy.hf][0] and copy.target.contiguous
-    )
+    own = [c for c in bucket.parts.get(0, ()) if c.size == plan.specs[c.hf][0] and c.target.contiguous]
+    in_place = sum(prod(copy.size) for copy in own) * item if same_dtype else 0
     coming = {rank: sum(prod(c.size) for c in copies) * item for rank, copies in bucket.parts.items() if rank}
-    unpacked = sent_unpacked(sizes)
-    return _BucketBytes(
-        size=sum(sizes),
-        coming=coming,
-        held=sum(coming.values()) + sum(sizes) - in_place,
-        packed=0 if unpacked else sum(sizes),
-        messages=len(sizes) if unpacked else 1,
-    )
+    held = sum(coming.values()) + sum(sizes) - in_place
+    if sent_unpacked(sizes):
+        return _BucketBytes(sum(sizes), coming, held, packed=0, messages=len(sizes))
+    return _BucketBytes(sum(sizes), coming, held, packed=sum(sizes), messages=1)
 
 
 def _two_batches(ranks: np.ndarray, batches: np.ndarray, num_bytes: np.ndarray, count: int) -> np.ndarray:

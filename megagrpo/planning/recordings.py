@@ -147,13 +147,8 @@ def _write_jobs(folder: Path, config: ExperimentConfig, description: Mapping[str
 
 def _write_server_job(folder: Path, config: ExperimentConfig, hardware: Hardware, gpus_per_node: int) -> None:
     here = config.model_copy(update={"model": ModelConfig(path=str(folder / "model"))})
-    device = {
-        "name": hardware.device_name,
-        "memory_mib": hardware.memory_mib,
-        "capability": hardware.capability,
-        "processors": hardware.processors,
-        "gpus": gpus_per_node,
-    }
+    device: dict[str, object] = {"name": hardware.device_name, "gpus": gpus_per_node}
+    device |= {name: getattr(hardware, name) for name in ("memory_mib", "capability", "processors")}
     (folder / "server.json").write_text(json.dumps({"arguments": _engine_arguments(here, cuda=True), "device": device}))
 
 

@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def step(self) -> float:
-        """Returns the seconds of a step as the experiment runs it: off-policy if rollout.max_staleness says so."""
+        """Returns the seconds of a step as the experiment runs it: off-policy with rollout.max_staleness."""
         return self.off_policy if self.config.rollout.max_staleness else self.synchronous
 
     @property
@@ -129,10 +129,8 @@ def _trainer_problems(target: Target, trainers: TrainerSide) -> list[str]:
     if fullest.total <= room:
         return []
     parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in fullest.parts.items())
-    return [
-        f"trainers do not fit: in {phase} rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB "
-        f"({parts}), and has {room / 1e9:.1f}"
-    ]
+    needs = f"rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB ({parts})"
+    return [f"trainers do not fit: in {phase} {needs}, and has {room / 1e9:.1f}"]
 
 
 def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide) -> dict[str, float]:
@@ -187,7 +185,7 @@ def train_seconds(
     tokens, pairs = samples / actor.dp * float(sizes.mean()), samples / actor.dp * float((sizes**2).mean()) / 2
     count = max(1, math.ceil(tokens / actor.micro_batch_tokens))
     times = [_stage_seconds(config, target, stage, tokens / count, pairs / count) for stage in stages]
-    backward = [1 + stage.recomputed for stage in stages]  # forwards that it is worth, beside its own products
+    backward = [1 + stage.recomputed for stage in stages]  # in forwards, besides its own products
     whole = [sum(parts.values()) * (1 + more) + parts["compute"] for parts, more in zip(times, backward, strict=True)]
     slowest = int(np.argmax(whole))
     depth, updates = (p.pp - 1) / p.vpp, train.updates_of_step

@@ -12,7 +12,7 @@ from megagrpo.families.architecture import Architecture
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 
 _WIDTH = 116
-_OF_A_START = ("port", "node_rank", "dist_init_addr")  # chosen anew whenever an engine starts
+_OF_A_START = ("port", "node_rank", "dist_init_addr")  # chosen at each start of an engine
 
 
 def settings_report(arch: Architecture | None, actor: ActorConfig) -> list[str]:

@@ -81,8 +81,8 @@ def test_clashes_with_the_model_are_named_with_their_numbers(hf, overrides, said
     assert any(re.search(said, problem) for problem in found), found
 
 
-def test_the_unchanged_layout_has_no_clash():
-    assert check_against_model(load_config(QUICKSTART), MOE, 25) == []
+def test_a_tokenizer_clashes_by_its_largest_token_id():
+    assert check_against_model(load_config(QUICKSTART), MOE, 25) == [], "the unchanged layout"
     assert "token id 32, but the model only 32 embeddings" in check_against_model(load_config(QUICKSTART), MOE, 32)[0]
 
 

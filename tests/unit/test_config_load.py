@@ -1,4 +1,4 @@
-"""Configuration files, good and bad: every problem is reported at once, with its place, its value and the remedy."""
+"""Configuration files, good and bad: every problem is reported at once, with its location, its value and the remedy."""
 
 from pathlib import Path
 
@@ -48,16 +48,10 @@ def test_a_minimal_file_gets_the_defaults_and_overrides_win(tmp_path):
     assert config.train.group_size == ExperimentConfig.model_fields["train"].default.group_size
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [("1e-6", 1e-6), ("1E5", 1e5), ("1.5e+3", 1500.0), ("0.1", 0.1), (".5", 0.5), ("3", 3.0), ("1_000", 1000.0)],
-)
-def test_numbers_are_numbers(tmp_path, text, value):
-    config = load(tmp_path, MINIMAL + f"actor: {{optimizer: {{lr: {text}}}}}\n")
-    assert config.actor.optimizer.lr == value
-
-
 def test_scalars_hold_no_surprises(tmp_path):
+    numbers = {"1e-6": 1e-6, "1E5": 1e5, "1.5e+3": 1500.0, "0.1": 0.1, ".5": 0.5, "3": 3.0, "1_000": 1000.0}
+    for text, value in numbers.items():
+        assert load(tmp_path, MINIMAL + f"actor: {{optimizer: {{lr: {text}}}}}\n").actor.optimizer.lr == value
     text = "name: no\noutput_dir: 2026-11-21\nmodel: {path: m}\ndata: {path: d, limit: 010}\n"
     text += "sampling: {stop: [on, 1:30]}\neval: ~\n"
     config = load(tmp_path, text)
@@ -128,19 +122,15 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
 @pytest.mark.parametrize(
     "more, said",
     [
-        ("sampling:\n  temprature: 1\n", "e.yaml:6: sampling.temprature = 1: unknown key; did you mean 'temperature'?"),
         ("algorithm: {advantage: {eps: 1e-6}}\n", "advantage = {'eps': 1e-06}: needs a 'name', one of grpo, "),
         ("algorithm: {advantage: {name: dr_grpo, std_ddof: 0}}\n", "algorithm.advantage.std_ddof = 0: unknown key"),
         ("train: [1]\n", "e.yaml:5: train = [1]: should be a section with keys num_steps"),
         ("train:\n", "e.yaml:5: train = None: should be a section with keys num_steps"),
-        ("seed: -1\n", "e.yaml:5: seed = -1: should be greater than or equal to 0"),
         ("seed: true\n", "e.yaml:5: seed = True: should be a valid integer"),
         ("data: {path: d}\n", "e.yaml:5: data is written twice (first at e.yaml:4); remove one"),
         ("train:\n  num_steps: 1\n  num_steps: 2\n", "e.yaml:7: train.num_steps is written twice (first at e.yaml:6)"),
         ("train: {num_steps: 1\n", "e.yaml:6: not valid YAML"),
-        ("train:\n\tnum_steps: 1\n", "e.yaml:6: not valid YAML"),
         ("name2: !!python/object:os.system {}\n", "e.yaml:5: name2 = {}: unknown key; did you mean 'name'?"),
-        ("preset: no_such\n", "e.yaml:5: preset 'no_such' is unknown"),
         ("actor: {world_size: 3, parallel: {tp: 2}}\n", "3 is not a multiple of tp x pp x cp = 2; 4 would be"),
         ("actor: {world_size: 4, parallel: {ep: 3}}\n", "world_size 4 is not a multiple of etp x ep x pp = 3; 6"),
         ("actor: {parallel: {vpp: 2}}\n", "e.yaml:5: actor.parallel: vpp 2 needs pp > 1"),
@@ -150,7 +140,6 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         ("actor: {optimizer: {min_lr: 1e-7}}\n", "min_lr 1e-07 has no effect with lr_schedule constant"),
         ("actor: {optimizer: {min_lr: 1, lr_schedule: linear}}\n", "actor.optimizer: min_lr 1 is above lr 1e-06"),
         ("algorithm: {kl: {loss_coef: 0.1, adaptive: {target: 0.1, horizon: 100}}}\n", "too short for 512 responses"),
-        ("actor: {optimizer: {schedule: linear}}\n", "schedule = 'linear': unknown key; did you mean 'lr_schedule'?"),
         ("train: {num_prompts_per_step: 9, num_updates_per_step: 2}\n", "9 is not a multiple of num_updates"),
         ("train: {num_steps: 9, num_epochs: 2}\n", "train: num_steps 9 and num_epochs 2 both say how long the run is"),
         ("train: {num_epochs: 2}\nalgorithm: {dynamic_sampling: {}}\n", "num_epochs with algorithm.dynamic_sampling"),

@@ -165,16 +165,13 @@ def test_measured_tables_are_shown_and_figures_in_prose_are_measured():
     assert f"| seed 0 | {before} | {after} |" in (ROOT / "bench/results/learning_quickstart.md").read_text()
 
 
-def test_papers():
+def test_papers_agree_and_commit_hooks_fetch_nothing():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["license"] == "Apache-2.0" and "Apache License" in (ROOT / "LICENSE").read_text()
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["license"] == project["license"] and citation["title"] == project["name"]
     version = re.search(r'__version__ = "(.*)"', (ROOT / "megagrpo" / "__init__.py").read_text())[1]
     assert citation["version"] == version and version in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_commit_hooks_fetch_nothing():
     repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert [repository["repo"] for repository in repositories] == ["local"]
     assert {hook["language"] for repository in repositories for hook in repository["hooks"]} == {"system"}

@@ -162,11 +162,8 @@ def test_engines_without_a_gpu_run_on_the_cpu_only_where_that_is_meant(device, d
             on_gpus(experiment, gpus)
     else:
         assert on_gpus(experiment, gpus) is on_gpu
-
-
-def test_patience_is_of_the_device_unless_it_is_given():
-    assert (config().rollout.patience_s(True), config().rollout.patience_s(False)) == (300, 60)
-    assert config(health_timeout_s=20.0).rollout.patience_s(True) == 20
+        assert experiment.rollout.patience_s(on_gpu) == (300 if on_gpu else 60)
+        assert config(health_timeout_s=20.0).rollout.patience_s(on_gpu) == 20
 
 
 @pytest.mark.parametrize(

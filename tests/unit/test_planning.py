@@ -111,17 +111,10 @@ def test_rates_are_the_tables_unless_told():
         rates_of("H100", {"inside_gb_s": 0.0})
 
 
-def experiment(**rollout) -> ExperimentConfig:
-    values = {
-        "name": "t",
-        "output_dir": "unused",
-        "model": {"path": "unused"},
-        "data": {"path": "unused.jsonl"},
-        "actor": {"world_size": 4, "parallel": {"tp": 2, "ep": 2}},
-        "rollout": {"tp": 2, **rollout},
-        "weights": {"bucket_mb": 0.001},
-    }
-    return ExperimentConfig.model_validate(values)
+def experiment() -> ExperimentConfig:
+    values = {"name": "t", "output_dir": "unused", "model": {"path": "unused"}, "data": {"path": "unused.jsonl"}}
+    values |= {"actor": {"world_size": 4, "parallel": {"tp": 2, "ep": 2}}, "weights": {"bucket_mb": 0.001}}
+    return ExperimentConfig.model_validate(values | {"rollout": {"tp": 2}})
 
 
 def test_the_plan_as_text_and_as_json(monkeypatch, tmp_path):

@@ -79,7 +79,7 @@ DYNAMIC = {"dynamic_sampling": {}, "mismatch": {"weight": {"name": "tis"}}}
 
 
 @pytest.mark.parametrize("staleness, young", [(4, [2, 3, 4]), (2, [3, 4]), (0, [4])])
-def test_what_is_too_old_for_a_smaller_bound_is_left_out(start, tmp_path, monkeypatch, capsys, staleness, young):
+def test_groups_too_old_for_a_smaller_bound_are_left_out(start, tmp_path, monkeypatch, capsys, staleness, young):
     (tmp_path / "checkpoints" / "step_000005").mkdir(parents=True)
     monkeypatch.setattr(SAVED, "surplus", [group(version) for version in (2, 3, 4)])
     state, *_ = start(sections={"rollout": {"max_staleness": staleness}, "algorithm": DYNAMIC})

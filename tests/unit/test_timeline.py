@@ -40,13 +40,9 @@ def test_phases_follow_one_another_without_a_gap(tmp_path, monkeypatch):
 
     line = recorded(tmp_path, monkeypatch, [100.0, 100.5, 103.0, 103.5, 105.0, 105.25], step)
     assert (line["step"], line["start"], line["end"]) == (12, 100.0, 5.25)
-    assert line["phases"] == [
-        ["what follows the record", 0.0, 0.5],
-        ["rollout", 0.5, 3.0],
-        ["what follows rollout", 3.0, 3.5],
-        ["publish", 3.5, 5.0],
-        ["what follows publish", 5.0, 5.25],
-    ]
+    names = ("what follows the record", "rollout", "what follows rollout", "publish", "what follows publish")
+    moments = itertools.pairwise((0.0, 0.5, 3.0, 3.5, 5.0, 5.25))
+    assert line["phases"] == [[name, *times] for name, times in zip(names, moments, strict=True)]
     assert [is_between(name) for name, *_ in line["phases"]] == [True, False, True, False, True]
 
 
@@ -83,23 +79,21 @@ def test_a_line_is_bounded_and_says_how_much_there_was(tmp_path):
 
 
 def test_many_threads_record_at_once_and_none_when_switched_off(tmp_path):
-    timeline = Timeline(RunFolder(tmp_path), 0)
+    for folder, enabled in ((tmp_path / "on", True), (tmp_path / "off", False)):
+        timeline = Timeline(RunFolder(folder), 0, enabled=enabled)
 
-    def work(number: int) -> None:
-        for i in range(200):
-            timeline.request(f"engine-{number}", i, i + 1, 1)
-            if number == 0 and i % 20 == 0:
-                timeline.end_step(i)
+        def work(number: int, timeline: Timeline = timeline) -> None:
+            timeline.mark("rollout")
+            for i in range(200):
+                timeline.request(f"engine-{number}", i, i + 1, 1)
+                if number == 0 and i % 20 == 0:
+                    timeline.end_step(i)
 
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
-    timeline.end_step(1000)
-    timeline.close()
-    assert sum(line["num_requests"] for line in lines(RunFolder(tmp_path))) == 800
-    off = Timeline(RunFolder(tmp_path / "off"), 0, enabled=False)
-    off.mark("rollout")
-    off.end_step(1)
-    off.close()
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(work, range(4)))
+        timeline.end_step(1000)
+        timeline.close()
+    assert sum(line["num_requests"] for line in lines(RunFolder(tmp_path / "on"))) == 800
     assert not (tmp_path / "off").exists()
 
 

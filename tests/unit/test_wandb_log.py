@@ -90,11 +90,7 @@ def test_two_starts_are_one_run_with_the_entries_of_metrics_jsonl(started_twice)
     assert first[0] == {"step": 0, "eval/accuracy": 0.25} and first[2] == {"step": 2, "reward/mean": 0.625}
     assert first[1]["reward/mean"] == 0.5 and not math.isfinite(float(first[1]["optim/grad_norm"]))
     assert resumed == [{"step": 2, "reward/mean": 0.75}]
-
-
-def test_the_run_has_its_place_its_configuration_and_its_end(started_twice):
-    folder, _ = started_twice
-    files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    # the run has its project, its configuration and its end
     found = [{record.WhichOneof("record_type"): record for record in records(path)} for path in files]
     run = found[0]["run"].run
     assert (run.project, run.run_group, run.display_name) == ("tests", "seeds", "quickstart")
