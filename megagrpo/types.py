@@ -53,7 +53,7 @@ class Prompt(WithArrays):
     token_ids: np.ndarray  # [T] int32
     answer: str  # the reference answer, passed to the grader
     grader: str | None = None  # replaces the experiment's grader for this prompt
-    place: str = ""  # file:line, for messages
+    location: str = ""  # file:line, for messages
 
 
 @dataclass(frozen=True, eq=False)

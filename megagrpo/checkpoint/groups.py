@@ -12,6 +12,7 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 Record = dict[str, Any]  # JSON
 _RECORDS = "records"  # in the file: the JSON text; in addition one flat array per type, named after the type
+_LOCATION = "place"  # in the file: a prompt's location
 
 
 def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
@@ -27,7 +28,12 @@ def write_groups(path: Path, groups: Sequence[RolloutGroup]) -> None:
         return {"array": [kind, start, sizes[kind]], **({"shape": array.shape} if array.ndim != 1 else {})}
 
     def plain(value: object) -> Record:
-        return reference(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else vars(value)
+        if isinstance(value, np.ndarray | np.generic):
+            return reference(np.asarray(value))
+        record = dict(vars(value))
+        if isinstance(value, Prompt):
+            record[_LOCATION] = record.pop("location")
+        return record
 
     records = json.dumps(list(groups), default=plain).encode()
     arrays = {kind: np.concatenate(found) for kind, found in parts.items()}
@@ -53,10 +59,11 @@ def read_groups(path: Path) -> list[RolloutGroup]:
 
 
 def _group(record: Record) -> RolloutGroup:
-    greedy, of_greedy = record["greedy"], record["greedy_outcome"]
+    greedy, of_greedy, prompt = record["greedy"], record["greedy_outcome"], record["prompt"]
+    location = prompt.pop(_LOCATION, "")
     return RolloutGroup(
         group_id=record["group_id"],
-        prompt=Prompt(**record["prompt"]),
+        prompt=Prompt(**prompt, location=location),
         samples=tuple(map(_sample, record["samples"])),
         outcomes=tuple(map(_outcome, record["outcomes"])),
         greedy=None if greedy is None else _sample(greedy),

@@ -8,16 +8,14 @@ import importlib
 import importlib.util
 from pathlib import Path
 
-from megagrpo.system.explained import explained
-
 _kept: list[object] = []  # operators live as long as the library object that defined them
 
 
 def define_torchvision_operators() -> None:
     """Declares, without code, the operators that an unloadable torchvision lacks. No text model calls them.
 
-    Does nothing if torchvision loads or is absent, or if they are declared (engine processes have their own fix). Call
-    it before importing transformers.
+    Does nothing if torchvision loads or is absent, or if they are declared. Call it before importing transformers;
+    engine processes call it by rollout/cpu/sitecustomize.py.
     """
     import torch
 
@@ -38,11 +36,11 @@ def torchvision_problem() -> str:
     """Returns why torchvision cannot be imported, with the remedy; "" if it can be or is absent."""
     if importlib.util.find_spec("torchvision") is None:
         return ""
-    problem = "; torchvision, which transformers imports, cannot be imported"
-    remedy = "`bash launch/install.sh --repair` installs the one that goes with this torch"
     try:
-        with explained(problem, lambda exc: f": {remedy}"):
-            importlib.import_module("torchvision")
-    except ValueError as exc:
-        return str(exc)
+        importlib.import_module("torchvision")
+    except (ImportError, OSError, RuntimeError, AttributeError) as exc:  # of a wrong build, or of a repeated import
+        return (
+            f"; torchvision, which transformers imports, cannot be imported: {type(exc).__name__}: {exc}: "
+            "`bash launch/install.sh --repair` installs the one that goes with this torch"
+        )
     return ""

@@ -70,26 +70,22 @@ class ServiceControl:
 
         Returns False when that incarnation is gone.
         """
-        return self._call("POST", f"/engines/{engine_id}/update", {"incarnation": incarnation}).status_code == 200
+        return self._accepted(engine_id, "update", incarnation=incarnation)
 
     def mark_ready(self, engine_id: str, incarnation: int, weight_version: int) -> bool:
         """Reports that `weight_version` is verified in this incarnation, so that the router sends requests to it.
 
         Returns False when that incarnation is gone.
         """
-        body = {"incarnation": incarnation, "weight_version": weight_version}
-        return self._call("POST", f"/engines/{engine_id}/ready", body).status_code == 200
+        return self._accepted(engine_id, "ready", incarnation=incarnation, weight_version=weight_version)
 
     def report_lost(self, engine_id: str, incarnation: int) -> None:
         """Reports that an update failed half-way; the service restarts the engine unless it already has."""
-        self._call("POST", f"/engines/{engine_id}/lost", {"incarnation": incarnation})
+        self._accepted(engine_id, "lost", incarnation=incarnation)
 
     def wake(self, engine_id: str, incarnation: int) -> bool:
-        """Makes a colocated engine with verified weights allocate its cache.
-
-        Returns False when that incarnation is gone.
-        """
-        return self._call("POST", f"/engines/{engine_id}/wake", {"incarnation": incarnation}).status_code == 200
+        """Makes a colocated engine with verified weights allocate its cache; False when that incarnation is gone."""
+        return self._accepted(engine_id, "wake", incarnation=incarnation)
 
     def sleep(self, limit_s: float) -> None:
         """Makes all engines release their GPUs' memory; returns when they have, those that are starting included.
@@ -114,6 +110,10 @@ class ServiceControl:
         answer = self._call("POST", f"/engines/{engine_id}/drain")
         if answer.status_code == 409:
             raise ValueError(f"{engine_id} cannot be drained: {answer.text}")
+
+    def _accepted(self, engine_id: str, event: str, **body: int) -> bool:
+        """Reports an event of an engine. Returns False if that incarnation has ended."""
+        return self._call("POST", f"/engines/{engine_id}/{event}", body).status_code == 200
 
     def _call(
         self, method: str, path: str, body: dict | None = None, limit_s: float = _CONTROL_TIMEOUT_S
@@ -178,7 +178,7 @@ def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
     Raises ValueError if `engine` is given to add, or missing to drain.
     """
     if (action == "drain") != bool(engine):
-        raise ValueError("drain wants the name of an engine; add makes the next one, which has no name yet")
+        raise ValueError("drain requires the name of an engine; add makes the next one, which has no name yet")
     service = find_service(run_dir)
     if engine is None:
         return f"{service.add_engine()} is starting"

@@ -323,7 +323,7 @@ def _fits(restored: RolloutGroup, prompt: Prompt, job: SamplingJob, oldest: int)
     Responses without a score are sampled again: else a repaired grader would have nothing to do.
     """
     same = (
-        replace(restored.prompt, place=prompt.place) == prompt
+        replace(restored.prompt, location=prompt.location) == prompt
         and len(restored.samples) == job.num_samples
         and all(outcome.ok for outcome in restored.outcomes)
     )

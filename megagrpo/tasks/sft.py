@@ -68,7 +68,7 @@ def _check_answers(prompts: Sequence[Prompt], tokenizer) -> None:
     token_ids = tokenizer([prompt.answer for prompt in prompts], add_special_tokens=False)["input_ids"]
     for prompt, ids in zip(prompts, token_ids, strict=True):
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-            raise ValueError(f"{prompt.place}: the tokenizer does not know every character of {prompt.answer!r:.80}")
+            raise ValueError(f"{prompt.location}: the tokenizer does not know every character of {prompt.answer!r:.80}")
 
 
 def _supervised_batch(prompts: list[Prompt], tokenizer, mesh) -> Batch:

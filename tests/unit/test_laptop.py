@@ -14,14 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import megagrpo.rollout.cpu.sitecustomize  # noqa: F401  transformers' models load torchvision, see there
 from examples.laptop.datasets import make_dataset
 from examples.laptop.model import character_tokenizer, make_tiny_model
 from examples.laptop.pretrained import find_gguf, make_pretrained_model
 from examples.laptop.recipe import DatasetConfig, PretrainedConfig, TinyModelConfig, load_recipe, recipe_of
 from megagrpo.config.load import load_config
+from megagrpo.data.torchvision_ops import define_torchvision_operators
 from megagrpo.rewards.graders.gsm8k import grade
 from megagrpo.rollout.calculator import calculator, exact_value
+
+define_torchvision_operators()  # transformers' models load torchvision
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT / "tests" / "golden" / "gsm8k"

@@ -55,7 +55,7 @@ def test_several_files_are_read_as_one(tmp_path, tokenizer):
     first = write(tmp_path / "a.jsonl", ["", *rows(("1+1=", 2), ("2+2=", 4))])
     second = write(tmp_path / "b.jsonl", [*rows(("3+3=", 6)), "", *rows(("4+4=", 8))])
     found = load_prompts(DataConfig(path=[first, second]), tokenizer).prompts
-    places = [(p.id, p.answer, p.place.removeprefix(f"{tmp_path}/")) for p in found]
+    places = [(p.id, p.answer, p.location.removeprefix(f"{tmp_path}/")) for p in found]
     assert places == [(1, "2", "a.jsonl:2"), (2, "4", "a.jsonl:3"), (3, "6", "b.jsonl:1"), (5, "8", "b.jsonl:3")]
     few = load_prompts(DataConfig(path=[first, second], limit=3), tokenizer).prompts
     assert [p.answer for p in few] == ["2", "4", "6"]

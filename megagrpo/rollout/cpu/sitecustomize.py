@@ -9,16 +9,11 @@ import importlib.util
 import sys
 
 
-def define_torchvision_operators(module) -> None:
-    """torchvision's common wheels are linked to CUDA, so without it their C extension does not load; torchvision then
-    registers shapes for two undefined operators and fails."""
-    import torch
+def torchvision_operators(module) -> None:
+    """torchvision registers shapes for two operators that a wheel linked to CUDA lacks on a CPU, and fails."""
+    from megagrpo.data.torchvision_ops import define_torchvision_operators
 
-    if module._has_ops() or hasattr(torch.ops.torchvision, "nms"):  # data/torchvision_ops.py may have defined them
-        return
-    module.definitions = torch.library.Library("torchvision", "FRAGMENT")  # the definitions live as long as this object
-    for name in ("nms", "qnms"):
-        module.definitions.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    define_torchvision_operators()
 
 
 def plain_host_buffers(module) -> None:
@@ -125,7 +120,7 @@ def rotary_embedding_without_scaling(module) -> None:
 
 
 REPAIRS = {
-    "torchvision.extension": define_torchvision_operators,
+    "torchvision.extension": torchvision_operators,
     "sglang.srt.utils.common": no_amx,
     "sglang.srt.mem_cache.pool_host.common": plain_host_buffers,
     "sglang.srt.utils.weight_checker": no_cuda_synchronize,

@@ -9,8 +9,7 @@ import functools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import sglang.srt.model_loader.loader  # noqa: F401  # imported by the resolution
 import torch
@@ -41,7 +40,7 @@ class Device:
     gpus: int  # per node
 
 
-def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[dict[str, Any]]:
+def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[dict[str, object]]:
     """Yields the settings that SGLang resolves from each command line on such a GPU: memory, cache, parallelism.
 
     Raises ValueError if SGLang rejects the arguments.
@@ -56,12 +55,8 @@ def resolve_servers(servers: Sequence[list[str]], device: Device) -> Iterator[di
             server = prepare_server_args(words)
             server.resolve_once()
             found = server.resolved_dict()
-            yield {key: found[key] for key in _KEPT} | {"decode_graph_max_batch": _largest_graph(found)}
-
-
-def _largest_graph(found: dict[str, Any]) -> int | None:
-    decode = (found.get("cuda_graph_config") or {}).get("decode") or {}
-    return decode.get("max_bs")
+            decode = (found.get("cuda_graph_config") or {}).get("decode") or {}
+            yield {key: found[key] for key in _KEPT} | {"decode_graph_max_batch": decode.get("max_bs")}
 
 
 def _replace_device(device: Device) -> None:
@@ -85,16 +80,11 @@ def _replace_device(device: Device) -> None:
         setattr(torch.cuda, name, functools.partial(_answer, answer))
     torch.version.cuda = _CUDA_VERSION
     for module in [module for name, module in sys.modules.items() if name.startswith("sglang")]:
-        _forget(module)
+        for function in list(vars(module).values()):
+            if isinstance(function, functools._lru_cache_wrapper):  # its cache holds answers for the CPU
+                function.cache_clear()
     common.get_nvgpu_memory_capacity = functools.partial(_answer, device.memory_mib)
 
 
 def _answer(value: object, *_: object, **__: object) -> object:
     return value
-
-
-def _forget(module: ModuleType) -> None:
-    """Clears the caches of a module's functions, which hold answers for the CPU."""
-    for function in list(vars(module).values()):
-        if isinstance(function, functools._lru_cache_wrapper):
-            function.cache_clear()

@@ -62,11 +62,7 @@ def _pretended_rank(server: ServerArgs, rank: int) -> Iterator[ModelConfig]:
         with only_fake_groups():  # SGLang adds gloo groups to every one
             dist.init_process_group("fake", rank=rank, world_size=server.tp_size, store=FakeStore())
             parallel_state.init_distributed_environment(
-                backend="fake",
-                world_size=server.tp_size,
-                rank=rank,
-                local_rank=0,
-                distributed_init_method="unused",
+                backend="fake", world_size=server.tp_size, rank=rank, local_rank=0, distributed_init_method="unused"
             )
             parallel_state.initialize_model_parallel()
         initialize_dp_attention(server_args=server)

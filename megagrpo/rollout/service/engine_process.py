@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-from typing import Any
 
 from megagrpo.system import environment
 
@@ -59,7 +58,7 @@ class NamesEngine:
         await self._app(scope, receive, send_named)
 
 
-def tell_experts_of_every_answer(request: Any) -> None:
+def tell_experts_of_every_answer(request) -> None:
     """Makes True the default of a request's `return_routed_experts`, because the router drops this field.
 
     request: SGLang's class of requests, before FastAPI has read its defaults.

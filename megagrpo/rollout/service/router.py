@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from subprocess import Popen
 
@@ -76,12 +76,10 @@ class Router:
         self._started = time.monotonic()
         deadline = self._started + _START_S
         while time.monotonic() < deadline and self._process.poll() is None:
-            try:
+            with suppress(aiohttp.ClientError):
                 async with http.get(f"{self.url}/health") as answer:
                     if answer.status == 200:
                         return
-            except aiohttp.ClientError:
-                pass
             await asyncio.sleep(_POLL_S)
         raise RouterFailed(f"sglang-router did not start in {_START_S:.0f} s, see {self._log}")
 
@@ -126,10 +124,9 @@ class Router:
 
         None if it is down or slow: `watch` repeats the call.
         """
-        try:
+        with suppress(aiohttp.ClientError, TimeoutError):
             return await self._update_workers()
-        except (aiohttp.ClientError, TimeoutError):
-            return None
+        return None
 
     async def _update_workers(self) -> set[str]:
         async with self._request("GET", "/workers") as answer:

@@ -196,10 +196,7 @@ class _Service:
                 web.get("/status", self._on_status),
                 web.post("/engines", self._on_add),
                 web.post("/engines/{id}/drain", self._on_drain),
-                web.post("/engines/{id}/update", self._on_update),
-                web.post("/engines/{id}/ready", self._on_ready),
-                web.post("/engines/{id}/wake", self._on_wake),
-                web.post("/engines/{id}/lost", self._on_lost),
+                web.post("/engines/{id}/{event:update|ready|wake|lost}", self._on_event),
                 web.post("/sleep", self._on_sleep),
                 web.post("/may_start", self._on_may_start),
             ]
@@ -210,7 +207,7 @@ class _Service:
     async def _demand_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given, wanted = request.headers.get("Authorization", ""), f"Bearer {self._api_key}"
         if not hmac.compare_digest(given.encode(), wanted.encode()):
-            raise web.HTTPUnauthorized(text="this service wants the API key of its run")
+            raise web.HTTPUnauthorized(text="this service requires the API key of its run")
         return await handler(request)
 
     async def _on_status(self, request: web.Request) -> web.Response:
@@ -241,12 +238,18 @@ class _Service:
         self._lost_hosts += engine.lost_hosts  # the sum never falls
         print(f"{engine.id} is drained and gone", flush=True)
 
-    async def _on_update(self, request: web.Request) -> web.Response:
-        await self._engine(request).begin_update(self._http, int((await request.json())["incarnation"]))
-        return web.json_response({})
-
-    async def _on_wake(self, request: web.Request) -> web.Response:
-        await self._engine(request).wake(self._http, int((await request.json())["incarnation"]), CACHE)
+    async def _on_event(self, request: web.Request) -> web.Response:
+        engine, body = self._engine(request), await request.json()
+        incarnation = int(body["incarnation"])
+        match request.match_info["event"]:
+            case "update":
+                await engine.begin_update(self._http, incarnation)
+            case "ready":
+                await engine.mark_ready(incarnation, int(body["weight_version"]))
+            case "wake":
+                await engine.wake(self._http, incarnation, CACHE)
+            case "lost":
+                engine.lost(incarnation)
         return web.json_response({})
 
     async def _on_sleep(self, request: web.Request) -> web.Response:
@@ -258,15 +261,6 @@ class _Service:
 
     async def _on_may_start(self, request: web.Request) -> web.Response:
         self._may_start.set()
-        return web.json_response({})
-
-    async def _on_ready(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        await self._engine(request).mark_ready(int(body["incarnation"]), int(body["weight_version"]))
-        return web.json_response({})
-
-    async def _on_lost(self, request: web.Request) -> web.Response:
-        self._engine(request).lost(int((await request.json())["incarnation"]))
         return web.json_response({})
 
     def _engine(self, request: web.Request) -> SupervisedEngine:

@@ -17,6 +17,7 @@ import asyncio
 import json
 import time
 from collections.abc import Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from megagrpo.types import EngineInfo
 
 _WATCH_S = 1.0  # between two checks of the processes
 _DRAIN_POLL_S = 0.5
-_PLACE_POLL_S = 0.1
+_RESERVE_POLL_S = 0.1
 _START_POLL_S = 0.25
 _LOST_NODE_S = 30.0  # limit for an engine's Ray actors to stop it
 _ANSWERING = ("stale", "ready", "asleep")
@@ -86,18 +87,8 @@ class SupervisedEngine:
 
     def status(self) -> dict[str, object]:
         """Returns the fields of EngineInfo."""
-        return asdict(
-            EngineInfo(
-                id=self.id,
-                url=self.url,
-                state=self.state,
-                weight_version=self.weight_version,
-                incarnation=self.incarnation,
-                restarts=self.restarts,
-                pid=self.pid,
-                reason=self.reason,
-            )
-        )
+        version, counts = self.weight_version, (self.incarnation, self.restarts, self.pid)
+        return asdict(EngineInfo(self.id, self.url, self.state, version, *counts, self.reason))
 
     @property
     def is_starting(self) -> bool:
@@ -183,7 +174,7 @@ class SupervisedEngine:
     async def _run(self, http: aiohttp.ClientSession) -> None:
         """Starts and watches incarnations. Returns when the budget of restarts is spent, with `gave_up` set."""
         while True:
-            while not self._may_start.is_set():
+            while not self._may_start.is_set():  # it may be cleared again before this task runs
                 await self._may_start.wait()
             try:
                 await self._start(http)
@@ -192,9 +183,7 @@ class SupervisedEngine:
                 self.reason = str(exc)
             except TimeoutError:  # of _ask
                 limit_s = self._config.rollout.start_timeout_s
-                self.reason = (
-                    f"a Ray actor of its nodes gave no answer within {limit_s:.0f} s (rollout.start_timeout_s)"
-                )
+                self.reason = f"a Ray actor of its nodes gave no answer in {limit_s:.0f} s (rollout.start_timeout_s)"
             except ray.exceptions.RayTaskError as exc:  # its machine is reachable, but the call raised
                 self.reason = str(exc.cause)
             except ray.exceptions.RayError as exc:
@@ -236,7 +225,7 @@ class SupervisedEngine:
         self.incarnation += 1
         self.state, self.weight_version, self.url, self.pid = "starting", None, "", 0
         self._lost = asyncio.get_running_loop().create_future()
-        await self._place()
+        await self._reserve_machines()
         deadline = time.monotonic() + rollout.start_timeout_s
         self._nodes = [self._make_node(rank) for rank in range(rollout.nodes_per_engine)]
         addresses = await self._ask(node.address.remote(loopback()) for node in self._nodes)
@@ -257,7 +246,7 @@ class SupervisedEngine:
         self.url, self.state, self._was_up = url, "stale", True
         print(f"{self.id} is up at {url} (incarnation {self.incarnation}, pid {self.pid})", flush=True)
 
-    async def _place(self) -> None:
+    async def _reserve_machines(self) -> None:
         """Reserves machines, at every start: those of the previous one may be gone. Raises EngineDied."""
         rollout = self._config.rollout
         bundle = {"CPU": 1.0} | ({"GPU": float(rollout.tp // rollout.nodes_per_engine)} if self._cuda else {})
@@ -273,7 +262,7 @@ class SupervisedEngine:
                     f"{rollout.start_timeout_s:.0f} s (rollout.start_timeout_s); they have {have} in all. Lower "
                     "rollout.num_engines or rollout.tp, or add machines"
                 )
-            await asyncio.sleep(_PLACE_POLL_S)
+            await asyncio.sleep(_RESERVE_POLL_S)
 
     async def _watch(self, http: aiohttp.ClientSession) -> None:
         """Watches this incarnation until it ends.
@@ -328,15 +317,14 @@ class SupervisedEngine:
         assert self._group is not None, "placed before"
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         num_gpus = rollout.tp // rollout.nodes_per_engine if self._cuda else 0
-        # On a CPU all engines of the experiment may share one machine; its cores are divided among them.
-        cores_share = rollout.num_engines * rollout.nodes_per_engine
         options = EngineNodeActor.options(num_cpus=1, num_gpus=num_gpus, scheduling_strategy=strategy, max_restarts=0)
         return options.remote(
             self._config,
             engine=self.id,
             node_rank=rank,
             cuda=self._cuda,
-            cores_share=cores_share,
+            # On a CPU all engines of the experiment may share one machine; its cores are divided among them.
+            cores_share=rollout.num_engines * rollout.nodes_per_engine,
             api_key=self._api_key,
             gpus=self._gpus(),
         )
@@ -346,26 +334,24 @@ class SupervisedEngine:
         if not (self._cuda and self._config.rollout.colocate):
             return None  # Ray's choice
         visible, tp = environment.get("CUDA_VISIBLE_DEVICES"), self._config.rollout.tp
-        places = range(self._index * tp, (self._index + 1) * tp)
-        names = visible.split(",") if visible is not None else [str(place) for place in range(places.stop)]
-        return ",".join(names[places.start : places.stop])
+        first, end = self._index * tp, (self._index + 1) * tp
+        names = visible.split(",") if visible is not None else list(map(str, range(end)))
+        return ",".join(names[first:end])
 
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"{self.id}.node-{rank}.log"
 
     def _log_tail(self, rank: int) -> str:
         log = self._log(rank)
-        text = log.read_text(errors="replace")[-_LOG_TAIL:] if log.exists() else ""
-        return f"the end of {log}:\n{text}"
+        return f"the end of {log}:\n{log.read_text(errors='replace')[-_LOG_TAIL:] if log.exists() else ''}"
 
     async def _fetch(self, http: aiohttp.ClientSession, url: str) -> bytes | None:
         """Returns the body of a response with status 200 within rollout.health_timeout_s, else None."""
         timeout = aiohttp.ClientTimeout(total=self._patience_s)
-        try:
+        with suppress(aiohttp.ClientError, TimeoutError):
             async with http.get(url, headers=bearer(self._api_key), timeout=timeout) as answer:
                 return await answer.read() if answer.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError):
-            return None
+        return None
 
     async def _is_busy(self, http: aiohttp.ClientSession) -> bool:
         """Returns whether it has requests in flight; False if it does not answer, because then it has died."""
