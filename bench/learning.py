@@ -6,17 +6,24 @@ Every run is the shipped experiment with another seed (data, model, warm-up and 
 control starts from a seed's warm-up (the first's; `--controls 3`: of the first three) and permutes the rewards over the
 samples of each step. Where the experiment asks for it (eval.num_as_trained), accuracy is that of greedy answers and of
 answers sampled as in training. Writes bench/results/learning_NAME.*
+
+    python bench/learning.py quickstart --under ATEN_CPU_CAPABILITY=default --under "MKL_CBWR=COMPATIBLE ..."
+
+The first seed once under each set of variables, which make libraries round as on other processors. Writes
+bench/results/learning_NAME_arithmetic.*
 """
 
 import argparse
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from pathlib import Path
 
 from common import ROOT, call_megagrpo, prepare, provenance, write_results
 
 from megagrpo.monitor.record import read_metrics
+from megagrpo.system.environment import temporarily
 from megagrpo.system.run_folder import RunFolder
 
 
@@ -25,11 +32,14 @@ def main() -> None:
     parser.add_argument("experiments", nargs="+", help="names of files in configs/, without .yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--controls", type=int, default=1, help="of how many seeds rewards are shuffled, too")
+    parser.add_argument("--under", action="append", default=[], help="variables of the environment: NAME=VALUE ...")
     parser.add_argument("--set", action="append", default=[], dest="overrides", help="passed to every command")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; minutes then mean little")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "learning")
     args = parser.parse_args()
-    for name in args.experiments:
+    for name in args.experiments if args.under else ():
+        _under_each(name, args)
+    for name in () if args.under else args.experiments:
         with ThreadPoolExecutor(args.jobs) as pool:
             runs = [pool.submit(_seed, name, seed, args.folder, args.overrides) for seed in args.seeds]
             for seed, run in list(zip(args.seeds, runs, strict=True))[: args.controls]:
@@ -39,10 +49,25 @@ def main() -> None:
                 _write(name, args, [run.result() for run in runs if run.done()])
 
 
+def _under_each(name: str, args: argparse.Namespace) -> None:
+    rows = []
+    for variables in ["", *args.under]:
+        with ExitStack() as restore:
+            for variable in variables.split():
+                restore.enter_context(temporarily(*variable.split("=", 1)))
+            row = _seed(name, args.seeds[0], args.folder, args.overrides)
+        rows.append(row | {"run": f"{row['run']}, {variables or 'as it is'}"})
+        _write_table(f"{name}_arithmetic", args, rows)
+
+
 def _write(name: str, args: argparse.Namespace, rows: list[dict]) -> None:
     shutil.copyfile(
         args.folder / f"{name}-{args.seeds[0]}" / "curve.png", ROOT / "bench" / "results" / f"learning_{name}.png"
     )
+    _write_table(name, args, rows)
+
+
+def _write_table(name: str, args: argparse.Namespace, rows: list[dict]) -> None:
     both = all(row["sampled"] for row in rows)  # greedy alone where the experiment evaluates once
     accuracies = [f"{kind} {when}" for kind in ("greedy", "sampled") for when in ("before", "after", "rise")]
     header = (
