@@ -158,11 +158,16 @@ def test_the_table_of_files_to_open_counts_them():
 
 def test_measured_tables_are_shown_and_figures_in_prose_are_measured():
     shown = {name for page in pages() for name in re.findall(r"<!-- (bench/results/\w+\.md) -->", page.read_text())}
-    names = "learning_quickstart learning_gsm8k_calc faults soak presets certificates layouts plan_weights_235b"
+    names = "learning_quickstart learning_quickstart_arithmetic learning_gsm8k_calc faults soak presets certificates layouts "
+    names += "plan_weights_235b"
     assert {f"bench/results/{name}.md" for name in names.split()} <= shown
     text = (ROOT / "README.md").read_text().replace("\n", " ")
     before, after = re.search(r"Seed 0 of the quickstart.*? from (0\.\d+) to (0\.\d+);", text).groups()
     assert f"| seed 0 | {before} | {after} |" in (ROOT / "bench/results/learning_quickstart.md").read_text()
+    ranges = re.search(r"from (0\.\d+)-(0\.\d+) to (0\.\d+)-(0\.\d+) under three", text).groups()
+    rows = (ROOT / "bench/results/learning_quickstart_arithmetic.md").read_text().splitlines()[2:]
+    starts, ends = zip(*(row.split(" | ")[1:3] for row in rows if row.startswith("| seed")), strict=True)
+    assert ranges == (min(starts), max(starts), min(ends), max(ends))
 
 
 def test_papers_agree_and_commit_hooks_fetch_nothing():
