@@ -158,8 +158,8 @@ def test_the_table_of_files_to_open_counts_them():
 
 def test_measured_tables_are_shown_and_figures_in_prose_are_measured():
     shown = {name for page in pages() for name in re.findall(r"<!-- (bench/results/\w+\.md) -->", page.read_text())}
-    names = "learning_quickstart learning_quickstart_arithmetic learning_gsm8k_calc faults soak presets certificates layouts "
-    names += "plan_weights_235b"
+    names = "learning_quickstart learning_quickstart_arithmetic learning_gsm8k_calc faults soak presets certificates "
+    names += "layouts plan_weights_235b"
     assert {f"bench/results/{name}.md" for name in names.split()} <= shown
     text = (ROOT / "README.md").read_text().replace("\n", " ")
     before, after = re.search(r"Seed 0 of the quickstart.*? from (0\.\d+) to (0\.\d+);", text).groups()
