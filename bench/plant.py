@@ -104,7 +104,7 @@ FAULTS = (
         "batching/updates.py",
         "updates {seed} {step} {number}",
         "updates {seed}",
-        ("dist/test_epochs.py",),
+        BATCH,
     ),
     Fault(
         "even multipliers", "weights/digests/digest.py", "_shift(x, 31)).bitwise_or_(1)", "_shift(x, 31)) & -2", DIGEST
