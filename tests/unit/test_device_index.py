@@ -60,10 +60,10 @@ def sent_on(mesh, current) -> int:
     from megagrpo.weights.transports.reshard import _TrainerEnd
 
     where = []
-    link = SimpleNamespace(left_s=30.0, patience_s=30.0, join_s=30.0, name="w")
+    link = SimpleNamespace(left_s=30.0, patience_s=30.0)
     end = _TrainerEnd(link, SimpleNamespace(trainers=[0], sent_by=lambda rank: []), 0)
-    end._join = lambda device, timeout_s: where.append(current()) or SimpleNamespace(set_timeout=lambda seconds: None)
-    end.send(SimpleNamespace(mesh=mesh, parameters=dict))
+    end._group = SimpleNamespace()  # joined before, and asked to send nothing
+    end.send(SimpleNamespace(mesh=mesh, parameters=lambda: where.append(current()) or {}))
     return where[0]
 
 
