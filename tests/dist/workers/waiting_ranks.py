@@ -35,6 +35,7 @@ from tests.dist.workers.routing_replay_ranks import with_planted
 SIZED_BY_VALUES = ("nonzero", "masked_select", "unique_dim", "_unique2", "unique_consecutive", "bincount")
 # A clone may itself lie in a folder called megagrpo.
 ROOTS = tuple(f"{next(iter(package.__path__))}{os.sep}" for package in (megagrpo, megatron.core))
+CPU_ONLY = ("actor/host.py", "actor/megatron/internals_0_16.py")  # what they put into Megatron where there is no CUDA
 READS = ("_local_scalar_dense", "equal", "is_nonzero")
 METHODS = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__")
 # What these read is on the host of a GPU machine too: split sizes that the dispatcher brought there at its one
@@ -61,7 +62,7 @@ class Waits(TorchDispatchMode):
         frames = [
             (frame.filename, frame.name)
             for frame in traceback.extract_stack()
-            if frame.filename.startswith(ROOTS) and not frame.filename.endswith("actor/host.py")
+            if frame.filename.startswith(ROOTS) and not frame.filename.endswith(CPU_ONLY)
         ]
         file, function = frames[-1]
         self.counts[what, f"{Path(file).name}:{function}"] += 1
