@@ -210,3 +210,8 @@ class WeightsConfig(Section):
     """MiB of weights that a rank holds beside its parameters during a transfer."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for one publish, restarted engines included; below `actor.deadline_s`."""
+    connect_timeout_s: PositiveFloat = 60.0
+    """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of what is left of a
+    publish."""
+    max_ctas: PositiveInt = 8
+    """NCCL's thread blocks for each group of an engine and trainers; fewer leave more of a GPU to others."""

@@ -14,7 +14,7 @@ from megagrpo.families.table import ParameterCounts, architecture_of, left_out, 
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
 from megagrpo.planning.hardware import gigabytes
 from megagrpo.planning.settings_report import engine_report, settings_report
-from megagrpo.planning.trainer_memory import Load, TrainerSide, trained_elements, trainer_side
+from megagrpo.planning.trainer_memory import Load, TrainerSide, links, trained_elements, trainer_side
 from megagrpo.rewards.graders.table import SERVICES
 from megagrpo.rewards.sandbox.sandbox import isolation
 
@@ -263,7 +263,8 @@ def _colocated(config: ExperimentConfig, side: TrainerSide, engine: float) -> li
 
 
 def _trainer_side(config: ExperimentConfig, arch: Architecture, actor: ActorConfig) -> TrainerSide:
-    load, reference = Load(actor.micro_batch_tokens, longest_samples(config)["data"]), config.algorithm.uses_reference
+    load = Load(actor.micro_batch_tokens, longest_samples(config)["data"], links=links(config))
+    reference = config.algorithm.uses_reference
     return trainer_side(arch, actor, load, reference=reference, bucket_mb=config.weights.bucket_mb)
 
 

@@ -32,6 +32,7 @@ from megagrpo.weights.transports.ipc import IpcTransport
 from megagrpo.weights.transports.protocol import TrainerWeights, Transport
 from megagrpo.weights.transports.reshard import ReshardTransport
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
+from megagrpo.weights.wire.group import GroupLimits
 from megagrpo.weights.wire.moving import Traffic
 
 TRANSPORTS: dict[str, Callable[[TrainerWeights], Transport]] = {
@@ -70,6 +71,7 @@ class Exchange:
             num_engines=config.rollout.num_engines,
             folder=RunFolder(run_dir).weights,
             checkpoint=Path(config.model.path),
+            limits=GroupLimits(config.weights.connect_timeout_s, config.weights.max_ctas),
         )
         self._num_bytes = sum(prod(shape) * each.itemsize for shape, each in specs.values())
         self._digests = ExpectedDigests(trainers)
