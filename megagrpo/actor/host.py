@@ -119,14 +119,16 @@ def _admits_transformer_engine() -> bool:
 
 
 def prepare_host(
-    device: Literal["auto", "cuda", "cpu"] = "auto", transformer_engine: bool | Literal["auto"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto",
+    transformer_engine: bool | Literal["auto"] = "auto",
+    deterministic: bool = False,
 ) -> torch.device:
     """Makes Megatron-Core importable and runnable here, and returns the device to compute on.
 
     To be called before anything imports Megatron; calling again with the same wishes changes nothing that matters.
     transformer_engine: whether Megatron finds it. Once it does, it takes Transformer Engine's optimizer and norms of
-    gradients whatever the layers are, so where its layers are not used, it is hidden. Raises ValueError for a device
-    that is not here.
+    gradients whatever the layers are, so where its layers are not used, it is hidden. deterministic: CUDA computes the
+    same bits again; torch warns of an operator that cannot. Raises ValueError for a device that is not here.
     """
     if device == "cpu":
         environment.hide_gpus()
@@ -136,6 +138,9 @@ def prepare_host(
         if transformer_engine is False or (transformer_engine == "auto" and not _admits_transformer_engine()):
             _hide_transformer_engine()
         _internals().install()
+        if deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
         # With an index: threads besides the main one start on device 0, and torch refuses a device without one there.
         return torch.device("cuda", environment.get_int("LOCAL_RANK", 0))
     if device == "cuda":
