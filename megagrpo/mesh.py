@@ -141,7 +141,11 @@ class Mesh:
 
         Raises LeaderError on every rank if it failed there; `what` names the action in its message.
         """
-        return self._from(0, dist.group.WORLD, make, what)
+        return self.from_rank(0, make, what)
+
+    def from_rank(self, rank: int, make: Callable[[], T], what: str) -> T:
+        """Collective. Does what from_main does, with another rank's `make`."""
+        return self._from(rank, dist.group.WORLD, make, what)
 
     def raise_any(self, error: str) -> None:
         """Collective. Raises LeaderError on every rank of the world if any passes a non-empty text."""

@@ -192,9 +192,12 @@ class EngineRefresh:
 def _gather_distinct(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:
     """Collective. Returns the copies of every rank, by rank; ranks with equal copies share one list.
 
-    Of ranks with equal copies (replicas) only the first sends them: from 512 ranks they would be gigabytes.
+    Of ranks with equal copies (replicas) only the first sends them, and no list is padded to the longest one, as a
+    gather does: from 512 ranks both would be gigabytes.
     """
     digests = mesh.gather_world(hashlib.sha256(repr(copies).encode()).digest())
-    first = digests.index(digests[mesh.rank]) == mesh.rank
-    lists = mesh.gather_world(copies if first else None)
-    return [found for digest in digests if (found := lists[digests.index(digest)]) is not None]
+    lists = {
+        digest: mesh.from_rank(digests.index(digest), lambda: copies, "describe its parameters")
+        for digest in dict.fromkeys(digests)
+    }
+    return [lists[digest] for digest in digests]
