@@ -82,6 +82,13 @@ class Mesh:
             dist.all_gather_object(values, value)
         return values
 
+    def total(self, values: Tensor) -> Tensor:
+        """Collective. Returns the sum of a tensor on the host, of any shape, over all ranks of the world."""
+        summed = values.clone()
+        if self.world_size > 1:
+            dist.all_reduce(summed)
+        return summed
+
     def all_true(self, value: bool) -> bool:
         """Collective. Returns whether every rank of the world passes True."""
         return self._largest(int(not value)) == 0

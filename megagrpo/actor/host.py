@@ -140,7 +140,7 @@ def prepare_host(
         _internals().install()
         if deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made by torch
         # With an index: threads besides the main one start on device 0, and torch refuses a device without one there.
         return torch.device("cuda", environment.get_int("LOCAL_RANK", 0))
     if device == "cuda":

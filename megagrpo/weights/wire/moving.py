@@ -58,7 +58,11 @@ def send_batches(
     def stage(message: Message) -> _Staged:
         return _Staged(message, *read_message(message, parameters))
 
-    traffic = _move(group, batches, Send, stage, lambda staged: None, deadline, patience_s, turn)
+    def begin(batch: list[_Staged]) -> list[dist.Work]:
+        with turn():
+            return group.start([Send(one.values, one.message.peer, one.message.tag) for one in batch])
+
+    traffic = _move(group, batches, stage, begin, lambda staged: None, deadline, patience_s)
     traffic.wire_bytes = sum(message.num_bytes for batch in batches for message in batch)
     traffic.messages = sum(map(len, batches))
     return traffic
@@ -80,18 +84,20 @@ def receive_batches(
         if staged.copied:
             unpack(staged.message, staged.values, parameters)
 
-    return _move(group, batches, Receive, stage, finish, deadline, patience_s)
+    def begin(batch: list[_Staged]) -> list[dist.Work]:
+        return group.start([Receive(one.values, one.message.peer, one.message.tag) for one in batch])
+
+    return _move(group, batches, stage, begin, finish, deadline, patience_s)
 
 
 def _move(
     group: EngineGroup,
     batches: Batches,
-    kind: type[Send] | type[Receive],
     stage: Callable[[Message], _Staged],
+    begin: Callable[[list[_Staged]], list[dist.Work]],
     finish: Callable[[_Staged], None],
     deadline: Deadline,
     patience_s: float,
-    turn: Turn = nullcontext,
 ) -> Traffic:
     """Puts all batches on the wire, at most _IN_FLIGHT at once; `finish` gets every message when its batch is done."""
     traffic, held = Traffic(), 0
@@ -108,9 +114,7 @@ def _move(
         ready = [stage(message) for message in batch]
         held += _copied_bytes(ready)
         traffic.staging_bytes = max(traffic.staging_bytes, held)
-        with turn():
-            works = group.start([kind(one.values, one.message.peer, one.message.tag) for one in ready])
-        flying.append((works, ready))
+        flying.append((begin(ready), ready))
         while len(flying) >= _IN_FLIGHT:
             held -= finish_first()
     while flying:
