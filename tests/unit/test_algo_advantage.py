@@ -10,46 +10,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from megagrpo.algo import advantage
 from megagrpo.algo.kl import with_current_kl_coef
 from megagrpo.algo.reward_shaping import ShapedRewards, normalise
-from megagrpo.algo.statistics import alone, exact_row_sums
+from megagrpo.algo.statistics import exact_row_sums
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.types import AlgoState, Batch, RewardMoments
-from tests.padding import as_rows, batch_of_rows
-from tests.unit.algo_inputs import reward_inputs
+from tests.unit import algo_inputs
+from tests.unit.algo_inputs import reward_inputs, with_advantages
 
 EPS = 1e-6
 
 
 def batch_of(rewards: list[float], groups: list[int], mask: list[list[int]] | None = None, **more) -> Batch:
-    n = len(rewards)
-    loss_mask = torch.tensor(mask if mask is not None else [[1]] * n).float().reshape(n, -1)
-    width = loss_mask.shape[1]
-    given_ = {
-        "sample_ids": torch.arange(n),
-        "group_ids": torch.tensor(groups, dtype=torch.int64),
-        "num_groups": max(groups, default=-1) + 1,
-        "tokens": torch.zeros(n, width, dtype=torch.int64),
-        "lengths": torch.full((n,), width),
-        "prompt_lengths": torch.zeros(n, dtype=torch.int64),
-        "loss_mask": loss_mask,
-        "rollout_logprobs": torch.zeros(n, width),
-        "rewards": torch.tensor(rewards, dtype=torch.float64),
-        "valid": torch.ones(n, dtype=torch.bool),
-        "truncated": torch.zeros(n, dtype=torch.bool),
-    }
-    return batch_of_rows(**{**given_, **more})
-
-
-def with_advantages(batch: Batch, *more, **options) -> tuple:
-    result, *rest = advantage.with_advantages(batch, *more, **options)
-    return as_rows(result), *rest
+    loss_mask = torch.tensor(mask if mask is not None else [[1]] * len(rewards)).reshape(len(rewards), -1)
+    return algo_inputs.batch_of(torch.tensor(rewards, dtype=torch.float64), groups, loss_mask, **more)
 
 
 def solve(batch: Batch, **options) -> tuple[torch.Tensor, dict]:
-    result, _, metrics = with_advantages(batch, AlgorithmConfig(**options), alone, AlgoState(), 100)
+    result, _, metrics = with_advantages(batch, AlgorithmConfig(**options))
     return result.advantages, metrics
 
 
@@ -123,19 +102,17 @@ def test_token_kl_in_the_reward_is_inside_the_statistics():
     assert metrics["kl/reference_before_update"] == pytest.approx(0.5 / 3) and metrics["kl/coef"] == 0.1
     advantages, _ = solve(batch, advantage={"name": "reinforce_plus_plus"}, kl=kl)
     returns = torch.tensor([0.95, 1.0, 2.0])
-    assert advantages[torch.tensor([[1, 1], [1, 0]]) > 0].tolist() == pytest.approx(
-        ((returns - returns.mean()) / returns.std()).tolist()
-    )
+    white = (returns - returns.mean()) / returns.std()
+    assert advantages[torch.tensor([[1, 1], [1, 0]]) > 0].tolist() == pytest.approx(white.tolist())
 
 
 def test_adaptive_kl_coefficient_is_used_then_changed():
     one = torch.ones(2, 1)
     batch = batch_of([0.0, 1.0], [0, 0], old_logprobs=-one, ref_logprobs=-2 * one)  # KL 1, five times the target
-    algorithm = AlgorithmConfig(
-        kl={"reward_coef": 0.1, "estimator": "k1", "adaptive": {"target": 0.2, "horizon": 10.0}}
-    )
+    adaptive = {"target": 0.2, "horizon": 10.0}
+    algorithm = AlgorithmConfig(kl={"reward_coef": 0.1, "estimator": "k1", "adaptive": adaptive})
     assert with_current_kl_coef(algorithm, AlgoState()) is algorithm
-    _, state, _ = with_advantages(batch, algorithm, alone, AlgoState(), 100)
+    _, state, _ = with_advantages(batch, algorithm)
     assert state.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 2 / 10))  # the error is clipped to 0.2
     current = with_current_kl_coef(algorithm, state)
     assert current.kl.reward_coef == state.kl_coef and current.kl.loss_coef == 0
@@ -143,58 +120,47 @@ def test_adaptive_kl_coefficient_is_used_then_changed():
 
 def test_overlong_and_clip_come_before_the_estimator_and_advantage_clip_last():
     batch = batch_of([1.0, 1.0], [0, 0], [[1] * 8, [1] * 8], lengths=torch.tensor([8, 5]))
-    options = {
-        "reward": {"overlong": {"buffer_tokens": 4, "factor": 2.0}, "clip": 0.5},
-        "advantage": {"name": "dr_grpo"},
-    }
-    result, _, metrics = with_advantages(batch, AlgorithmConfig(**options), alone, AlgoState(), max_response_tokens=8)
+    options = {"reward": {"overlong": {"buffer_tokens": 4, "factor": 2.0}, "clip": 0.5}}
+    options |= {"advantage": {"name": "dr_grpo"}}
+    result, _, metrics = with_advantages(batch, AlgorithmConfig(**options), 8)
     assert metrics["reward/overlong_penalty"] == -1.25  # -2 at length 8, -0.5 at 5
     assert result.advantages[:, 0].tolist() == [-0.5, 0.5]  # -1 -> -0.5 and 0.5 -> 0.5
-    result, _, _ = with_advantages(
-        batch, AlgorithmConfig(**options, advantage_clip=0.1), alone, AlgoState(), max_response_tokens=8
-    )
+    result, _, _ = with_advantages(batch, AlgorithmConfig(**options, advantage_clip=0.1), 8)
     assert result.advantages[:, 0].tolist() == pytest.approx([-0.1, 0.1])
 
 
-def test_scale_and_shift_come_first_and_reach_the_greedy_baseline():
-    batch = batch_of([1.0, 3.0], [0, 0])
-    assert solve(batch, advantage={"name": "dr_grpo"}, reward={"scale": 2.0, "shift": 5.0})[0][:, 0].tolist() == [
-        -2.0,
-        2.0,
-    ]
-    assert solve(batch, advantage={"name": "dr_grpo"}, reward={"scale": 2.0, "shift": 5.0, "clip": 8.0})[0][
-        :, 0
-    ].tolist() == [-0.5, 0.5]
-    batch = batch_of([1.0, 3.0], [0, 0], greedy_rewards=torch.tensor([2.0, 2.0], dtype=torch.float64))
-    assert solve(batch, advantage={"name": "remax"}, reward={"scale": 0.5, "shift": -1.0})[0][:, 0].tolist() == [
-        -0.5,
-        0.5,
-    ]
+@pytest.mark.parametrize(
+    ("name", "reward", "expected"),
+    [
+        ("dr_grpo", {"scale": 2.0, "shift": 5.0}, [-2.0, 2.0]),
+        ("dr_grpo", {"scale": 2.0, "shift": 5.0, "clip": 8.0}, [-0.5, 0.5]),
+        ("remax", {"scale": 0.5, "shift": -1.0}, [-0.5, 0.5]),
+    ],
+)
+def test_scale_and_shift_come_first_and_reach_the_greedy_baseline(name, reward, expected):
+    greedy = torch.tensor([2.0, 2.0], dtype=torch.float64) if name == "remax" else None
+    batch = batch_of([1.0, 3.0], [0, 0], greedy_rewards=greedy)
+    assert solve(batch, advantage={"name": name}, reward=reward)[0][:, 0].tolist() == expected
 
 
 def test_invalid_truncated_and_rejected_samples_leave_the_mask():
-    batch = batch_of(
-        [1.0, 0.0, 9.0, 2.0],
-        [0, 0, 0, 0],
-        valid=torch.tensor([True, True, False, True]),
-        truncated=torch.tensor([False, True, False, False]),
-        old_logprobs=torch.tensor([[-1.0], [-1.0], [-1.0], [-1.0]]),
-        rollout_logprobs=torch.tensor([[-1.0], [-1.0], [-1.0], [-4.0]]),
-    )
+    more = {"valid": torch.tensor([True, True, False, True]), "truncated": torch.tensor([False, True, False, False])}
+    more |= {"old_logprobs": -torch.ones(4, 1), "rollout_logprobs": torch.tensor([[-1.0], [-1.0], [-1.0], [-4.0]])}
+    batch = batch_of([1.0, 0.0, 9.0, 2.0], [0, 0, 0, 0], **more)
     mismatch = {"reject": {"high": 2.0}, "weight": {"name": "icepop", "low": 0.5, "high": 5.0}}
     algorithm = AlgorithmConfig(advantage={"name": "dr_grpo"}, mask_truncated=True, mismatch=mismatch)
-    result, _, metrics = with_advantages(batch, algorithm, alone, AlgoState(), 100)
+    result, _, metrics = with_advantages(batch, algorithm)
     assert result.loss_mask[:, 0].tolist() == [1, 0, 0, 0] and result.correction.counted is None
     assert result.advantages[:, 0].tolist() == [0, 0, 0, 0]  # 1 - mean(1, 0, 2): the invalid 9 does not count
     assert result.correction.weights[:, 0].tolist() == [1, 0, 0, 0] and metrics["mismatch/rejected_fraction"] == 0.5
     keep = {"reject": {"high": 2.0, "keep_denominator": True}}
-    result, _, _ = with_advantages(batch, AlgorithmConfig(mask_truncated=True, mismatch=keep), alone, AlgoState(), 100)
+    result, _, _ = with_advantages(batch, AlgorithmConfig(mask_truncated=True, mismatch=keep))
     assert result.correction.counted[:, 0].tolist() == [True, False, False, True]
 
 
 def test_groups_without_a_valid_response_are_dropped_and_counted():
     batch = batch_of([1.0, 0.0, 3.0, 4.0], [0, 0, 1, 1], valid=torch.tensor([True, True, False, False]))
-    result, _, metrics = with_advantages(batch, AlgorithmConfig(), alone, AlgoState(), 100)
+    result, _, metrics = with_advantages(batch, AlgorithmConfig())
     assert metrics["group/dropped"] == 1 and metrics["group/degenerate_fraction"] == 0 and metrics["reward/mean"] == 0.5
     assert result.loss_mask[:, 0].tolist() == [1, 1, 0, 0] and result.advantages[2:].abs().sum() == 0
 
@@ -247,28 +213,19 @@ def test_properties(samples, name, seed):
     """Finite whatever the rewards; groups sum to 0; invariant to permutation and to an added all-masked sequence."""
     rewards, groups, valid, lengths = (list(x) for x in zip(*samples, strict=True))
     mask = [[int(t < length) for t in range(3)] for length in lengths]
-    batch = batch_of(rewards, groups, mask, valid=torch.tensor(valid), num_groups=3)
-    advantages, _ = solve(batch, advantage={"name": name})
-    assert torch.isfinite(advantages).all() and (advantages[as_rows(batch).loss_mask == 0] == 0).all()
 
+    def advantages_of(rewards: list, groups: list, mask: list | None, valid: list) -> torch.Tensor:
+        batch = batch_of(rewards, groups, mask, valid=torch.tensor(valid), num_groups=3)
+        return solve(batch, advantage={"name": name})[0]
+
+    advantages = advantages_of(rewards, groups, mask, valid)
+    assert torch.isfinite(advantages).all() and (advantages[torch.tensor(mask) == 0] == 0).all()
     order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed)).tolist()
-    moved = batch_of(
-        *([x[i] for i in order] for x in (rewards, groups, mask)), valid=torch.tensor(valid)[order], num_groups=3
-    )
-    assert torch.equal(solve(moved, advantage={"name": name})[0], advantages[order])
-
-    invalid = batch_of(
-        [*rewards, 5.0], [*groups, 0], [*mask, [1, 1, 1]], valid=torch.tensor([*valid, False]), num_groups=3
-    )
-    more = solve(invalid, advantage={"name": name})[0]
+    moved = advantages_of(*([x[i] for i in order] for x in (rewards, groups, mask, valid)))
+    assert torch.equal(moved, advantages[order])
+    more = advantages_of([*rewards, 5.0], [*groups, 0], [*mask, [1, 1, 1]], [*valid, False])
     assert torch.equal(more[:-1], advantages) and (more[-1] == 0).all()
-
     if name in ("grpo", "dr_grpo", "rloo", "gpg"):
-        every_token = batch_of(rewards, groups, valid=torch.tensor(valid), num_groups=3)
-        scalar = solve(every_token, advantage={"name": name})[0][:, 0].double()
-        for g in range(3):
-            of_group = scalar[torch.tensor(groups) == g]
-            assert (
-                abs(float(of_group.sum()))
-                <= 1e-6 * max(float(of_group.abs().max()) if len(of_group) else 0.0, 1e-30) * 14
-            )
+        scalar = advantages_of(rewards, groups, None, valid)[:, 0].double()
+        for of_group in (scalar[torch.tensor(groups) == g] for g in set(groups)):
+            assert abs(float(of_group.sum())) <= 1e-6 * max(float(of_group.abs().max()), 1e-30) * 14

@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from megagrpo.algo import advantage, estimators
+from megagrpo.algo import estimators
 from megagrpo.algo.reward_shaping import ShapedRewards, normalise
 from megagrpo.algo.statistics import alone, moments
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
-from megagrpo.types import AlgoState, Batch
-from tests.padding import as_rows, batch_of_rows
-from tests.unit.algo_inputs import reward_inputs
+from megagrpo.types import AlgoState
+from tests.unit.algo_inputs import batch_of, reward_inputs, with_advantages
 from tests.unit.golden_cases import cases, close, load, tensor
 
 FILE = "advantages.json"
@@ -30,28 +29,23 @@ ADVANTAGES = {  # the reference's estimator -> ours, in its convention for group
 }
 
 
-def batch_of(rewards: torch.Tensor, mask: torch.Tensor, groups: list, greedy: torch.Tensor | None = None) -> Batch:
+def estimated(rewards: torch.Tensor, mask: torch.Tensor, groups: list, **advantage) -> torch.Tensor:
+    """Our advantages [n, S] by these options."""
     names = sorted(set(map(repr, groups)))  # an explicit id for every distinct name: nothing is cast to an integer
-    n, width = mask.shape
-    return batch_of_rows(
-        sample_ids=torch.arange(n),
-        group_ids=torch.tensor([names.index(repr(g)) for g in groups]),
-        num_groups=len(names),
-        tokens=torch.zeros(n, width, dtype=torch.int64),
-        lengths=torch.full((n,), width),
-        prompt_lengths=torch.zeros(n, dtype=torch.int64),
-        loss_mask=mask.float(),
-        rollout_logprobs=torch.zeros(n, width),
-        rewards=rewards,
-        valid=torch.ones(n, dtype=torch.bool),
-        truncated=torch.zeros(n, dtype=torch.bool),
-        greedy_rewards=greedy,
-    )
+    batch = batch_of(rewards, [names.index(repr(g)) for g in groups], mask)
+    return with_advantages(batch, AlgorithmConfig(advantage=advantage), mask.shape[1])[0].advantages
 
 
-def with_advantages(batch: Batch, *more) -> tuple:
-    result, *rest = advantage.with_advantages(batch, *more)
-    return as_rows(result), *rest
+def of_responses(inputs: dict, **advantage) -> torch.Tensor:
+    """Those [n] of one reward a response."""
+    rewards = tensor(inputs["rewards"])
+    return estimated(rewards, torch.ones(len(rewards), 1, dtype=torch.bool), inputs["group"], **advantage)[:, 0]
+
+
+def of_tokens(inputs: dict, **advantage) -> torch.Tensor:
+    """Those [n, S] of rewards that are given by token."""
+    mask = tensor(inputs["response_mask"]) > 0
+    return estimated(tensor(inputs["token_level_rewards"]).sum(1), mask, inputs["index"], **advantage)
 
 
 def returns(rewards: torch.Tensor, token_rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
@@ -71,10 +65,7 @@ def advantages_of(case: dict) -> torch.Tensor:
     if name == "remax":  # rewards on every token there: returns to go minus the baseline
         out = returns(torch.zeros(len(mask)).double(), token_rewards, mask, 1.0)
         return (out - tensor(inputs["reward_baselines"])[:, None]) * mask
-    batch = batch_of(token_rewards.sum(1), mask, inputs["index"])
-    return with_advantages(batch, AlgorithmConfig(advantage=ADVANTAGES[name]), alone, AlgoState(), mask.shape[1])[
-        0
-    ].advantages
+    return of_tokens(inputs, **ADVANTAGES[name])
 
 
 def theirs(case: dict, outputs: dict) -> torch.Tensor:
@@ -104,13 +95,8 @@ def by_response(case):
     return "estimator" in case["params"]
 
 
-@pytest.mark.parametrize("case", cases(FILE, ("reference",), by_response))
-def test_reference(case):
-    matches(case, case["outputs"])
-
-
-@pytest.mark.parametrize("case", cases(FILE, ("convention",), by_response))
-def test_convention_under_its_option(case):
+@pytest.mark.parametrize("case", cases(FILE, ("reference", "convention"), by_response))
+def test_references_and_conventions_under_their_options(case):
     matches(case, case["outputs"])
 
 
@@ -153,12 +139,7 @@ def test_no_std_flag_is_never_ignored(case):
         with pytest.raises(ValueError, match="optimal_token_baseline"):
             AlgorithmConfig(advantage={"name": case["params"]["adv_estimator"]})
         return
-    inputs = case["inputs"]
-    mask = tensor(inputs["response_mask"]) > 0
-    batch = batch_of(tensor(inputs["token_level_rewards"]).sum(1), mask, inputs["index"])
-    mine = with_advantages(batch, AlgorithmConfig(advantage={"name": "dr_grpo"}), alone, AlgoState(), mask.shape[1])[
-        0
-    ].advantages
+    mine = of_tokens(case["inputs"], name="dr_grpo")
     right = next(c for c in load(FILE) if c["case"] == "trainer_dispatch_nostd.0.grpo")
     if case["status"] == "reference":
         close(mine[:, 0], right["outputs"]["advantage_per_response"])
@@ -171,12 +152,8 @@ def test_no_std_flag_is_never_ignored(case):
 @pytest.mark.parametrize("case", cases(FILE, ("defect",), lambda c: c["defects"] == ["N2"]))
 def test_groups_are_never_merged(case):
     """N2: ids "1" and "01", 1.25 and 1.75 are different groups; negative ids are no error."""
-    inputs = case["inputs"]
-    mask = tensor(inputs["response_mask"]) > 0
-    batch = batch_of(tensor(inputs["token_level_rewards"]).sum(1), mask, inputs["index"])
-    algorithm = AlgorithmConfig(advantage=ADVANTAGES["grpo"])
     expected = case["outputs"]["expected"]["advantage_per_response"]
-    close(with_advantages(batch, algorithm, alone, AlgoState(), mask.shape[1])[0].advantages[:, 0], expected)
+    close(of_tokens(case["inputs"], **ADVANTAGES["grpo"])[:, 0], expected)
 
 
 # Reward normalisation and plain per-response rewards of the other frameworks.
@@ -209,12 +186,8 @@ def test_roll_reward_normalisation(case):
     "case", cases(FILE, ("reference", "convention"), lambda c: c["source"].startswith(("slime", "miles")))
 )
 def test_slime_and_miles(case):
-    inputs = case["inputs"]
-    advantage = {"name": "grpo"} if case["params"]["std"] else {"name": "dr_grpo"}
-    mask = torch.ones(len(inputs["rewards"]), 1, dtype=torch.bool)
-    batch = batch_of(tensor(inputs["rewards"]), mask, inputs["group"])
-    mine = with_advantages(batch, AlgorithmConfig(advantage=advantage), alone, AlgoState(), 1)[0].advantages[:, 0]
-    close(mine, case["outputs"]["advantage_per_response"], **tolerance_of(inputs))
+    mine = of_responses(case["inputs"], name="grpo" if case["params"]["std"] else "dr_grpo")
+    close(mine, case["outputs"]["advantage_per_response"], **tolerance_of(case["inputs"]))
 
 
 @pytest.mark.parametrize(
@@ -227,41 +200,30 @@ def test_per_response_defects(case):
         rewards = {"rewards": inputs["rewards"], "group": [0] * len(inputs["rewards"])}
         assert normalised(rewards, mean="running", std="running").tolist() == [0.0] * len(inputs["rewards"])
         return
-    mask = torch.ones(len(inputs["rewards"]), 1, dtype=torch.bool)
-    batch = batch_of(tensor(inputs["rewards"]), mask, inputs["group"])
+    shape, groups = tensor(inputs["rewards"]).shape, inputs["group"]
     for name in ("grpo", "dr_grpo", "rloo"):
-        mine = (
-            with_advantages(batch, AlgorithmConfig(advantage={"name": name}), alone, AlgoState(), 1)[0]
-            .advantages[:, 0]
-            .double()
-        )
-        sizes = torch.bincount(batch.group_ids)
-        sums = torch.zeros(batch.num_groups).double().index_add_(0, batch.group_ids, mine)
-        assert torch.isfinite(mine).all() and mine.shape == batch.rewards.values.shape
-        assert sums.abs().max() < 1e-5, "every group, short ones too, is its own"
-        assert (mine[sizes[batch.group_ids] == 1] == 0).all()
+        mine = of_responses(inputs, name=name).double()
+        assert torch.isfinite(mine).all() and mine.shape == shape
+        for of_group in (mine[[g == group for g in groups]] for group in set(groups)):
+            assert abs(float(of_group.sum())) < 1e-5, "every group, short ones too, is its own"
+            assert len(of_group) > 1 or of_group.item() == 0
         assert mine.abs().max() < 3 or name == "dr_grpo", "no near-constant group blows up"
     both = normalised(inputs, mean="batch", std="group")
-    assert both.shape == batch.rewards.values.shape and torch.isfinite(both).all()
+    assert both.shape == shape and torch.isfinite(both).all()
 
 
 def nemo_without_leave_one_out(case):
-    one_pass_variance_in_float32 = case["case"].startswith("xf.offset1000")  # D2 again: off by a factor of 2
-    return (
-        case["source"].startswith("nemo") and not case["params"]["leave_one_out"] and not one_pass_variance_in_float32
-    )
+    if not case["source"].startswith("nemo") or case["params"]["leave_one_out"]:
+        return False
+    return not case["case"].startswith("xf.offset1000")  # D2 again, one-pass variance in float32: off by a factor of 2
 
 
 @pytest.mark.parametrize("case", cases(FILE, ("convention",), nemo_without_leave_one_out))
 def test_nemo_without_leave_one_out(case):
     """With leave_one_out its std is over the others (D21), which is not offered."""
-    inputs = case["inputs"]
-    mask = torch.ones(len(inputs["rewards"]), 1, dtype=torch.bool)
-    batch = batch_of(tensor(inputs["rewards"]), mask, inputs["group"])
-    mine = with_advantages(batch, AlgorithmConfig(), alone, AlgoState(), 1)[0].advantages[:, 0]
-    reference = tensor(case["outputs"]["advantage_per_response"])
-    informative = tensor(case["outputs"]["std"]) > 1e-4
-    close(mine, reference.tolist(), **tolerance_of(inputs), where=informative)
+    outputs, informative = case["outputs"], tensor(case["outputs"]["std"]) > 1e-4
+    mine = of_responses(case["inputs"], name="grpo")
+    close(mine, outputs["advantage_per_response"], **tolerance_of(case["inputs"]), where=informative)
 
 
 def test_every_defect_of_the_file_is_shown_above():
