@@ -16,15 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from torch._C
 
-from bench.gpu_kit.figures import Figures, Setting
+from bench.gpu_kit.figures import Figures, Setting, Unavailable
 from megagrpo.mesh import make_mesh
 from megagrpo.weights.copies.record import Copy
 from megagrpo.weights.copies.views import Box, ParameterSlice
 from megagrpo.weights.digests.digest import slice_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
-from megagrpo.weights.transports.links import Link
 from megagrpo.weights.transports.protocol import TrainerWeights
-from megagrpo.weights.transports.reshard import _TrainerEnd
 from megagrpo.weights.transports.reshard_plan import TransferPlan
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import GroupLimits
@@ -33,7 +31,7 @@ from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.moving import pack
 from megagrpo.weights.wire.order import SendOrder
 
-_LIMIT_S = 30.0
+_LIMIT_S = 15.0
 _BATCHES = 6
 
 
@@ -77,6 +75,11 @@ def _rank(setting: Setting, store: TCPStore, rank: int) -> int:
 
 def reshard_end(figures: Figures, setting: Setting) -> None:
     """A trainer's end of a link in a thread, as a publish runs it, with the mesh of a run; it meets only itself."""
+    try:
+        from megagrpo.weights.transports.links import Link
+        from megagrpo.weights.transports.reshard import _TrainerEnd
+    except ModuleNotFoundError as exc:  # of the client of engines
+        raise Unavailable(str(exc)) from exc
     mesh = make_mesh(0, 1, setting.torch_device(), _LIMIT_S)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_LIMIT_S))
     link = Link(
