@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_megagrpo import make_inputs, megagrpo, metrics, transformers_accepts, write_experiment
+from run_megagrpo import make_inputs, metrics, succeed, transformers_accepts, write_experiment
 
 from megagrpo.weights.hf_folder import HfFolder
 
@@ -31,14 +31,13 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
         checkpoint={"every": NUM_STEPS},
     )
     make_inputs(config, model={"family": family})
-    done = megagrpo("run", config, timeout_s=900)
-    assert done.status == 0, done.stderr
+    succeed("run", config, timeout_s=900)
     entries = metrics(tmp_path / family)
     for step in range(1, NUM_STEPS + 1):
         print(f"{family}, {dtype}, step {step}: mismatch {entries[step]['mismatch/logprob_abs_mean']:.2e}")
         assert entries[step]["mismatch/logprob_abs_mean"] <= mismatch
         assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
-    assert megagrpo("export", config, tmp_path / "exported").status == 0
+    succeed("export", config, tmp_path / "exported")
     exported = HfFolder(tmp_path / "exported")
     for name, (_, found) in exported.specs.items():
         assert found == (torch.float32 if name.endswith(BIAS) else getattr(torch, dtype)), name

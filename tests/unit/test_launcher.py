@@ -16,13 +16,12 @@ from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import is_live, process_tree, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED, StopRequest
+from tests import experiments
 
 
 def experiment(transport: str) -> ExperimentConfig:
     sections = {"actor": {"world_size": 2}, "rollout": {"num_engines": 2, "tp": 2}, "weights": {"transport": transport}}
-    return ExperimentConfig.model_validate(
-        {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}} | sections
-    )
+    return experiments.experiment(**sections)
 
 
 def test_trainers_and_engines_have_gpus_of_their_own_or_too_few_are_refused():
