@@ -80,10 +80,8 @@ def test_planted_mistakes_are_found_and_named(names, service, pool, tiny_model, 
 @pytest.mark.slow
 def test_a_perturbed_weight_is_named_wherever_it_is(service, pool, tiny_model, tmp_path: Path):
     service.set_version(3)
-    cases = [
-        {"model": changed_copy(tiny_model, tmp_path / str(number), noisy(f"{name}.weight"), None), "version": 3}
-        for number, name in enumerate(PERTURBED)
-    ]
+    models = (changed_copy(tiny_model, tmp_path / name, noisy(f"{name}.weight"), None) for name in PERTURBED)
+    cases = [{"model": model, "version": 3} for model in models]
     args = (service.wait_alive(), service.control.api_key, 1, tmp_path / "out", cases)
     found = pool.run(1, bisect_cases, *args)[0]
     for (name, point), said in zip(PERTURBED.items(), found, strict=True):

@@ -16,20 +16,14 @@ NUM_STEPS = 2
 @pytest.mark.parametrize(
     ("family", "dtype", "mismatch"),  # the largest mean of |trainer - rollout| log-probabilities
     [
-        ("deepseek_v3", "float32", 1e-5),
-        ("glm4_moe", "float32", 1e-5),
-        ("mixtral", "float32", 1e-5),
+        *((family, "float32", 1e-5) for family in ("deepseek_v3", "glm4_moe", "mixtral")),
         ("deepseek_v3", "bfloat16", 0.05),  # the same weights and routing biases, other roundings of activations
     ],
 )
 def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, tmp_path: Path):
-    config = write_experiment(
-        tmp_path / family,
-        train={"num_steps": NUM_STEPS},
-        actor={"dtype": dtype, "device": "cpu"},
-        rollout={"dtype": dtype, "start_timeout_s": 900},
-        checkpoint={"every": NUM_STEPS},
-    )
+    sections = {"actor": {"dtype": dtype, "device": "cpu"}, "rollout": {"dtype": dtype, "start_timeout_s": 900}}
+    sections |= {"train": {"num_steps": NUM_STEPS}, "checkpoint": {"every": NUM_STEPS}}
+    config = write_experiment(tmp_path / family, **sections)
     make_inputs(config, model={"family": family})
     succeed("run", config, timeout_s=900)
     entries = metrics(tmp_path / family)

@@ -84,9 +84,9 @@ def test_a_response_that_is_cut_twice_has_the_tokens_of_one_that_is_not(ready, m
     async def run():
         status = ready.control.status()
         streaming = replace(RETRY, streaming=True, base_s=0.01)
-        async with GenerationClient(
-            status.router, ready.control.api_key, streaming, Turnstile(1), lambda *request: told.append(request[-1])
-        ) as client:
+        told_tokens = lambda *request: told.append(request[-1])  # noqa: E731
+        key = ready.control.api_key
+        async with GenerationClient(status.router, key, streaming, Turnstile(1), told_tokens) as client:
             return await client.generate(SampleRequest(PROMPTS[1], long, 5))
 
     (whole,) = generate(ready, [(PROMPTS[1], long, 5)])

@@ -45,11 +45,9 @@ def test_parameters_are_those_of_disk_and_no_byte_travels_twice(family, engines,
     transports = ["reshard", "ipc"] if engines == "TP2" else ["reshard"]
     rows = list(run_engine_cases(pool, cases, tmp_path, transports))
     assert not [problem for row in rows for problem in problems_of(row)]
-    resharded = [row for row in rows if row["transport"] == "reshard"]
     assert len(transports) * len(cases) == len(rows)
-    assert not [
-        problem for row, case in zip(resharded, cases, strict=True) for problem in planning_problems(row, plans[case])
-    ]
+    resharded = zip((row for row in rows if row["transport"] == "reshard"), cases, strict=True)
+    assert not [problem for row, case in resharded for problem in planning_problems(row, plans[case])]
 
 
 @pytest.mark.parametrize(

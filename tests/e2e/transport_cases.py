@@ -212,14 +212,10 @@ def publish_and_compare(
             if rank == 0:
                 assert reference and reference.keys() == before.keys() == after.keys()
                 wrong = [key for key in reference if after[key] != reference[key]]
-                counts = {
-                    "parameters": len(reference),
-                    "changed": sum(before[key] != reference[key] for key in reference),
-                    "equal": len(reference) - len(wrong),
-                    "wrong": wrong,
-                    "lower_bound": needed,
-                }
-                rows.append(asdict(case) | {"transport": transport, "report": report} | counts)
+                changed = sum(before[key] != reference[key] for key in reference)
+                row = {"transport": transport, "report": report, "wrong": wrong, "lower_bound": needed}
+                row |= {"parameters": len(reference), "changed": changed, "equal": len(reference) - len(wrong)}
+                rows.append(asdict(case) | row)
     return rows
 
 
