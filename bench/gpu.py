@@ -61,7 +61,7 @@ def main() -> int:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         _preload()
     else:  # as trainers have it
-        os.environ.update(of_all_nccl_ranks())
+        os.environ.update(of_all_nccl_ranks(60))
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with tempfile.TemporaryDirectory(prefix="gpu-kit-", ignore_cleanup_errors=True) as scratch:
         setting = Setting(args.device, args.small, Path(scratch))

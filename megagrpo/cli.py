@@ -96,6 +96,7 @@ def _add_submit(commands: _Commands) -> None:
 def _add_preparation(commands: _Commands) -> None:
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
     check = commands.add_with_config("check", _check, "explain the experiment without starting anything")
+    check.add_argument("--all", action="store_true", help="also every rank, and every setting of Megatron and SGLang")
     check.add_argument("--hardware", help="GPUs on which SGLang resolves the engines' arguments, such as H100; seconds")
     text = "prove on a tiny model of this architecture that no layout changes loss or gradients"
     option = commands.add_with_config("certify", _certify, text).add_argument
@@ -225,7 +226,7 @@ def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:
 def _check(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.planning.explain import check_command
 
-    return check_command(config, args.hardware)
+    return check_command(config, args.hardware, args.all)
 
 
 def _certify(args: argparse.Namespace, config: ExperimentConfig) -> int:

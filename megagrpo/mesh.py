@@ -82,6 +82,13 @@ class Mesh:
             dist.all_gather_object(values, value)
         return values
 
+    def total(self, values: Tensor) -> Tensor:
+        """Collective. Returns the sum of a tensor on the host, of any shape, over all ranks of the world."""
+        summed = values.clone()
+        if self.world_size > 1:
+            dist.all_reduce(summed)
+        return summed
+
     def all_true(self, value: bool) -> bool:
         """Collective. Returns whether every rank of the world passes True."""
         return self._largest(int(not value)) == 0
@@ -141,7 +148,11 @@ class Mesh:
 
         Raises LeaderError on every rank if it failed there; `what` names the action in its message.
         """
-        return self._from(0, dist.group.WORLD, make, what)
+        return self.from_rank(0, make, what)
+
+    def from_rank(self, rank: int, make: Callable[[], T], what: str) -> T:
+        """Collective. Does what from_main does, with another rank's `make`."""
+        return self._from(rank, dist.group.WORLD, make, what)
 
     def raise_any(self, error: str) -> None:
         """Collective. Raises LeaderError on every rank of the world if any passes a non-empty text."""

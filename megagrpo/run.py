@@ -20,6 +20,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
+from megagrpo.monitor.alarm import MismatchAlarm
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.dump import write_dump
 from megagrpo.monitor.metrics import Metrics
@@ -195,6 +196,7 @@ class Run:
     recording: RunRecord
     checkpointer: Checkpointer
     watchdog: Watchdog
+    alarm: MismatchAlarm
     stop_request: StopRequest | None  # None if another launcher started the ranks: it sends no stop requests
 
     @property
@@ -243,10 +245,12 @@ class Run:
     ) -> None:
         """Collective. Dumps the step's batch if log.dump_steps has the step or an update was not finite.
 
-        Records the trained samples with the trainer's log-probabilities [T]. Raises NonFiniteUpdate on every rank
-        unless train.non_finite is skip.
+        In the first step it compares trainer and engine. Records the trained samples with the trainer's
+        log-probabilities [T]. Raises NonFiniteUpdate on every rank unless train.non_finite is skip.
         """
         step, bad = self.state.step + 1, values["optim/non_finite_updates"]
+        if alarm := self.alarm.judge(batch, logprobs, holds_token_values(), self.mesh):
+            self.recording.note(alarm)
         self.recording.log_trained(step, batch, logprobs)
         folder = self.recording.folder.dump(step)
         if bad or step in self.config.log.dump_steps:
@@ -325,6 +329,7 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
             recording=recording,
             checkpointer=_checkpointer(config, actor, sampling, recording, SaveSchedule(num_steps, state.step)),
             watchdog=watchdog,
+            alarm=MismatchAlarm(config, actor.arch.is_moe),
             stop_request=StopRequest(Path(stop_file)) if stop_file else None,
         )
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from bench.gpu_kit.figures import Figures, Setting
 from megagrpo.system.environment import temporarily
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
+from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
 
 LIMIT_S, SMALL_LIMIT_S = 8.0, 0.5  # for a peer that never comes
 _GRACE = 3.0  # times the limit, until which waiting must end
@@ -21,7 +21,7 @@ def alone(figures: Figures, setting: Setting) -> None:
     values = torch.ones(size, dtype=torch.uint8, device=device)
     for number in ("first", "second"):
         start = time.perf_counter()
-        group = join_group(dist.HashStore(), f"alone {number}", 0, 1, device, "127.0.0.1", 30.0)
+        group = join_group(dist.HashStore(), f"alone {number}", 0, 1, device, "127.0.0.1", GroupLimits(30.0))
         joined = time.perf_counter()
         group.wait([group.broadcast(values)], Deadline(30.0))
         met = time.perf_counter()
@@ -43,7 +43,7 @@ def without_peer(figures: Figures, setting: Setting) -> None:
     with temporarily("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(limit_s)))):
         for rank in (0, 1):
             _wait_in_vain(figures, rank, device, limit_s)
-        group = join_group(dist.HashStore(), "after", 0, 1, device, "127.0.0.1", 30.0)
+        group = join_group(dist.HashStore(), "after", 0, 1, device, "127.0.0.1", GroupLimits(30.0))
         group.wait([group.broadcast(torch.ones(4, device=device))], Deadline(30.0))
         group.abort()
         figures.add("a group of one afterwards", "works")
@@ -56,7 +56,7 @@ def _wait_in_vain(figures: Figures, rank: int, device: torch.device, limit_s: fl
     try:
         store = dist.HashStore()
         store.set_timeout(timedelta(seconds=limit_s))  # rank 1 asks it for what rank 0 never wrote
-        group = join_group(store, f"in vain {rank}", rank, 2, device, "127.0.0.1", limit_s)
+        group = join_group(store, f"in vain {rank}", rank, 2, device, "127.0.0.1", GroupLimits(limit_s))
         figures.add(f"rank {rank}: join returns after", time.perf_counter() - start, "s")
         group.wait([group.broadcast(torch.ones(4, device=device))], Deadline(limit_s))
     except PeerLost as exc:

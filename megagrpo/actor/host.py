@@ -92,30 +92,43 @@ def uses_transformer_engine(config: ActorConfig) -> bool:
 
 
 def _admits_transformer_engine() -> bool:
-    """Whether CUDA is here and a version of Transformer Engine that Megatron-Core takes; False once it is hidden."""
+    """Whether CUDA and a version of Transformer Engine are here that Megatron-Core takes, and that can be imported.
+
+    False once it is hidden.
+    """
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return False
     version = importlib.metadata.version("transformer_engine")
     admitted = tuple(int(part) for part in version.split(".")[:2]) < _TRANSFORMER_ENGINE_BELOW
-    if not admitted:
-        bound = ".".join(map(str, _TRANSFORMER_ENGINE_BELOW))
+    bound = ".".join(map(str, _TRANSFORMER_ENGINE_BELOW))
+    reason = "" if admitted else f"Megatron-Core takes versions below {bound}"
+    if admitted:
+        try:
+            importlib.import_module("transformer_engine.pytorch")
+        except (ImportError, OSError, RuntimeError, AssertionError) as exc:  # built for another torch or CUDA
+            reason = f"its import fails: {type(exc).__name__}: {exc}"
+            for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+                del sys.modules[name]
+    if reason:
         warnings.warn(
-            f"Transformer Engine {version} is installed, but Megatron-Core takes versions below {bound}: layers are "
-            "torch's; install another, or set actor.transformer_engine: true to use it all the same",
+            f"Transformer Engine {version} is installed, but {reason}. Layers are torch's; install another (bash "
+            "launch/build_te.sh), or set actor.transformer_engine: true to use it all the same",
             stacklevel=2,
         )
-    return admitted
+    return not reason
 
 
 def prepare_host(
-    device: Literal["auto", "cuda", "cpu"] = "auto", transformer_engine: bool | Literal["auto"] = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto",
+    transformer_engine: bool | Literal["auto"] = "auto",
+    deterministic: bool = False,
 ) -> torch.device:
     """Makes Megatron-Core importable and runnable here, and returns the device to compute on.
 
     To be called before anything imports Megatron; calling again with the same wishes changes nothing that matters.
     transformer_engine: whether Megatron finds it. Once it does, it takes Transformer Engine's optimizer and norms of
-    gradients whatever the layers are, so where its layers are not used, it is hidden. Raises ValueError for a device
-    that is not here.
+    gradients whatever the layers are, so where its layers are not used, it is hidden. deterministic: CUDA computes the
+    same bits again; torch warns of an operator that cannot. Raises ValueError for a device that is not here.
     """
     if device == "cpu":
         environment.hide_gpus()
@@ -125,6 +138,9 @@ def prepare_host(
         if transformer_engine is False or (transformer_engine == "auto" and not _admits_transformer_engine()):
             _hide_transformer_engine()
         _internals().install()
+        if deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made by torch
         # With an index: threads besides the main one start on device 0, and torch refuses a device without one there.
         return torch.device("cuda", environment.get_int("LOCAL_RANK", 0))
     if device == "cuda":

@@ -7,6 +7,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from megagrpo.actor.host_buffer import HostBuffer, view
 from megagrpo.actor.layers.lora import adapters_off
 
 
@@ -14,10 +15,12 @@ class HostReference:
     """Holds a copy of this rank's parameters in host memory."""
 
     def __init__(self, parameters: Mapping[str, Tensor]):
-        pin = torch.cuda.is_available()
+        device = next(iter(parameters.values())).device
         self._parameters = parameters
+        self._buffer = HostBuffer((p.nbytes for p in parameters.values()), device)
         self._weights = {
-            name: torch.empty_like(p, device="cpu", pin_memory=pin).copy_(p.detach()) for name, p in parameters.items()
+            name: view(part, p).copy_(p.detach())
+            for (name, p), part in zip(parameters.items(), self._buffer.parts, strict=True)
         }
 
     @contextmanager

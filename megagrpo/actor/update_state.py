@@ -12,6 +12,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
+from megagrpo.actor.host_buffer import HostBuffer
+
 
 class UpdateState:
     """Moves the optimiser's state, its float32 weights included, and frees the gradients, which are 0 before an update.
@@ -21,6 +23,7 @@ class UpdateState:
 
     def __init__(self, model: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, device: torch.device):
         self._model, self._optimizer, self._device = model, optimizer, device
+        self._buffer = HostBuffer([], device)
         self._on_host: dict[int, tuple[UntypedStorage, Tensor]] = {}  # bytes, by their storage's identity
         self.away = False
 
@@ -29,14 +32,14 @@ class UpdateState:
         if self.away:
             return
         self._optimizer.zero_grad()  # what gradients there are beside Megatron's buffers
-        before, self._on_host = self._on_host, {}
-        for tensor in self._tensors():
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._on_host:
-                kept = before.get(storage._cdata)
-                host = kept[1] if kept is not None and len(kept[1]) == storage.nbytes() else self._host(storage)
-                host.copy_(_bytes_of(storage), non_blocking=True)
-                self._on_host[storage._cdata] = storage, host
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
+        sizes = [storage.nbytes() for storage in storages.values()]
+        if sizes != self._buffer.sizes:  # the first time, or the optimizer has made state
+            self._on_host.clear()
+            self._buffer = HostBuffer(sizes, self._device)
+        self._on_host = dict(zip(storages, zip(storages.values(), self._buffer.parts, strict=True), strict=True))
+        for storage, host in self._on_host.values():
+            host.copy_(_bytes_of(storage), non_blocking=True)
         self._synchronize()
         for storage, _ in self._on_host.values():
             storage.resize_(0)
@@ -65,7 +68,8 @@ class UpdateState:
             for tensor in {id(tensor): tensor for tensor in self._tensors()}.values():
                 _, host = self._on_host[tensor.untyped_storage()._cdata]
                 there = torch.empty(0, dtype=tensor.dtype)
-                there.set_(host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+                first = host.storage_offset() // tensor.itemsize + tensor.storage_offset()
+                there.set_(host.untyped_storage(), first, tensor.size(), tensor.stride())
                 swapped.append((tensor, tensor.data))
                 tensor.data = there
         try:
@@ -92,9 +96,6 @@ class UpdateState:
                 there = isinstance(tensor, Tensor) and tensor.device.type == self._device.type
                 if there and tensor.untyped_storage()._cdata not in of_model:
                     yield tensor
-
-    def _host(self, storage: UntypedStorage) -> Tensor:
-        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

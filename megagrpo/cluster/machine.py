@@ -1,6 +1,7 @@
 """Runs an experiment on one machine: the rollout service and the trainers, or the ranks of another command."""
 
 import fcntl
+import os
 import signal
 import sys
 import time
@@ -30,7 +31,7 @@ def run(config: ExperimentConfig) -> int:
     Raises ValueError before anything starts, with all known problems.
     """
     _refuse_what_cannot_run(config)
-    devices = _devices(config, _visible_gpus())
+    devices = _devices(config, visible_gpus())
     with alone_in(RunFolder(Path(config.output_dir))):
         return _serve_and_train(config, *devices)
 
@@ -86,7 +87,7 @@ def ranks_beside_service(config: ExperimentConfig) -> int:
     Returns its exit status; no process remains. Raises ValueError before anything starts, with all known problems.
     """
     _refuse_what_cannot_run(config)
-    folder, devices = RunFolder(Path(config.output_dir)), _devices(config, _visible_gpus())
+    folder, devices = RunFolder(Path(config.output_dir)), _devices(config, visible_gpus())
     launch = Launch(folder, "bisect", end=_ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S)
     with alone_in(folder), launch:
         return _watch_both(launch, config, "bisect", 0, *devices)
@@ -107,13 +108,18 @@ def _watch_both(
     folder.service.unlink(missing_ok=True)  # left by a killed run: the trainers would use its URL
     service = launch.start(["serve", str(folder.config)], "service", of_engines)
     options = [*torchrun(config.actor.world_size, max_restarts), "--standalone"]
-    of_trainers = trainer_variables(config, interface_of_engines(config)) | of_trainers
+    sharing = config.actor.world_size + (
+        0 if config.rollout.colocate else config.rollout.num_engines * config.rollout.tp
+    )
+    on_gpus = sharing if of_trainers else 0
+    of_trainers = trainer_variables(config, on_gpus, interface_of_engines(config)) | of_trainers
     ranks = launch.start_ranks([command, str(folder.config)], options, of_trainers)
     return launch.watch(ranks, needed=service)
 
 
-def _visible_gpus() -> list[str]:
-    import torch
+def visible_gpus() -> list[str]:
+    """Returns the numbers or names of the GPUs that this process may use."""
+    import torch  # takes seconds
 
     named = environment.get("CUDA_VISIBLE_DEVICES")
     return list(map(str, range(torch.cuda.device_count()))) if named is None else list(filter(None, named.split(",")))
@@ -149,7 +155,7 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
     Raises ValueError if the machine has GPUs, but fewer than ranks.
     """
     name, *rest = command
-    ranks, gpus = config.actor.world_size, 0 if config.actor.device == "cpu" else len(_visible_gpus())
+    ranks, gpus = config.actor.world_size, 0 if config.actor.device == "cpu" else len(visible_gpus())
     if 0 < gpus < ranks:
         lacking = f"{gpus} GPU(s) are visible for {ranks} ranks (actor.world_size)"
         remedy = f"`torchrun --nnodes N --nproc-per-node {gpus} ... -m megagrpo.cli {name} ...` on each of them"
@@ -159,23 +165,27 @@ def train_ranks(config: ExperimentConfig, command: list[str]) -> int:
     with Launch(folder, name, end=_ENDING, ranks=name) as launch:
         options = [*torchrun(ranks), "--standalone"]
         command = [name, str(folder.config), *rest]
-        return launch.watch(launch.start_ranks(command, options, trainer_variables(config)))
+        return launch.watch(launch.start_ranks(command, options, trainer_variables(config, ranks if gpus else 0)))
     return launch.status
 
 
-def trainer_variables(config: ExperimentConfig, interface: str | None = None) -> dict[str, str]:
+def trainer_variables(config: ExperimentConfig, on_gpus: int, interface: str | None = None) -> dict[str, str]:
     """Returns the variables of this actor's ranks, in addition to those of every process (Launch) and of the user.
 
+    on_gpus: processes with a GPU each among which this machine's cores are divided; 0 for ranks on a CPU.
     interface: the one towards other ranks and engines. docs/evidence/gpu.md lists the environment of every process.
     """
     if config.actor.device == "cpu":
         return {}
     parallel = config.actor.parallel
-    variables = environment.of_trainer_ranks(
+    variables = environment.of_all_nccl_ranks(config.weights.connect_timeout_s) | environment.of_trainer_ranks(
         cut=parallel.tp > 1 or parallel.cp > 1,
         beside_engines=config.rollout.colocate,
         deterministic=config.rollout.deterministic,
     )
+    if on_gpus:  # statistics and advantages are computed on the host
+        threads = max(1, len(os.sched_getaffinity(0)) // on_gpus)
+        variables["OMP_NUM_THREADS"] = environment.get("OMP_NUM_THREADS", str(threads))
     chosen = environment.get("NCCL_SOCKET_IFNAME") or interface
     return variables | ({"NCCL_SOCKET_IFNAME": chosen} if chosen else {})
 

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from megagrpo.cluster.machine import alone_in, interface_of_engines, trainer_variables
+from megagrpo.cluster.machine import alone_in, interface_of_engines, trainer_variables, visible_gpus
 from megagrpo.cluster.supervise import Child, Launch, last_lines, torchrun
 from megagrpo.config.load import dump_config
 from megagrpo.config.schema import ExperimentConfig
@@ -74,12 +74,14 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
             dump_config(config, folder.config)
-        options = torchrun(world // node.number, config.actor.max_restarts)
+        ranks = world // node.number
+        options = torchrun(ranks, config.actor.max_restarts)
+        on_gpus = ranks if config.actor.device != "cpu" and visible_gpus() else 0
         # the interface of rollout.host, which NCCL uses in engines; None for loopback
         towards_engines = None if config.rollout.host in LOOPBACK else interface_of_engines(config)
         if node.number > 1:
             own = interface_of(socket.gethostbyname(node.own_address))  # Slurm's node addresses may be names
-            name, env = f"trainer-{node.rank}", trainer_variables(config, towards_engines or own)
+            name, env = f"trainer-{node.rank}", trainer_variables(config, on_gpus, towards_engines or own)
             # is_host is explicit: otherwise the agent resolves host names, which may fail.
             host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S}"
             options += ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host]
@@ -87,7 +89,7 @@ def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
             if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
                 env["GLOO_SOCKET_IFNAME"] = own  # gloo's default is the host name's address, often 127.0.0.1
         else:
-            name, env = "trainer", trainer_variables(config, towards_engines)
+            name, env = "trainer", trainer_variables(config, on_gpus, towards_engines)
             options.append("--standalone")
         end, ask = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
         with Launch(folder, "train", end=end, ask=ask, ranks=name) as launch:

@@ -142,7 +142,7 @@ class Launch:
         # In torchrun's own store, restarted ranks would find the dead ranks' addresses under the same names.
         quiet["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         command = [sys.executable, "-W", "ignore", *arguments]
-        return self.spawn(command, log, quiet | environment.of_all_nccl_ranks() | env, reports)
+        return self.spawn(command, log, quiet | env, reports)
 
     def _failed(self, child: Child) -> int:
         reports = self._folder.error_reports(child.reports) if child.reports is not None else []

@@ -130,16 +130,30 @@ class AlgorithmConfig(Section):
     @property
     def formula(self) -> str:
         """What this configuration computes, in one line of the papers' notation."""
-        terms = [self.loss.formula]
+        weight, reject, clip = self.mismatch.weight, self.mismatch.reject, self.advantage_clip
+        terms = [f"w {self.loss.formula}" if weight else self.loss.formula]
         if self.kl.loss_coef:
             terms.append(f"{self.kl.loss_coef:g} KL_{self.kl.estimator}")
         if self.entropy_coef:
             terms.append(f"({-self.entropy_coef:g}) H")
-        reward = "r = reward"
+        advantage = f"({self.advantage.formula})" if self.whiten_advantages or clip else self.advantage.formula
+        advantage = f"whitened {advantage}" if self.whiten_advantages else advantage
+        left_out = [
+            "responses cut by length" if self.mask_truncated else "",
+            reject.formula if reject else "",
+            f"groups of equal {self.dynamic_sampling.metric}" if self.dynamic_sampling else "",
+        ]
+        reward = f"r = {self.reward.formula}"
         if self.kl.reward_coef:
             reward += f" - {self.kl.reward_coef:g} sum_t KL_{self.kl.estimator}"
-        loss = f"{_AGGREGATION_FORMULAS[self.aggregation]} [{' + '.join(terms)}]"
-        return f"{loss}, A = {self.advantage.formula}, {reward}"
+        parts = [
+            f"{_AGGREGATION_FORMULAS[self.aggregation]} [{' + '.join(terms)}]",
+            f"w = {weight.formula}" if weight else "",
+            f"A = {advantage}" + (f" in [-{clip:g}, {clip:g}]" if clip else ""),
+            reward,
+            f"without {', '.join(filter(None, left_out))}" if any(left_out) else "",
+        ]
+        return ", ".join(filter(None, parts))
 
 
 _AGGREGATION_FORMULAS: dict[Aggregation, str] = {

@@ -74,7 +74,8 @@ class RolloutConfig(Section):
     """How engines start: with random weights, which the first publish fills and proves before anybody samples
     (`dummy`), or with those in `model.path`, which is read from disk once an engine and start (`model`)."""
     deterministic: bool = False
-    """Batch-invariant kernels and one seed a sample: a run can be repeated bit by bit."""
+    """Batch-invariant kernels, one seed a sample, deterministic algorithms in trainers: a run can be repeated bit by
+    bit. On a GPU torch warns of an operator that has no such algorithm."""
     max_running_requests: PositiveInt = Field(default=128, description="Requests that one engine works on at once.")
     max_total_tokens: PositiveInt | None = None
     """Tokens in one engine's KV cache; default: SGLang's choice (20,000 on a CPU)."""
@@ -210,3 +211,8 @@ class WeightsConfig(Section):
     """MiB of weights that a rank holds beside its parameters during a transfer."""
     timeout_s: PositiveFloat = 600.0
     """Seconds for one publish, restarted engines included; below `actor.deadline_s`."""
+    connect_timeout_s: PositiveFloat = 60.0
+    """Seconds for an engine's ranks and trainers to form a process group, at most a quarter of what is left of a
+    publish."""
+    max_ctas: PositiveInt = 8
+    """NCCL's thread blocks for each group of an engine and trainers; fewer leave more of a GPU to others."""

@@ -14,7 +14,7 @@ from megagrpo.families.table import ParameterCounts, architecture_of, left_out, 
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
 from megagrpo.planning.hardware import gigabytes
 from megagrpo.planning.settings_report import engine_report, settings_report
-from megagrpo.planning.trainer_memory import Load, TrainerSide, trained_elements, trainer_side
+from megagrpo.planning.trainer_memory import Load, TrainerSide, links, trained_elements, trainer_side
 from megagrpo.rewards.graders.table import SERVICES
 from megagrpo.rewards.sandbox.sandbox import isolation
 
@@ -22,37 +22,40 @@ _MAX_RANK_ROWS = 32
 _RANKS_PER_NODE = 8
 
 
-def check_command(config: ExperimentConfig, hardware: str | None) -> int:
+def check_command(config: ExperimentConfig, hardware: str | None, everything: bool) -> int:
     """Prints the text of `megagrpo check`; test-loads tokenizer and data, imports torch. Returns the exit code.
 
-    hardware: see planning/engine_memory.py.
+    hardware: see planning/engine_memory.py. everything: see explain.
     """
     from megagrpo.check.loading import try_loading
     from megagrpo.planning.engine_memory import concurrency_report
 
     trial, problems = try_loading(config), preflight(config)
-    print(explain(config, trial, [] if problems else concurrency_report(config, hardware)))
+    print(explain(config, trial, [] if problems else concurrency_report(config, hardware), everything))
     return 1 if problems or trial.problems else 0
 
 
-def explain(config: ExperimentConfig, trial: Trial | None = None, at_once: Sequence[str] = ()) -> str:
+def explain(
+    config: ExperimentConfig, trial: Trial | None = None, at_once: Sequence[str] = (), everything: bool = True
+) -> str:
     """Returns the description of the experiment, ending with all problems of `preflight` and `trial`.
 
-    at_once: lines of planning/engine_memory.py about the engines.
+    at_once: lines of planning/engine_memory.py about the engines. everything: also the ranks, and all settings that are
+    passed to Megatron and SGLang.
     """
     hf = model_description(config)
     arch = None if hf is None or model_problems(hf) else architecture_of(hf)
     counts = None if arch is None else parameter_counts(arch)
     steps = _num_steps(config)
     title = f"{config.name}: {'?' if steps is None else steps} steps into {config.output_dir}, seed {config.seed}"
+    libraries = engine_report(config, everything), settings_report(arch, config.actor, everything)
     parts = [
         _model(config, hf, counts),
-        [*_layout(config), *_routing(config, arch)],
+        [*_layout(config, everything), *_routing(config, arch)],
         _step(config, steps),
-        _rollout(config),
+        _rollout(config, everything),
         *([at_once] if at_once else []),
-        engine_report(config),
-        settings_report(arch, config.actor),
+        *(libraries if everything else [[line for lines in libraries for line in lines]]),
         _memory(config, arch, counts),
         [_evaluation(config)],
         _checkpoints(config, arch),
@@ -91,7 +94,7 @@ def _model(config: ExperimentConfig, hf: Mapping[str, object] | None, counts: Pa
     ]
 
 
-def _layout(config: ExperimentConfig) -> list[str]:
+def _layout(config: ExperimentConfig, everything: bool) -> list[str]:
     actor, p = config.actor, config.actor.parallel
     edp = actor.world_size // (p.etp * p.ep * p.pp)
     head = [
@@ -103,6 +106,8 @@ def _layout(config: ExperimentConfig) -> list[str]:
         f"{p.last_stage_layers} layers on the last stage" if p.last_stage_layers else "",
     ]
     lines = ["; ".join(filter(None, head))]
+    if not everything:
+        return lines
     names = ["dp", "pp", *(["cp"] if p.cp > 1 else []), "tp", *(["ep", "edp"] if p.ep > 1 else [])]
     lines.append("  " + "".join(f"{name:>6}" for name in ["rank", *names]))
     for rank in range(min(actor.world_size, _MAX_RANK_ROWS)):
@@ -115,8 +120,14 @@ def _layout(config: ExperimentConfig) -> list[str]:
 
 def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
     source = config.actor.routing_replay
-    if source is None or arch is None or not arch.is_moe:
+    if arch is None or not arch.is_moe:
         return []
+    if source is None:
+        rounded = "bfloat16" in (config.actor.dtype, config.rollout.dtype)
+        advice = (
+            "set actor.routing_replay: rollout: in bfloat16 engine and trainer choose other experts for some tokens"
+        )
+        return [f"  ADVICE   {advice} (docs/experts.md)"] if rounded else []
     k = arch.experts_per_token
     sent, kept = 4 * arch.num_layers * k, (1 if arch.expert_id_type == "uint8" else 2)
     kept *= (arch.num_layers - arch.dense_layers) * k
@@ -188,7 +199,7 @@ def _reward(config: ExperimentConfig) -> list[str]:
     return lines
 
 
-def _rollout(config: ExperimentConfig) -> list[str]:
+def _rollout(config: ExperimentConfig, everything: bool) -> list[str]:
     r, train, tool = config.rollout, config.train, config.sampling.tool
     at_once = r.num_engines * r.max_running_requests
     samples = train.num_prompts_per_step * train.group_size
@@ -207,7 +218,7 @@ def _rollout(config: ExperimentConfig) -> list[str]:
         timeouts = f"weights.timeout_s {config.weights.timeout_s:g} is no more than rollout.start_timeout_s"
         found = f"{r.start_timeout_s:g}: a publish that finds fewer than {r.min_healthy_engines} engines"
         lines.append(f"  ADVICE   {timeouts} {found} may not outwait the start of new ones, and ends the run")
-    for i in range(min(r.num_engines, _MAX_RANK_ROWS) if r.num_engines > 1 or r.tp > 1 else 0):
+    for i in range(min(r.num_engines, _MAX_RANK_ROWS) if everything and (r.num_engines > 1 or r.tp > 1) else 0):
         lines.append(f"  engine {i}: ranks {i * r.tp}..{(i + 1) * r.tp - 1}")
     return lines
 
@@ -263,7 +274,8 @@ def _colocated(config: ExperimentConfig, side: TrainerSide, engine: float) -> li
 
 
 def _trainer_side(config: ExperimentConfig, arch: Architecture, actor: ActorConfig) -> TrainerSide:
-    load, reference = Load(actor.micro_batch_tokens, longest_samples(config)["data"]), config.algorithm.uses_reference
+    load = Load(actor.micro_batch_tokens, longest_samples(config)["data"], links=links(config))
+    reference = config.algorithm.uses_reference
     return trainer_side(arch, actor, load, reference=reference, bucket_mb=config.weights.bucket_mb)
 
 

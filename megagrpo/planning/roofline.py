@@ -31,7 +31,7 @@ from megagrpo.planning.engine_memory import (
 from megagrpo.planning.hardware import EXPERT_IMBALANCE, Hardware, usable_bytes
 from megagrpo.planning.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.planning.recordings import describe_model
-from megagrpo.planning.trainer_memory import Load, StageCost, TrainerSide, trainer_side
+from megagrpo.planning.trainer_memory import Load, StageCost, TrainerSide, links, trainer_side
 from megagrpo.system.run_folder import RunFolder
 
 _OPTIMIZER_BYTES = 40.0  # read and written for each float32 weight of a shard: gradient, two moments, the weight
@@ -120,7 +120,7 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
 def load_of(config: ExperimentConfig, target: Target) -> Load:
     """Returns the work of a trainer rank: full micro-batches of the longest samples."""
     imbalance = EXPERT_IMBALANCE if target.arch.is_moe and config.actor.parallel.ep > 1 else 1.0
-    return Load(config.actor.micro_batch_tokens, longest_samples(config)["data"], imbalance)
+    return Load(config.actor.micro_batch_tokens, longest_samples(config)["data"], imbalance, links(config))
 
 
 def _trainer_problems(target: Target, trainers: TrainerSide) -> list[str]:

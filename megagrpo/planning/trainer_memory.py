@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megagrpo.config.actor import ActorConfig, ParallelConfig
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import model_tensors
 from megagrpo.families.tensors import TensorSpec, adapter_tensors
@@ -28,11 +29,18 @@ class Load:
     micro_batch_tokens: int
     longest: int  # tokens of the longest sample: a micro-batch of its own if it exceeds the budget
     expert_imbalance: float = 1.0  # tokens of the fullest expert rank over the mean
+    links: int = 0  # process groups with engines
 
     @property
     def tokens(self) -> int:
         """Returns the most tokens of a micro-batch."""
         return max(self.micro_batch_tokens, self.longest)
+
+
+def links(config: ExperimentConfig) -> int:
+    """Returns the engines that a trainer rank sends to at most: weights/transports/reshard_plan.py."""
+    engines = config.rollout.num_engines
+    return min(engines, -(-engines // config.actor.dp) + 1) if config.weights.traits.uses_groups else 0
 
 
 @dataclass(frozen=True)
@@ -248,7 +256,7 @@ class Stage:
         p, actor = self.actor.parallel, self.actor
         expert_copies = actor.world_size // (p.etp * p.ep * p.pp)
         groups = [actor.world_size, p.tp, p.pp, p.cp, actor.dp, p.ep, p.etp, expert_copies]
-        return _NCCL_BYTES * sum(size > 1 for size in groups)
+        return _NCCL_BYTES * (sum(size > 1 for size in groups) + self.load.links)
 
     def _update(self) -> dict[str, float]:
         """Returns the fullest moment of forward and backward: the head's backward, or the largest layer's."""

@@ -1,5 +1,6 @@
 """The only reader of os.environ; builds the environments of child processes."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,17 +55,17 @@ def hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def of_all_nccl_ranks() -> dict[str, str]:
+def of_all_nccl_ranks(connect_s: float) -> dict[str, str]:
     """Returns the variables that trainers and engines, members of one NCCL communicator, must share.
 
-    SGLang sets NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE to 0 only for itself, unless they are set. The timeout limits, in
-    seconds, the wait for ranks in the first batch of a non-blocking communicator; torch's default is 30 minutes. Unless
-    dumps are off, torch's heartbeat monitor ends a rank 8 minutes after one of its peers died.
+    SGLang sets NCCL_CUMEM_ENABLE and NCCL_NVLS_ENABLE to 0 only for itself, unless they are set. connect_s: seconds for
+    the ranks of a non-blocking communicator to meet in its first batch; torch's default is 30 minutes. Unless dumps are
+    off, torch's heartbeat monitor ends a rank 8 minutes after one of its peers died.
     """
     return {
         "NCCL_CUMEM_ENABLE": get("NCCL_CUMEM_ENABLE", "0"),
         "NCCL_NVLS_ENABLE": get("NCCL_NVLS_ENABLE", "0"),
-        "TORCH_NCCL_NONBLOCKING_TIMEOUT": get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60"),
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": get("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(connect_s))),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": get("TORCH_NCCL_DUMP_ON_TIMEOUT", "0"),
     }
 

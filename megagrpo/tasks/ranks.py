@@ -87,7 +87,7 @@ def guarded(config: ExperimentConfig, name: str, body: Callable[[torch.device], 
     for final in (False, True):
         folder.error_report(name, rank, final).unlink(missing_ok=True)
     try:
-        device = prepare_host(config.actor.device, uses_transformer_engine(config.actor))
+        device = prepare_host(config.actor.device, uses_transformer_engine(config.actor), config.rollout.deterministic)
         if trains:
             refuse_training_without_gpu(config.actor, device)
         body(device)

@@ -32,6 +32,7 @@ from megagrpo.weights.transports.ipc import IpcTransport
 from megagrpo.weights.transports.protocol import TrainerWeights, Transport
 from megagrpo.weights.transports.reshard import ReshardTransport
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
+from megagrpo.weights.wire.group import GroupLimits
 from megagrpo.weights.wire.moving import Traffic
 
 TRANSPORTS: dict[str, Callable[[TrainerWeights], Transport]] = {
@@ -70,6 +71,7 @@ class Exchange:
             num_engines=config.rollout.num_engines,
             folder=RunFolder(run_dir).weights,
             checkpoint=Path(config.model.path),
+            limits=GroupLimits(config.weights.connect_timeout_s, config.weights.max_ctas),
         )
         self._num_bytes = sum(prod(shape) * each.itemsize for shape, each in specs.values())
         self._digests = ExpectedDigests(trainers)
@@ -190,9 +192,12 @@ class EngineRefresh:
 def _gather_distinct(copies: list[Copy], mesh: Mesh) -> list[list[Copy]]:
     """Collective. Returns the copies of every rank, by rank; ranks with equal copies share one list.
 
-    Of ranks with equal copies (replicas) only the first sends them: from 512 ranks they would be gigabytes.
+    Of ranks with equal copies (replicas) only the first sends them, and no list is padded to the longest one, as a
+    gather does: from 512 ranks both would be gigabytes.
     """
     digests = mesh.gather_world(hashlib.sha256(repr(copies).encode()).digest())
-    first = digests.index(digests[mesh.rank]) == mesh.rank
-    lists = mesh.gather_world(copies if first else None)
-    return [found for digest in digests if (found := lists[digests.index(digest)]) is not None]
+    lists = {
+        digest: mesh.from_rank(digests.index(digest), lambda: copies, "describe its parameters")
+        for digest in dict.fromkeys(digests)
+    }
+    return [lists[digest] for digest in digests]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.mesh import LeaderError, make_mesh
+from megagrpo.weights.exchange import _gather_distinct
 from tests.dist.workers.launch import POOL
 
 
@@ -46,6 +47,11 @@ CASES = {
         lambda mesh: mesh.from_main(fail, "save"),
         {"all_reduce": 2, "all_gather_object": 1},
         lambda r, w: "LeaderError: rank 0, save: OSError: disk full",
+    ),
+    "lists of two lengths, each sent by one rank and not padded": (  # only their digests are gathered
+        lambda mesh: _gather_distinct([mesh.rank % 2] * (1 + mesh.rank % 2), mesh),
+        {"all_gather_object": 1, "all_reduce": 2, "broadcast_object_list": 2},
+        lambda r, w: [[0], [1, 1]] * (w // 2),
     ),
     "two errors": (
         lambda mesh: mesh.raise_any(f"error {mesh.rank % 2}" if mesh.rank else ""),

@@ -21,6 +21,7 @@ from megagrpo.weights.transports.gather_plan import (
     share_out,
 )
 from megagrpo.weights.transports.protocol import TrainerWeights
+from megagrpo.weights.wire.group import GroupLimits
 from megagrpo.weights.wire.moving import Traffic
 from tests.dist.workers.launch import POOL
 
@@ -117,7 +118,9 @@ def run_rank(rank: int, world: int, tp: int, pp: int, folder) -> tuple[dict, set
         gather_to_main(half, actor.live, mesh, stop_at_the_second, "export")  # and nobody hangs
     shares = share_out(everyone, SPECS, on_main=False)
     load = [sum(copy.box.numel for parts in shares.values() for r, copy in parts if r == k) for k in range(world)]
-    weights = TrainerWeights(mesh, SPECS, everyone, lambda: actor.live, torch.float32, 700, 1, folder, folder)
+    weights = TrainerWeights(
+        mesh, SPECS, everyone, lambda: actor.live, torch.float32, 700, 1, folder, folder, GroupLimits(60)
+    )
     digests = expected_by_name(ExpectedDigests(weights))
     dist.destroy_process_group()
     return {name: t.clone() for name, t in full.items()}, uncopied, len(plan.buckets), load, digests, traffic

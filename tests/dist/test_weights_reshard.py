@@ -2,7 +2,9 @@
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -23,6 +25,7 @@ from megagrpo.weights.engines.loader import EngineEnd, engine_end
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.transports.reshard import _TrainerEnd
+from megagrpo.weights.wire.group import EngineGroup, Receive
 from tests.dist.test_weights_gather import FFN, HIDDEN, LAYERS, SPECS, VOCAB, ToyActor, hf_tensors
 from tests.dist.workers.launch import POOL
 
@@ -164,6 +167,72 @@ def test_engines_are_filled_exactly_and_outlive_a_rank_that_dies(tmp_path, world
     bound -= 2 * 2 * (ENGINE_VOCAB - VOCAB) * HIDDEN  # padding of two vocabularies in two engines
     assert results[0]["wire_bytes"] == bound * getattr(torch, dtype).itemsize, "each engine element once"
     assert results[0]["staging_bytes"] <= 2e-3 * 2**20
+
+
+class OneQueue:
+    """The works of a GPU with one hardware queue: each begins when all before it in this process are done."""
+
+    def __init__(self):
+        self._pool, self.begun = ThreadPoolExecutor(1), []
+
+    def start(self, original, group, messages):
+        begun = self._pool.submit(lambda: [work.wait() for work in original(group, messages)])
+        self.begun.append(group.name)
+        return [mock.Mock(wait=lambda timeout: begun.result(timeout.total_seconds()))]
+
+
+def ordered_rank(rank: int, world: int, folder: Path) -> list[str]:
+    """Publishes to two engines; each rank hurries to send to another engine first. Returns the groups in its order."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    mesh = make_mesh(0, 1, torch.device("cpu"), deadline_s=60)
+    actor = ToyActor(1, 0, world, rank)
+    hf = hf_tensors()
+    actor.load(hf)
+    weights = ActorWeights(record_copies(actor.load, SPECS, actor.live), SPECS, lambda: actor.live)
+    engines = [FakeEngine(models=[ToyEngine(r) for r in range(ENGINE_TP)]) for _ in range(2)]
+    config, fleet = experiment(folder, "float32", "reshard", num_engines=2), FakeFleet(engines)
+    start, send, queue, queues = EngineGroup.start, _TrainerEnd._send, OneQueue(), {}
+
+    def queued(group, messages):
+        if not isinstance(messages[0], Receive):
+            return queue.start(start, group, messages)
+        return queues.setdefault(group, OneQueue()).start(start, group, messages)  # a GPU of an engine rank
+
+    def late(end, weights, deadline, turn):
+        joined = ends.setdefault(end.link.name, end)
+        if list(ends).index(joined.link.name) % 2 == rank % 2:
+            turn = partial(waiting, turn)
+        return send(end, weights, deadline, turn)
+
+    def waiting(turn):
+        time.sleep(0.2)
+        return turn()
+
+    ends: dict[str, _TrainerEnd] = {}
+    with (
+        ExitStack() as stack,
+        mock.patch.object(EngineGroup, "start", queued),
+        mock.patch.object(_TrainerEnd, "_send", late),
+    ):
+        if rank == 0:
+            for engine in engines:
+                stack.enter_context(running(engine))
+        exchange = Exchange(config, mesh, weights, fleet, folder)
+        stack.callback(exchange.close)
+        exchange.publish(1)
+        if rank == 0:
+            assert not fleet.lost
+            for engine in engines:
+                assert_filled(engine, hf)
+    dist.destroy_process_group()
+    return queue.begun
+
+
+def test_links_start_in_one_order_on_every_rank(tmp_path):
+    """One hardware queue: two ranks with opposite orders wait for each other."""
+    write_checkpoint(tmp_path / "initial", hf_tensors())
+    orders = POOL.run(2, ordered_rank, 2, tmp_path)
+    assert len(orders[0]) >= 6 and all(order == orders[0][: len(order)] for order in orders), orders
 
 
 KINDS = (RuntimeError, ValueError, OSError, MemoryError, KeyError)

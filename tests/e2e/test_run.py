@@ -147,7 +147,8 @@ def test_killed_and_run_again_it_is_the_same_run(long_run):
             if int(path.name.removeprefix("step_")[:6]) > 5:
                 shutil.rmtree(path)
         reached = 5
-    done = succeed("run", config)
+    done = succeed("run", config, "--set", "algorithm.mismatch.alarm={mean: 1.0e-12}")
+    assert done.stdout.count("ALARM: log-probabilities of trainer and engine are") == 1
     assert f"continues after step {reached}" in done.stdout and f" {reached + 1}/{NUM_STEPS}  " in done.stdout
     assert_same_run(folder, long_run[0], NUM_STEPS)
     assert_same_state(folder, long_run[0])

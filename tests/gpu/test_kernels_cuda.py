@@ -14,6 +14,7 @@ from megagrpo.weights.digests import digest
 from megagrpo.weights.digests.digest import batched_digest
 from megagrpo.weights.expected_digests import ExpectedDigests
 from megagrpo.weights.transports.protocol import TrainerWeights
+from megagrpo.weights.wire.group import GroupLimits
 
 CUDA = torch.device("cuda")
 
@@ -82,7 +83,9 @@ def test_digests_in_a_side_thread_have_the_same_bits(tmp_path):
     mesh = make_mesh(0, 1, torch.device("cuda", 0), deadline_s=30)
     live = {"experts": values.to(CUDA)}
     expected = ExpectedDigests(
-        TrainerWeights(mesh, specs, [copies], lambda: live, torch.bfloat16, 1 << 20, 1, tmp_path, tmp_path)
+        TrainerWeights(
+            mesh, specs, [copies], lambda: live, torch.bfloat16, 1 << 20, 1, tmp_path, tmp_path, GroupLimits(60)
+        )
     )
     expected.add(expected.unknown(copies))
     with ThreadPoolExecutor(1) as pool:

@@ -33,15 +33,26 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch):
-    """A machine with CUDA and a version of Transformer Engine."""
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A machine with CUDA and a version of Transformer Engine, whose part for torch runs `body` when it is imported."""
 
-    def of(version: str) -> None:
+    def of(version: str, body: str = "") -> None:
+        folder = tmp_path / "transformer_engine" / "pytorch"
+        folder.mkdir(parents=True)
+        (folder.parent / "__init__.py").touch()
+        (folder / "__init__.py").write_text(body)
+        monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
 
-    return of
+    def imported() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]
+
+    before = {name: sys.modules.pop(name) for name in imported()}
+    yield of
+    for name in imported():
+        del sys.modules[name]
+    sys.modules.update(before)
 
 
 def test_cuda_without_a_gpu_is_refused(no_gpu):
@@ -98,6 +109,17 @@ def test_where_layers_are_transformer_engines(installed, version, settings, expe
     with warnings.catch_warnings(record=True) as told:
         assert uses_transformer_engine(actor(*settings)) is expected
     assert [version in str(one.message) for one in told] == ([True] if version > "2.12" else [])
+
+
+@pytest.mark.parametrize(
+    "body", ["import missing_library", "raise OSError('undefined symbol')", "raise RuntimeError('built for cu12')"]
+)
+def test_one_that_cannot_be_imported_leaves_layers_to_torch_and_says_why(installed, body):
+    installed("2.11.0", body)
+    with pytest.warns(UserWarning, match="its import fails: .*(missing_library|undefined symbol|built for cu12)"):
+        assert not uses_transformer_engine(actor("dtype=bfloat16"))
+    assert "transformer_engine" not in sys.modules, "or it could not be hidden"
+    assert uses_transformer_engine(actor("transformer_engine=true"))
 
 
 def test_on_a_cpu_they_are_only_on_request(no_gpu):

@@ -106,6 +106,25 @@ def test_advice_and_formula():
     assert AlgorithmConfig(kl={"loss_coef": 0.1, "estimator": "k1"}).advice
     formula = "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
     assert AlgorithmConfig().formula == formula
+    everything = AlgorithmConfig(
+        kl={"reward_coef": 0.1},
+        entropy_coef=0.01,
+        reward={"scale": 2, "shift": -1, "overlong": {}, "mean": "batch", "std": "batch", "clip": 5},
+        whiten_advantages=True,
+        advantage_clip=3,
+        mask_truncated=True,
+        mismatch={"weight": {"name": "tis"}, "reject": {"high": 2}},
+        dynamic_sampling={},
+        advantage={"name": "rloo"},
+    )
+    assert everything.formula == (
+        "1/N_tok sum_it [w -min(rho A, clip(rho) A) + (-0.01) H], w = old / rollout of the token in [0, 2], "
+        f"A = whitened ({everything.advantage.formula}) in [-3, 3], "
+        "r = (2 reward -1 - overlong - mean of batch) / (std of batch + eps) in [-5, 5] - 0.1 sum_t KL_k3, "
+        "without responses cut by length, responses of mean old / rollout outside [0, 2], groups of equal reward"
+    )
+    banded = AlgorithmConfig(mismatch={"weight": {"name": "icepop", "low": 0.5, "high": 5}})
+    assert "w = old / rollout if old / rollout in [0.5, 5], else 0" in banded.formula
     for advantage in ESTIMATOR_CONFIGS:
         for loss in POLICY_LOSS_CONFIGS:
             names = (advantage.model_fields["name"].default, loss.model_fields["name"].default)

@@ -22,12 +22,13 @@ def run() -> dict[str, str]:
 
         from megagrpo.actor.host import prepare_host
 
-        device = prepare_host()
+        device = prepare_host(deterministic=True)
+        found = {"deterministic": str(torch.are_deterministic_algorithms_enabled())}
         from megagrpo.mesh import make_mesh
 
         torch.cuda.set_device(device)
         mesh = make_mesh(0, 1, device, deadline_s=30)
-        found = {"device": str(mesh.device), "index": str(torch.cuda._utils._get_device_index(mesh.device))}
+        found |= {"device": str(mesh.device), "index": str(torch.cuda._utils._get_device_index(mesh.device))}
 
         def in_a_thread(name, action) -> None:
             def body() -> None:
@@ -58,12 +59,13 @@ def digested_on(mesh, current) -> int:
 
 def sent_on(mesh, current) -> int:
     from megagrpo.weights.transports.reshard import _TrainerEnd
+    from megagrpo.weights.wire.order import SendOrder
 
     where = []
     link = SimpleNamespace(left_s=30.0, patience_s=30.0)
-    end = _TrainerEnd(link, SimpleNamespace(trainers=[0], sent_by=lambda rank: []), 0)
+    end = _TrainerEnd(link, SimpleNamespace(trainers=[0], numbered_sent_by=lambda rank: {}), 0)
     end._group = SimpleNamespace()  # joined before, and asked to send nothing
-    end.send(SimpleNamespace(mesh=mesh, parameters=lambda: where.append(current()) or {}))
+    end.send(SimpleNamespace(mesh=mesh, parameters=lambda: where.append(current()) or {}), SendOrder([[]]), 0)
     return where[0]
 
 
@@ -84,7 +86,10 @@ def test_threads_of_local_rank_3_work_on_its_gpu():
     done = subprocess.run(words, cwd=PACKAGE.parent, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     names = ("device", "digest", "send", "shared buffer")
-    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(names, "cuda:3") | {"index": "3"}
+    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(names, "cuda:3") | {
+        "index": "3",
+        "deterministic": "True",
+    }
 
 
 def test_no_cuda_device_without_an_index():

@@ -81,6 +81,8 @@ def environments(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> di
     for module in (supervise, engine_node, router_module):
         monkeypatch.setattr(module, "spawn", recorder.spawn)
     cuda, gpus = kind != "CPU", [] if kind == "CPU" else ["0", "1", "2", "3"]
+    monkeypatch.setattr(nodes, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(64)))
     if kind == "several machines":
         place = nodes.Node(0, 2, "127.0.0.1", "127.0.0.1", 29500)
         nodes.train_node(config, ["t.yaml"], place)
@@ -168,7 +170,7 @@ def test_what_the_user_sets_stays(monkeypatch):
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     found = environment.of_trainer_ranks(cut=True, beside_engines=False, deterministic=False)
     assert found == {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    assert environment.of_all_nccl_ranks()["NCCL_NVLS_ENABLE"] == "1"
+    assert environment.of_all_nccl_ranks(60)["NCCL_NVLS_ENABLE"] == "1"
     assert environment.without_expandable_segments() == {}
 
 

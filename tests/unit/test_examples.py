@@ -62,6 +62,11 @@ def test_every_experiment_fits_its_model_and_is_explained(path):
         assert (architecture_of(hf).num_experts > 0) == (config.actor.routing_replay == "rollout")
         assert check_against_model(config, hf) == [] and config.algorithm.advice == []
         assert "a trainer rank holds about" in text and "a save for" in text
+        unreplayed = config.model_copy(update={"actor": config.actor.model_copy(update={"routing_replay": None})})
+        warned = "ADVICE   set actor.routing_replay: rollout" in explain(unreplayed)
+        assert warned == (config.actor.routing_replay == "rollout")
+    one_screen = explain(config, everything=False)
+    assert one_screen.count("\n") < 50 and "not its defaults (--all)" in one_screen
 
 
 @cache

@@ -164,7 +164,7 @@ def test_every_shipped_experiment_builds_megatrons_objects(prepared):
         hf = model_description(config)
         if hf is not None:
             jobs.append([path.stem, hf, config.actor.model_dump()])
-            report = "\n".join(settings_report(architecture_of(hf), config.actor))
+            report = "\n".join(settings_report(architecture_of(hf), config.actor, True))
             assert report.count("fields handed over") == 3
     assert {path.stem for path in CONFIGS} - {"gsm8k", *LAPTOP - {"quickstart"}} == {name for name, *_ in jobs}
     hf = json.loads((MODELS / "Qwen3-8B" / "config.json").read_text())

@@ -80,10 +80,10 @@ SHAPES = dict.fromkeys(("gate", "up", "down"), (4, 4))
 class Trainer(OneTrainer):
     """A trainer of one rank, whose parameters are cut and fused otherwise than the engine's."""
 
-    def __init__(self, folder: Path, engine: FakeEngine, transport: str):
+    def __init__(self, folder: Path, engine: FakeEngine, transport: str, **weights: float):
         live = {"up_down": torch.zeros(4, 8), "gate.0": torch.zeros(3, 4), "gate.1": torch.zeros(1, 4)}
         self.added = 0.0
-        super().__init__(folder, engine, transport, live, SHAPES)
+        super().__init__(folder, engine, transport, live, SHAPES, weights=weights)
 
     def load(self, hf) -> None:
         self.live["up_down"][:, :4].copy_(hf["up"])
@@ -168,10 +168,9 @@ def test_a_transport_learns_of_an_engine_that_died_and_meets_it_again(engine, to
     ],
 )
 def test_an_engine_that_refuses_stops_the_run_at_once_and_says_why(engine, tmp_path, monkeypatch, transport, path):
-    monkeypatch.setattr(transport_broadcast, "_JOIN_S", 1.0)
     monkeypatch.setitem(TRANSPORTS, "toy", ToyTransport)
     ReceivingEnd(engine)
-    trainer = Trainer(tmp_path, engine, transport)
+    trainer = Trainer(tmp_path, engine, transport, connect_timeout_s=1)
     if transport == "reshard":
         trainer.publish()
     engine.refuses, start, before = path, time.monotonic(), engine.info

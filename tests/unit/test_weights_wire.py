@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megagrpo.system.environment import get, of_all_nccl_ranks
 from megagrpo.weights.wire import clock
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
-from megagrpo.weights.wire.group import EngineGroup, PeerLost, Receive, Send, join_group
+from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, Receive, Send, join_group
 
 CUDA = torch.device("cuda")
 
@@ -58,17 +58,17 @@ def test_a_group_over_nccl_is_not_blocking_and_its_limit_reaches_every_rank(monk
             self.watchdog = get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Backend, raising=False)
-    group = join_group(dist.HashStore(), "w", 0, 2, CUDA, "127.0.0.1", 5.0)
+    group = join_group(dist.HashStore(), "w", 0, 2, CUDA, "127.0.0.1", GroupLimits(5.0, 3))
     options = group._backend.made_of[-1]
-    assert options.config.blocking == 0 and options._timeout.total_seconds() == 5
+    assert options.config.blocking == 0 and options.config.max_ctas == 3 and options._timeout.total_seconds() == 5
     assert group._backend.watchdog == "0", "it would end the process of a rank whose peer dies, an engine's, too"
     assert get("TORCH_NCCL_ASYNC_ERROR_HANDLING") is None
-    assert int(of_all_nccl_ranks()["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) <= 60
+    assert int(of_all_nccl_ranks(59.5)["TORCH_NCCL_NONBLOCKING_TIMEOUT"]) == 60
 
 
 def test_ranks_that_do_not_meet_over_gloo_are_lost_at_the_limit():
     with pytest.raises(PeerLost, match="the 2 ranks of group w did not meet"):
-        join_group(dist.HashStore(), "w", 0, 2, torch.device("cpu"), "127.0.0.1", 0.2)
+        join_group(dist.HashStore(), "w", 0, 2, torch.device("cpu"), "127.0.0.1", GroupLimits(0.2))
 
 
 @pytest.fixture

@@ -59,6 +59,7 @@ def kernels_here(config: ActorConfig) -> Kernels:
         cuda=torch.cuda.is_available() and config.device != "cpu",
         transformer_engine=uses_transformer_engine(config),
         fused_weight_gradient=importlib.util.find_spec(_APEX_KERNEL) is not None,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
 

@@ -20,6 +20,7 @@ class Kernels:
     cuda: bool
     transformer_engine: bool  # layers are its
     fused_weight_gradient: bool  # Apex's fused_weight_gradient_mlp_cuda is installed
+    deterministic: bool = False  # torch's deterministic algorithms are on
 
 
 def expected_kernels(actor: ActorConfig) -> Kernels:
@@ -43,6 +44,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
     | gradient_accumulation_fusion | CUDA with Transformer Engine, or with Apex's kernel; not with adapters |
     | bias_activation_fusion | CUDA, unless use_te_activation_func is set; the two exclude each other |
     | bias_dropout_fusion | CUDA |
+    | deterministic_mode | CUDA and rollout.deterministic |
     | overlap_p2p_comm | CUDA with virtual stages, the only schedule that has it |
     | deallocate_pipeline_outputs | CUDA with pipeline stages, if messages do not overlap |
 
@@ -60,6 +62,7 @@ def transformer_defaults(arch: Architecture, actor: ActorConfig, kernels: Kernel
         ),
         "bias_activation_fusion": kernels.cuda and not given.get("use_te_activation_func"),
         "bias_dropout_fusion": kernels.cuda,
+        "deterministic_mode": kernels.deterministic,
         "overlap_p2p_comm": messages,
         "deallocate_pipeline_outputs": kernels.cuda and p.pp > 1 and not given.get("overlap_p2p_comm", messages),
     }

@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
-from megagrpo.actor.layers import rotary
+from megagrpo.actor.layers import combine, rotary
 from megagrpo.actor.layers.whole_linear import WholeLinear
 
 _VERSION = "0.16."
@@ -43,6 +43,7 @@ def install() -> None:
     multi_latent_attention.Linear = WholeLinear
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
+    token_dispatcher.unpermute = combine.unpermute
     share_angles()
 
 

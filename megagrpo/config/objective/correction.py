@@ -19,6 +19,12 @@ class TruncatedImportance(Section):
     self_normalise: bool = False
     """Divides by the mean weight of the step's tokens, or sequences."""
 
+    @property
+    def formula(self) -> str:
+        """The weight, as AlgorithmConfig.formula writes it."""
+        scaled = " / its mean" if self.self_normalise else ""
+        return f"old / rollout of the {self.over} in [{self.floor:g}, {self.cap:g}]{scaled}"
+
     def problems(self) -> Problems:
         return {f"floor {self.floor} is not below cap {self.cap}": self.floor >= self.cap}
 
@@ -30,6 +36,12 @@ class Band(Section):
     """Weight inside the band: the ratio (icepop) or 1 (mis_mask)."""
     low: NonNegativeFloat = Field(default=0.5, description="Smallest ratio old / rollout that is not given weight 0.")
     high: PositiveFloat = Field(default=5.0, description="Largest ratio old / rollout that is not given weight 0.")
+
+    @property
+    def formula(self) -> str:
+        """The weight, as AlgorithmConfig.formula writes it."""
+        inside = "old / rollout" if self.name == "icepop" else "1"
+        return f"{inside} if old / rollout in [{self.low:g}, {self.high:g}], else 0"
 
     def problems(self) -> Problems:
         return {f"low {self.low} is not below high {self.high}": self.low >= self.high}
@@ -49,11 +61,28 @@ class Rejection(Section):
     keep_denominator: bool = False
     """Counts rejected tokens and sequences in the denominators all the same."""
 
+    @property
+    def formula(self) -> str:
+        """What is left out, as AlgorithmConfig.formula writes it."""
+        of = "tokens" if self.over == "token" else "responses"
+        measure = "old / rollout" if self.measure == "ratio" else self.measure
+        over = "" if self.over == "token" else f"{self.over} "
+        return f"{of} of {over}{measure} outside [{self.low:g}, {self.high:g}]"
+
     def problems(self) -> Problems:
         agreement = 1.0 if self.measure == "ratio" else 0.0
         limits = f"[low, high] = [{self.low}, {self.high}]"
         outside = not self.low <= agreement <= self.high
         return {f"{limits} rejects perfect agreement, {self.measure} = {agreement:g}": outside}
+
+
+class Alarm(Section):
+    """What trainer and engine may differ by in the first step of a start, in nats of trained tokens."""
+
+    mean: PositiveFloat | None = None
+    """Of the mean. Default: 0.001 in float32, 0.05 in bfloat16, there 0.1 if experts are not replayed."""
+    tail: PositiveFloat | None = None
+    """Of the 99.9th percentile. Default: 0.1 in float32, 1 in bfloat16, there 4 if experts are not replayed."""
 
 
 class MismatchConfig(Section):
@@ -62,3 +91,5 @@ class MismatchConfig(Section):
     weight: Annotated[TruncatedImportance | Band, Field(discriminator="name")] | None = None
     """Weight of the policy term of every token; null: 1."""
     reject: Rejection | None = Field(default=None, description="Which responses are not trained on; null: none.")
+    alarm: Alarm | None = Alarm()
+    """Bounds beyond which the first step of a start prints an alarm; null: none."""

@@ -82,6 +82,16 @@ class RewardShapingConfig(RewardClip, RewardNormalisation, RewardOverlong, Rewar
     """What happens to the grader's reward before the advantage. pydantic lists the fields of the last base first."""
 
     @property
+    def formula(self) -> str:
+        """The reward that the advantage sees, as AlgorithmConfig.formula writes it."""
+        scale = f"{self.scale:g} " if self.scale != 1 else ""
+        text = f"{scale}reward" + (f" {self.shift:+g}" if self.shift else "") + (" - overlong" if self.overlong else "")
+        if (self.mean, self.std) != ("none", "none"):
+            mean = f" - mean of {self.mean}" if self.mean != "none" else ""
+            text = f"({text}{mean})" + (f" / (std of {self.std} + eps)" if self.std != "none" else "")
+        return f"{text} in [-{self.clip:g}, {self.clip:g}]" if self.clip else text
+
+    @property
     def normalises_by_group(self) -> bool:
         """Whether the group's mean or standard deviation enters the rewards."""
         return "group" in (self.mean, self.std)

@@ -100,7 +100,11 @@ class EngineNode:
         network = {name: get(name) or str(interface) for name in names}
         given = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
         variables = (
-            given | engine_environment(self.config, place) | network | of_all_nccl_ranks() | {API_KEY: self.api_key}
+            given
+            | engine_environment(self.config, place)
+            | network
+            | of_all_nccl_ranks(self.config.weights.connect_timeout_s)
+            | {API_KEY: self.api_key}
         )
         environment = child_environment(variables, engine_python_path(place))
         self.process = spawn(engine_command(self.config, place), environment, Path(log))

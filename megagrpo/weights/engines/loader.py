@@ -27,7 +27,7 @@ from megagrpo.weights.digests.batches import CopyBatches
 from megagrpo.weights.digests.digest import batched_digest, slice_digest
 from megagrpo.weights.engines.hooks import Recorder, Tap
 from megagrpo.weights.wire.clock import Deadline
-from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
+from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
 from megagrpo.weights.wire.handover import take_batches
 from megagrpo.weights.wire.mailbox import address_towards, decode, encode
 from megagrpo.weights.wire.messages import Batches, ReceiveRequest, decode_batches
@@ -237,7 +237,8 @@ class EngineEnd:
         trainers = request["size"] - request["num_ranks"]
         store.set(f"{name}/ready/{request['rank'] - trainers}", "")
         address = address_towards(f"tcp://{mailbox[0]}:{mailbox[1]}")
-        group = join_group(store, name, request["rank"], request["size"], device, address, request["join_s"])
+        limits = GroupLimits(request["join_s"], request["max_ctas"])
+        group = join_group(store, name, request["rank"], request["size"], device, address, limits)
         group.set_timeout(request["left_s"])
         return _Link(name, group, batches)
 

@@ -20,11 +20,10 @@ from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.transports.gather_plan import GatherPlan, gather_to_main, gather_traffic, make_gather_plan
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
-from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
+from megagrpo.weights.wire.group import EngineGroup, GroupLimits, PeerLost, join_group
 from megagrpo.weights.wire.mailbox import listening_store
 from megagrpo.weights.wire.moving import Traffic
 
-_JOIN_S = 60.0  # the wait for an engine's ranks cannot be cut short when it refuses or dies
 _HELD = 4  # buckets that rank 0 holds at most, see gather_buckets
 _IN_FLIGHT = 2  # calls that an engine has not answered
 _ALONE_BYTES = 1 << 20  # tensors of this size are sent as they lie; smaller ones are packed, on both sides
@@ -93,7 +92,7 @@ class BroadcastTransport:
         if engine.id not in self._lines:
             self._lines[engine.id] = _Line(engine)
             for _ in range(_IN_FLIGHT):
-                self._lines[engine.id].join(self._weights.mesh.device)
+                self._lines[engine.id].join(self._weights.mesh.device, self._weights.limits)
 
     def _send_bucket(self, engine: EngineConnection, values: Sequence[Tensor], body: dict) -> None:
         """Broadcasts `values`, contiguous tensors, which `body` describes to the engine."""
@@ -111,12 +110,13 @@ class _Line:
         self._engine, self._answers = engine, deque[Future]()
         self._pool = ThreadPoolExecutor(_IN_FLIGHT)
 
-    def join(self, device: torch.device) -> None:
+    def join(self, device: torch.device, limits: GroupLimits) -> None:
         """Makes one more group. Raises EngineDown, EngineRefused."""
         engine = self._engine
         name = f"weights-{uuid.uuid4().hex}"  # an engine outlives trainers, and refuses a name that it has seen
-        timeout_s = min(_JOIN_S, engine.deadline.seconds)
-        store = listening_store(engine.address, timeout_s)
+        # the wait for an engine's ranks cannot be cut short when it refuses or dies
+        limits = limits._replace(join_s=min(limits.join_s, engine.deadline.seconds))
+        store = listening_store(engine.address, limits.join_s)
         body = {
             "master_address": engine.address,
             "master_port": store.port,
@@ -127,7 +127,7 @@ class _Line:
         }
 
         def join() -> None:
-            group = join_group(store, name, 0, 1 + engine.tp, device, engine.address, timeout_s)
+            group = join_group(store, name, 0, 1 + engine.tp, device, engine.address, limits)
             group.set_timeout(engine.deadline.seconds)
             self.groups.append(group)
 

@@ -16,11 +16,10 @@ from megagrpo.weights.engines.fleet import EngineFleet
 from megagrpo.weights.transports.protocol import TrainerWeights
 from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, make_cover, piece_limit, trainer_atoms
 from megagrpo.weights.wire.clock import Deadline, PhaseTimer
-from megagrpo.weights.wire.group import PeerLost
+from megagrpo.weights.wire.group import GroupLimits, PeerLost
 from megagrpo.weights.wire.messages import encode_batches
 from megagrpo.weights.wire.moving import Traffic
 
-_JOIN_S = 60.0
 _POLL_S = 0.05
 
 
@@ -35,12 +34,12 @@ class Link:
     copy_list: int  # id of its copy list
     store: tuple[str, int]  # address and port on rank 0
     patience_s: float  # for one batch
-    join_s: float  # for all ranks of a group to meet
+    limits: GroupLimits
     left_s: float  # for the whole transfer
 
-    def open_store(self, timeout_s: float = _JOIN_S) -> TCPStore:
+    def open_store(self) -> TCPStore:
         """Connects to the store on rank 0."""
-        return TCPStore(*self.store, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        return TCPStore(*self.store, wait_for_workers=False, timeout=timedelta(seconds=self.limits.join_s))
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,9 @@ class LinkTransport(ABC):
             self._copy_lists.append(engine.slices)
         copy_list = self._copy_lists.index(engine.slices)
         engine.slices = self._copy_lists[copy_list]  # one list for all: it may have a million entries
+        # a quarter leaves time for the other engines if one does not come
+        limits = self._weights.limits
+        limits = limits._replace(join_s=min(limits.join_s, engine.deadline.left / 4))
         return Link(
             name=self._names.setdefault(engine.id, f"weights-{uuid.uuid4().hex}"),
             url=engine.url,
@@ -125,8 +127,10 @@ class LinkTransport(ABC):
             slot=self._slot(engine),
             copy_list=copy_list,
             store=(engine.mailbox.address, engine.mailbox.port),
-            patience_s=engine.patience,
-            join_s=min(_JOIN_S, engine.deadline.left / 4),  # leaves time for the other engines if one does not come
+            patience_s=min(
+                engine.patience + limits.join_s, engine.deadline.left
+            ),  # the links before it may have to join
+            limits=limits,
             left_s=engine.deadline.left,
         )
 

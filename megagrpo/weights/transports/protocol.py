@@ -15,6 +15,7 @@ from torch import Tensor
 from megagrpo.mesh import Mesh
 from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.wire.clock import PhaseTimer
+from megagrpo.weights.wire.group import GroupLimits
 from megagrpo.weights.wire.moving import Traffic
 
 if TYPE_CHECKING:  # digests are computed where there is no HTTP client, too
@@ -35,6 +36,7 @@ class TrainerWeights:
     num_engines: int  # that the experiment starts
     folder: Path  # of this run, for what is published through files
     checkpoint: Path  # HF folder whose config.json and tokenizer describe the model
+    limits: GroupLimits  # of groups with engines
 
 
 class Transport(Protocol):

@@ -20,7 +20,8 @@ from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, plan_t
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, PeerLost, join_group
 from megagrpo.weights.wire.mailbox import address_towards
-from megagrpo.weights.wire.moving import Traffic, send_batches
+from megagrpo.weights.wire.moving import Traffic, Turn, send_batches
+from megagrpo.weights.wire.order import SendOrder
 
 
 class ReshardTransport(LinkTransport):
@@ -60,8 +61,10 @@ class ReshardTransport(LinkTransport):
         # Read when a group is made: NCCL's watchdog would end this trainer when an engine dies in a transfer.
         on_cuda = self._weights.mesh.device.type == "cuda"
         guard = environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0") if on_cuda else nullcontext()
+        order = SendOrder([end.numbers for end in ends])
         with guard, ThreadPoolExecutor(max(1, len(ends))) as pool:
-            for end, sent in [(end, pool.submit(end.send, self._weights)) for end in ends]:
+            sending = [pool.submit(end.send, self._weights, order, index) for index, end in enumerate(ends)]
+            for end, sent in zip(ends, sending, strict=True):
                 if isinstance(error := sent.exception(), Exception):
                     failed[end.link.name] = error
                 else:
@@ -96,7 +99,7 @@ class ReshardTransport(LinkTransport):
     def _request(self, link: Link, now: Round, rank: int) -> dict[str, object]:
         trainers = len(self._plan(link).trainers)
         size = trainers + link.num_ranks
-        return {"rank": trainers + rank, "size": size, "num_ranks": link.num_ranks, "join_s": link.join_s}
+        return {"rank": trainers + rank, "size": size, "num_ranks": link.num_ranks, **link.limits._asdict()}
 
 
 class _TrainerEnd:
@@ -106,37 +109,45 @@ class _TrainerEnd:
         self.link = link
         trainers = plan.trainers
         self._rank, self._num_trainers = trainers.index(rank), len(trainers)
+        batches = plan.numbered_sent_by(rank)
+        self.numbers = list(batches)
         self._batches = [  # with peers as ranks of the group, in which trainers come first
-            [replace(message, peer=len(trainers) + message.peer) for message in batch] for batch in plan.sent_by(rank)
+            [replace(message, peer=len(trainers) + message.peer) for message in batch] for batch in batches.values()
         ]
         self._group: EngineGroup | None = None
 
-    def send(self, weights: TrainerWeights) -> Traffic:
-        """Sends all batches, joining the engine first if need be. Raises PeerLost, and RuntimeError for the rest."""
+    def send(self, weights: TrainerWeights, order: SendOrder, index: int) -> Traffic:
+        """Sends all batches as link `index` of the order, joining the engine first if need be.
+
+        Raises PeerLost, and RuntimeError for the rest.
+        """
+        deadline = Deadline(self.link.left_s)
         failure: RuntimeError
         try:
-            return self._send(weights, Deadline(self.link.left_s))
+            return self._send(weights, deadline, lambda: order.turn(index, deadline))
         except PeerLost as exc:
             failure = PeerLost(str(exc))
         except Exception as exc:  # whatever it was: the engine must not wait for this rank
             failure = RuntimeError(f"{type(exc).__name__}: {exc}")
+        finally:
+            order.leave(index)
         # Outside the handler: the exception keeps frames alive that keep the group alive, and peers wait for its end.
         self.abort()
         CutFlag(self.link).cut(str(failure))
         raise failure
 
-    def _send(self, weights: TrainerWeights, deadline: Deadline) -> Traffic:
+    def _send(self, weights: TrainerWeights, deadline: Deadline, turn: Turn) -> Traffic:
         link, device = self.link, weights.mesh.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
         if self._group is None:
-            store = link.open_store(link.join_s)
+            store = link.open_store()
             ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
             flag, size, here = CutFlag(link, store), self._num_trainers + link.num_ranks, address_towards(link.url)
-            flag.wait_until(lambda: store.check(ready), Deadline(link.join_s), f"{link.url} to join")
-            self._group = join_group(store, link.name, self._rank, size, device, here, link.join_s)
+            flag.wait_until(lambda: store.check(ready), Deadline(link.limits.join_s), f"{link.url} to join")
+            self._group = join_group(store, link.name, self._rank, size, device, here, link.limits)
             self._group.set_timeout(link.left_s)
-        return send_batches(self._group, self._batches, weights.parameters(), deadline, link.patience_s)
+        return send_batches(self._group, self._batches, weights.parameters(), deadline, link.patience_s, turn)
 
     def abort(self) -> None:
         """Ends the group, whatever state the others are in."""

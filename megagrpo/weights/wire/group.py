@@ -25,6 +25,13 @@ class PeerLost(RuntimeError):
     """A rank of the group is gone, or silent for too long. The group is of no use any more."""
 
 
+class GroupLimits(NamedTuple):
+    """How a group is made: seconds for its ranks to meet, and NCCL's thread blocks."""
+
+    join_s: float
+    max_ctas: int = 8
+
+
 class Send(NamedTuple):
     """A message to `peer`, a rank of the group. values: contiguous [n]."""
 
@@ -112,7 +119,7 @@ def lost_if_cut(what: str) -> Iterator[None]:
 
 
 def join_group(
-    store: Store, name: str, rank: int, size: int, device: torch.device, address: str, timeout_s: float
+    store: Store, name: str, rank: int, size: int, device: torch.device, address: str, limits: GroupLimits
 ) -> EngineGroup:
     """Collective over the ranks of the group. Makes this rank's end, as SGLang's init_custom_process_group does.
 
@@ -126,13 +133,14 @@ def join_group(
         # The communicator is made in the first batch. Non-blocking, it raises if ranks do not come within
         # TORCH_NCCL_NONBLOCKING_TIMEOUT, see environment.of_all_nccl_ranks; else it would wait for ever.
         options.config.blocking = 0
-        options._timeout = timedelta(seconds=timeout_s)
+        options.config.max_ctas = limits.max_ctas
+        options._timeout = timedelta(seconds=limits.join_s)
         # Read here: else the watchdog of a rank, also of an engine's, ends its process when a peer dies in a transfer.
         # Without it `wait` raises. Trainers join in threads, which share the environment: they set it around all.
         with environment.temporarily("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
             return EngineGroup(name, dist.ProcessGroupNCCL(keys, rank, size, options), device)
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's type stubs
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=limits.join_s)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     with lost_if_cut(f"the {size} ranks of group {name} did not meet"):
         return EngineGroup(name, dist.ProcessGroupGloo(keys, rank, size, options), device)

@@ -42,6 +42,7 @@ class ReceiveRequest(TypedDict):
     size: NotRequired[int]  # of the group
     num_ranks: NotRequired[int]  # of the engine
     join_s: NotRequired[float]  # for all ranks of the group to meet
+    max_ctas: NotRequired[int]  # of NCCL
 
 
 def encode_batches(batches: Iterable[Sequence[Message]], ranks: Mapping[int, int]) -> list:

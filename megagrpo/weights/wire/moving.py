@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import EngineGroup, Receive, Send
 from megagrpo.weights.wire.messages import Batches, Message
+
+Turn = Callable[[], AbstractContextManager[None]]
 
 _IN_FLIGHT = 2  # batches: one is packed or unpacked while the other is on the wire
 
@@ -40,14 +43,26 @@ class _Staged(NamedTuple):
 
 
 def send_batches(
-    group: EngineGroup, batches: Batches, parameters: Mapping[str, Tensor], deadline: Deadline, patience_s: float
+    group: EngineGroup,
+    batches: Batches,
+    parameters: Mapping[str, Tensor],
+    deadline: Deadline,
+    patience_s: float,
+    turn: Turn = nullcontext,
 ) -> Traffic:
-    """Sends this rank's batches. Raises PeerLost if one is not taken within patience_s, or by the deadline of all."""
+    """Sends this rank's batches, each started inside `turn()`.
+
+    Raises PeerLost if one is not taken within patience_s, or by the deadline of all.
+    """
 
     def stage(message: Message) -> _Staged:
         return _Staged(message, *read_message(message, parameters))
 
-    traffic = _move(group, batches, Send, stage, lambda staged: None, deadline, patience_s)
+    def begin(batch: list[_Staged]) -> list[dist.Work]:
+        with turn():
+            return group.start([Send(one.values, one.message.peer, one.message.tag) for one in batch])
+
+    traffic = _move(group, batches, stage, begin, lambda staged: None, deadline, patience_s)
     traffic.wire_bytes = sum(message.num_bytes for batch in batches for message in batch)
     traffic.messages = sum(map(len, batches))
     return traffic
@@ -69,14 +84,17 @@ def receive_batches(
         if staged.copied:
             unpack(staged.message, staged.values, parameters)
 
-    return _move(group, batches, Receive, stage, finish, deadline, patience_s)
+    def begin(batch: list[_Staged]) -> list[dist.Work]:
+        return group.start([Receive(one.values, one.message.peer, one.message.tag) for one in batch])
+
+    return _move(group, batches, stage, begin, finish, deadline, patience_s)
 
 
 def _move(
     group: EngineGroup,
     batches: Batches,
-    kind: type[Send] | type[Receive],
     stage: Callable[[Message], _Staged],
+    begin: Callable[[list[_Staged]], list[dist.Work]],
     finish: Callable[[_Staged], None],
     deadline: Deadline,
     patience_s: float,
@@ -96,7 +114,7 @@ def _move(
         ready = [stage(message) for message in batch]
         held += _copied_bytes(ready)
         traffic.staging_bytes = max(traffic.staging_bytes, held)
-        flying.append((group.start([kind(one.values, one.message.peer, one.message.tag) for one in ready]), ready))
+        flying.append((begin(ready), ready))
         while len(flying) >= _IN_FLIGHT:
             held -= finish_first()
     while flying:

@@ -13,6 +13,7 @@ from megagrpo.actor import step
 from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig, OptimizerConfig
+from megagrpo.monitor.alarm import MismatchAlarm
 from megagrpo.monitor.dump import read_dump
 from megagrpo.run import Run, RunRecord
 from megagrpo.tasks.replay import compare
@@ -93,6 +94,7 @@ def inspect(actor: MegatronActor, job: dict, policy: str, batch: Batch, values: 
     config = ExperimentConfig.model_validate(sections | {"train": {"non_finite": policy}})
     state = TrainState(step=WEIGHT_VERSION)
     absent = dict.fromkeys(("sampling", "publishing", "checkpointer", "watchdog", "stop_request"))
+    absent["alarm"] = MismatchAlarm(config, actor.arch.is_moe)
     record = RunRecord(config, actor.mesh, WEIGHT_VERSION)
     run = Run(config=config, actor=actor, state=state, num_steps=9, recording=record, **absent)
     try:
