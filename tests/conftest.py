@@ -4,6 +4,7 @@ import importlib.util
 import os
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -11,13 +12,8 @@ import pytest
 
 from tests.skips import reason_is_known
 
-TIMEOUT_S = {
-    "unit": 300,
-    "dist": 900,
-    "e2e": 1200,
-    "cluster": 1800,
-    "gpu": 600,
-}  # several times what a busy machine needs
+# several times what a busy machine needs
+TIMEOUT_S = {"unit": 300, "dist": 900, "e2e": 1200, "cluster": 1800, "gpu": 600}
 SESSION_VARIABLE = "MEGAGRPO_TEST_SESSION"
 GRACE_S = 60.0  # Ray and SGLang end in several steps
 
@@ -34,9 +30,7 @@ if importlib.util.find_spec("hypothesis"):  # tests/gpu runs where it is not ins
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--figures", action="store_true", help="write what the tests measure to bench/results, for the README"
-    )
+    parser.addoption("--figures", action="store_true", help="write what the tests measure to bench/results")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -71,30 +65,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     while (left := processes_of_session()) and time.monotonic() < deadline:
         time.sleep(0.2)
     for process in left:
-        try:
+        with suppress(psutil.NoSuchProcess):
             print(f"\nleft behind by the tests: pid {process.pid}: {' '.join(process.cmdline())[:200]}")
             process.kill()
-        except psutil.NoSuchProcess:
-            pass
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def processes_of_session() -> list[psutil.Process]:
     """Running processes other than this one that carry this session's variable, however often they were re-parented."""
-    found = []
+    session, found = os.environ[SESSION_VARIABLE], []
     for process in psutil.process_iter():
-        try:
-            ours = (
-                process.pid != os.getpid() and process.environ().get(SESSION_VARIABLE) == os.environ[SESSION_VARIABLE]
-            )
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            ours = process.pid != os.getpid() and process.environ().get(SESSION_VARIABLE) == session
             # multiprocessing's tracker belongs to this process and ends with it.
-            if (
-                ours
-                and process.status() != psutil.STATUS_ZOMBIE
-                and "resource_tracker" not in " ".join(process.cmdline())
-            ):
+            tracker = ours and "resource_tracker" in " ".join(process.cmdline())
+            if ours and not tracker and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
     return found

@@ -28,10 +28,9 @@ from megagrpo.weights.copies.record import record_copies
 from megagrpo.weights.engines import loader as engine_loader
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
+from tests.experiments import experiment
 
-STARTED = EngineInfo(
-    id="engine-0", url="", state="stale", weight_version=None, incarnation=1, restarts=0, pid=1, reason=""
-)
+STARTED = EngineInfo("engine-0", "", "stale", weight_version=None, incarnation=1, restarts=0, pid=1, reason="")
 
 
 class FusedModel(nn.Module):
@@ -266,5 +265,4 @@ class OneTrainer:
 
 
 def exchange_config(folder: Path, model: Path, **sections) -> ExperimentConfig:
-    values = {"name": "t", "output_dir": str(folder), "model": {"path": str(model)}, "data": {"path": "none.jsonl"}}
-    return ExperimentConfig.model_validate(values | sections)
+    return experiment(**{"output_dir": str(folder), "model": {"path": str(model)}} | sections)

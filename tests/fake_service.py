@@ -12,9 +12,7 @@ from aiohttp import web
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.system.environment import ENGINE_HEADER
 
-NO_WORKERS = {
-    "error": {"type": "Service Unavailable", "code": "no_available_workers", "message": "No available workers"}
-}
+NO_WORKERS = {"type": "Service Unavailable", "code": "no_available_workers", "message": "No available workers"}
 
 
 @dataclass
@@ -45,9 +43,8 @@ class FakeService:
         verified = self.version if self.state == "ready" else None
         engine = {"id": "engine-0", "url": self.url, "state": self.state, "weight_version": verified, "incarnation": 1}
         engine |= {"restarts": 0, "pid": 1, "reason": ""}
-        return web.json_response(
-            {"router": self.url, "failed": self.failed, "lost_hosts": self.lost_hosts, "engines": [engine]}
-        )
+        found = {"router": self.url, "failed": self.failed, "lost_hosts": self.lost_hosts, "engines": [engine]}
+        return web.json_response(found)
 
     async def ready(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -80,7 +77,7 @@ class FakeService:
         self.requests.append(body)
         step = self.script.pop(0) if self.script else {}
         if self.state != "ready" or step == "no_workers":
-            return web.json_response(NO_WORKERS, status=503)
+            return web.json_response({"error": NO_WORKERS}, status=503)
         while self.hang(body):
             await asyncio.sleep(0.01)
         if step == "hang":
@@ -105,14 +102,9 @@ def running(service: FakeService) -> Iterator[FakeService]:
     """Serve it on a free port until the block ends."""
     loop = asyncio.new_event_loop()
     app = web.Application()
-    app.add_routes(
-        [
-            web.get("/status", service.status),
-            web.post("/engines/{id}/ready", service.ready),
-            web.post("/generate", service.generate),
-            web.get("/server_info", service.server_info),
-        ]
-    )
+    routes = [web.get("/status", service.status), web.post("/engines/{id}/ready", service.ready)]
+    routes += [web.post("/generate", service.generate), web.get("/server_info", service.server_info)]
+    app.add_routes(routes)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
 
     async def start():

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 TESTS = Path(__file__).parent
@@ -70,15 +70,10 @@ def parts_together() -> dict[str, list[str]]:
     """What pytest is given for each of the others, the longest first."""
     e2e = {part: [str(TESTS / "e2e" / f"test_{name}.py") for name in names] for part, names in E2E.items()}
     named = {path for paths in e2e.values() for path in paths}
-    return {
-        "e2e-engines": e2e["e2e-engines"],
-        "e2e-runs": [path for path in map(str, sorted((TESTS / "e2e").glob("test_*.py"))) if path not in named],
-        "dist": [str(TESTS / "dist")],
-        "e2e-faults": e2e["e2e-faults"],
-        "e2e-weights": e2e["e2e-weights"],
-        "cluster": [str(TESTS / "cluster")],
-        "gpu": [str(TESTS / "gpu")],
-    }
+    e2e["e2e-runs"] = [path for path in map(str, sorted((TESTS / "e2e").glob("test_*.py"))) if path not in named]
+    folders = {name: [str(TESTS / name)] for name in ("dist", "cluster", "gpu")}
+    order = ("e2e-engines", "e2e-runs", "dist", "e2e-faults", "e2e-weights", "cluster", "gpu")
+    return {name: (e2e | folders)[name] for name in order}
 
 
 class Part:
@@ -87,11 +82,9 @@ class Part:
     def __init__(self, name: str, options: list[str], logs: Path):
         self.name, self.log, self.started = name, logs / f"{name}.log", time.monotonic()
         command = [sys.executable, "-m", "pytest", "--durations=25", *options]
-        env = os.environ | ARITHMETIC.get(name, {})
+        streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=env
-            )
+            self.process = subprocess.Popen(command, stdout=log, env=os.environ | ARITHMETIC.get(name, {}), **streams)
 
     def progress(self) -> str:
         shares = re.findall(r"\[ *(\d+)%\]", self.log.read_text(errors="replace"))
@@ -133,9 +126,8 @@ def run(parts: dict[str, list[str]], at_once: int, arguments: list[str], logs: P
 def total(lines: list[str], seconds: float) -> str:
     """pytest's closing line for the sum of all parts."""
     counts: Counter[str] = Counter()
-    for line in lines:
-        for number, what in COUNT.findall(line):
-            counts[what] += int(number)
+    for number, what in (found for line in lines for found in COUNT.findall(line)):
+        counts[what] += int(number)
     return f" {', '.join(f'{number} {what}' for what, number in counts.items())} in {seconds:.2f}s "
 
 
@@ -147,13 +139,15 @@ def runs_of_a_user() -> Iterator[None]:
     """
     runs = TESTS.parent / "runs"
     made = [runs / name for name in ("quickstart", "smollm2") if not (runs / name).exists()]
-    with ExitStack() as stack:
-        for folder in made:
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            for name in ("model/config.json", "random/config.json", "pretrained/config.json", "data/train.jsonl"):
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_text("not for tests")
+    files = ("model/config.json", "random/config.json", "pretrained/config.json", "data/train.jsonl")
+    try:
+        for path in (folder / name for folder in made for name in files):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("not for tests")
         yield
+    finally:
+        for folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(arguments: list[str]) -> int:

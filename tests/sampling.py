@@ -17,19 +17,25 @@ from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool
 from megagrpo.types import Outcome, Prompt, TrainState
 from megagrpo.weights.exchange import EngineRefresh
+from tests import experiments
 
 MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
 
 
 class Grader:
-    """Scores a text at once; after its group, the negative of that."""
+    """Scores a text at once, after a call of `on_submit`; after its group, the negative of that."""
 
-    def __init__(self, score: Callable[[str], float] = lambda text: float(text or 0)):
-        self.texts, self._score = [], score
+    def __init__(
+        self,
+        score: Callable[[str], float] = lambda text: float(text or 0),
+        on_submit: Callable[[], object] = lambda: None,
+    ):
+        self.texts, self._score, self.on_submit = [], score, on_submit
 
     def submit(self, prompt: Prompt, text: str) -> Future:
         self.texts.append(text)
-        return _done(Outcome("score", self._score(text)))
+        self.on_submit()
+        return _done(Outcome("score", float(self._score(text))))
 
     def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future:
         return _done([Outcome("score", -outcome.value) for outcome in outcomes])
@@ -43,11 +49,9 @@ def _done(value) -> Future:
 
 def experiment(**sections) -> ExperimentConfig:
     """Two prompts of two responses a step, short time limits; each section is added to these."""
-    base = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
-    base |= {"train": {"group_size": 2, "num_prompts_per_step": 2, "num_steps": 6}}
+    base = {"train": {"group_size": 2, "num_prompts_per_step": 2, "num_steps": 6}}
     base |= {"rollout": {"request_timeout_s": 20.0, "step_timeout_s": 20.0}}
-    given = {name: {**base.get(name, {}), **section} for name, section in sections.items()}
-    return ExperimentConfig.model_validate(base | given)
+    return experiments.experiment(**base | {name: base.get(name, {}) | section for name, section in sections.items()})
 
 
 def prompt_set(number: int = 20) -> PromptSet:

@@ -1,18 +1,15 @@
 """Engines on several Ray nodes of this machine: placement, a node lost in the middle of a step, and one that joins."""
 
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from ray_nodes import RayNodes
-from running_service import RunningService, start_service, wait_for_service
+from running_service import RunningService, running_service
 from test_engines import Trainer, experiment, states, wait_until
 from tiny_model import make_tiny_model
-
-from megagrpo.system.processes import stop_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -24,24 +21,24 @@ def nodes():
         yield nodes
 
 
-def start(nodes: RayNodes, tmp_path: Path, **rollout) -> tuple[RunningService, Trainer]:
-    models = [make_tiny_model(tmp_path / f"m{seed}", seed) for seed in range(2)]
-    config = experiment(tmp_path / "run", models, **rollout)
-    process = start_service(config, tmp_path / "run", nodes.address, env=nodes.token)
-    try:
-        service = RunningService(config, tmp_path / "run", process, wait_for_service(process, tmp_path / "run"))
-    except BaseException:
-        stop_tree(process.pid)
-        raise
-    return service, Trainer(service, models)
+@contextmanager
+def started(nodes: RayNodes, folder: Path, **rollout) -> Iterator[tuple[RunningService, Trainer]]:
+    """A service over two nodes, and a trainer."""
+    for number in (1, 2):
+        nodes.start(number)
+    models = [make_tiny_model(folder / f"m{seed}", seed) for seed in range(2)]
+    config = experiment(folder / "run", models, **rollout)
+    with running_service(config, folder / "run", nodes.address, env=nodes.token) as service:
+        trainer = Trainer(service, models)
+        try:
+            yield service, trainer
+        finally:
+            trainer.exchange.close()
 
 
 def test_a_node_is_lost_and_another_joins(nodes, tmp_path):
     """Each node has one slot. The step goes on with the engine that is left; the other is placed again later."""
-    nodes.start(1)
-    nodes.start(2)
-    service, trainer = start(nodes, tmp_path)
-    try:
+    with started(nodes, tmp_path) as (service, trainer):
         trainer.publish()
         on_second = [e.id for e in service.control.engines() if e.pid in nodes.pids(2)]
         assert len(on_second) == 1, "one engine on each node"
@@ -58,16 +55,10 @@ def test_a_node_is_lost_and_another_joins(nodes, tmp_path):
         trainer.refresh([lost])
         assert states(service)[lost][:2] == ("ready", trainer.version)
         assert any(e.id == lost and e.pid in nodes.pids(3) for e in service.control.engines())
-    finally:
-        trainer.exchange.close()
-        service.stop()
 
 
 def test_one_engine_over_two_nodes(nodes, tmp_path):
-    nodes.start(1)
-    nodes.start(2)
-    service, trainer = start(nodes, tmp_path, num_engines=1, tp=2, nodes_per_engine=2)
-    try:
+    with started(nodes, tmp_path, num_engines=1, tp=2, nodes_per_engine=2) as (service, trainer):
         for transport, model in (("broadcast", 1), ("disk", 0)):
             trainer.use(transport)
             trainer.publish(model)
@@ -81,6 +72,3 @@ def test_one_engine_over_two_nodes(nodes, tmp_path):
         wait_until(lambda: states(service)["engine-0"][2] == 2 and service.wait_alive(0), "the whole engine again")
         trainer.step(3)
         assert states(service) == {"engine-0": ("ready", 2, 2)} and trainer.refreshed == [["engine-0"]]
-    finally:
-        trainer.exchange.close()
-        service.stop()

@@ -12,9 +12,10 @@ import torch
 from engine_process import ListedEngines
 from torch import Tensor
 
-from megagrpo.config.schema import ActorConfig, ExperimentConfig, OptimizerConfig, ParallelConfig
+from megagrpo.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.types import EngineInfo
 from megagrpo.weights.hf_folder import HfFolder, write_hf_folder
+from tests.experiments import experiment
 
 PROMPTS = [[1, 40, 41, 42, 43], [1, *range(60, 95)]]
 NEW_TOKENS = 12
@@ -122,15 +123,11 @@ def bisect_cases(
         parallel = ParallelConfig(**case.get("parallel", {}))
         dtype = case.get("dtype", "float32")
         actor_config = ActorConfig(world_size=world, parallel=parallel, deadline_s=120.0, dtype=dtype)
-        config = ExperimentConfig.model_validate(
-            {
-                "name": "bisect",
-                "output_dir": str(own),
-                "model": {"path": str(case["model"])},
-                "data": {"path": "none.jsonl"},
-                "rollout": {"tp": tp, "dtype": dtype, "load_format": "dummy" if case.get("publish") else "model"},
-                "weights": {"timeout_s": 60.0, "bucket_mb": 0.1},
-            }
+        config = experiment(
+            output_dir=str(own),
+            model={"path": str(case["model"])},
+            rollout={"tp": tp, "dtype": dtype, "load_format": "dummy" if case.get("publish") else "model"},
+            weights={"timeout_s": 60.0, "bucket_mb": 0.1},
         ).model_copy(update={"actor": actor_config})
         settings = {"optimizer": OptimizerConfig(distributed=False), "device": torch.device("cpu")}
         with joined(own / "store", config=actor_config, model_path=config.model.path, **settings) as actor:

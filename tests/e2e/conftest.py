@@ -1,14 +1,15 @@
 """One rollout service for the whole test session: a real SGLang engine on a tiny random model."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_megagrpo import LONG_RUN, Finished, make_inputs, megagrpo, write_experiment
-from running_service import START_S, RunningService, start_service, wait_for_service
+from run_megagrpo import LONG_RUN, Finished, make_inputs, run_experiment, write_experiment
+from running_service import START_S, running_service
 from tiny_model import make_tiny_model
 
-from megagrpo.config.schema import ExperimentConfig
-from megagrpo.system.processes import stop_tree
+from tests.dist.workers.pool import RankPool
+from tests.experiments import experiment
 
 
 @pytest.fixture(scope="session")
@@ -22,16 +23,17 @@ def service(tiny_model, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("service")
     rollout = {"deterministic": True, "streaming": True, "start_timeout_s": START_S, "step_timeout_s": 240.0}
     rollout |= {"load_format": "model", "max_restarts": 5}  # without a publish: see RunningService.set_version
-    sections = {"model": {"path": str(tiny_model)}, "data": {"path": "unused.jsonl"}, "rollout": rollout}
-    sections |= {"name": "e2e", "output_dir": str(run_dir), "sampling": {"max_response_tokens": 24}}
-    config = ExperimentConfig.model_validate(sections)
-    process = start_service(config, run_dir)
-    running = None
-    try:
-        running = RunningService(config, run_dir, process, wait_for_service(process, run_dir))
+    sections = {"model": {"path": str(tiny_model)}, "rollout": rollout, "sampling": {"max_response_tokens": 24}}
+    with running_service(experiment(output_dir=str(run_dir), **sections), run_dir) as running:
         yield running
-    finally:
-        running.stop() if running else stop_tree(process.pid)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """Trainer ranks."""
+    pool = RankPool()
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture(scope="session")
@@ -49,5 +51,4 @@ def long_run(experiments) -> tuple[Path, Finished]:
     held_out = {"path": str(experiments / "data" / "eval.jsonl"), "max_prompt_tokens": 8}
     evaluation = {"data": held_out, "every": 5, "num_samples": 2, "num_as_trained": 2, "temperature": 1.0}
     log = {"tensorboard": True, "dump_steps": [4]}
-    config = write_experiment(folder, **LONG_RUN, eval=evaluation, log=log)
-    return folder, megagrpo("run", config, timeout_s=560)
+    return folder, run_experiment(folder, 560, **LONG_RUN, eval=evaluation, log=log)

@@ -1,5 +1,7 @@
 """The log-probabilities of an engine beside those that transformers computes of the same tokens with an HF folder."""
 
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,11 +36,16 @@ def sampled(url: str, new_tokens: int = NEW_TOKENS) -> list[dict]:
 
 
 @torch.no_grad()
-def logprobs_by(model: Path, tokens: list[int]) -> torch.Tensor:
+def logprobs_by(model: Path | str, tokens: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
     """Of every token after the first, by transformers in float32."""
-    hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     ids = torch.tensor(tokens)
-    return hf(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    logits = _load(model)(ids[None]).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+@lru_cache(maxsize=4)
+def _load(model: Path | str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def logprob_difference(url: str, model: Path, version: int | None = None) -> Difference:

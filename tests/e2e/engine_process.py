@@ -5,8 +5,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +112,19 @@ class OneEngine:
         self.info = replace(self.info, state="starting")
         self.stop()
         self.start()
+
+
+@contextmanager
+def started_engines(config: ExperimentConfig, folder: Path, paths: Sequence[str] = ()) -> Iterator[list[OneEngine]]:
+    """All engines of an experiment, started together; the end of the block kills them."""
+    engines = [OneEngine(config, folder, paths, f"e{number}") for number in range(config.rollout.num_engines)]
+    try:
+        for engine in engines:
+            engine.begin_start()
+        yield [engine.finish_start() for engine in engines]
+    finally:
+        for engine in engines:
+            engine.stop()
 
 
 class ListedEngines:

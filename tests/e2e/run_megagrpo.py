@@ -120,11 +120,22 @@ def megagrpo(*arguments: str | Path, timeout_s: float = 300.0) -> Finished:
     return Job(*arguments).finish(timeout_s)
 
 
+def succeed(*arguments: str | Path, timeout_s: float = 500.0) -> Finished:
+    """The same; it must end without an error."""
+    return Job(*arguments).succeed(timeout_s)
+
+
+def run_experiment(folder: Path, timeout_s: float = 500.0, **sections) -> Finished:
+    """`megagrpo run` of the experiment into `folder`, without an error."""
+    return succeed("run", write_experiment(folder, **sections), timeout_s=timeout_s)
+
+
 class Job:
     """`megagrpo ARGUMENTS` running; also a context manager that ends it and everything that it started."""
 
     def __init__(self, *arguments: str | Path, env: dict[str, str] | None = None):
         folder = Path(str(arguments[1])).parent if len(arguments) > 1 else Path.cwd()
+        self.folder = Path(str(arguments[1])).with_suffix("") if len(arguments) > 1 else folder  # of the run
         graders = folder / "graders_of_tests.py"
         if not graders.exists():
             graders.write_text(GRADERS)
@@ -162,6 +173,11 @@ class Job:
         assert not left, f"left behind: {left}"
         return Finished(self.process.returncode, stdout, stderr, seconds)
 
+    def succeed(self, timeout_s: float = 500.0) -> Finished:
+        done = self.finish(timeout_s)
+        assert done.status == 0, done.stdout + done.stderr
+        return done
+
     def _communicate(self, timeout_s: float) -> tuple[str, str]:
         """Wait, and look meanwhile at what it starts."""
         while True:
@@ -178,6 +194,11 @@ class Job:
         while (left := [p for p in self._tree.values() if is_live(p)]) and time.monotonic() < deadline:
             time.sleep(0.2)
         return [f"{p.pid} {' '.join(p.cmdline())[:120]}" for p in left]
+
+    def wait_for_step(self, step: int, timeout_s: float = 400.0) -> None:
+        """Until the samples of this step of the run are written."""
+        done = self.folder / "rollouts" / f"step_{step:06}.replica_0.jsonl"
+        self.wait_for(done.exists, f"step {step}", timeout_s)
 
     def wait_for(self, ready, what: str, timeout_s: float = 240.0, poll_s: float = 0.02):
         """The first true value of ready(); the command must still be running until then."""
@@ -224,6 +245,11 @@ def rollouts(run_dir: Path) -> dict[int, list[dict]]:
     """The samples of every step."""
     files = RunFolder(run_dir).rollout_files()
     return {step: list(read_rollouts(of_step.values())) for step, of_step in files.items()}
+
+
+def assert_agrees(folder: Path) -> None:
+    """In float32 the trainers' log-probabilities are the engine's but for rounding, at every step."""
+    assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(folder).items() if step)
 
 
 def assert_same_run(folder: Path, reference: Path, num_steps: int, but: str = "") -> None:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +59,19 @@ class RunningService:
         body, key = {"new_version": str(version)}, bearer(self.control.api_key)
         httpx.post(f"{engine.url}/update_weight_version", json=body, headers=key, timeout=60).raise_for_status()
         assert self.control.mark_ready(engine.id, engine.incarnation, version)
+
+
+@contextmanager
+def running_service(
+    config: ExperimentConfig, run_dir: Path, *ray_address: str, env: dict[str, str] | None = None
+) -> Iterator[RunningService]:
+    """Ends with the block, as a user would end it."""
+    process, running = start_service(config, run_dir, *ray_address, env=env), None
+    try:
+        running = RunningService(config, run_dir, process, wait_for_service(process, run_dir))
+        yield running
+    finally:
+        running.stop() if running else stop_tree(process.pid)
 
 
 def start_service(

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from run_megagrpo import Job, assert_same_run, megagrpo, metrics, rollouts, trainer, write_experiment
+from run_megagrpo import Job, assert_same_run, metrics, rollouts, run_experiment, trainer, write_experiment
 
 STEPS = 4
 AHEAD = {
@@ -14,8 +14,7 @@ AHEAD = {
 
 
 def run(folder: Path, **sections) -> Path:
-    done = megagrpo("run", write_experiment(folder, **AHEAD | sections), timeout_s=500)
-    assert done.status == 0, done.stderr
+    run_experiment(folder, **AHEAD | sections)
     return folder
 
 
@@ -65,10 +64,9 @@ def test_drained_runs_repeat_bit_by_bit(experiments, drained):
 def test_a_drained_run_that_is_killed_goes_on_as_the_undisturbed_one(experiments, drained, rank):
     folder = experiments / f"drained_killed_{rank}"
     with Job("run", write_experiment(folder, **AHEAD | DRAINED)) as job:
-        job.wait_for(lambda: (folder / "rollouts" / "step_000002.replica_0.jsonl").exists(), "step 2", 400)
+        job.wait_for_step(2)
         trainer(job, rank).kill()
-        done = job.finish(500)
-    assert done.status == 0, done.stderr
+        done = job.succeed()
     assert "for the 1. of 3 times" in done.stdout
     assert_same_run(folder, drained, STEPS)
     assert prompts_of(rollouts(folder)) == prompts_of(rollouts(drained))

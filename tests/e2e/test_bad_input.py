@@ -86,13 +86,9 @@ def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
     (config.parent / "graders_of_tests.py").write_text(GRADERS)
     sets = [word for override in overrides for word in ("--set", override)]
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*ranks, "-m", "megagrpo.cli", "train", str(config), "--service", "http://127.0.0.1:9", *sets],
-        env=child_environment({API_KEY: "of the run"}, [str(config.parent)]),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    command = [*ranks, "-m", "megagrpo.cli", "train", str(config), "--service", "http://127.0.0.1:9", *sets]
+    env = child_environment({API_KEY: "of the run"}, [str(config.parent)])
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     reports = sorted((config.with_suffix("") / "logs").glob("error_trainer_rank*.txt"))
     return Finished(done.returncode, done.stdout, done.stderr, 0.0), [report.read_text() for report in reports]
 

@@ -1,16 +1,14 @@
 """`megagrpo bisect` against real engines: it names the point of planted mistakes, and nothing in healthy pairs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from bisect_pairs import Tensors, bisect_cases, changed_copy, noisy, swapped, with_config
-from run_megagrpo import make_inputs, megagrpo, write_experiment
+from run_megagrpo import make_inputs, succeed, write_experiment
 from tiny_model import make_tiny_model
 from transport_cases import ENGINES, FAMILIES, ListedEngines, make_model, running_engines
-
-from tests.dist.workers.pool import RankPool
 
 PROJECTION = "model.layers.1.self_attn.o_proj.weight"
 
@@ -28,32 +26,17 @@ class Planted:
     stale: bool = False  # the engine has the weights of the version before
 
 
+OF_PROJECTION = (PROJECTION, "the first difference is output projection of attention of layer 1")
+OF_ROTARY = ("equal up to normed keys of layer 0", "rotary")  # 1e4 in the model
+OF_NORM = ("norm before attention of layer 0", "epsilon")  # 1e-6 in the model
+EXPERTS = ("layers.1.mlp.experts.0.", "layers.1.mlp.experts.1.")
+OF_EXPERTS = ("model.layers.1.mlp.experts", "MLP or experts of layer 1")
 PLANTED = {
     "nothing": Planted(None, None, ("nothing differs",)),
-    "a perturbed weight": Planted(
-        "weights",
-        "layers.1.attention_out",
-        (PROJECTION, "the first difference is output projection of attention of layer 1"),
-        tensors=noisy(PROJECTION),
-    ),
-    "a wrong rope theta": Planted(
-        "layers.0.core_attention",
-        "layers.0.core_attention",
-        ("equal up to normed keys of layer 0", "rotary"),
-        config=with_config(rope_theta=1e6),  # of 1e4
-    ),
-    "a wrong norm epsilon": Planted(
-        "layers.0.input_norm",
-        "layers.0.input_norm",
-        ("norm before attention of layer 0", "epsilon"),
-        config=with_config(rms_norm_eps=1e-5),  # of 1e-6
-    ),
-    "swapped experts": Planted(
-        "weights",
-        "layers.1.mlp_out",
-        ("model.layers.1.mlp.experts", "MLP or experts of layer 1"),
-        tensors=swapped("layers.1.mlp.experts.0.", "layers.1.mlp.experts.1."),
-    ),
+    "a perturbed weight": Planted("weights", "layers.1.attention_out", OF_PROJECTION, tensors=noisy(PROJECTION)),
+    "a wrong rope theta": Planted(*["layers.0.core_attention"] * 2, OF_ROTARY, config=with_config(rope_theta=1e6)),
+    "a wrong norm epsilon": Planted(*["layers.0.input_norm"] * 2, OF_NORM, config=with_config(rms_norm_eps=1e-5)),
+    "swapped experts": Planted("weights", "layers.1.mlp_out", OF_EXPERTS, tensors=swapped(*EXPERTS)),
     "a bf16 head": Planted("head", "head", ("output layer",), head=True),
     "stale weights": Planted("weights", "embedding", ("version 3, the trainers have 4",), stale=True),
 }
@@ -73,13 +56,6 @@ PERTURBED = {
     "lm_head": "head",
 }
 LEAST_MARGIN = 2.0  # of a bound over the difference of a healthy pair
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.stop()
 
 
 @pytest.mark.parametrize("names", [IN_EVERY_RUN, pytest.param(tuple(PLANTED), marks=pytest.mark.slow)], ids=len)
@@ -104,10 +80,8 @@ def test_planted_mistakes_are_found_and_named(names, service, pool, tiny_model, 
 @pytest.mark.slow
 def test_a_perturbed_weight_is_named_wherever_it_is(service, pool, tiny_model, tmp_path: Path):
     service.set_version(3)
-    cases = [
-        {"model": changed_copy(tiny_model, tmp_path / str(number), noisy(f"{name}.weight"), None), "version": 3}
-        for number, name in enumerate(PERTURBED)
-    ]
+    models = (changed_copy(tiny_model, tmp_path / name, noisy(f"{name}.weight"), None) for name in PERTURBED)
+    cases = [{"model": model, "version": 3} for model in models]
     args = (service.wait_alive(), service.control.api_key, 1, tmp_path / "out", cases)
     found = pool.run(1, bisect_cases, *args)[0]
     for (name, point), said in zip(PERTURBED.items(), found, strict=True):
@@ -144,12 +118,10 @@ def test_nothing_differs_in_a_healthy_pair(family: str, engines: str, dtype: str
 def test_the_command_compares_a_model_and_a_checkpoint(tmp_path: Path):
     config = write_experiment(tmp_path / "run", train={"num_steps": 1}, checkpoint={"every": 1})
     make_inputs(config)
-    done = megagrpo("run", config)
-    assert done.status == 0, done.stderr
+    succeed("run", config)
     checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
     for options in ([], ["--checkpoint", checkpoint]):
-        done = megagrpo("bisect", config, "--prompts", "2", "--max-new-tokens", "8", *options)
-        assert done.status == 0, done.stdout + done.stderr
+        done = succeed("bisect", config, "--prompts", "2", "--max-new-tokens", "8", *options)
         assert "nothing differs" in done.stdout and "| ok |" in done.stdout
         for name in ("report.md", "report.json"):
             (tmp_path / "run" / "bisect" / name).unlink()

@@ -47,9 +47,8 @@ def environment_of(clone: Path, **variables: str) -> dict[str, str]:
 
 def test_the_watchdog_names_our_line_and_not_torchs(clone: Path):
     command = [clone / ".venv" / "bin" / "python", "-m", "pytest", "-q", "tests/dist/test_watchdog.py", "-k", "loader"]
-    done = subprocess.run(
-        command, cwd=clone, env=environment_of(clone), capture_output=True, text=True, timeout=LIMIT_S
-    )
+    captured = {"capture_output": True, "text": True, "timeout": LIMIT_S}
+    done = subprocess.run(command, cwd=clone, env=environment_of(clone), **captured)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
 
 

@@ -5,7 +5,16 @@ import signal
 from pathlib import Path
 
 import pytest
-from run_megagrpo import LONG_RUN, Job, assert_same_run, engine, megagrpo, metrics, trainer, write_experiment
+from run_megagrpo import (
+    LONG_RUN,
+    Job,
+    assert_agrees,
+    assert_same_run,
+    engine,
+    run_experiment,
+    trainer,
+    write_experiment,
+)
 
 NUM_STEPS = 4  # of the session's ten undisturbed ones, whose engine has the other way of getting weights
 COLOCATED = LONG_RUN | {
@@ -17,8 +26,7 @@ COLOCATED = LONG_RUN | {
 
 def killed_in_its_sleep(job: Job, folder: Path, step: int, whose: str) -> None:
     """SIGKILL the engine or trainer rank 1 after step `step`, while rank 1 is held so that the engine stays asleep."""
-    done = folder / "rollouts" / f"step_{step:06}.replica_0.jsonl"
-    job.wait_for(done.exists, f"step {step}", 400)
+    job.wait_for_step(step)
 
     def killed() -> bool:
         held, victim = trainer(job, 1), engine(folder)
@@ -41,8 +49,7 @@ def killed_in_its_sleep(job: Job, folder: Path, step: int, whose: str) -> None:
 
 def test_the_same_bits_as_beside_the_trainers(long_run):
     folder = long_run[0].parent / "colocated"
-    done = megagrpo("run", write_experiment(folder, **COLOCATED), timeout_s=500)
-    assert done.status == 0, done.stderr
+    run_experiment(folder, **COLOCATED)
     assert_same_run(folder, long_run[0], NUM_STEPS)
     assert_no_complaint(folder)
 
@@ -53,8 +60,7 @@ def test_whoever_is_killed_in_its_sleep_comes_back(long_run):
     with Job("run", write_experiment(folder, **COLOCATED)) as job:
         killed_in_its_sleep(job, folder, 1, "engine")
         killed_in_its_sleep(job, folder, 2, "trainer")
-        done = job.finish(500)
-    assert done.status == 0, done.stderr
+        done = job.succeed()
     log = (folder / "logs" / "service.log").read_text()
     assert log.count("engine-0 died: ") == 1  # the supervisor sees it, or trainers who were about to wake it
     assert "all ranks started again, for the 1." in done.stdout
@@ -66,4 +72,4 @@ def assert_no_complaint(folder: Path) -> None:
     """Engines were asked what they allow, in the right order, and computed what the trainers do."""
     for log in (folder / "logs").glob("engine-*.log"):
         assert "Scheduler hit an exception" not in log.read_text()
-    assert all(entry["mismatch/logprob_abs_mean"] <= 1e-5 for step, entry in metrics(folder).items() if step)
+    assert_agrees(folder)

@@ -1,7 +1,8 @@
 """`megagrpo run` with the engine's experts in the trainer: through tools, surplus groups, checkpoints and a restart."""
 
 import pytest
-from run_megagrpo import assert_same_run, megagrpo, metrics, rollouts, write_experiment
+from run_megagrpo import assert_same_run, metrics, rollouts, run_experiment
+from test_tools import SAYS_IT_AGAIN
 
 from megagrpo.checkpoint.folder import latest
 from megagrpo.checkpoint.groups import read_groups
@@ -17,16 +18,11 @@ def test_the_engines_experts_are_the_trainers_own_in_float32(experiments):
     sections = {
         "actor": {"routing_replay": "rollout"},
         "algorithm": {"dynamic_sampling": {"max_num_gen_batches": 20}},
-        "sampling": {
-            "max_response_tokens": 24,
-            "tool": {"function": "string:capwords", "call_end": ">", "max_turns": 3},
-        },
+        "sampling": {"max_response_tokens": 24, "tool": SAYS_IT_AGAIN},
         "checkpoint": {"every": 1},
     }
     for steps in (STEPS, 2 * STEPS):  # the second start goes on from a checkpoint
-        config = write_experiment(folder, train={"num_steps": steps}, **sections)
-        done = megagrpo("run", config, timeout_s=500)
-        assert done.status == 0, done.stderr
+        run_experiment(folder, train={"num_steps": steps}, **sections)
     entries = metrics(folder)
     for step in range(1, 2 * STEPS + 1):
         assert entries[step]["mismatch/logprob_abs_mean"] <= 1e-5 or entries[step]["dynamic_sampling/carried"]
@@ -43,9 +39,7 @@ def test_runs_repeat_and_change_no_bit_while_experts_agree(experiments):
     folders = {"first": "rollout", "second": "rollout", "without": None}
     for name, source in folders.items():
         actor = {} if source is None else {"routing_replay": source}
-        sections = {"train": {"num_steps": 3}, "rollout": {"deterministic": True}, "actor": actor}
-        done = megagrpo("run", write_experiment(experiments / name, **sections), timeout_s=500)
-        assert done.status == 0, done.stderr
+        run_experiment(experiments / name, train={"num_steps": 3}, rollout={"deterministic": True}, actor=actor)
     first, second, without = (experiments / name for name in folders)
     assert_same_run(first, second, 3)
     differs = [metrics(first)[step]["router/replay_differs"] for step in range(1, 4)]

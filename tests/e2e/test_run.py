@@ -10,11 +10,13 @@ import torch
 from run_megagrpo import (
     LONG_RUN,
     Job,
+    assert_agrees,
     assert_same_run,
     engine,
-    megagrpo,
     metrics,
     rollouts,
+    run_experiment,
+    succeed,
     transformers_accepts,
     write_experiment,
 )
@@ -41,7 +43,7 @@ MEASURED = {  # of every step
 
 def test_ten_steps_are_measured_and_agree_with_the_engine(long_run):
     folder, done = long_run
-    assert done.status == 0 and done.stderr.strip() == "", done.stderr
+    assert done.stderr.strip() == ""
     entries = metrics(folder)
     assert sorted(entries) == list(range(NUM_STEPS + 1))
     assert all("eval/accuracy" in entries[step] and "eval/pass_at_k" in entries[step] for step in (0, 5, 10))
@@ -50,8 +52,8 @@ def test_ten_steps_are_measured_and_agree_with_the_engine(long_run):
     for step in range(1, NUM_STEPS + 1):
         missing = {name for name in MEASURED if entries[step].get(name) is None}
         assert not missing, f"step {step}: {missing}"
-        assert entries[step]["mismatch/logprob_abs_mean"] <= 1e-5
         assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
+    assert_agrees(folder)
     for name in ("time/framework_fraction", "publish/total", "time/rollout_s", "time/update_s", "time/step_s"):
         print(f"{name}: median {statistics.median(entries[step][name] for step in range(1, NUM_STEPS + 1)):.3f}")
     in_steps = sum(entries[step]["time/step_s"] for step in range(1, NUM_STEPS + 1))
@@ -107,8 +109,7 @@ def test_the_run_leaves_a_summary_a_curve_and_a_model(long_run, tmp_path):
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG") and list((folder / "tensorboard").iterdir())
     assert not (folder / "service.json").exists() and not list((folder / "checkpoints").glob("*.partial"))
     assert len(list((folder / "checkpoints").glob("step_*"))) == NUM_STEPS
-    exported = megagrpo("export", folder.with_suffix(".yaml"), tmp_path / "exported")
-    assert exported.status == 0, exported.stderr
+    succeed("export", folder.with_suffix(".yaml"), tmp_path / "exported")
     assert transformers_accepts(tmp_path / "exported") == {"wrong": [], "finite": True}
     before, after = HfFolder(folder.parent / "model"), HfFolder(tmp_path / "exported")
     assert before.specs == after.specs
@@ -117,8 +118,7 @@ def test_the_run_leaves_a_summary_a_curve_and_a_model(long_run, tmp_path):
 
 def test_a_dumped_step_is_replayed_from_the_checkpoint_before_it(long_run):
     folder = long_run[0]
-    done = megagrpo("replay", folder.with_suffix(".yaml"), folder / "dumps" / "step_000004")
-    assert done.status == 0, done.stderr
+    done = succeed("replay", folder.with_suffix(".yaml"), folder / "dumps" / "step_000004")
     first, _, *lines = done.stdout.splitlines()
     assert first == f"weights of version 3 ({folder / 'checkpoints' / 'step_000003'})"
     then, now = ({line.split()[0]: line.split()[column] for line in lines} for column in (1, 2))
@@ -147,8 +147,7 @@ def test_killed_and_run_again_it_is_the_same_run(long_run):
             if int(path.name.removeprefix("step_")[:6]) > 5:
                 shutil.rmtree(path)
         reached = 5
-    done = megagrpo("run", config, "--set", "algorithm.mismatch.alarm={mean: 1.0e-12}", timeout_s=500)
-    assert done.status == 0, done.stderr
+    done = succeed("run", config, "--set", "algorithm.mismatch.alarm={mean: 1.0e-12}")
     assert done.stdout.count("ALARM: log-probabilities of trainer and engine are") == 1
     assert f"continues after step {reached}" in done.stdout and f" {reached + 1}/{NUM_STEPS}  " in done.stdout
     assert_same_run(folder, long_run[0], NUM_STEPS)
@@ -161,15 +160,12 @@ def test_killed_and_run_again_it_is_the_same_run(long_run):
 def test_three_steps_and_three_more_equal_six(experiments, parallel):
     name = "-".join(f"{key}{value}" for key, value in parallel.items())
     sections = {"actor": {"parallel": parallel}, "rollout": {"deterministic": True}}
-    whole = write_experiment(experiments / f"six-{name}", **sections, train={"num_steps": 6})
-    assert megagrpo("run", whole, timeout_s=500).status == 0
-    parts = write_experiment(experiments / f"three-{name}", **sections, train={"num_steps": 3})
-    assert megagrpo("run", parts, timeout_s=500).status == 0
-    assert megagrpo("run", parts, "--set", "train.num_steps=6", timeout_s=500).status == 0
-    assert_same_run(parts.with_suffix(""), whole.with_suffix(""), 6)
-    entries = metrics(whole.with_suffix(""))
-    assert all(entries[step]["mismatch/logprob_abs_mean"] <= 1e-5 for step in range(1, 7))
-    assert_same_state(parts.with_suffix(""), whole.with_suffix(""))
+    whole, parts = experiments / f"six-{name}", experiments / f"three-{name}"
+    for folder, num_steps in ((whole, 6), (parts, 3), (parts, 6)):
+        run_experiment(folder, **sections, train={"num_steps": num_steps})
+    assert_same_run(parts, whole, 6)
+    assert_agrees(whole)
+    assert_same_state(parts, whole)
 
 
 def last_state(folder: Path) -> dict[str, torch.Tensor]:

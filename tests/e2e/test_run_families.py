@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_megagrpo import make_inputs, megagrpo, metrics, transformers_accepts, write_experiment
+from run_megagrpo import make_inputs, metrics, succeed, transformers_accepts, write_experiment
 
 from megagrpo.weights.hf_folder import HfFolder
 
@@ -16,29 +16,22 @@ NUM_STEPS = 2
 @pytest.mark.parametrize(
     ("family", "dtype", "mismatch"),  # the largest mean of |trainer - rollout| log-probabilities
     [
-        ("deepseek_v3", "float32", 1e-5),
-        ("glm4_moe", "float32", 1e-5),
-        ("mixtral", "float32", 1e-5),
+        *((family, "float32", 1e-5) for family in ("deepseek_v3", "glm4_moe", "mixtral")),
         ("deepseek_v3", "bfloat16", 0.05),  # the same weights and routing biases, other roundings of activations
     ],
 )
 def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, tmp_path: Path):
-    config = write_experiment(
-        tmp_path / family,
-        train={"num_steps": NUM_STEPS},
-        actor={"dtype": dtype, "device": "cpu"},
-        rollout={"dtype": dtype, "start_timeout_s": 900},
-        checkpoint={"every": NUM_STEPS},
-    )
+    sections = {"actor": {"dtype": dtype, "device": "cpu"}, "rollout": {"dtype": dtype, "start_timeout_s": 900}}
+    sections |= {"train": {"num_steps": NUM_STEPS}, "checkpoint": {"every": NUM_STEPS}}
+    config = write_experiment(tmp_path / family, **sections)
     make_inputs(config, model={"family": family})
-    done = megagrpo("run", config, timeout_s=900)
-    assert done.status == 0, done.stderr
+    succeed("run", config, timeout_s=900)
     entries = metrics(tmp_path / family)
     for step in range(1, NUM_STEPS + 1):
         print(f"{family}, {dtype}, step {step}: mismatch {entries[step]['mismatch/logprob_abs_mean']:.2e}")
         assert entries[step]["mismatch/logprob_abs_mean"] <= mismatch
         assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
-    assert megagrpo("export", config, tmp_path / "exported").status == 0
+    succeed("export", config, tmp_path / "exported")
     exported = HfFolder(tmp_path / "exported")
     for name, (_, found) in exported.specs.items():
         assert found == (torch.float32 if name.endswith(BIAS) else getattr(torch, dtype)), name

@@ -1,24 +1,24 @@
 """Generation against a real SGLang service."""
 
 import asyncio
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
 import aiohttp
 import pytest
 import torch
-from sampling import source_of
+from engine_logprobs import logprobs_by
+from sampling import Grader, source_of
 from tiny_model import EOS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.admission import Turnstile
-from megagrpo.rollout.control import ServiceControl, ServiceUnreachable, engine_cache_tokens, print_status
+from megagrpo.rollout.control import engine_cache_tokens, print_status
 from megagrpo.rollout.generation import GenerationClient, GenerationFailed, RetryPolicy, SampleRequest, SamplingParams
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.streaming import StreamedAnswer
-from megagrpo.types import Outcome, Prompt
+from megagrpo.types import Prompt
 
 PROMPTS = [(1, 40, 41, 42), (1, *range(50, 80)), (1, 7), (1, *range(100, 190))]
 RETRY = RetryPolicy(retries=3, request_timeout_s=120.0)
@@ -28,10 +28,10 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=24)
 def generate(service, requests, version=0, retry=RETRY):
     """Responses to [(prompt, params, seed)], all at once."""
 
+    router, key = service.control.status().router, service.control.api_key
+
     async def run():
-        async with GenerationClient(
-            service.control.status().router, service.control.api_key, retry, Turnstile(64)
-        ) as client:
+        async with GenerationClient(router, key, retry, Turnstile(64)) as client:
             return await asyncio.gather(*(client.generate(SampleRequest(*request, version)) for request in requests))
 
     return asyncio.run(run())
@@ -43,19 +43,6 @@ def ready(service):
     return service
 
 
-class LengthGrader:
-    """The score is the length of the text; `on_submit` is told of every response that arrives."""
-
-    def __init__(self, on_submit=lambda: None):
-        self.on_submit = on_submit
-
-    def submit(self, prompt: Prompt, text: str) -> Future:
-        self.on_submit()
-        future: Future = Future()
-        future.set_result(Outcome("score", float(len(text))))
-        return future
-
-
 def make_source(service, grader=None, max_tokens=24, publish=None, **algorithm) -> RolloutSource:
     tokenizer = AutoTokenizer.from_pretrained(service.config.model.path)
     values = service.config.model_dump() | {"algorithm": algorithm, "train": {"group_size": 3}}
@@ -63,19 +50,15 @@ def make_source(service, grader=None, max_tokens=24, publish=None, **algorithm) 
     config = ExperimentConfig.model_validate(values | {"sampling": {"max_response_tokens": max_tokens}})
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     publish = publish or (lambda version, ids: pytest.fail(f"nothing is stale, but publish to {ids}"))
-    return source_of(service.control, config, grader or LengthGrader(), decode, publish=publish)
+    return source_of(service.control, config, grader or Grader(len), decode, publish=publish)
 
 
 def test_logprobs_equal_transformers(ready):
-    model = AutoModelForCausalLM.from_pretrained(ready.config.model.path, dtype=torch.float32).eval()
     params = [SAMPLED, replace(SAMPLED, temperature=0.6)]
     requests = [(prompt, p, 10 * i + j) for i, prompt in enumerate(PROMPTS) for j, p in enumerate(params)]
     for (prompt, p, _), response in zip(requests, generate(ready, requests), strict=True):
-        tokens = torch.tensor([[*prompt, *response.token_ids]])
-        with torch.no_grad():
-            logits = model(tokens).logits[0, len(prompt) - 1 : -1] / p.temperature
-        expected = torch.log_softmax(logits, -1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1)
-        difference = (expected - torch.tensor(response.logprobs)).abs().max().item()
+        expected = logprobs_by(ready.config.model.path, [*prompt, *response.token_ids], p.temperature)
+        difference = (expected[len(prompt) - 1 :] - torch.tensor(response.logprobs)).abs().max().item()
         assert difference <= 1e-4, (prompt, p, difference)
 
 
@@ -101,9 +84,9 @@ def test_a_response_that_is_cut_twice_has_the_tokens_of_one_that_is_not(ready, m
     async def run():
         status = ready.control.status()
         streaming = replace(RETRY, streaming=True, base_s=0.01)
-        async with GenerationClient(
-            status.router, ready.control.api_key, streaming, Turnstile(1), lambda *request: told.append(request[-1])
-        ) as client:
+        told_tokens = lambda *request: told.append(request[-1])  # noqa: E731
+        key = ready.control.api_key
+        async with GenerationClient(status.router, key, streaming, Turnstile(1), told_tokens) as client:
             return await client.generate(SampleRequest(PROMPTS[1], long, 5))
 
     (whole,) = generate(ready, [(PROMPTS[1], long, 5)])
@@ -122,11 +105,8 @@ def test_an_engine_says_how_many_tokens_its_cache_holds(ready):
 def test_how_a_response_ends(ready):
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     (whole,) = generate(ready, [(PROMPTS[0], greedy, 0)])
-    assert (
-        whole.finish_reason == "length"
-        and len(whole.token_ids) == len(whole.logprobs) == 12
-        and EOS not in whole.token_ids
-    )
+    assert whole.finish_reason == "length" and EOS not in whole.token_ids
+    assert len(whole.token_ids) == len(whole.logprobs) == 12
     ids = whole.token_ids.tolist()
     stop_at = ids[5]
     first = ids.index(stop_at)
@@ -137,9 +117,8 @@ def test_how_a_response_ends(ready):
 
 
 def test_end_of_sequence_is_part_of_the_response(ready):
-    responses = generate(
-        ready, [(PROMPTS[2], replace(SAMPLED, max_tokens=160, temperature=2.0), seed) for seed in range(8)]
-    )
+    hot = replace(SAMPLED, max_tokens=160, temperature=2.0)
+    responses = generate(ready, [(PROMPTS[2], hot, seed) for seed in range(8)])
     ended = [r for r in responses if r.finish_reason == "stop"]
     assert ended, "320 tokens at temperature 2: most of eight responses meet the end of sequence"
     assert all(r.token_ids[-1] == EOS and EOS not in r.token_ids[:-1] for r in ended)
@@ -175,10 +154,3 @@ def test_groups_of_a_step(ready):
 def test_status_is_readable(ready, capsys):
     assert print_status(ready.run_dir) == 0
     assert "engine-0: ready" in capsys.readouterr().out
-
-
-def test_unreachable_service_says_what_to_do():
-    with pytest.raises(
-        ServiceUnreachable, match=r"no rollout service answers at http://127\.0\.0\.1:9.*megagrpo serve"
-    ):
-        ServiceControl("http://127.0.0.1:9", "key").engines()

@@ -6,7 +6,8 @@ import time
 
 import psutil
 from running_service import START_S, start_service
-from test_service import PROMPTS, SAMPLED, LengthGrader, generate, make_source
+from sampling import Grader
+from test_service import PROMPTS, SAMPLED, generate, make_source
 
 from megagrpo.system.processes import is_live, stop_tree
 from megagrpo.types import Prompt
@@ -31,7 +32,7 @@ def test_engine_killed_during_a_rollout(service):
             os.kill(victim.pid, signal.SIGKILL)
         arrived.append(1)
 
-    source = make_source(service, LengthGrader(kill_at_the_first_arrival), max_tokens=150, publish=publish)
+    source = make_source(service, Grader(len, kill_at_the_first_arrival), max_tokens=150, publish=publish)
     groups = source.next(5, prompts, 1)
     assert refreshed == [[victim.id]]
     assert groups == undisturbed
@@ -39,21 +40,15 @@ def test_engine_killed_during_a_rollout(service):
     assert (back.incarnation, back.state, back.weight_version) == (victim.incarnation + 1, "ready", 1)
     assert "killed by signal 9" in back.reason
     assert not psutil.pid_exists(victim.pid)
-    assert not service.control.mark_ready(victim.id, victim.incarnation, 2), (
-        "a word about the dead incarnation is not believed"
-    )
+    assert not service.control.mark_ready(victim.id, victim.incarnation, 2), "that incarnation is dead"
 
 
 def test_scheduler_killed(service):
     """Not the server process itself, but the one that computes: the supervisor sees the engine end."""
     service.set_version(1)
     before = service.control.engines()[0]
-    scheduler = next(
-        p
-        for p in psutil.Process(before.pid).children(recursive=True)
-        if "scheduler" in p.name() or "sched" in p.cmdline()[0]
-    )
-    scheduler.kill()
+    children = psutil.Process(before.pid).children(recursive=True)
+    next(child for child in children if "scheduler" in child.name() or "sched" in child.cmdline()[0]).kill()
     service.control.report_lost(before.id, before.incarnation)
     deadline = time.monotonic() + START_S
     while service.control.engines()[0].incarnation == before.incarnation:
@@ -65,10 +60,8 @@ def test_scheduler_killed(service):
 
 def test_model_that_does_not_exist(service, tmp_path):
     """The service ends by itself with the engine's own words, after one more try."""
-    broken = service.config.model_copy(
-        update={"model": service.config.model.model_copy(update={"path": str(tmp_path / "nothing")})}
-    )
-    process = start_service(broken, tmp_path / "run")
+    nothing = service.config.model.model_copy(update={"path": str(tmp_path / "nothing")})
+    process = start_service(service.config.model_copy(update={"model": nothing}), tmp_path / "run")
     try:
         assert process.wait(timeout=START_S) == 1
     finally:

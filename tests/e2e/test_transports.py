@@ -4,7 +4,6 @@ Every trainer layout and every engine layout is there, and every family; all com
 what engines of the families that are not tried elsewhere then compute is what transformers computes.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from transport_cases import (
 )
 
 from megagrpo.planning.publish_bytes import Forecast
-from tests.dist.workers.pool import RankPool
 
 CASES = {  # (family, engines) -> trainers: an engine start each
     ("qwen3_moe", "TP2xEP2"): ("TP2xEP2", "EP2", "TP2xPP2"),
@@ -35,13 +33,6 @@ IN_EVERY_RUN = ("deepseek_v3", "TP2")
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    pool.stop()
-
-
-@pytest.fixture(scope="module")
 def plans(tmp_path_factory) -> dict[TransportCase, Forecast]:
     """What `megagrpo plan-weights` says of each case, before anything has run."""
     cases = [TransportCase(family, name, engines) for (family, engines), names in CASES.items() for name in names]
@@ -49,24 +40,22 @@ def plans(tmp_path_factory) -> dict[TransportCase, Forecast]:
 
 
 @pytest.mark.parametrize(("family", "engines"), CASES)
-def test_parameters_are_those_of_disk_and_no_byte_travels_twice(family, engines, ranks, plans, tmp_path: Path):
+def test_parameters_are_those_of_disk_and_no_byte_travels_twice(family, engines, pool, plans, tmp_path: Path):
     cases = [TransportCase(family, trainers, engines) for trainers in CASES[family, engines]]
     transports = ["reshard", "ipc"] if engines == "TP2" else ["reshard"]
-    rows = list(run_engine_cases(ranks, cases, tmp_path, transports))
+    rows = list(run_engine_cases(pool, cases, tmp_path, transports))
     assert not [problem for row in rows for problem in problems_of(row)]
-    resharded = [row for row in rows if row["transport"] == "reshard"]
     assert len(transports) * len(cases) == len(rows)
-    assert not [
-        problem for row, case in zip(resharded, cases, strict=True) for problem in planning_problems(row, plans[case])
-    ]
+    resharded = zip((row for row in rows if row["transport"] == "reshard"), cases, strict=True)
+    assert not [problem for row, case in resharded for problem in planning_problems(row, plans[case])]
 
 
 @pytest.mark.parametrize(
     ("family", "engines"), [pytest.param(*case, marks=[pytest.mark.slow] * (case != IN_EVERY_RUN)) for case in COMPUTED]
 )
-def test_engines_compute_what_transformers_does(family, engines, ranks, tmp_path: Path):
+def test_engines_compute_what_transformers_does(family, engines, pool, tmp_path: Path):
     transports = ["broadcast", "reshard"] if (family, engines) == IN_EVERY_RUN else ["disk", "broadcast", "reshard"]
-    rows = list(run_computed(ranks, family, engines, tmp_path, transports))
+    rows = list(run_computed(pool, family, engines, tmp_path, transports))
     assert len(rows) == len(transports) * len(COMPUTED[family, engines])
     assert not [problem for row in rows for problem in problems_of(row)]
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import torch
 import torch.distributed as dist
-from engine_process import ListedEngines, OneEngine
+from engine_process import ListedEngines, started_engines
 
 from examples.laptop.model import write_model
 from examples.laptop.recipe import TinyModelConfig
@@ -25,6 +25,7 @@ from megagrpo.rollout.control import bearer
 from megagrpo.types import EngineInfo
 from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder
+from tests import experiments
 from tests.dist.workers.pool import RankPool
 
 DENSE = ("qwen3", "qwen2", "llama")
@@ -87,16 +88,8 @@ class TransportCase:
 def make_model(folder: Path, family: str) -> Path:
     """A random model of two layers in which no parameter is zero or one throughout: that would hide a mistake."""
     base, otherwise = VARIANTS.get(family, (family, {}))
-    sizes = TinyModelConfig(
-        path=str(folder),
-        family=base,
-        hidden_size=64,
-        num_layers=2,
-        head_dim=16,
-        ffn_size=96,
-        expert_ffn_size=48,
-        tie_embeddings=family in TIED,
-    )
+    sizes = {"hidden_size": 64, "num_layers": 2, "head_dim": 16, "ffn_size": 96, "expert_ffn_size": 48}
+    sizes = TinyModelConfig(path=str(folder), family=base, tie_embeddings=family in TIED, **sizes)
     hf = hf_config(sizes) | {"vocab_size": _VOCAB} | otherwise
     generator = torch.Generator().manual_seed(0)
     tensors = random_tensors(architecture_of(hf), generator)
@@ -108,31 +101,20 @@ def make_model(folder: Path, family: str) -> Path:
 
 
 def experiment(model: Path, engines: str, transport: str, dtype: str = "float32") -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
-        {
-            "name": "transports",
-            "output_dir": str(model.parent),
-            "model": {"path": str(model)},
-            "data": {"path": "none.jsonl"},
-            "rollout": {"max_total_tokens": 2000, "dtype": dtype, **ENGINES[engines]},
-            "weights": {"transport": transport, "bucket_mb": _BUCKET_MB, "timeout_s": _PUBLISH_S},
-            "actor": {"deadline_s": _PUBLISH_S + 60.0, "device": "cpu"},
-        }
+    return experiments.experiment(
+        output_dir=str(model.parent),
+        model={"path": str(model)},
+        rollout={"max_total_tokens": 2000, "dtype": dtype, **ENGINES[engines]},
+        weights={"transport": transport, "bucket_mb": _BUCKET_MB, "timeout_s": _PUBLISH_S},
+        actor={"deadline_s": _PUBLISH_S + 60.0, "device": "cpu"},
     )
 
 
 @contextmanager
 def running_engines(model: Path, engines: str, folder: Path, dtype: str = "float32") -> Iterator[list[EngineInfo]]:
     """All engines of a layout, which start together."""
-    config = experiment(model, engines, "disk", dtype)
-    started = [OneEngine(config, folder, id=f"e{number}") for number in range(config.rollout.num_engines)]
-    try:
-        for engine in started:
-            engine.begin_start()
-        yield [engine.finish_start().info for engine in started]
-    finally:
-        for engine in started:
-            engine.stop()
+    with started_engines(experiment(model, engines, "disk", dtype), folder) as started:
+        yield [engine.info for engine in started]
 
 
 def run_case(
@@ -230,14 +212,10 @@ def publish_and_compare(
             if rank == 0:
                 assert reference and reference.keys() == before.keys() == after.keys()
                 wrong = [key for key in reference if after[key] != reference[key]]
-                counts = {
-                    "parameters": len(reference),
-                    "changed": sum(before[key] != reference[key] for key in reference),
-                    "equal": len(reference) - len(wrong),
-                    "wrong": wrong,
-                    "lower_bound": needed,
-                }
-                rows.append(asdict(case) | {"transport": transport, "report": report} | counts)
+                changed = sum(before[key] != reference[key] for key in reference)
+                row = {"transport": transport, "report": report, "wrong": wrong, "lower_bound": needed}
+                row |= {"parameters": len(reference), "changed": changed, "equal": len(reference) - len(wrong)}
+                rows.append(asdict(case) | row)
     return rows
 
 

@@ -32,11 +32,6 @@ def with_advantages(batch: Batch, algorithm: AlgorithmConfig, longest: int = 100
 
 def reward_inputs(group_ids: torch.Tensor) -> RewardInputs:
     """Valid responses of one token in these groups, on a single rank."""
-    return RewardInputs(
-        response_lengths=torch.ones_like(group_ids),
-        group_ids=group_ids,
-        num_groups=int(group_ids.max()) + 1,
-        valid=torch.ones_like(group_ids, dtype=torch.bool),
-        max_response_tokens=1,
-        reduce=alone,
-    )
+    ones, valid = torch.ones_like(group_ids), torch.ones_like(group_ids, dtype=torch.bool)
+    sizes = {"num_groups": int(group_ids.max()) + 1, "max_response_tokens": 1}
+    return RewardInputs(response_lengths=ones, group_ids=group_ids, valid=valid, reduce=alone, **sizes)

@@ -25,6 +25,11 @@ def cases(name: str, statuses=("reference",), where=lambda case: True):
     return [pytest.param(case, id=f"{case['source'].split('@')[0]}-{case['case']}") for case in chosen]
 
 
+def defects(*names: str) -> set[str]:
+    """Which defects the cases of these files show."""
+    return {d for name in names for case in load(name) if case["status"] == "defect" for d in case["defects"]}
+
+
 def tensor(values, dtype=torch.float64) -> torch.Tensor:
     """A nested list of numbers or "nan", "inf", "-inf"."""
     return torch.tensor(_numbers(values), dtype=dtype)

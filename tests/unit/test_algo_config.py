@@ -6,7 +6,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.load import PRESETS as PRESET_FOLDER
 from megagrpo.config.objective.estimators import ESTIMATOR_CONFIGS
 from megagrpo.config.objective.policy_loss import POLICY_LOSS_CONFIGS
-from megagrpo.config.schema import ExperimentConfig
+from tests.experiments import experiment
 
 REFUSED = [  # options, part of the reason
     ({"advantage": {"name": "rloo", "eps": 1e-6}}, "eps"),  # leave-one-out divides by no std
@@ -45,7 +45,7 @@ def problems(options: dict, max_response_tokens: int = 512, **train) -> str:
     train = {"num_prompts_per_step": 4, "num_updates_per_step": 1, **train}
     whole = {"algorithm": options, "train": train, "sampling": {"max_response_tokens": max_response_tokens}}
     try:
-        ExperimentConfig(name="t", output_dir="t", model={"path": "m"}, data={"path": "d"}, **whole)
+        experiment(**whole)
     except ValueError as exc:
         return str(exc)
     return ""
@@ -88,10 +88,8 @@ def test_overlong_buffer_must_fit_and_is_a_fifth_of_the_longest_response_by_defa
 
 def test_what_must_be_computed_before_the_advantages():
     assert not AlgorithmConfig().needs_old_logprobs and not AlgorithmConfig().uses_reference
-    assert (
-        AlgorithmConfig(kl={"loss_coef": 0.1}).uses_reference
-        and not AlgorithmConfig(kl={"loss_coef": 0.1}).needs_old_logprobs
-    )
+    with_kl = AlgorithmConfig(kl={"loss_coef": 0.1})
+    assert with_kl.uses_reference and not with_kl.needs_old_logprobs
     for options in (
         {"kl": {"reward_coef": 0.1}},
         {"kl": {"loss_coef": 0.1, "adaptive": {"target": 0.1, "horizon": 1e4}}},
@@ -106,10 +104,8 @@ def test_advice_and_formula():
     gspo = AlgorithmConfig(loss={"name": "gspo"})
     assert "seq-mean-token-mean" in gspo.advice[0]
     assert AlgorithmConfig(kl={"loss_coef": 0.1, "estimator": "k1"}).advice
-    assert (
-        AlgorithmConfig().formula
-        == "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
-    )
+    formula = "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
+    assert AlgorithmConfig().formula == formula
     everything = AlgorithmConfig(
         kl={"reward_coef": 0.1},
         entropy_coef=0.01,
@@ -127,10 +123,8 @@ def test_advice_and_formula():
         "r = (2 reward -1 - overlong - mean of batch) / (std of batch + eps) in [-5, 5] - 0.1 sum_t KL_k3, "
         "without responses cut by length, responses of mean old / rollout outside [0, 2], groups of equal reward"
     )
-    banded = {"name": "icepop", "low": 0.5, "high": 5}
-    assert (
-        "w = old / rollout if old / rollout in [0.5, 5], else 0" in AlgorithmConfig(mismatch={"weight": banded}).formula
-    )
+    banded = AlgorithmConfig(mismatch={"weight": {"name": "icepop", "low": 0.5, "high": 5}})
+    assert "w = old / rollout if old / rollout in [0.5, 5], else 0" in banded.formula
     for advantage in ESTIMATOR_CONFIGS:
         for loss in POLICY_LOSS_CONFIGS:
             names = (advantage.model_fields["name"].default, loss.model_fields["name"].default)

@@ -6,70 +6,40 @@ Each takes a variant with its name in the union, and a function with its row: tw
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "megagrpo"
+from tests.experiments import ROOT, python
 
 # kind -> file -> (text that stands there, what is inserted before it)
 VARIANTS = {
-    "estimator": {
-        "config/objective/estimators.py": [
-            (
-                "AdvantageConfig = Annotated[",
-                """
+    "estimator": ("config/objective/estimators.py", "AdvantageConfig = Annotated[", """
 class ToyAdvantage(Estimator):
     formula = "weight r"
     name: Literal["toy"] = "toy"
     weight: float = 1.0
 
 
-""",
-            ),
-            ("    GrpoAdvantage\n", "    ToyAdvantage |\n"),
-        ]
-    },
-    "loss": {
-        "config/objective/policy_loss.py": [
-            (
-                "PolicyLossConfig = Annotated[",
-                """
+""", "    GrpoAdvantage\n", "    ToyAdvantage |\n"),
+    "loss": ("config/objective/policy_loss.py", "PolicyLossConfig = Annotated[", """
 class ToyLoss(Variant):
     formula = "weight rho A"
     name: Literal["toy"] = "toy"
     weight: float = 1.0
 
 
-""",
-            ),
-            ("    PpoClipLoss |", "    ToyLoss |\n"),
-        ]
-    },
-    "reward step": {
-        "config/objective/reward_shaping.py": [
-            (
-                "class RewardShapingConfig(",
-                """
+""", "    PpoClipLoss |", "    ToyLoss |\n"),
+    "reward step": ("config/objective/reward_shaping.py", "class RewardShapingConfig(", """
 class RewardBonus(RewardStep):
     switches = ("bonus",)
     bonus: float | None = None
 
 
-""",
-            ),
-            ("RewardClip, RewardNormalisation", "RewardBonus, "),
-        ]
-    },
-}
+""", "RewardClip, RewardNormalisation", "RewardBonus, "),
+}  # fmt: skip
 FUNCTIONS = {
-    "estimator": {
-        "algo/estimators.py": [
-            (
-                "ESTIMATORS: dict",
-                """
+    "estimator": ("algo/estimators.py", "ESTIMATORS: dict", """
 from megagrpo.config.objective.estimators import ToyAdvantage
 
 
@@ -77,16 +47,8 @@ def toy(inputs: EstimatorInputs, options: ToyAdvantage) -> Tensor:
     return options.weight * inputs.totals
 
 
-""",
-            ),
-            ("    GrpoAdvantage: grpo,", "    ToyAdvantage: toy,\n"),
-        ]
-    },
-    "loss": {
-        "algo/policy_loss.py": [
-            (
-                "POLICY_LOSSES: dict",
-                """
+""", "    GrpoAdvantage: grpo,", "    ToyAdvantage: toy,\n"),
+    "loss": ("algo/policy_loss.py", "POLICY_LOSSES: dict", """
 from megagrpo.config.objective.policy_loss import ToyLoss
 
 
@@ -94,16 +56,8 @@ def toy(inputs: PolicyInputs, options: ToyLoss) -> TokenLoss:
     return TokenLoss(options.weight * inputs.ratio * inputs.advantages, {})
 
 
-""",
-            ),
-            ("    PpoClipLoss: ppo_clip,", "    ToyLoss: toy,\n"),
-        ]
-    },
-    "reward step": {
-        "algo/reward_shaping.py": [
-            (
-                "# In the order of operations.",
-                """
+""", "    PpoClipLoss: ppo_clip,", "    ToyLoss: toy,\n"),
+    "reward step": ("algo/reward_shaping.py", "# In the order of operations.", """
 from megagrpo.config.objective.reward_shaping import RewardBonus
 
 
@@ -111,12 +65,8 @@ def add_bonus(rewards: ShapedRewards, inputs: RewardInputs, options: RewardBonus
     return rewards if options.bonus is None else replace(rewards, values=rewards.values + options.bonus)
 
 
-""",
-            ),
-            ("    RewardNormalisation: normalise,", "    RewardBonus: add_bonus,\n"),
-        ]
-    },
-}
+""", "    RewardNormalisation: normalise,", "    RewardBonus: add_bonus,\n"),
+}  # fmt: skip
 EXPERIMENT = """
 name: toys
 output_dir: out
@@ -157,39 +107,32 @@ print(json.dumps([batch.advantages.tolist(), float(loss), algorithm.formula]))
 @pytest.fixture
 def clone(tmp_path) -> Path:
     """The folder that holds a copy of the package."""
-    shutil.copytree(PACKAGE, tmp_path / "megagrpo", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "megagrpo", tmp_path / "megagrpo", ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 
-def write(clone: Path, edits: dict[str, list[tuple[str, str]]]) -> None:
-    for name, insertions in edits.items():
-        file = clone / "megagrpo" / name
-        text = file.read_text()
-        for before, inserted in insertions:
-            assert text.count(before) == 1, f"{name} has another shape: {before!r}"
-            text = text.replace(before, inserted + before)
-        file.write_text(text)
+def write(clone: Path, name: str, *insertions: str) -> None:
+    """insertions: a text that stands in the file, what is inserted before it; and so on."""
+    file = clone / "megagrpo" / name
+    text = file.read_text()
+    for before, inserted in zip(insertions[::2], insertions[1::2], strict=True):
+        assert text.count(before) == 1, f"{name} has another shape: {before!r}"
+        text = text.replace(before, inserted + before)
+    file.write_text(text)
 
 
-def python(clone: Path, program: str, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(clone)}
-    command = [sys.executable, "-c", program, *arguments]
-    done = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def in_clone(clone: Path, program: str, *arguments: str) -> list:
+    return json.loads(python("-c", program, *arguments, cwd=clone, env=os.environ | {"PYTHONPATH": str(clone)}))
 
 
 def test_a_variant_a_function_and_a_row_are_all_it_takes(clone):
-    for kind in VARIANTS:
-        assert len(VARIANTS[kind] | FUNCTIONS[kind]) == 2, "files touched"
-        write(clone, VARIANTS[kind])
-        write(clone, FUNCTIONS[kind])
+    for kind in VARIANTS:  # two files
+        write(clone, *VARIANTS[kind])
+        write(clone, *FUNCTIONS[kind])
     (clone / "toys.yaml").write_text(EXPERIMENT)
-    advantages, loss, formula = json.loads(python(clone, PROGRAM, "toys.yaml"))
-    assert advantages == [
-        36.0,
-        39.0,
-    ]  # 3 (2 r + 10), of which 14 is clipped to 13: the bonus has its row before the clip
+    advantages, loss, formula = in_clone(clone, PROGRAM, "toys.yaml")
+    # 3 (2 r + 10), of which 14 is clipped to 13: the bonus has its row before the clip
+    assert advantages == [36.0, 39.0]
     assert loss == pytest.approx(0.5 * (36 + 39) / 2)
     assert "weight rho A" in formula and "A = weight r" in formula
 
@@ -197,7 +140,7 @@ def test_a_variant_a_function_and_a_row_are_all_it_takes(clone):
 def test_a_variant_without_its_function_fails_at_import(clone):
     """Each table is looked at by its own module; the loop imports all three."""
     for kind in VARIANTS:
-        write(clone, VARIANTS[kind])
+        write(clone, *VARIANTS[kind])
     program = """
 import json
 out = []
@@ -209,7 +152,7 @@ for module in ("estimators", "policy_loss", "reward_shaping", "advantage", "loss
         out.append(str(exc))
 print(json.dumps(out))
 """
-    messages = json.loads(python(clone, program))
+    messages = in_clone(clone, program)
     assert messages[0] == (
         "AdvantageConfig (config/objective/estimators.py) offers ToyAdvantage, "
         "which ESTIMATORS (algo/estimators.py) has no function for"

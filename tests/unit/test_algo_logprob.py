@@ -37,14 +37,11 @@ def test_values_and_gradients(problem, monkeypatch, tile, chunk, a, b):
     hidden, weight, targets = problem
     logprobs, entropy = chunked_logprobs(hidden, weight, targets, 0.7, chunk, REAL)
     right_logprobs, right_entropy = plain(hidden, weight, targets, 0.7)
-    close = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(logprobs, right_logprobs, **close)
-    torch.testing.assert_close(entropy, right_entropy, **close)
+    torch.testing.assert_close((logprobs, entropy), (right_logprobs, right_entropy), rtol=1e-5, atol=1e-5)
     coefficients = torch.randn(TOKENS)
     mine = gradients((a * logprobs + b * entropy) @ coefficients, hidden, weight)
     right = gradients((a * right_logprobs + b * right_entropy) @ coefficients, hidden, weight)
-    torch.testing.assert_close(mine[0], right[0], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(mine[1], right[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
     assert (mine[1][VOCAB:] == 0).all() and (mine[0][targets < 0] == 0).all()
 
 
@@ -52,9 +49,8 @@ def test_only_the_logprob_may_be_used(problem):
     hidden, weight, targets = problem
     logprobs, _ = chunked_logprobs(hidden, weight, targets, 1.0, 4, REAL)
     right, _ = plain(hidden, weight, targets, 1.0)
-    torch.testing.assert_close(
-        gradients(logprobs.sum(), hidden)[0], gradients(right.sum(), hidden)[0], rtol=1e-4, atol=1e-5
-    )
+    mine, theirs = gradients(logprobs.sum(), hidden), gradients(right.sum(), hidden)
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_no_tokens_keep_the_graph(problem):
@@ -69,9 +65,8 @@ def test_bfloat16_weights_are_multiplied_in_float32(problem):
     hidden, weight, targets = (x.detach() for x in problem)
     half_hidden, half_weight = hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_()
     logprobs, entropy = chunked_logprobs(half_hidden, half_weight, targets, 1.0, 4, REAL)
-    right, right_entropy = plain(half_hidden.detach().float(), half_weight.detach().float(), targets, 1.0)
-    torch.testing.assert_close(logprobs, right, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy, right_entropy, rtol=1e-5, atol=1e-5)
+    right = plain(half_hidden.detach().float(), half_weight.detach().float(), targets, 1.0)
+    torch.testing.assert_close((logprobs, entropy), right, rtol=1e-5, atol=1e-5)
     (logprobs.sum() + entropy.sum()).backward()
     assert half_hidden.grad.dtype == half_weight.grad.dtype == torch.bfloat16
 
@@ -94,10 +89,8 @@ def test_full_kl(problem, monkeypatch, tile):
     right = (logp.exp() * (logp - logq)).sum(1)
     torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
     coefficients = torch.randn(TOKENS)
-    for a, b in zip(
-        gradients(mine @ coefficients, hidden, weight), gradients(right @ coefficients, hidden, weight), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    found, expected = (gradients(value @ coefficients, hidden, weight) for value in (mine, right))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     itself = chunked_full_kl(hidden, weight, hidden.detach(), weight.detach(), 0.7, 4, REAL)
     assert itself.abs().max() < 1e-5 and gradients(itself.sum(), hidden)[0].abs().max() < 1e-5
 
@@ -105,11 +98,9 @@ def test_full_kl(problem, monkeypatch, tile):
 def test_largest_block_is_one_tile(problem, monkeypatch):
     """[tokens, vocabulary] is never held."""
     monkeypatch.setattr(logprob, "TILE_COLUMNS", 6)
-    sizes = []
-    matmul = logprob._matmul
-    monkeypatch.setattr(
-        logprob, "_matmul", lambda left, right, out: (sizes.append(out.numel()), matmul(left, right, out))
-    )
+    sizes, matmul = [], logprob._matmul
+    counting = lambda left, right, out: (sizes.append(out.numel()), matmul(left, right, out))  # noqa: E731
+    monkeypatch.setattr(logprob, "_matmul", counting)
     hidden, weight, targets = problem
     logprobs, entropy = chunked_logprobs(hidden, weight, targets, 1.0, 4, REAL)
     (logprobs.sum() + entropy.sum()).backward()

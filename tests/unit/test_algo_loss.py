@@ -1,7 +1,7 @@
 """Every loss, KL form and aggregation: closed-form value and gradient; shares add up; masked tokens leak nothing."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,9 +94,8 @@ def test_log_ratio_is_clamped_without_gradient_and_counted():
     logp = torch.tensor([[60.0, 0.5]], dtype=torch.float64, requires_grad=True)
     zero = torch.zeros(1, 2, dtype=torch.float64)
     inputs = LossInputs(logp, zero, zero + 1, zero - 1, zero, zero)
-    loss, sums = objective(
-        inputs, AlgorithmConfig(loss={"name": "ppo_clip", "clip_ratio_high": 1e12}), Denominators(2, 1, 1.0)
-    )
+    algorithm = AlgorithmConfig(loss={"name": "ppo_clip", "clip_ratio_high": 1e12})
+    loss, sums = objective(inputs, algorithm, Denominators(2, 1, 1.0))
     loss.backward()
     assert logp.grad[0, 0] == 0 and logp.grad[0, 1] != 0 and float(sums["policy/clamped_fraction"]) == 1
     assert loss.item() == pytest.approx((math.exp(20) + math.exp(0.5)) / 2)
@@ -131,9 +130,8 @@ def test_kl_limits():
     kl = kl_penalty(x, torch.zeros(3).double(), "k3", value_clamp=10.0)
     kl.sum().backward()
     assert kl.tolist() == pytest.approx([10.0, 10.0, 10.0]) and x.grad.tolist() == [0.0, 0.0, 0.0]
-    assert float(kl_penalty(torch.tensor(1e-6), torch.tensor(0.0), "k3")) == pytest.approx(5e-13, rel=1e-2), (
-        "digits near 0"
-    )
+    near_zero = float(kl_penalty(torch.tensor(1e-6), torch.tensor(0.0), "k3"))
+    assert near_zero == pytest.approx(5e-13, rel=1e-2)
 
 
 def test_kl_importance_weighs_by_the_ratio():
@@ -156,11 +154,8 @@ def test_full_kl_and_entropy_enter_with_their_coefficients():
     loss.backward()
     assert loss.item() == pytest.approx(0.3 - 0.02)
     assert entropy.grad.tolist() == [[-0.005] * 2] and full.grad.tolist() == [[0.05] * 2]
-    assert (
-        float(sums["loss/kl"]) == pytest.approx(0.3)
-        and float(sums["policy/entropy"]) == 4.0
-        and float(sums["tokens"]) == 2
-    )
+    found = [float(sums[name]) for name in ("loss/kl", "policy/entropy", "tokens")]
+    assert found == pytest.approx([0.3, 4.0, 2.0])
 
 
 MATRIX = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
@@ -190,9 +185,8 @@ def test_rejected_tokens_may_stay_in_every_denominator():
     zeros, logprobs = torch.zeros_like(counted), torch.zeros_like(counted).requires_grad_()
     inputs = LossInputs(logprobs, zeros, trained, counted, zeros, zeros, counted_mask=counted)
     for aggregation in ("seq-mean-token-mean", "token-mean"):
-        loss, sums = objective(
-            inputs, AlgorithmConfig(aggregation=aggregation), count_denominators((counted > 0).sum(1), alone, C)
-        )
+        denominators = count_denominators((counted > 0).sum(1), alone, C)
+        loss, sums = objective(inputs, AlgorithmConfig(aggregation=aggregation), denominators)
         (gradient,) = torch.autograd.grad(loss, logprobs)
         assert loss.item() == pytest.approx(-0.5) and gradient.tolist() == [[-0.25, -0.25, 0, 0]]
         assert float(sums["policy/ratio"] / sums["tokens"]) == 1.0
@@ -204,9 +198,8 @@ LOSSES = [PpoClipLoss(dual_clip=3.0), GspoLoss(), CispoLoss(), GpgLoss(), SapoLo
 
 
 def algorithm_of(loss, aggregation) -> AlgorithmConfig:
-    return AlgorithmConfig(
-        loss=loss, aggregation=aggregation, kl={"loss_coef": 0.1, "estimator": "k3+"}, entropy_coef=0.01
-    )
+    kl = {"loss_coef": 0.1, "estimator": "k3+"}
+    return AlgorithmConfig(loss=loss, aggregation=aggregation, kl=kl, entropy_coef=0.01)
 
 
 def random_inputs(seed: int, n: int, width: int) -> LossInputs:
@@ -216,19 +209,13 @@ def random_inputs(seed: int, n: int, width: int) -> LossInputs:
         return torch.randn(n, width, generator=generator, dtype=torch.float64)
 
     mask = (torch.rand(n, width, generator=generator) > 0.4).double()
-    old = normal() - 2
-    noise = 0.3 * normal()
-    return LossInputs(
-        old + noise,
-        normal().abs(),
-        mask,
-        normal(),
-        old,
-        old + 0.1 * normal(),
-        old + 0.1 * normal(),
-        None,
-        normal().abs(),
-    )
+    old, near = normal() - 2, 0.3 * normal()
+    values = (old + near, normal().abs(), mask, normal(), old, old + 0.1 * normal(), old + 0.1 * normal())
+    return LossInputs(*values, None, normal().abs())
+
+
+def denominators_of(inputs: LossInputs) -> Denominators:
+    return count_denominators((inputs.loss_mask > 0).sum(1), alone, C)
 
 
 def solve(inputs: LossInputs, algorithm, denominators) -> tuple[float, torch.Tensor, dict]:
@@ -239,8 +226,7 @@ def solve(inputs: LossInputs, algorithm, denominators) -> tuple[float, torch.Ten
 
 
 def pick(inputs: LossInputs, rows) -> LossInputs:
-    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
-    return LossInputs(**{name: None if v is None else v[rows] for name, v in values.items()})
+    return LossInputs(**{name: None if value is None else value[rows] for name, value in vars(inputs).items()})
 
 
 @given(
@@ -253,7 +239,7 @@ def pick(inputs: LossInputs, rows) -> LossInputs:
 def test_invariances(seed, n, width, loss, aggregation):
     """Permutation, any split into micro-batches, and an added all-masked sequence full of NaN change nothing."""
     inputs, algorithm = random_inputs(seed, n, width), algorithm_of(loss, aggregation)
-    denominators = count_denominators((inputs.loss_mask > 0).sum(1), alone, C)
+    denominators = denominators_of(inputs)
     value, gradient, sums = solve(inputs, algorithm, denominators)
     assert math.isfinite(value) and (gradient[inputs.loss_mask == 0] == 0).all()
 
@@ -268,14 +254,11 @@ def test_invariances(seed, n, width, loss, aggregation):
     torch.testing.assert_close(torch.cat([parts[0][1], parts[1][1]]), gradient, rtol=1e-12, atol=1e-14)
     assert {k: parts[0][2][k] + parts[1][2][k] for k in sums} == pytest.approx(sums, rel=1e-9, abs=1e-9)
 
-    rows = [*range(n), 0]
-    more = pick(inputs, rows)
-    nan = {f.name: None if getattr(more, f.name) is None else getattr(more, f.name).clone() for f in fields(more)}
-    for name, tensor in nan.items():
+    padded = pick(inputs, [*range(n), 0])  # a copy
+    for name, tensor in vars(padded).items():
         if tensor is not None:
             tensor[-1] = 0.0 if name == "loss_mask" else math.nan
-    padded = LossInputs(**nan)
-    assert count_denominators((padded.loss_mask > 0).sum(1), alone, C) == denominators
+    assert denominators_of(padded) == denominators
     added = solve(padded, algorithm, denominators)
     assert added[0] == pytest.approx(value, rel=1e-12, abs=1e-12) and (added[1][-1] == 0).all()
     torch.testing.assert_close(added[1][:-1], gradient, rtol=1e-12, atol=1e-14)
@@ -285,9 +268,7 @@ def test_invariances(seed, n, width, loss, aggregation):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_nothing_unmasked_is_zero_not_nan(loss, aggregation):
     inputs = replace(random_inputs(0, 3, 4), loss_mask=torch.zeros(3, 4, dtype=torch.float64))
-    value, gradient, _ = solve(
-        inputs, algorithm_of(loss, aggregation), count_denominators((inputs.loss_mask > 0).sum(1), alone, C)
-    )
+    value, gradient, _ = solve(inputs, algorithm_of(loss, aggregation), denominators_of(inputs))
     assert value == 0.0 and (gradient == 0).all()
 
 
@@ -295,9 +276,8 @@ def test_nothing_unmasked_is_zero_not_nan(loss, aggregation):
 def test_weights_multiply_the_policy_term_only(loss):
     inputs, denominators = random_inputs(1, 3, 4), Denominators(7, 3, C)
     algorithm = algorithm_of(loss, "token-mean")
-    without = solve(replace(inputs, policy_weights=torch.zeros(3, 4).double()), algorithm, denominators)
-    no_policy = solve(
-        replace(inputs, policy_weights=None, advantages=torch.zeros(3, 4).double()), algorithm, denominators
-    )
+    zeros = torch.zeros(3, 4, dtype=torch.float64)
+    without = solve(replace(inputs, policy_weights=zeros), algorithm, denominators)
+    no_policy = solve(replace(inputs, policy_weights=None, advantages=zeros), algorithm, denominators)
     assert without[0] == pytest.approx(no_policy[0]) and without[0] != 0
     torch.testing.assert_close(without[1], no_policy[1])

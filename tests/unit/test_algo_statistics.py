@@ -16,8 +16,10 @@ FINITE = st.floats(-4e307, 4e307)
 MODERATE = st.floats(-1e6, 1e6)
 
 
-def tensors(values: list[float], groups: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.tensor(values, dtype=torch.float64), torch.tensor(groups), torch.ones(len(values), dtype=torch.bool)
+def statistics_of(values: list[float], groups: list[int], num_groups: int, ddof: int, reduce=alone, valid=None):
+    values, groups = torch.tensor(values, dtype=torch.float64), torch.tensor(groups, dtype=torch.int64)
+    valid = torch.ones(len(values), dtype=torch.bool) if valid is None else torch.tensor(valid, dtype=torch.bool)
+    return group_statistics(values, groups, num_groups, valid, reduce, ddof)
 
 
 def as_ranks(world: int, work):
@@ -29,9 +31,8 @@ def as_ranks(world: int, work):
         def reduce(tensor: torch.Tensor, op: str) -> torch.Tensor:
             slots[rank] = tensor
             barrier.wait(timeout=5)
-            total = ops[op](
-                torch.stack([slots[(rank + i) % world] for i in range(world)])
-            )  # another order on every rank
+            in_another_order = [slots[(rank + i) % world] for i in range(world)]
+            total = ops[op](torch.stack(in_another_order))
             barrier.wait(timeout=5)
             return total
 
@@ -47,9 +48,7 @@ def as_ranks(world: int, work):
 
 @given(st.lists(MODERATE, min_size=1, max_size=30), st.integers(0, 1))
 def test_against_rational_arithmetic(values, ddof):
-    stats = group_statistics(
-        *tensors(values, [0] * len(values))[:2], 1, torch.ones(len(values), dtype=torch.bool), alone, ddof
-    )
+    stats = statistics_of(values, [0] * len(values), 1, ddof)
     exact = [Fraction(v) for v in values]
     mean = sum(exact) / len(exact)
     largest = max(abs(v) for v in exact)
@@ -65,10 +64,7 @@ def test_against_rational_arithmetic(values, ddof):
 def test_never_nan(samples, ddof):
     """Constant, huge, tiny, mixed, single and empty groups."""
     values, groups, valid = [list(x) for x in zip(*samples, strict=True)] if samples else ([], [], [])
-    values = torch.tensor(values, dtype=torch.float64)
-    stats = group_statistics(
-        values, torch.tensor(groups, dtype=torch.int64), 4, torch.tensor(valid, dtype=torch.bool), alone, ddof
-    )
+    stats = statistics_of(values, groups, 4, ddof, valid=valid)
     for x in (stats.mean, stats.std, stats.min, stats.max):
         assert not torch.isnan(x).any() and torch.isfinite(stats.mean).all()
     assert (stats.degenerate | (stats.count > 1)).all() and (stats.mean[stats.count == 0] == 0).all()
@@ -80,51 +76,43 @@ def test_same_bits_for_any_split(samples, seed):
     values, groups, owners = (list(x) for x in zip(*samples, strict=True))
 
     def bits(stats) -> list:
-        return [
-            x.double().view(torch.int64).tolist() for x in (stats.count, stats.mean, stats.std, stats.min, stats.max)
-        ]
+        found = (stats.count, stats.mean, stats.std, stats.min, stats.max)
+        return [x.double().view(torch.int64).tolist() for x in found]
 
     order = list(range(len(values)))
 
     def work(rank: int, reduce):
         mine = [i for i in order if owners[i] == rank]
         random.Random(seed).shuffle(mine)
-        v = torch.tensor([values[i] for i in mine], dtype=torch.float64)
-        g = torch.tensor([groups[i] for i in mine], dtype=torch.int64)
-        return bits(group_statistics(v, g, 4, torch.ones(len(mine), dtype=torch.bool), reduce, 1))
+        return bits(statistics_of([values[i] for i in mine], [groups[i] for i in mine], 4, 1, reduce))
 
-    v, g, valid = tensors(values, groups)
-    assert as_ranks(3, work) == [bits(group_statistics(v, g, 4, valid, alone, 1))] * 3
+    assert as_ranks(3, work) == [bits(statistics_of(values, groups, 4, 1))] * 3
 
 
 def test_degenerate_is_about_the_range_and_not_the_std():
     values = [0.7] * 6 + [0.1, 0.1 + 1e-9] + [1000.1] * 7 + [5.0]
     groups = [0] * 6 + [1] * 2 + [2] * 7 + [3]
-    stats = group_statistics(*tensors(values, groups)[:2], 5, torch.ones(16, dtype=torch.bool), alone, 1)
+    stats = statistics_of(values, groups, 5, 1)
     assert stats.degenerate.tolist() == [True, False, True, True, True]  # group 4 is empty
 
 
 def test_invalid_values_are_left_out_even_nan():
-    values, groups, _ = tensors([1.0, float("nan"), 3.0, float("inf")], [0, 0, 0, 1])
-    stats = group_statistics(values, groups, 2, torch.tensor([True, False, True, False]), alone, 1)
-    assert (
-        stats.mean.tolist() == [2.0, 0.0]
-        and stats.count.tolist() == [2, 0]
-        and stats.std[0].item() == pytest.approx(2**0.5)
-    )
+    values = [1.0, float("nan"), 3.0, float("inf")]
+    stats = statistics_of(values, [0, 0, 0, 1], 2, 1, valid=[True, False, True, False])
+    assert stats.mean.tolist() == [2.0, 0.0] and stats.count.tolist() == [2, 0]
+    assert stats.std[0].item() == pytest.approx(2**0.5)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_valid_value_that_is_not_finite_is_an_error(bad):
     with pytest.raises(AssertionError, match="not finite"):
-        group_statistics(*tensors([1.0, bad], [0, 0])[:2], 1, torch.ones(2, dtype=torch.bool), alone, 1)
+        statistics_of([1.0, bad], [0, 0], 1, 1)
 
 
 def test_cancellation_is_exact():
-    values, groups, _ = tensors([1e16, 1.0, -1e16, 2.0**-30], [0] * 4)
-    total, along = exact_group_sums(
-        values, groups, torch.tensor([1e16], dtype=torch.float64), alone, along=torch.tensor([7])
-    )
+    values, largest = torch.tensor([[1e16, 1.0, -1e16, 2.0**-30], [1e16] * 4], dtype=torch.float64)
+    groups = torch.zeros(4, dtype=torch.int64)
+    total, along = exact_group_sums(values, groups, largest[:1], alone, along=torch.tensor([7]))
     assert float(total) == 1.0 + 2.0**-30 and int(along) == 7
 
 

@@ -28,19 +28,18 @@ def groups_of(shapes: list[tuple[int, list[int]]], masks: bool = False) -> list[
     for g, (prompt_length, responses) in enumerate(shapes):
         samples = tuple(
             Sample(
-                index=i,
-                token_ids=tuple(1000 * g + 100 * i + 50 + t for t in range(length)),
-                logprobs=tuple(-0.01 * t - i for t in range(length)),
-                finish_reason="length" if length > 9 else "stop",
+                i,
+                tuple(1000 * g + 100 * i + 50 + t for t in range(length)),
+                tuple(-0.01 * t - i for t in range(length)),
+                "length" if length > 9 else "stop",
                 weight_version=0,
                 text="",
                 loss_mask=tuple((t + i) % 3 != 0 for t in range(length)) if masks else None,
             )
             for i, length in enumerate(responses)
         )
-        outcomes = tuple(
-            Outcome("score", 10.0 * g + i) if (g + i) % 5 else Outcome("timeout") for i in range(len(responses))
-        )
+        numbers = range(len(responses))
+        outcomes = tuple(Outcome("score", 10.0 * g + i) if (g + i) % 5 else Outcome("timeout") for i in numbers)
         prompt = Prompt(g, "", tuple(1000 * g + t for t in range(prompt_length)), "")
         groups.append(RolloutGroup(g, prompt, samples, outcomes))
     return groups
@@ -55,10 +54,8 @@ def test_a_batch_holds_what_was_sampled_in_any_order_of_arrival(shapes, masks: b
     groups = groups_of(shapes, masks)
     batch = build_batch(groups, one_pass(len(groups)), ALONE)
     group_size = max(len(g.samples) for g in groups)
-    row, of_samples = 0, batch.lengths.tolist()
-    tokens, masks_of, logprobs = (
-        values.split(of_samples) for values in (batch.tokens, batch.loss_mask, batch.rollout_logprobs)
-    )
+    row, of_tokens = 0, (batch.tokens, batch.loss_mask, batch.rollout_logprobs)
+    tokens, masks_of, logprobs = (values.split(batch.lengths.tolist()) for values in of_tokens)
     for group in groups:
         for sample, outcome in zip(group.samples, group.outcomes, strict=True):
             start, end = len(group.prompt.token_ids), len(group.prompt.token_ids) + len(sample.token_ids)
@@ -116,11 +113,8 @@ def test_shuffled_rewards_are_a_permutation_that_seed_and_step_decide(shapes, se
 
 def test_rewards_are_really_shuffled():
     batch = batch_of([(2, [3] * 4)] * 6)
-    orders = {
-        tuple(shuffle_rewards(batch, seed, step, ALONE).rewards.values.tolist())
-        for seed in range(3)
-        for step in range(3)
-    }
+    shuffled = (shuffle_rewards(batch, seed, step, ALONE) for seed in range(3) for step in range(3))
+    orders = {tuple(each.rewards.values.tolist()) for each in shuffled}
     assert len(orders) == 9 and tuple(batch.rewards.values.tolist()) not in orders
 
 
@@ -132,12 +126,9 @@ LAYOUTS = st.sampled_from(
 @given(SHAPES, st.integers(1, 60), st.booleans(), LAYOUTS)
 def test_every_token_is_in_one_micro_batch_and_none_is_above_the_budget(shapes, budget: int, packed: bool, sizes: dict):
     batch, layout = batch_of(shapes), ParallelConfig(**sizes)
-    by_rank = [
-        plan_micro_batches(batch, range(len(batch.lengths)), budget, packed, layout, ALONE, cp_rank)
-        for cp_rank in range(layout.cp)
-    ]
-    seen = torch.zeros_like(batch.tokens)  # starts + columns: places among them
-    for micros in by_rank:
+    seen = torch.zeros_like(batch.tokens)
+    for cp_rank in range(layout.cp):
+        micros = plan_micro_batches(batch, range(len(batch.lengths)), budget, packed, layout, ALONE, cp_rank)
         assert len(micros) % (layout.pp if layout.vpp > 1 else 1) == 0
         assert layout.pp == 1 or len({tuple(m.tokens.shape) for m in micros}) == 1, "pipeline stages exchange one shape"
         for micro in micros:
@@ -152,25 +143,19 @@ def check_micro_batch(micro: MicroBatch, batch: Batch, budget: int, packed: bool
     height, width = micro.tokens.shape
     assert width % layout.tp == 0 and (height == 1 or not packed)
     assert torch.equal(micro.columns >= 0, real)
-    assert (
-        torch.equal(micro.tokens[real], batch.tokens[batch.starts[micro.rows[real]] + micro.columns[real]].long())
-        and not micro.tokens[~real].any()
-    )
+    theirs = batch.tokens[batch.starts[micro.rows[real]] + micro.columns[real]]
+    assert torch.equal(micro.tokens[real], theirs.long()) and not micro.tokens[~real].any()
     assert torch.equal(micro.positions[real], micro.columns[real]), "rotary positions are those in the sequence"
-    assert set(micro.rows[real].tolist()) <= set(micro.members.tolist()) and micro.members.tolist() == sorted(
-        set(micro.members.tolist())
-    )
+    members = micro.members.tolist()
+    assert set(micro.rows[real].tolist()) <= set(members) and members == sorted(set(members))
     unit = 2 * layout.cp if layout.cp > 1 else 1
     lengths = [-(-int(n) // unit) * unit for n in batch.lengths[micro.members]]
     if len(lengths) > 1:
         assert (sum(lengths) if packed else len(lengths) * max(lengths)) <= budget
     if packed:
         bounds = micro.cu_seqlens.tolist()
-        assert (
-            bounds[0] == 0
-            and bounds[-1] == width * layout.cp
-            and micro.max_seqlen == max(b - a for a, b in pairwise(bounds))
-        )
+        assert bounds[0] == 0 and bounds[-1] == width * layout.cp
+        assert micro.max_seqlen == max(b - a for a, b in pairwise(bounds))
     else:
         assert micro.cu_seqlens is None
 

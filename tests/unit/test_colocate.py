@@ -12,12 +12,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
+from fake_engine import FakeEngine, running
 from pydantic import ValidationError
 from torch.distributed import TCPStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from fake_engine import FakeEngine, running
 
 from examples.laptop.model import make_tiny_model
 from examples.laptop.recipe import TinyModelConfig
@@ -35,8 +33,8 @@ from megagrpo.weights.wire.handover import Handover, take_batches
 from megagrpo.weights.wire.mailbox import listening_store
 from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.shared_buffer import SharedBuffer, open_shared
+from tests.experiments import QUICKSTART
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 SETTINGS = ["rollout.colocate=true", "weights.transport=ipc"]
 CPU = torch.device("cpu")
 
@@ -93,10 +91,8 @@ def test_check_says_what_is_on_a_gpu_when(tmp_path):
 
 def test_an_engine_releases_once_and_takes_back_only_what_it_has_released():
     asked = []
-    more = {
-        f"/{verb}_memory_occupation": lambda body, verb=verb: asked.append((verb, *body["tags"]))
-        for verb in ("release", "resume")
-    }
+    note = lambda verb: lambda body: asked.append((verb, *body["tags"]))  # noqa: E731
+    more = {f"/{verb}_memory_occupation": note(verb) for verb in ("release", "resume")}
 
     async def through_a_step(url: str) -> None:
         memory = EngineMemory(url, "key", 5.0)

@@ -5,11 +5,11 @@ import asyncio
 import pytest
 from fake_service import FakeService, running
 
-from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.generation import GenerationClient, RetryPolicy, SampleRequest, SamplingParams
 from megagrpo.rollout.response import Response
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
+from tests.experiments import experiment
 
 PROMPT, QUICK = (5, 6), RetryPolicy(3, 2.0, streaming=True, base_s=0.01, cap_s=0.02)
 
@@ -59,8 +59,7 @@ def test_a_cut_response_starts_again_if_it_cannot_go_on(params, version, number)
 
 
 def test_engines_send_pieces_that_hold_their_own_tokens():
-    sections = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
     place = ServerPlace(0, "127.0.0.1", 20001, "10.0.0.1:20002", cuda=False, num_cores=8)
     for streaming in (False, True):
-        config = ExperimentConfig.model_validate(sections | {"rollout": {"streaming": streaming}})
-        assert ("--incremental-streaming-output" in engine_command(config, place)) == streaming
+        command = engine_command(experiment(rollout={"streaming": streaming}), place)
+        assert ("--incremental-streaming-output" in command) == streaming

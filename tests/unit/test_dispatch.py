@@ -1,12 +1,13 @@
 """When requests leave, which groups a step takes, and what becomes of those that are late or of another start."""
 
 import time
+from collections.abc import Callable
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fake_service import FakeService, running
-from sampling import MESH, experiment, prompt_set, source_of, take, until
+from sampling import MESH, digits, experiment, prompt_set, source_of, take, until
 
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.load import load_config
@@ -17,14 +18,18 @@ from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.planning.engine_memory import concurrency_report
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
+from tests.experiments import QUICKSTART
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 WANTED, GROUP_SIZE = 2, 2
+REMAX = {"advantage": {"name": "remax"}}
 TIS = {"mismatch": {"weight": {"name": "tis"}}}
 
 
-def make_source(service: FakeService, config: ExperimentConfig, **options):
-    return source_of(service.control, config, **options)
+@contextmanager
+def sampling(config: ExperimentConfig, state: TrainState | None = None, decode: Callable = digits, **service):
+    """(a service with these fields, the source of a rank, its state)"""
+    with running(FakeService(**service)) as fake, closing(source_of(fake.control, config, decode=decode)) as source:
+        yield fake, source, state or TrainState()
 
 
 def trained(groups: list[RolloutGroup]) -> list[int]:
@@ -35,15 +40,13 @@ def test_limits_of_the_engines_own_cache():
     """Six tokens of prompt and guessed response each, a cache of 26: four at once with the tenth beside it."""
     config = experiment(train={"num_prompts_per_step": 4}, sampling={"max_response_tokens": 8})
     free: list[bool] = []
-    with running(FakeService(cache_tokens=26, hang=lambda body: not free)) as service:
-        source = make_source(service, config)
+    with sampling(config, cache_tokens=26, hang=lambda body: not free) as (service, source, state):
         source.start(0, range(4), prompt_set().prompts[:4], 0)
         until(lambda: len(service.requests) == 4)
         time.sleep(0.2)
         assert len(service.requests) == 4
         free.append(True)
-        assert len(take(source, config, TrainState()).groups) == 4 and len(service.requests) == 8
-        source.close()
+        assert len(take(source, config, state).groups) == 4 and len(service.requests) == 8
 
 
 @pytest.mark.parametrize(
@@ -53,12 +56,10 @@ def test_limits_of_the_engines_own_cache():
 def test_order_of_a_batch(order, expected):
     config = experiment(train={"num_prompts_per_step": 3}, rollout={"order": order, "max_running_requests": 1})
     of = PromptSet(tuple(Prompt(i, "", (1,) * n, "") for i, n in enumerate((2, 5, 3))), 0, False)
-    with running(FakeService()) as service:
-        source = make_source(service, config)
+    with sampling(config) as (service, source, state):
         for prompt_id, length in enumerate((30, 60, 10)):
             source._sampler.lengths.add(prompt_id, length)
-        take(source, config, TrainState(), of=of)
-        source.close()
+        take(source, config, state, of=of)
     lengths = [len(request["input_ids"]) for request in service.requests[1::GROUP_SIZE]]
     assert lengths == [len(of.prompts[i].token_ids) for i in expected]
 
@@ -82,21 +83,19 @@ def test_training_may_take_longer_than_a_rollout():
     config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 1.0}, algorithm=TIS)
     free: list[bool] = []
     hang = lambda body: not free and body["input_ids"][1] >= 100 + WANTED  # noqa: E731
-    with running(FakeService(hang=hang)) as service:
-        source, state = make_source(service, config), TrainState()
+    with sampling(config, hang=hang) as (_, source, state):
         take(source, config, state)
         time.sleep(1.3)
         free.append(True)
         assert trained(take(source, config, state).groups) == [2, 3]
-        source.close()
 
 
 def test_the_same_prompts_may_be_on_their_way_twice():
     """Few prompts, in every batch at the same place, and an evaluation of prompts with the same ids beside them."""
     config = experiment(rollout={"max_staleness": 2}, algorithm=TIS)
     of, free = prompt_set(WANTED), []
-    with running(FakeService(hang=lambda body: not free and body["sampling_params"]["temperature"] > 0)) as service:
-        source, state = make_source(service, config), TrainState()
+    hang = lambda body: not free and body["sampling_params"]["temperature"] > 0  # noqa: E731
+    with sampling(config, hang=hang) as (service, source, state):
         for number in range(3):
             source.start(number, range(2 * number, 2 * number + 2), of.batch(2 * number, 2, 0), 0)
         until(lambda: len(service.requests) == 3 * WANTED * GROUP_SIZE)
@@ -104,7 +103,6 @@ def test_the_same_prompts_may_be_on_their_way_twice():
         assert source.waiting()
         free.append(True)
         assert [trained(take(source, config, state, 4, of).groups) for _ in range(4)] == [[0, 1]] * 4
-        source.close()
     assert not source.waiting()
 
 
@@ -112,24 +110,20 @@ def test_the_same_prompts_may_be_on_their_way_twice():
 def test_nothing_is_sampled_that_no_step_takes(advantage):
     config = experiment(rollout={"max_staleness": 2}, algorithm=TIS | {"advantage": {"name": advantage}})
     greedy = WANTED if advantage == "remax" else 0
-    with running(FakeService()) as service:
-        source, state = make_source(service, config), TrainState()
+    with sampling(config) as (service, source, state):
         for step in range(4):
             service.version = step
             take(source, config, state, 4 - step)
         source.drain()
         assert len(service.requests) == 4 * (WANTED * GROUP_SIZE + greedy)
         assert source.finished() == []
-        source.close()
 
 
 def test_another_batch_size_after_a_restart_repeats_no_prompt():
     for staleness in (0, 2):
         config = experiment(train={"num_prompts_per_step": 3}, rollout={"max_staleness": staleness}, algorithm=TIS)
-        with running(FakeService(version=2)) as service:
-            source, state = make_source(service, config), TrainState(step=2, data_cursor=4)
+        with sampling(config, TrainState(step=2, data_cursor=4), version=2) as (_, source, state):
             found = trained(take(source, config, state).groups) + trained(take(source, config, state).groups)
-            source.close()
         assert found == [4, 5, 6, 7, 8, 9]
 
 
@@ -141,17 +135,14 @@ def group(place: int, version: int = 0, number: int = GROUP_SIZE) -> RolloutGrou
 def test_what_an_earlier_start_finished_is_kept_until_it_is_taken():
     config = experiment(rollout={"max_staleness": 2}, algorithm=TIS)
     ahead = [group(2), group(5)]
-    with running(FakeService(version=1)) as service:
-        source = make_source(service, config)
+    with sampling(config, TrainState(step=1, data_cursor=2), version=1) as (service, source, state):
         source.restore(list(ahead))
         assert source.finished() == ahead, "saved again before anything was begun"
-        state = TrainState(step=1, data_cursor=2)
         taken = take(source, config, state, 3)
         assert trained(taken.groups) == [2, 3] and taken.groups[0].samples == ahead[0].samples
         source.drain()
         assert sorted(group.group_id for group in source.finished()) == [4, 5, 6, 7]
         assert len(service.requests) == 4 * GROUP_SIZE
-        source.close()
 
 
 FITS = group(5, 1)
@@ -173,52 +164,44 @@ TOO_LONG = replace(FITS.samples[0], token_ids=(7,) * 1025, logprobs=(-1.0,) * 10
 )
 def test_what_an_earlier_start_finished_is_sampled_again_where_it_does_not_fit(stale):
     config = experiment(rollout={"max_staleness": 1}, algorithm=TIS)
-    with running(FakeService(version=1)) as service:
-        source = make_source(service, config)
+    with sampling(config, TrainState(step=1, data_cursor=2), version=1) as (service, source, state):
         source.restore([stale[1]])
-        take(source, config, TrainState(step=1, data_cursor=2), 3)
+        take(source, config, state, 3)
         source.drain()
         assert len(service.requests) == 4 * GROUP_SIZE
-        source.close()
 
 
 def test_a_step_that_fails_leaves_its_finished_groups():
     config = experiment(rollout={"max_staleness": 1, "step_timeout_s": 0.5}, algorithm=TIS)
-    with running(FakeService(hang=lambda body: body["input_ids"][1] == 101)) as service:
-        source, state = make_source(service, config), TrainState()
+    with sampling(config, hang=lambda body: body["input_ids"][1] == 101) as (_, source, state):
         with pytest.raises(LeaderError, match=r"1 of 2 groups did not come.*prompts \[1\]"):
             take(source, config, state)
         assert {group.group_id for group in source.finished()} == {0, 2, 3}
-        source.close()
 
 
 @pytest.mark.parametrize(
     "algorithm, sampled",
-    [({"advantage": {"name": "remax"}}, {0, 1}), ({"dynamic_sampling": {"max_num_gen_batches": 2}}, {0, 1, 2, 3})],
+    [(REMAX, {0, 1}), ({"dynamic_sampling": {"max_num_gen_batches": 2}}, {0, 1, 2, 3})],
     ids=["its greedy responses", "its second batch"],
 )
 def test_a_step_that_fails_late_leaves_what_it_had_taken(algorithm, sampled):
     """Else the next start would sample it anew, by newer weights than a run that nobody disturbed."""
     config = experiment(rollout={"max_staleness": 2, "step_timeout_s": 0.5}, algorithm=TIS | algorithm)
     late = lambda body: body["sampling_params"]["temperature"] == 0 or body["input_ids"][1] >= 104  # noqa: E731
-    with running(FakeService(hang=late)) as service:
-        source, state = make_source(service, config, decode=lambda ids: "1"), TrainState()
+    with sampling(config, hang=late, decode=lambda ids: "1") as (_, source, state):
         with pytest.raises((LeaderError, RunStopped)):
             take(source, config, state)
         assert {group.group_id for group in source.finished()} == sampled
-        source.close()
 
 
 def test_drain_asks_again_what_a_lost_host_had():
     config = experiment(rollout={"max_staleness": 1, "request_timeout_s": 600.0}, algorithm=TIS)
-    with running(FakeService(script=[{}] * (WANTED * GROUP_SIZE) + ["hang"])) as service:
-        source, state = make_source(service, config), TrainState()
+    with sampling(config, script=[{}] * (WANTED * GROUP_SIZE) + ["hang"]) as (service, source, state):
         take(source, config, state)
         until(lambda: len(service.requests) == 2 * WANTED * GROUP_SIZE)
         service.lost_hosts = 1
         source.drain()
         assert len(source.finished()) == WANTED and len(service.requests) > 2 * WANTED * GROUP_SIZE
-        source.close()
 
 
 def extra(**rollout) -> ExperimentConfig:
@@ -227,8 +210,8 @@ def extra(**rollout) -> ExperimentConfig:
 
 def test_a_step_takes_the_groups_that_are_finished_first_and_leaves_none_behind_for_long():
     slow, metrics = {101}, [Metrics() for _ in range(4)]
-    with running(FakeService(hang=lambda body: body["input_ids"][1] in slow)) as service:
-        source, state, steps = make_source(service, extra()), TrainState(), []
+    with sampling(extra(), hang=lambda body: body["input_ids"][1] in slow) as (service, source, state):
+        steps = []
         steps.append(take(source, extra(), state, 4, metrics=metrics[0]))
         assert trained(steps[0].groups) == [0, 2] and state.deferred == [(1, 1)] and state.data_cursor == 3
         service.version = 1
@@ -236,7 +219,6 @@ def test_a_step_takes_the_groups_that_are_finished_first_and_leaves_none_behind_
         for step in (1, 2, 3):
             steps.append(take(source, extra(), state, 4 - step, metrics=metrics[step]))
             service.version = step + 1
-        source.close()
     assert 1 in trained(steps[1].groups), "after one deferral it is waited for"
     found = [prompt for taken in steps for prompt in trained(taken.groups)]
     assert sorted(found) == list(range(4 * WANTED)), "every prompt once, none left at the end"
@@ -251,27 +233,22 @@ def test_a_step_takes_the_groups_that_are_finished_first_and_leaves_none_behind_
 
 def test_groups_left_behind_survive_a_restart():
     slow = {101}
-    with running(FakeService(hang=lambda body: body["input_ids"][1] in slow)) as service:
-        source, state = make_source(service, extra()), TrainState()
+    with sampling(extra(), hang=lambda body: body["input_ids"][1] in slow) as (service, source, state):
         take(source, extra(), state, 2)
         assert source.finished() == []
-        source.close()
     slow.clear()
-    state = TrainState(step=1, data_cursor=3, deferred=[[1, 1]])  # as JSON brings it back
-    with running(FakeService(version=1)) as service:
-        source = make_source(service, extra())
+    resumed = TrainState(step=1, data_cursor=3, deferred=[[1, 1]])  # as JSON brings it back
+    with sampling(extra(), resumed, version=1) as (service, source, state):
         taken = take(source, extra(), state, 1)
-        source.close()
     assert trained(taken.groups) == [1, 3] and len(service.requests) == WANTED * GROUP_SIZE
 
 
 def test_a_failure_among_extra_groups_ends_the_step():
     config = extra(step_timeout_s=0.5)
-    with running(FakeService(hang=lambda body: body["input_ids"][1] in (101, 102))) as service:
-        source = make_source(service, config)
-        with pytest.raises(LeaderError, match=r"2 of 3 groups did not come within 0 s.*prompts \[1, 2\]"):
-            take(source, config, TrainState())
-        source.close()
+    said = r"2 of 3 groups did not come within 0 s.*prompts \[1, 2\]"
+    rollout = sampling(config, hang=lambda body: body["input_ids"][1] in (101, 102))
+    with rollout as (_, source, state), pytest.raises(LeaderError, match=said):
+        take(source, config, state)
 
 
 @pytest.mark.parametrize(
@@ -282,10 +259,7 @@ def test_a_failure_among_extra_groups_ends_the_step():
         ({"rollout": {"extra_groups": 1, "max_staleness": 1}, "algorithm": TIS}, "set one of them"),
         ({"rollout": {"max_staleness": 1}, "algorithm": TIS | {"dynamic_sampling": {}}}, "take 2 or more, or 0"),
         ({"rollout": {"extra_groups": 1}, "algorithm": TIS, "weights": {"in_flight": "drain"}}, "take retract"),
-        (
-            {"rollout": {"extra_groups": 1}, "algorithm": TIS | {"advantage": {"name": "remax"}}},
-            "greedy requests would change",
-        ),
+        ({"rollout": {"extra_groups": 1}, "algorithm": TIS | REMAX}, "greedy requests would change"),
     ],
 )
 def test_what_extra_groups_do_not_go_with(sections, said):

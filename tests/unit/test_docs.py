@@ -13,8 +13,8 @@ from bench.readme import command_line, pages, refreshed
 from megagrpo import cli
 from megagrpo.config.describe import reference
 from megagrpo.config.load import load_config
+from tests.experiments import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 MAX_README_LINES, MAX_PAGE_LINES = 160, 250
 # Names in commands that stand for the reader's own; everything else that looks like a file must exist.
@@ -126,9 +126,8 @@ def test_every_metric_is_explained():
     assert len(names) > 40
     for name in sorted(names):  # of f"loss/{name}" at least one row has the prefix
         prefix, is_family, _ = name.partition("{")
-        assert any(row.startswith(prefix) for row in rows) if is_family else any(p.fullmatch(name) for p in patterns), (
-            name
-        )
+        explained = (row.startswith(prefix) for row in rows) if is_family else (p.fullmatch(name) for p in patterns)
+        assert any(explained), name
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)

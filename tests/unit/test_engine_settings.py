@@ -1,8 +1,6 @@
 """`rollout.sglang`: every field of ServerArgs is decided, wrong and forbidden ones are refused, right ones arrive."""
 
 import json
-import subprocess
-import sys
 from fnmatch import fnmatchcase
 
 import pytest
@@ -20,13 +18,13 @@ from megagrpo.rollout.service.engine_command import (
     on_gpus,
 )
 from megagrpo.system.environment import WEIGHT_LOADER, child_environment
+from tests.experiments import experiment, python
 
 PLACE = {cuda: ServerPlace(0, "127.0.0.1", 20001, "10.0.0.1:20002", cuda=cuda, num_cores=8) for cuda in (False, True)}
 
 
 def config(**rollout) -> ExperimentConfig:
-    sections = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
-    return ExperimentConfig.model_validate(sections | {"rollout": rollout})
+    return experiment(rollout=rollout)
 
 
 def problems(**rollout) -> list[str]:
@@ -56,9 +54,8 @@ print(json.dumps(found))
 def test_fields_and_options_are_those_of_sglang_itself():
     place = PLACE[False]
     environment = child_environment(engine_environment(config(), place), engine_python_path(place))
-    done = subprocess.run([sys.executable, "-c", OF_SGLANG], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    theirs = {name: set(options) for name, options in json.loads(done.stdout.splitlines()[-1]).items()}
+    printed = python("-c", OF_SGLANG, env=environment).splitlines()[-1]
+    theirs = {name: set(options) for name, options in json.loads(printed).items()}
     fields = server_fields()
     negatable = {name: server_options(field) for name, field in fields.items() if "action" in field.options}
     negated = {name: [f"--no-{option[2:]}" for option in options] for name, options in negatable.items()}
@@ -155,14 +152,14 @@ def test_interleaved_experts_are_refused(monkeypatch):
     ],
 )
 def test_engines_without_a_gpu_run_on_the_cpu_only_where_that_is_meant(device, dtype, gpus, on_gpu):
-    experiment = config(dtype=dtype)
-    experiment = experiment.model_copy(update={"actor": experiment.actor.model_copy(update={"device": device})})
+    resolved = config(dtype=dtype)
+    resolved = resolved.model_copy(update={"actor": resolved.actor.model_copy(update={"device": device})})
     if on_gpu is None:
         with pytest.raises(ValueError, match="no GPU is visible where engines are to run, .* set actor.device: cpu"):
-            on_gpus(experiment, gpus)
+            on_gpus(resolved, gpus)
     else:
-        assert on_gpus(experiment, gpus) is on_gpu
-        assert experiment.rollout.patience_s(on_gpu) == (300 if on_gpu else 60)
+        assert on_gpus(resolved, gpus) is on_gpu
+        assert resolved.rollout.patience_s(on_gpu) == (300 if on_gpu else 60)
         assert config(health_timeout_s=20.0).rollout.patience_s(on_gpu) == 20
 
 

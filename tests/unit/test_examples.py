@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -15,9 +13,8 @@ from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.planning.explain import explain
-from megagrpo.system.environment import child_environment
+from tests.experiments import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 MODELS = ROOT / "configs" / "models"
 LARGE = {
@@ -146,10 +143,8 @@ def test_the_last_rank_of_every_example_is_built():
         config = described(path)
         layout = json.dumps([config.actor.layout, config.actor.recompute, Path(config.model.path).name])
         distinct[layout] = (str(path), config.model.path)
-    command = [sys.executable, "-W", "ignore", "-c", BUILD, *(word for pair in distinct.values() for word in pair)]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    built = [line.split() for line in done.stdout.splitlines()]
+    printed = python("-c", BUILD, *(word for pair in distinct.values() for word in pair))
+    built = [line.split() for line in printed.splitlines()]
     assert [line[0] for line in built] == [path for path, _ in distinct.values()]
     for path, layers, head, tp, pp, ep, _ in built:
         config = described(Path(path))

@@ -1,9 +1,6 @@
 """Mixtral, GLM-4.5, DeepSeek-V3, Kimi-K2, Moonlight: published sizes, refusals by name, what is left out."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +18,8 @@ from megagrpo.families.table import (
     parameter_counts,
 )
 from megagrpo.planning.explain import explain
-from megagrpo.system.environment import child_environment
+from tests.experiments import QUICKSTART, python
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "rope_theta": 1e6}
 YARN = {
     "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
@@ -33,15 +29,9 @@ YARN = {
 
 def config(model_type: str, hidden: int, layers: int, heads: int, ffn: int, vocab: int, **more) -> dict:
     """What the config.json of a published model says of its sizes."""
-    return COMMON | {
-        "model_type": model_type,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": ffn,
-        "vocab_size": vocab,
-        **more,
-    }
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+    sizes = zip(names, (hidden, layers, heads, ffn, vocab), strict=True)
+    return COMMON | {"model_type": model_type, **dict(sizes), **more}
 
 
 def qwen3_moe(hidden: int, layers: int, heads: int, kv: int, ffn: int, width: int) -> dict:
@@ -51,17 +41,9 @@ def qwen3_moe(hidden: int, layers: int, heads: int, kv: int, ffn: int, width: in
 
 
 def sigmoid_moe(dense: int, experts: int, top: int, width: int, shared: int, scale: float, groups: tuple = (1, 1)):
-    return {
-        "first_k_dense_replace": dense,
-        "n_routed_experts": experts,
-        "num_experts_per_tok": top,
-        "moe_intermediate_size": width,
-        "n_shared_experts": shared,
-        "routed_scaling_factor": scale,
-        "norm_topk_prob": True,
-        "n_group": groups[0],
-        "topk_group": groups[1],
-    }
+    sizes = {"n_routed_experts": experts, "num_experts_per_tok": top, "moe_intermediate_size": width}
+    sizes |= {"n_shared_experts": shared, "first_k_dense_replace": dense, "routed_scaling_factor": scale}
+    return sizes | {"norm_topk_prob": True, "n_group": groups[0], "topk_group": groups[1]}
 
 
 def glm(hidden: int, layers: int, ffn: int, qk_norm: bool, moe: dict) -> dict:
@@ -122,13 +104,6 @@ WRONG_OF_V3 = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_of_published_models(name):
-    hf, total, active = PUBLISHED[name]
-    counts = parameter_counts(architecture_of(hf))
-    assert (round(counts.total / 1e9, 1), round(counts.active / 1e9, 1)) == (total, active)
-
-
 # Megatron's modules of a rank that holds every layer and one expert of each, on the meta device in a pretended world
 COUNT = """
 import json, sys
@@ -156,20 +131,13 @@ for name, hf in json.load(sys.stdin).items():
 """
 
 
-def test_parameters_of_the_modules_that_are_built():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COUNT],
-        input=json.dumps({name: hf for name, (hf, _, _) in PUBLISHED.items()}),
-        env=child_environment(),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    built = {
-        name: tuple(round(int(n) / 1e9, 1) for n in rest) for name, *rest in map(str.split, done.stdout.splitlines())
-    }
+def test_published_models_have_their_parameters_by_the_families_and_by_the_modules_that_are_built():
+    printed = python("-c", COUNT, input=json.dumps({name: hf for name, (hf, _, _) in PUBLISHED.items()}))
+    lines = map(str.split, printed.splitlines())
+    built = {name: tuple(round(int(number) / 1e9, 1) for number in rest) for name, *rest in lines}
     assert built == {name: (total, active) for name, (_, total, active) in PUBLISHED.items()}
+    counts = {name: parameter_counts(architecture_of(hf)) for name, (hf, _, _) in PUBLISHED.items()}
+    assert built == {name: (round(n.total / 1e9, 1), round(n.active / 1e9, 1)) for name, n in counts.items()}
 
 
 @pytest.mark.parametrize("key", WRONG_OF_V3)
@@ -208,9 +176,8 @@ def test_refusals_of_glm_and_mixtral():
     assert "partial_rotary_factor" in model_problems(GLM | {"partial_rotary_factor": 0.3})[0]
     assert "norm_topk_prob" in model_problems(GLM | {"norm_topk_prob": False})[0]
     for key in ("n_group", "first_k_dense_replace", "routed_scaling_factor"):
-        assert model_problems({name: value for name, value in GLM.items() if name != key}) == [
-            f"config.json lacks {key}"
-        ]
+        less = {name: value for name, value in GLM.items() if name != key}
+        assert model_problems(less) == [f"config.json lacks {key}"]
 
 
 def test_both_spellings_of_rotary_options_are_read():

@@ -10,7 +10,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.types import AlgoState
 from tests.unit.algo_inputs import batch_of, reward_inputs, with_advantages
-from tests.unit.golden_cases import cases, close, load, tensor
+from tests.unit.golden_cases import cases, close, defects, load, tensor
 
 FILE = "advantages.json"
 RAW = {"single_sample": "raw"}
@@ -228,4 +228,4 @@ def test_nemo_without_leave_one_out(case):
 
 def test_every_defect_of_the_file_is_shown_above():
     shown = {"D1", "D2", "D6", "D9", "D15", "D16", "D21", "D23", "N1", "N2", "N8"}
-    assert {d for case in load(FILE) if case["status"] == "defect" for d in case["defects"]} <= shown
+    assert defects(FILE) <= shown

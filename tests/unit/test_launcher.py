@@ -16,13 +16,12 @@ from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import is_live, process_tree, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED, StopRequest
+from tests import experiments
 
 
 def experiment(transport: str) -> ExperimentConfig:
     sections = {"actor": {"world_size": 2}, "rollout": {"num_engines": 2, "tp": 2}, "weights": {"transport": transport}}
-    return ExperimentConfig.model_validate(
-        {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}} | sections
-    )
+    return experiments.experiment(**sections)
 
 
 def test_trainers_and_engines_have_gpus_of_their_own_or_too_few_are_refused():
@@ -36,8 +35,7 @@ def test_trainers_and_engines_have_gpus_of_their_own_or_too_few_are_refused():
 
 def test_only_one_run_trains_into_a_folder(tmp_path):
     folder = RunFolder(tmp_path / "run")
-    said = "output_dir .*run: another run trains into this folder"
-    refused = pytest.raises(ValueError, match=said)
+    refused = pytest.raises(ValueError, match="output_dir .*run: another run trains into this folder")
     with alone_in(folder), alone_in(RunFolder(tmp_path / "other")), refused, alone_in(folder):
         pass
     with alone_in(folder):
@@ -108,24 +106,19 @@ def test_a_stop_request_lets_ranks_finish_and_a_second_term_ends(tmp_path, capsy
     assert launch.status == 143
 
 
-def test_unheard_signals_still_reach_the_children(tmp_path):
-    with Launch(RunFolder(tmp_path), "serve", end=(), unheard=(signal.SIGTERM,)) as launch:
+def test_unheard_signals_still_reach_the_children_and_a_failure_leaves_none_and_no_temporary_folder(tmp_path):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    launch = Launch(RunFolder(tmp_path), "serve", end=(), unheard=(signal.SIGTERM,))
+    launch.remove_at_end(scratch)
+    with pytest.raises(ValueError, match="no Ray"), launch:
         signal.raise_signal(signal.SIGTERM)
-        child = launch.spawn(["sleep", "60"], tmp_path / "log", {})
+        child, other = (launch.spawn(["sleep", "60"], tmp_path / name, {}) for name in ("child", "other"))
         time.sleep(0.3)
         child.process.terminate()
         assert child.process.wait(5) == -signal.SIGTERM
-
-
-def test_a_failure_leaves_no_child_and_no_temporary_folder(tmp_path):
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    launch = Launch(RunFolder(tmp_path), "serve", end=())
-    launch.remove_at_end(scratch)
-    with pytest.raises(ValueError, match="no Ray"), launch:
-        child = launch.spawn(["sleep", "60"], tmp_path / "log", {})
         raise ValueError("no Ray")
-    assert child.process.poll() is not None and not scratch.exists()
+    assert other.process.poll() is not None and not scratch.exists()
 
 
 # Ignores TERM, has a child, and a grandchild whose parent is gone: all must end.
@@ -152,19 +145,19 @@ def start(code: str, log: Path) -> tuple[subprocess.Popen, list[psutil.Process]]
     return process, process_tree(process.pid)
 
 
-def test_whole_tree_ends(tmp_path):
-    process, tree = start(_STUBBORN, tmp_path / "deep" / "log")
-    assert len(tree) == 3
-    stop_tree(process.pid, grace_s=0.3)
-    assert process.wait(5) == -signal.SIGKILL
-    assert not [p for p in tree if is_live(p)]
+_POLITE = "import time; print('up', flush=True); time.sleep(600)"
 
 
-def test_term_is_enough_for_the_polite(tmp_path):
-    process, _ = start("import time; print('up', flush=True); time.sleep(600)", tmp_path / "log")
+@pytest.mark.parametrize(
+    ("code", "number", "grace_s", "by"), [(_STUBBORN, 3, 0.3, signal.SIGKILL), (_POLITE, 1, 30, signal.SIGTERM)]
+)
+def test_a_whole_tree_ends_and_the_polite_at_once(tmp_path, code, number, grace_s, by):
+    process, tree = start(code, tmp_path / "deep" / "log")
+    assert len(tree) == number
     started = time.monotonic()
-    stop_tree(process.pid, grace_s=30)
-    assert process.wait(5) == -signal.SIGTERM and time.monotonic() - started < 10
+    stop_tree(process.pid, grace_s=grace_s)
+    assert process.wait(5) == -by and time.monotonic() - started < 10
+    assert not [p for p in tree if is_live(p)]
     stop_tree(process.pid)  # one that is gone is no error
 
 

@@ -48,10 +48,8 @@ def test_transformer_engine_is_refused():
 
 def test_experts_cut_more_finely_than_the_rest_are_refused():
     def problems(targets: list[str]) -> list[str]:
-        parallel = {"tp": 1, "etp": 2}
-        return layout_problems(
-            MOE, ActorConfig.model_validate({"world_size": 2, "parallel": parallel, "lora": {"targets": targets}})
-        )
+        actor = {"world_size": 2, "parallel": {"tp": 1, "etp": 2}, "lora": {"targets": targets}}
+        return layout_problems(MOE, ActorConfig.model_validate(actor))
 
     assert problems(["q_proj"]) == []
     [problem] = problems(["up_proj"])

@@ -1,8 +1,6 @@
 """What Megatron's configuration classes are given: defaults on CUDA as a table, and every shipped experiment built."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -20,7 +18,8 @@ from megagrpo.families.table import architecture_of, read_architecture
 from megagrpo.planning.layer_costs import optimizer_bytes
 from megagrpo.planning.settings_report import settings_report
 from megagrpo.system.environment import child_environment
-from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, ROOT, described
+from tests.experiments import ROOT, python
+from tests.unit.test_examples import CONFIGS, LAPTOP, MODELS, described
 
 CPU = Kernels(cuda=False, transformer_engine=False, fused_weight_gradient=False)
 CUDA = Kernels(cuda=True, transformer_engine=False, fused_weight_gradient=False)
@@ -172,10 +171,8 @@ def test_every_shipped_experiment_builds_megatrons_objects(prepared):
     wrong = {"recompute_method": "block", "distribute_saved_activations": True}
     jobs.append(["wrong", hf, actor(recompute="full", megatron=wrong, parallel={"tp": 2}).model_dump()])
     stand_ins = {"PYTHONPATH": f"{ROOT / 'tests' / 'stand_ins'}:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    command, environment = [sys.executable, "-c", BUILD], child_environment(stand_ins)
-    done = subprocess.run(command, cwd=ROOT, env=environment, input=json.dumps(jobs), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    built = {name: rest for name, *rest in map(json.loads, done.stdout.splitlines())}
+    printed = python("-c", BUILD, cwd=ROOT, env=child_environment(stand_ins), input=json.dumps(jobs))
+    built = {name: rest for name, *rest in map(json.loads, printed.splitlines())}
     assert built.keys() == {name for name, *_ in jobs}
     said = built["wrong"][0]
     assert "Megatron's TransformerConfig refuses these settings: distribute_saved_activations" in said

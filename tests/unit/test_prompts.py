@@ -12,9 +12,7 @@ from examples.laptop.recipe import TinyModelConfig
 from megagrpo.config.schema import DataConfig, ModelConfig
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}#{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}#{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +75,7 @@ def test_several_files_are_read_as_one(tmp_path, tokenizer):
         (['{"prompt": "1", "answer": [1]}'], r"bad.jsonl:1: 'answer' should be a text or a number"),
         (['{"prompt": "1", "answer": null}'], r"bad.jsonl:1: 'answer' should be a text or a number, is None"),
         (['{"prompt": "", "answer": "1"}'], r"bad.jsonl:1: the prompt '' has no tokens"),
-        (
-            ['{"prompt": "1", "answer": "1"}', '{"prompt": "\\u00e9", "answer": "1"}'],
-            r"bad.jsonl:2: the tokenizer does not know",
-        ),
+        (["", '{"prompt": "\\u00e9", "answer": "1"}'], r"bad.jsonl:2: the tokenizer does not know"),
         ([], r"bad.jsonl: no prompt of at most 1024 tokens \(data.max_prompt_tokens\) in the file"),
     ],
 )
@@ -120,9 +115,8 @@ def test_templates(tmp_path, tokenizer):
     templated = character_tokenizer("0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz")
     templated.chat_template = TEMPLATE
     assert load_prompts(chat, templated).prompts[0].text == "<system>be brief#<user>1+1=#>"
-    messages = json.dumps(
-        {"prompt": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}], "answer": "2"}
-    )
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    messages = json.dumps({"prompt": turns, "answer": "2"})
     several = DataConfig(path=write(tmp_path / "m.jsonl", [messages]), chat_template=True)
     assert load_prompts(several, templated).prompts[0].text == "<user>hi#<assistant>yo#>"
     with pytest.raises(ValueError, match=r"m\.jsonl:1: 'prompt' should be a text"):
@@ -142,12 +136,9 @@ def test_the_cursor_alone_is_the_state(tmp_path, tokenizer):
     assert Counter(p.id for p in prompts.batch(10, 100, seed=0)) == dict.fromkeys(range(10), 10)
     in_order = load_prompts(DataConfig(path=path, shuffle=False), tokenizer)
     assert [p.id for p in in_order.batch(8, 4, seed=3)] == [8, 9, 0, 1]
-
-
-def test_the_order_never_changes_between_versions(tmp_path, tokenizer):
-    """A resumed run must go on with the prompts that the first one would have taken."""
-    path = write(tmp_path / "a.jsonl", rows(*((str(i), str(i)) for i in range(8))))
-    assert [p.id for p in load_prompts(DataConfig(path=path), tokenizer).batch(4, 6, seed=1)] == [7, 6, 1, 4, 6, 1]
+    # in every version: a resumed run goes on with the prompts that the first one would have taken
+    eight = load_prompts(DataConfig(path=path, limit=8), tokenizer)
+    assert [p.id for p in eight.batch(4, 6, seed=1)] == [7, 6, 1, 4, 6, 1]
 
 
 def test_the_tokenizer_must_fit_the_model(tmp_path):

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megagrpo.checkpoint import resume as beginning
-from megagrpo.config.schema import ExperimentConfig
 from megagrpo.mesh import make_mesh
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import AlgoState, Prompt, RolloutGroup, Sample, TrainState
+from tests.experiments import experiment
 
 SAVED = TrainState(step=5, data_cursor=40, algo_state=AlgoState(kl_coef=0.3))
 
@@ -22,13 +22,11 @@ def start(tmp_path, monkeypatch):
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(beginning, "run_identity", lambda config, actor: {})
-    monkeypatch.setattr(
-        beginning.checkpoint, "load", lambda folder, *_: read.append(folder) or TrainState(**vars(SAVED))
-    )
+    load = lambda folder, *_: read.append(folder) or TrainState(**vars(SAVED))  # noqa: E731
+    monkeypatch.setattr(beginning.checkpoint, "load", load)
 
     def resume(sections: dict = {}, **options) -> tuple[TrainState, SimpleNamespace, list[Path]]:  # noqa: B006
-        given = {"model": {"path": "m"}, "data": {"path": "d"}, "checkpoint": options} | sections
-        config = ExperimentConfig.model_validate({"name": "t", "output_dir": str(tmp_path)} | given)
+        config = experiment(**{"output_dir": str(tmp_path), "checkpoint": options} | sections)
         actor = SimpleNamespace(mesh=make_mesh(0, 1, torch.device("cpu"), deadline_s=60), updates_done=5)
         folder = RunFolder(tmp_path)
         source = beginning.find_checkpoint(config, folder, actor.mesh)
@@ -64,9 +62,7 @@ def test_the_model_is_read_unless_a_checkpoint_overwrites_it(monkeypatch, source
     done = []
     monkeypatch.setattr(beginning, "load_initial_weights", lambda actor, path, overwritten: done.append(overwritten))
     actor = SimpleNamespace(keep_reference=lambda: done.append("reference"))
-    sections = {"model": {"path": "m"}, "data": {"path": "d"}}
-    sections |= {"algorithm": {"kl": {"loss_coef": 0.1}}} if reference else {}
-    config = ExperimentConfig.model_validate({"name": "t", "output_dir": "t"} | sections)
+    config = experiment(algorithm={"kl": {"loss_coef": 0.1}} if reference else {})
     beginning.initial_weights(config, config.algorithm, source, actor)
     assert done == ([False, "reference"] if reference else [source is not None])
 

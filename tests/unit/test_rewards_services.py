@@ -8,16 +8,16 @@ import pytest
 from hostile_services import SERVICES, serving
 
 from megagrpo.config.load import ConfigError, dump_config, load_config
-from megagrpo.config.schema import ExperimentConfig, RewardConfig
+from megagrpo.config.schema import RewardConfig
 from megagrpo.rewards.graders.judge import render
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.types import Prompt
+from tests.experiments import experiment
 
 TEMPLATE = "Question: {prompt}\nReference: {answer}\nResponse: {response}\nWrite 'Score: N'."
 
 
-def prompt(answer: str = "a") -> Prompt:
-    return Prompt(id=0, text="q", token_ids=(1,), answer=answer)
+PROMPT = Prompt(id=0, text="q", token_ids=(1,), answer="a")
 
 
 def scores(body: dict) -> dict:
@@ -35,7 +35,7 @@ def test_whatever_a_service_does_is_its_outcome(name):
     script, status, detail = SERVICES[name]
     text = "é\n\u2028\ud800\0"  # odd texts arrive unchanged
     with serving(scores, script) as server, pool(server, timeout_s=1.0 if status == "timeout" else 60.0) as rewards:
-        outcome = rewards.submit(prompt(), text).result(timeout=90)
+        outcome = rewards.submit(PROMPT, text).result(timeout=90)
         assert outcome.status == status and detail in outcome.detail, outcome
         if status == "score":
             assert outcome.value == len(text) and len(server.bodies) == len(script) + 1
@@ -48,7 +48,7 @@ def test_whatever_a_service_does_is_its_outcome(name):
 def test_batches_come_back_in_order_and_requests_in_flight_are_bounded(batch_size, sizes, at_once):
     with serving(scores, ["slow"] * 11) as server:
         with pool(server, timeout_s=60.0, batch_size=batch_size, concurrency=3) as rewards:
-            futures = [rewards.submit(prompt(), "x" * i) for i in range(11)]
+            futures = [rewards.submit(PROMPT, "x" * i) for i in range(11)]
             assert [future.result(timeout=60).value for future in futures] == list(range(11))
         assert sorted(len(body["samples"]) for body in server.bodies) == sizes and server.most_at_once == at_once
 
@@ -56,7 +56,7 @@ def test_batches_come_back_in_order_and_requests_in_flight_are_bounded(batch_siz
 def test_close_ends_what_is_on_its_way():
     with serving(scores, ["hangs"]) as server:
         rewards = pool(server, timeout_s=600.0)
-        future = rewards.submit(prompt(), "x")
+        future = rewards.submit(PROMPT, "x")
         while not server.bodies:
             time.sleep(0.01)
         rewards.close()
@@ -84,7 +84,7 @@ def test_the_judges_reply_becomes_a_score(tmp_path, reply, args, value, detail):
     (tmp_path / "judge.txt").write_text(TEMPLATE)
     args = {"model": "m", "prompt_file": str(tmp_path / "judge.txt"), "timeout_s": 60.0, **args}
     with serving(completion(reply), []) as server, pool(server, "judge", **args) as rewards:
-        outcome = rewards.submit(prompt(), "abc").result(timeout=60)
+        outcome = rewards.submit(PROMPT, "abc").result(timeout=60)
     assert detail in outcome.detail and (outcome.value if outcome.ok else None) == value, outcome
 
 
@@ -97,23 +97,14 @@ def test_the_judge_is_asked_as_openai_clients_ask(tmp_path, monkeypatch, caplog,
     }  # fmt: skip
     with caplog.at_level(logging.DEBUG), serving(completion("Score: 1"), ["good", "fails", "refuses"]) as server:
         with pool(server, "judge", **args) as rewards:
-            outcomes = [rewards.submit(prompt(), "{answer}").result(timeout=60) for _ in range(3)]
-        config = ExperimentConfig(
-            name="n", output_dir="o", model={"path": "m"}, data={"path": "d"},
-            reward={"grader": "judge", "args": {"url": server.url, **args}},
-        )  # fmt: skip
+            outcomes = [rewards.submit(PROMPT, "{answer}").result(timeout=60) for _ in range(3)]
+        config = experiment(reward={"grader": "judge", "args": {"url": server.url, **args}})
     assert [outcome.status for outcome in outcomes] == ["score", "error", "error"]
     assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
-    assert server.bodies[0] == {
-        "model": "m",
-        "messages": [
-            {"role": "system", "content": "Be strict."},
-            {"role": "user", "content": "Question: q\nReference: a\nResponse: {answer}\nWrite 'Score: N'."},
-        ],
-        "temperature": 0.0,
-        "max_tokens": 1024,
-        "top_p": 0.9,
-    }
+    question = "Question: q\nReference: a\nResponse: {answer}\nWrite 'Score: N'."
+    messages = [{"role": "system", "content": "Be strict."}, {"role": "user", "content": question}]
+    settings = {"model": "m", "temperature": 0.0, "max_tokens": 1024, "top_p": 0.9}
+    assert server.bodies[0] == settings | {"messages": messages}
     dump_config(config, tmp_path / "config.yaml")
     said = [caplog.text, *capfd.readouterr(), (tmp_path / "config.yaml").read_text(), *(o.detail for o in outcomes)]
     assert not any("very-secret" in text for text in said)

@@ -1,36 +1,31 @@
 """Command line and environment of an engine, and the shims that a CPU needs."""
 
 import asyncio
-import subprocess
-import sys
+from itertools import pairwise
 
+import pytest
 import torch
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.engine_command import (
     CPU_SHIMS,
-    WEIGHT_LOADER,
     ServerPlace,
     engine_command,
     engine_environment,
     engine_python_path,
 )
 from megagrpo.system.environment import ENGINE, ENGINE_HEADER, child_environment
+from tests.experiments import experiment, python
 
 
 def config(**rollout) -> ExperimentConfig:
-    sections = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
-    return ExperimentConfig.model_validate(sections | {"rollout": rollout})
+    return experiment(rollout=rollout)
 
 
 def options(command: list[str]) -> dict[str, str | None]:
     """Flag -> its value, None for a switch."""
-    words = [*command[3:], "--"]
-    return {
-        w: None if words[i + 1].startswith("--") else words[i + 1]
-        for i, w in enumerate(words[:-1])
-        if w.startswith("--")
-    }
+    pairs = pairwise([*command[3:], "--"])
+    return {word: None if after.startswith("--") else after for word, after in pairs if word.startswith("--")}
 
 
 def place(cuda: bool, node_rank: int = 0) -> ServerPlace:
@@ -39,38 +34,24 @@ def place(cuda: bool, node_rank: int = 0) -> ServerPlace:
 
 def test_cpu_engine():
     found = options(engine_command(config(deterministic=True), place(cuda=False)))
-    assert (
-        found["--device"] == "cpu"
-        and found["--attention-backend"] == "torch_native"
-        and found["--sampling-backend"] == "pytorch"
-    )
-    assert found["--max-total-tokens"] == "20000" and found["--dtype"] == "float32" and found["--tokenizer-path"] == "m"
-    assert found["--custom-weight-loader"] == WEIGHT_LOADER == "megagrpo.weights.engines.loader.run"
-    for switch in ("--sleep-on-idle", "--skip-server-warmup", "--enable-deterministic-inference"):
-        assert switch in found and found[switch] is None
-    assert "--nnodes" not in found
+    expected = {"--device": "cpu", "--attention-backend": "torch_native", "--sampling-backend": "pytorch"}
+    expected |= {"--max-total-tokens": "20000", "--dtype": "float32", "--tokenizer-path": "m"}
+    expected |= {"--custom-weight-loader": "megagrpo.weights.engines.loader.run"}
+    expected |= dict.fromkeys(("--sleep-on-idle", "--skip-server-warmup", "--enable-deterministic-inference"))
+    assert expected.items() <= found.items() and "--nnodes" not in found
     environment = engine_environment(config(), place(cuda=False))
-    assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["OMP_NUM_THREADS"] == "4"
-    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment
-    assert environment[ENGINE] == "engine-3"
+    expected = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "4", "OMP_WAIT_POLICY": "PASSIVE", ENGINE: "engine-3"}
+    assert expected.items() <= environment.items() and "SGLANG_CPU_OMP_THREADS_BIND" not in environment
 
 
 def test_gpu_engine_is_plain():
     command = engine_command(config(tp=8, ep=4, dtype="bfloat16", extra_args=["--x", "y"]), place(cuda=True))
     found = options(command)
     assert (found["--tp-size"], found["--ep-size"], found["--mem-fraction-static"]) == ("8", "4", "0.85")
-    assert not {
-        "--device",
-        "--max-total-tokens",
-        "--attention-backend",
-        "--sleep-on-idle",
-        "--enable-deterministic-inference",
-    } & set(found)
-    assert command[-2:] == ["--x", "y"]
-    assert engine_python_path(place(cuda=True)) == [] and "SGLANG_USE_CPU_ENGINE" not in engine_environment(
-        config(), place(cuda=True)
-    )
+    of_cpus = {"--device", "--max-total-tokens", "--attention-backend", "--sleep-on-idle"}
+    assert not {*of_cpus, "--enable-deterministic-inference"} & set(found) and command[-2:] == ["--x", "y"]
+    assert engine_python_path(place(cuda=True)) == []
+    assert "SGLANG_USE_CPU_ENGINE" not in engine_environment(config(), place(cuda=True))
 
 
 def test_weights_are_read_at_the_start_only_on_request():
@@ -82,10 +63,8 @@ def test_engine_over_two_nodes():
     two = config(tp=2, nodes_per_engine=2)
     second = options(engine_command(two, place(cuda=False, node_rank=1)))
     assert (second["--nnodes"], second["--node-rank"], second["--dist-init-addr"]) == ("2", "1", "10.0.0.1:20002")
-    environment = engine_environment(two, place(cuda=False, node_rank=1))
-    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1", (
-        "a core for every rank of the engine, not of the node alone"
-    )
+    # a core for every rank of the engine, not only of the node
+    assert engine_environment(two, place(cuda=False, node_rank=1))["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
 
 
 def test_an_engine_names_itself_in_its_answers(monkeypatch):
@@ -107,21 +86,15 @@ def test_an_engine_names_itself_in_its_answers(monkeypatch):
 
 
 def in_engine_python(code: str) -> str:
-    env = child_environment(engine_environment(config(), place(cuda=False)), engine_python_path(place(cuda=False)))
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    variables, path = engine_environment(config(), place(cuda=False)), engine_python_path(place(cuda=False))
+    return python("-c", code, env=child_environment(variables, path))
 
 
 def test_shims_are_there_for_the_engine_alone():
     code = "import sys, sgl_kernel, sitecustomize; print(sgl_kernel.__file__, sitecustomize.__file__)"
     assert in_engine_python(code) == f"{CPU_SHIMS}/sgl_kernel/__init__.py {CPU_SHIMS}/sitecustomize.py"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", "import sgl_kernel"], env=child_environment(), capture_output=True
-        ).returncode
-        != 0
-    )
+    with pytest.raises(AssertionError, match="ModuleNotFoundError"):
+        python("-c", "import sgl_kernel")
 
 
 def test_kernels_are_defined_and_not_run():

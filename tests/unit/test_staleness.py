@@ -85,10 +85,7 @@ def test_weights_may_change_in_a_response_that_was_begun_before_and_never_go_bac
 
 def test_staleness_asks_for_a_correction():
     with pytest.raises(ValueError, match=r"max_staleness 2 trains on tokens of older weights.*mismatch.weight"):
-        ExperimentConfig.model_validate(
-            {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
-            | {"rollout": {"max_staleness": 2}}
-        )
+        short_experiment(rollout={"max_staleness": 2})
 
 
 def test_versions_of_a_sample_by_token():

@@ -1,32 +1,21 @@
-"""The one loader of functions that an experiment names; a user's own grader and tool, with nothing else touched."""
+"""The one loader of functions that an experiment names; test_rewards_pool.py and test_rollout_tools.py use own ones."""
 
-import asyncio
 import re
-import subprocess
 import sys
 
 import pytest
 
-from examples.laptop.model import character_tokenizer
-from megagrpo.config.schema import RewardConfig, ToolConfig
 from megagrpo.rewards.graders import table as graders
-from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout import tools
-from megagrpo.rollout.response import Response
-from megagrpo.system import user_function
 from megagrpo.system.user_function import load_function
-from megagrpo.types import Prompt
+from tests.experiments import python
 
 BUILT_IN = {"join": "os.path:join", "split": "os.path:split"}
-OWN = '''
+OWN = """
 LIMIT = 3
 def length(text, answer, longest=10):
-    """A grader: the share of the allowed length that is used."""
     return min(len(text), longest) / longest
-def upper(text):
-    """A tool: repeats the last call in capitals."""
-    return text.rpartition("<")[2].removesuffix(">").upper()
-'''
+"""
 
 
 @pytest.fixture
@@ -66,25 +55,4 @@ def test_a_wrong_name_is_explained(own, name, said):
 
 def test_naming_functions_imports_nothing_heavy():
     modules = "megagrpo.system.user_function, megagrpo.rewards.graders.table"
-    code = f"import sys, {modules}; print({{'torch', 'sympy'}} & set(sys.modules))"
-    folder = user_function.__file__.rpartition("/megagrpo/")[0]
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
-def test_a_toy_grader_from_a_file_of_the_user(own):
-    config = RewardConfig(grader=f"{own}:length", args={"longest": 4}, workers=1)
-    with RewardPool(config) as pool:
-        assert pool.submit(Prompt(0, "", (1,), ""), "abc").result(timeout=60).value == 0.75
-
-
-def test_a_toy_tool_from_a_file_of_the_user(own):
-    tokenizer = character_tokenizer("abcABC<>")
-    tool = tools.make_tool(ToolConfig(function=f"{own}:upper", call_end=">"), tokenizer)
-    turns = [Response(tuple(tokenizer(text)["input_ids"]), (-0.5,) * len(text), "stop", 0) for text in ("a<bc>", "c")]
-
-    async def turn(number, so_far, stops):
-        return turns[number]
-
-    response, mask = asyncio.run(tools.respond_with_tool(turn, tool, tokenizer.decode, 20))
-    assert tokenizer.decode(response.token_ids) == "a<bc>BCc" and mask.tolist() == [True] * 5 + [False] * 2 + [True]
+    assert python("-c", f"import sys, {modules}; print({{'torch', 'sympy'}} & set(sys.modules))") == "set()"

@@ -3,8 +3,6 @@
 import importlib
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +12,9 @@ import pytest
 from megagrpo.check.problems import preflight
 from megagrpo.config.load import load_config
 from megagrpo.monitor.wandb_log import WandbLog
-from megagrpo.system.environment import child_environment
 from megagrpo.system.run_folder import RunFolder
+from tests.experiments import QUICKSTART, python
 
-QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 OFFLINE = "log.wandb={project: tests, group: seeds, mode: offline, tags: [a, b]}"
 TWO_STARTS = """
 import os, sys
@@ -45,14 +42,11 @@ with WandbLog(refused, RunFolder(folder.path / "refused"), 0, print) as log:
 
 
 @pytest.fixture(scope="module")
-def started_twice(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """(run folder, how the process ended that wrote into it)."""
+def started_twice(tmp_path_factory) -> tuple[Path, str]:
+    """(run folder, what the process that wrote into it has printed)."""
     pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("run")
-    command = [sys.executable, "-c", TWO_STARTS, str(QUICKSTART), OFFLINE, str(folder)]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return folder, done
+    return folder, python("-c", TWO_STARTS, QUICKSTART, OFFLINE, folder)
 
 
 def records(path: Path) -> Iterator:
@@ -102,13 +96,10 @@ def test_two_starts_are_one_run_with_the_entries_of_metrics_jsonl(started_twice)
 
 
 def test_it_ends_at_once_leaves_no_process_and_is_never_fatal(started_twice):
-    _, done = started_twice
-    pid, *lines = done.stdout.splitlines()
+    pid, *lines = started_twice[1].splitlines()
     commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    left = [
-        words for words in commands if "wandb-core" in " ".join(words) and pid in words
-    ]  # its command line has its owner's
-    assert left == []
+    # its command line has its owner's id
+    assert [words for words in commands if "wandb-core" in " ".join(words) and pid in words] == []
     assert len(lines) == 1 and "the start failed; no more metrics are sent; metrics.jsonl has all of them" in lines[0]
 
 

@@ -1,0 +1,27 @@
+"""The smallest experiment, and Python programs in processes of their own."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.system.environment import child_environment
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+
+
+def experiment(**sections) -> ExperimentConfig:
+    """Required keys have values that fit no file; `sections` are added."""
+    required = {"name": "t", "output_dir": "t", "model": {"path": "m"}, "data": {"path": "d"}}
+    return ExperimentConfig.model_validate(required | sections)
+
+
+def python(*words: str | Path, env: Mapping[str, str] | None = None, **options) -> str:
+    """What Python prints with these words; it must end without an error. options: of subprocess.run."""
+    command = [sys.executable, "-W", "ignore", *map(str, words)]
+    env = child_environment() if env is None else env
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout.strip()
