@@ -125,7 +125,7 @@ class ActorSave:
                     results[index] = internals_0_16.write_items(self.request, stream, key, [*blobs, *tensors])
                     file.flush()
                     os.fsync(file.fileno())
-            except Exception as exc:
+            except (OSError, RuntimeError) as exc:  # torch wraps the first in the second
                 raise _root(exc) from None
             written[Path(path)] = stream.size, stream.crc
         internals_0_16.put_results(self.request, results)

@@ -15,6 +15,7 @@ from numbers import Real
 
 from megagrpo.config.reward import GraderArgs
 from megagrpo.rewards.graders.table import load_grader, load_group_grader
+from megagrpo.rewards.sandbox.calls import tried
 from megagrpo.rewards.workers import Call, Graded
 
 LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
@@ -25,10 +26,9 @@ LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
 
 def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) -> Graded:
     """Returns scores and detail, or an error if the function raises or returns anything but finite numbers."""
-    try:
-        value = LOADERS[kind](function, args)(*inputs, **args)
-    except Exception as exc:  # an exception of a user's function is the outcome of this sample, not the end of the run
-        return Graded("error", detail=f"{function} raised {type(exc).__name__}: {exc}")
+    value, raised = tried(lambda: LOADERS[kind](function, args)(*inputs, **args))
+    if raised is not None:  # the outcome of this sample, not the end of the run
+        return Graded("error", detail=f"{function} raised {type(raised).__name__}: {raised}")
     detail, num_texts = "", len(inputs[0]) if isinstance(inputs[0], list) else 1
     if kind == "grade":
         if isinstance(value, tuple) and len(value) == 2:

@@ -25,7 +25,7 @@ def serve(source: str, options: Mapping[str, Value]) -> None:
     with open(options["input"], encoding="utf-8") as requests, open(options["output"], "w", encoding="utf-8") as out:
 
         def answer(attempt: Callable[[], Value]) -> bool:
-            line, raised = _tried(lambda: json.dumps(["ok", _encode(attempt(), objects)]))
+            line, raised = tried(lambda: json.dumps(["ok", _encode(attempt(), objects)]))
             if raised is not None:
                 line = json.dumps(["error", f"{type(raised).__name__}: {raised}"[:300]])
             out.write(f"{line}\n")
@@ -41,7 +41,7 @@ def serve(source: str, options: Mapping[str, Value]) -> None:
                 answer(partial(_operate, json.loads(line), module, objects))
 
 
-def _tried(attempt: Callable[[], Value]) -> tuple[Value, BaseException | None]:
+def tried(attempt: Callable[[], Value]) -> tuple[Value, BaseException | None]:
     """Returns the value, or None and the exception: SystemExit too is the result of a call."""
     try:
         return attempt(), None
@@ -177,7 +177,7 @@ def _same(value: Value, expected: Value, tolerance: float) -> bool:
 
 def _problem(attempt: Callable[[], object]) -> str | None:
     """Returns why a test did not pass, None if it did."""
-    _, raised = _tried(attempt)
+    _, raised = tried(attempt)
     match raised:
         case None:
             return None

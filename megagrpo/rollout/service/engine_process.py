@@ -22,7 +22,7 @@ def _without_key(*args, **kwargs) -> logging.LogRecord:
     record = _make_record(*args, **kwargs)
     try:
         text = record.getMessage()
-    except Exception:  # a wrong format string, for which logging itself only prints an error, with the arguments
+    except (TypeError, ValueError, KeyError):  # a wrong format string: logging would print an error and the arguments
         text = f"{record.msg} {record.args}"
     if _KEY in text:
         record.msg, record.args = text.replace(_KEY, "(the API key)"), ()

@@ -180,7 +180,7 @@ class LinkTransport(ABC):
         Raises LeaderError for any other failure of a rank, and for `failure` of rank 0.
         """
         mesh = self._weights.mesh
-        errors = [str(error) for error in failed.values() if not isinstance(error, PeerLost)]
+        errors = [f"{type(error).__name__}: {error}" for error in failed.values() if not isinstance(error, PeerLost)]
         mesh.raise_any("\n".join(f"rank {mesh.rank}, send weights to engines: {error}" for error in errors))
         lost = {name: str(error) for name, error in failed.items()}
         of_ranks = mesh.gather_world(lost) if mesh.any_true(bool(lost)) else []

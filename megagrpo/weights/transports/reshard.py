@@ -5,7 +5,7 @@ transfer. A link is planned once; each publish is then one "receive" request to 
 """
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -65,6 +65,8 @@ class ReshardTransport(LinkTransport):
         with guard, ThreadPoolExecutor(max(1, len(ends))) as pool:
             sending = [pool.submit(end.send, self._weights, order, index) for index, end in enumerate(ends)]
             for end, sent in zip(ends, sending, strict=True):
+                sent.add_done_callback(end.cut_if_failed)
+            for end, sent in zip(ends, sending, strict=True):
                 if isinstance(error := sent.exception(), Exception):
                     failed[end.link.name] = error
                 else:
@@ -117,24 +119,20 @@ class _TrainerEnd:
         self._group: EngineGroup | None = None
 
     def send(self, weights: TrainerWeights, order: SendOrder, index: int) -> Traffic:
-        """Sends all batches as link `index` of the order, joining the engine first if need be.
-
-        Raises PeerLost, and RuntimeError for the rest.
-        """
+        """Sends all batches as link `index` of the order, joining the engine first if need be. Raises PeerLost."""
         deadline = Deadline(self.link.left_s)
-        failure: RuntimeError
         try:
             return self._send(weights, deadline, lambda: order.turn(index, deadline))
-        except PeerLost as exc:
-            failure = PeerLost(str(exc))
-        except Exception as exc:  # whatever it was: the engine must not wait for this rank
-            failure = RuntimeError(f"{type(exc).__name__}: {exc}")
         finally:
             order.leave(index)
-        # Outside the handler: the exception keeps frames alive that keep the group alive, and peers wait for its end.
-        self.abort()
-        CutFlag(self.link).cut(str(failure))
-        raise failure
+
+    def cut_if_failed(self, sent: Future[Traffic]) -> None:
+        """Cuts the link of a `send` that has failed, whatever it was: the engine must not wait for this rank."""
+        if (error := sent.exception()) is not None:
+            # They keep frames alive that keep the group alive, and peers wait for its end.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+            self.abort()
+            CutFlag(self.link).cut(str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}")
 
     def _send(self, weights: TrainerWeights, deadline: Deadline, turn: Turn) -> Traffic:
         link, device = self.link, weights.mesh.device
