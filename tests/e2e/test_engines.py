@@ -26,6 +26,7 @@ from megagrpo.system.processes import process_tree
 from megagrpo.types import Prompt
 from megagrpo.weights.exchange import Exchange
 from tests import experiments
+from tests.experiments import until
 
 pytestmark = pytest.mark.timeout(1200)
 MESH = make_mesh(0, 1, torch.device("cpu"), 60.0)
@@ -109,10 +110,7 @@ def trainer(service, models):
 
 
 def wait_until(true, what: str, timeout_s: float = START_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(0.2)
+    until(true, timeout_s, lambda: f"not within {timeout_s:.0f} s: {what}", 0.2)
 
 
 def states(service: RunningService) -> dict[str, tuple]:

@@ -5,7 +5,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -27,6 +26,7 @@ from megagrpo.weights.exchange import Exchange
 from megagrpo.weights.hf_folder import HfFolder
 from megagrpo.weights.transports import broadcast
 from tests import experiments
+from tests.experiments import until
 
 KEY = bearer(OneEngine.api_key)
 NUM_PROMPT_TOKENS = sum(map(len, PROMPTS))
@@ -129,9 +129,9 @@ def test_a_response_that_outlives_a_publish_is_of_the_old_weights_and_then_of_th
     exchange.publish(40)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(sampled, url, 1500)
-        begun = time.monotonic()
-        while httpx.get(f"{url}/v1/loads", headers=KEY).json()["loads"][0]["num_used_tokens"] < 2 * NUM_PROMPT_TOKENS:
-            assert not asked.done() and time.monotonic() < begun + 60
+        used = lambda: httpx.get(f"{url}/v1/loads", headers=KEY).json()["loads"][0]["num_used_tokens"]  # noqa: E731
+        until(lambda: used() >= 2 * NUM_PROMPT_TOKENS, 60, poll_s=0)
+        assert not asked.done()
         source.load(moe_models[2])
         exchange.publish(41)
         responses = asked.result()

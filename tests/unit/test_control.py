@@ -3,12 +3,12 @@
 import json
 import socketserver
 import threading
-import time
 from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from megagrpo.rollout.control import ServiceControl
+from tests.experiments import until
 
 
 @pytest.fixture
@@ -51,7 +51,4 @@ def test_no_connection_outlives_its_call(service):
     control = ServiceControl(url, "key")
     control.status()
     control.status()
-    deadline = time.monotonic() + 10
-    while counts["open"] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert counts == {"open": 0, "all": 2}
+    until(lambda: counts == {"open": 0, "all": 2}, said=lambda: counts)
