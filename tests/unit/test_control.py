@@ -30,10 +30,7 @@ def service():
 
         def do_GET(self):
             body = json.dumps({"router": "", "failed": None, "lost_hosts": 0, "engines": []}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
 
         def log_message(self, *args):
             pass
