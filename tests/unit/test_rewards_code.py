@@ -61,8 +61,8 @@ def test_limits_hold_without_namespaces(name):
     assert detail in ended.problem
     if not detail:
         assert ended.stdout == b"2\n"
-    in_sandboxes = lambda: [p for p in psutil.Process().children(True) if "sandbox/child.py" in str(p.cmdline())]  # noqa: E731
-    until(lambda: not in_sandboxes(), 5)
+    below = psutil.Process()
+    until(lambda: not [p for p in below.children(True) if "sandbox/child.py" in str(p.cmdline())], 5)
 
 
 @isolated
