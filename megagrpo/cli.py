@@ -14,6 +14,7 @@ from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.report import write_report
 from megagrpo.system.environment import under_torchrun
+from megagrpo.system.progress import Progress
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -243,10 +244,12 @@ def _bisect(args: argparse.Namespace, config: ExperimentConfig) -> int:
 
 
 def _plan(args: argparse.Namespace, config: ExperimentConfig) -> int:
-    from megagrpo.planning.search import Options, plan_command
-
     names = ("hardware", "gpus_per_node", "lengths", "measured", "search", "json")
-    text, fits = plan_command(config, Options(**{name: getattr(args, name) for name in names}))
+    with Progress(f"plan {config.name}", stream=sys.stderr) as progress:
+        progress.enter("imports the planner")
+        from megagrpo.planning.search import Options, plan_command
+
+        text, fits = plan_command(config, Options(**{name: getattr(args, name) for name in names}), progress)
     print(text)
     return 0 if fits else 1
 

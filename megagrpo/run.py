@@ -31,12 +31,13 @@ from megagrpo.monitor.trained import TrainedLog
 from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.rewards.pool import RewardPool
-from megagrpo.rollout.control import ServiceControl, find_service
+from megagrpo.rollout.control import ServiceControl, find_service, service_progress
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import GroupChoice, gather_surplus, grader_metrics, rollout_metrics
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool, make_tool
 from megagrpo.system import environment
+from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOP_FILE, StopRequest
 from megagrpo.types import Batch, RolloutGroup, TrainState, Updates
@@ -44,6 +45,9 @@ from megagrpo.weights.exchange import EngineRefresh, Exchange
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_PHASES = {"publish": "publishes weights to the engines", "evaluate": "evaluates", "rollout": "samples"}  # as progress
 
 
 @dataclass(frozen=True)
@@ -287,24 +291,37 @@ def sleep_limit_s(config: ExperimentConfig) -> float:
 
 
 @contextmanager
-def start_run(config: ExperimentConfig, service_url: str | None, device: torch.device) -> Iterator[Run]:
+def start_run(
+    config: ExperimentConfig, service_url: str | None, device: torch.device, progress: Progress
+) -> Iterator[Run]:
     """Collective. Builds the run; parts that need no other process come first, so that user errors end it early."""
+    progress.enter("reads prompts and the tokenizer")
     folder, start_timeout_s = RunFolder(Path(config.output_dir)), config.rollout.start_timeout_s
     if config.rollout.colocate:  # before any rank allocates memory on a GPU that an engine uses
         find_service(folder.path, service_url, start_timeout_s).sleep(sleep_limit_s(config))
     inputs = Inputs.load(config)
     num_steps = config.train.steps(len(inputs.prompts))
+    progress.enter(f"{config.actor.world_size} trainer ranks meet and build the model")
     actor = make_actor(config, num_steps, device)
     mesh = actor.mesh
+    progress.enter("loads weights")
     source = find_checkpoint(config, folder, mesh)
     weights = initial_weights(config, config.algorithm, source, actor)
     state = resume(config, folder, source, actor)
     with ExitStack() as stack:
-        console = stack.enter_context(_console(config, state, num_steps, inputs)) if mesh.is_main else None
+        progress.enter("waits for the engines", lambda: service_progress(folder))
         control = find_service(folder.path, service_url, start_timeout_s)
+        console = stack.enter_context(_console(config, state, num_steps, inputs)) if mesh.is_main else None
         recording = RunRecord(config, mesh, state.step)
         stack.callback(recording.timeline.close)
-        watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, recording.timeline.mark))
+
+        def enter(phase: str) -> None:
+            recording.timeline.mark(phase)
+            if phase == "checkpoint":  # the first of a step
+                progress.calm()
+            progress.enter(_PHASES.get(phase, phase), lambda: rollouts.progress() or exchange.waiting())
+
+        watchdog = stack.enter_context(Watchdog(config, mesh, folder, lambda: state.step, enter))
         exchange = Exchange(config, mesh, weights, control, folder.path, recording.timeline.call)
         publishing = Publishing(config, actor, control, exchange)
         sampler = None
@@ -317,6 +334,8 @@ def start_run(config: ExperimentConfig, service_url: str | None, device: torch.d
         stack.callback(exchange.close)  # else engines wait in the group for a trainer that has ended
         watchdog.waits += [rollouts.waiting, exchange.waiting]
         stack.enter_context(recording.open(inputs, console))
+        if console is not None:
+            progress.follow(console.status)
         sampling = Sampling(config, mesh, inputs, rollouts)
         stop_file = environment.get(STOP_FILE)
         yield Run(

@@ -105,7 +105,8 @@ def _watch_both(
     """Starts the service and the ranks of a subcommand, and waits for the ranks."""
     folder = RunFolder(Path(config.output_dir))
     dump_config(config, folder.config)
-    folder.service.unlink(missing_ok=True)  # left by a killed run: the trainers would use its URL
+    for left in (folder.service, folder.service_progress):  # by a killed run: the trainers would use its URL
+        left.unlink(missing_ok=True)
     service = launch.start(["serve", str(folder.config)], "service", of_engines)
     options = [*torchrun(config.actor.world_size, max_restarts), "--standalone"]
     sharing = config.actor.world_size + (
@@ -114,6 +115,8 @@ def _watch_both(
     on_gpus = sharing if of_trainers else 0
     of_trainers = trainer_variables(config, on_gpus, interface_of_engines(config)) | of_trainers
     ranks = launch.start_ranks([command, str(folder.config)], options, of_trainers)
+    logs = f"{service.log} and {ranks.log}"
+    print(f"{config.name}: the rollout service and {config.actor.world_size} trainer ranks start; {logs}", flush=True)
     return launch.watch(ranks, needed=service)
 
 

@@ -61,9 +61,18 @@ class StepConsole:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, values=shown)
         else:
+            if step == self._first:  # the start does not count
+                self._started = time.monotonic()
             done, seconds = step - self._first, time.monotonic() - self._started
             eta = minutes(seconds / done * (self._num_steps - step)) if done > 0 else "-"
             self.note(f"{step}/{self._num_steps}  {shown}  eta {eta}")
+
+    def status(self, text: str) -> None:
+        """Shows what the present step does, until its metrics come."""
+        if self._bar is not None:
+            self._bar.update(self._task, values=text)
+        else:
+            self.note(text)
 
     def note(self, text: str) -> None:
         """Prints a permanent line above the bar."""

@@ -28,6 +28,7 @@ from megagrpo.rollout.service.engine_command import (
 )
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import spawn, stop_tree
+from megagrpo.system.progress import Progress
 from megagrpo.weights.copies.record import Copy, Specs
 
 _LIMIT_S = 1800.0
@@ -70,7 +71,9 @@ def record_all(configs: Sequence[ExperimentConfig], gpu: tuple[Hardware, int] | 
             _write_jobs(folder, config, description)
             if gpu is not None:
                 _write_server_job(folder, config, *gpu)
-        _run_children(Path(name), folders, configs[0], ("trainers", "engine"))
+        with Progress(f"plan {configs[0].name}", stream=sys.stderr) as progress:
+            progress.enter("records what trainer ranks and engine ranks copy, without weights")
+            _run_children(Path(name), folders, configs[0], ("trainers", "engine"))
         found = [_recorded(folder, config) for folder, config in zip(folders, configs, strict=True)]
     return [replace(recorded, seconds=time.monotonic() - start) for recorded in found]
 

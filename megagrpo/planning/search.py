@@ -28,6 +28,7 @@ from megagrpo.planning.roofline import (
     train_seconds,
 )
 from megagrpo.planning.trainer_memory import tensor_groups, trainer_stages
+from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_whole
 
 _SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
@@ -49,16 +50,18 @@ class Options:
     json: Path | None = None
 
 
-def plan_command(config: ExperimentConfig, options: Options) -> tuple[str, bool]:
+def plan_command(config: ExperimentConfig, options: Options, progress: Progress) -> tuple[str, bool]:
     """Returns the plan as text, and whether the experiment fits; writes all figures to `options.json`.
 
     Raises ValueError for an unknown model, and for layouts that do not suit the model or the nodes.
     """
     config = with_model(config)
     target = target_of(config, options)
+    progress.enter("resolves SGLang's arguments on this GPU, then memory and a bound of the step")
     plan = plan_step(config, target)
-    lines = report(plan, options.hardware)
+    progress.enter(f"searches layouts of {options.search} nodes" if options.search else "")
     proposals = [] if options.search is None else best_layouts(config, target, options.search)
+    lines = report(plan, options.hardware)
     if proposals:
         lines += ["", *_proposals(proposals, plan)]
     if options.json is not None:

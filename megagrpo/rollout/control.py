@@ -172,6 +172,11 @@ def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) 
         time.sleep(0.2)
 
 
+def service_progress(folder: RunFolder) -> str:
+    """Returns what the service of a run says about its start, "" before it says something."""
+    return folder.service_progress.read_text() if folder.service_progress.exists() else "the service starts"
+
+
 def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
     """Adds an engine to the service of a run, or drains `engine`; returns a message about it.
 

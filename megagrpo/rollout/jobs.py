@@ -17,6 +17,7 @@ class SampledBatch:
     group_ids: list[int]  # of all leaders
     finished: dict[int, RolloutGroup]  # this leader's, by id; filled by the other thread
     patience: Patience  # runs while the trainers wait for it
+    share: int = 0  # groups of this leader
     work: "Future[None] | None" = None  # None on ranks that are not leaders
     consumed: set[int] = field(default_factory=set)  # ids, of all leaders
 

@@ -59,6 +59,7 @@ class RolloutSource:
         self._config, self._mesh, self._control = config, mesh, control
         self._sampler, self._refresh, self._alive = sampler, refresh, alive
         self._last_answer = time.monotonic()
+        self._awaited: Sequence[SampledBatch] = []
         self._reported_discarded = 0  # tokens
         self._lost_hosts = 0  # of the service, when requests were last repeated
         self._background = BackgroundLoop("rollout")
@@ -194,6 +195,12 @@ class RolloutSource:
         """Local, any thread. Returns a text about what delays this rank's samples, or ""."""
         return "" if self._sampler is None else self._sampler.waiting()
 
+    def progress(self) -> str:
+        """Local, any thread. Returns how many groups have come of those that this replica waits for, or ""."""
+        wanted = sum(batch.share for batch in self._awaited)
+        done = sum(len(batch.finished) for batch in self._awaited)
+        return f"{done} of {wanted} groups" + (" of this replica" if self._mesh.dp_size > 1 else "") if wanted else ""
+
     def newly_discarded(self) -> int:
         """Local. Returns the tokens received since the last call that belong to no sample."""
         before, now = self._reported_discarded, 0 if self._sampler is None else self._sampler.num_discarded
@@ -224,6 +231,7 @@ class RolloutSource:
         if self._sampler is None:
             return batch
         mine = numbered_prompts(prompts, group_ids)[share]
+        batch.share = len(mine)
         if job.or_newer:  # started ahead
             # The other leaders' restored groups are dropped too: every leader has all of them.
             restored = {group_id: self._restored.pop(group_id, None) for group_id in group_ids}
@@ -266,6 +274,7 @@ class RolloutSource:
         brings to the engines; a batch that fails ends the wait. None: engines keep their weights, failures are left to
         the next wait, and this one also ends when no engine is ready.
         """
+        self._awaited = batches
         for batch in batches:
             batch.patience.start()
         self._last_answer, pause_s = time.monotonic(), _FIRST_POLL_S
@@ -292,6 +301,7 @@ class RolloutSource:
             pause_s = min(_POLL_S, 1.5 * pause_s)
         for batch in batches:
             batch.patience.stop()
+        self._awaited = []
 
     def _look_at_engines(self, version: int | None) -> tuple[str, bool, int]:
         """Returns the service's problem or "", whether the wait must act on its engines, and the hosts lost so far."""

@@ -102,6 +102,7 @@ class RunFolder:
     curve = _Inside("curve.png")
     service = _Inside("service.json")
     service_key = _Inside("service.key")
+    service_progress = _Inside("logs/service.progress")  # a line about its start
     certify = _Inside("certify")
     bisect_options = _Inside("options.json")
     bisect_report = _Inside("report.json")

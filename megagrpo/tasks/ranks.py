@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
+from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import RunFolder, write_whole
 
 if TYPE_CHECKING:  # the command line imports this file; most commands need no torch
@@ -24,12 +25,14 @@ if TYPE_CHECKING:  # the command line imports this file; most commands need no t
 def train_main(config: ExperimentConfig, service_url: str | None) -> int:
     """Runs one trainer rank of a run: `megagrpo train`."""
 
+    progress = _progress(config, config.name)
+
     def body(device: torch.device) -> None:
         from megagrpo.monitor.report import write_report
         from megagrpo.run import start_run
         from megagrpo.train import train
 
-        with start_run(config, service_url, device) as run:
+        with start_run(config, service_url, device, progress) as run:
             gc.collect()
             gc.freeze()  # exclude Megatron and the run's own objects from every later collection
             train(run)
@@ -37,18 +40,29 @@ def train_main(config: ExperimentConfig, service_url: str | None) -> int:
         if is_main:
             print(write_report(config.output_dir), flush=True)
 
-    return guarded(config, "trainer", body, trains=True)
+    with progress:
+        return guarded(config, "trainer", body, trains=True)
+
+
+def _progress(config: ExperimentConfig, title: str) -> Progress:
+    """Returns the progress of this rank's start, which says nothing but on the first."""
+    progress = Progress(title, enabled=config.log.console and environment.get_int("RANK", 0) == 0)
+    progress.enter("imports torch and Megatron-Core")
+    return progress
 
 
 def sft_main(config: ExperimentConfig) -> int:
     """Runs one rank of the supervised warm-up: `megagrpo sft`."""
 
+    progress = _progress(config, f"{config.name} sft")
+
     def body(device: torch.device) -> None:
         from megagrpo.tasks.sft import sft
 
-        sft(config, device)
+        sft(config, device, progress)
 
-    return guarded(config, "sft", body, trains=True)
+    with progress:
+        return guarded(config, "sft", body, trains=True)
 
 
 def export_main(config: ExperimentConfig, source: str | None, output: str, only_adapters: bool) -> int:

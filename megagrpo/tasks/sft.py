@@ -14,6 +14,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import describe_dropped, load_prompts, load_tokenizer
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.record import StepLog
+from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Batch, Outcome, Prompt, RolloutGroup, Sample
 from megagrpo.weights.actor_weights import export_hf, load_initial_weights
@@ -21,10 +22,11 @@ from megagrpo.weights.actor_weights import export_hf, load_initial_weights
 _DECAY = 0.95  # of the loss's running mean: about 20 steps
 
 
-def sft(config: ExperimentConfig, device: torch.device) -> None:
+def sft(config: ExperimentConfig, device: torch.device, progress: Progress) -> None:
     """Collective. Trains from `sft.model` for `sft.num_steps` steps and writes the result to `model.path`."""
     options = config.sft
     assert options is not None, "the command refuses a configuration without an sft section"
+    progress.enter(f"{config.actor.world_size} ranks meet and load the model")
     actor = MegatronActor(
         model_path=options.model,
         config=config.actor.model_copy(update={"lora": None}),  # adapters are for the model that this writes
@@ -41,6 +43,8 @@ def sft(config: ExperimentConfig, device: torch.device) -> None:
     log = StepLog(RunFolder(Path(config.output_dir)).sft, config.log) if mesh.is_main else None
     running: float | None = None
     with StepConsole(f"{config.name} sft", options.num_steps, enabled=config.log.console and mesh.is_main) as console:
+        progress.follow(console.status)
+        progress.enter("")
         if dropped := describe_dropped(options.data, prompts):
             console.note(dropped)
         for step in range(options.num_steps):

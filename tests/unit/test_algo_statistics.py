@@ -2,6 +2,7 @@
 
 import random
 import threading
+from dataclasses import astuple
 from fractions import Fraction
 
 import pytest
@@ -113,6 +114,19 @@ def test_cancellation_is_exact():
     groups = torch.zeros(4, dtype=torch.int64)
     total, along = exact_group_sums(values, groups, largest[:1], alone, along=torch.tensor([7]))
     assert float(total) == 1.0 + 2.0**-30 and int(along) == 7
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 1000, 2**16, 2**16 + 1, 200_000])
+@pytest.mark.parametrize("scale", [1.0, 1e-300, 1e300, 0.0])
+def test_moments_in_blocks_have_the_bits_of_one_group(size, scale):
+    draw = torch.Generator().manual_seed(size)
+    values = torch.randn(size, generator=draw, dtype=torch.float64) * scale + (0.1 if scale == 1 else 0.0)
+    values[::7] *= 2.0**-40  # bits of all limbs
+    ids, everything = torch.zeros(size, dtype=torch.int64), torch.ones(size, dtype=torch.bool)
+    of_one = group_statistics(values, ids, 1, everything, alone, 1)
+    expected = [float(part) for part in (of_one.count, of_one.mean, of_one.std, of_one.min, of_one.max)]
+    assert list(astuple(moments(values, alone))) == expected
+    assert moments(values.flip(0), alone) == moments(values, alone)
 
 
 def test_moments_of_nothing_and_of_many():

@@ -34,7 +34,10 @@ from megagrpo.planning.roofline import (
 )
 from megagrpo.planning.search import Options, best_layouts, changes, plan_command, target_of, with_model
 from megagrpo.planning.trainer_memory import Load, trainer_side
+from megagrpo.system.progress import Progress
 from megagrpo.system.run_folder import write_json_lines
+
+QUIET = Progress("plan", enabled=False)
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "configs" / "models"
@@ -235,7 +238,9 @@ def test_a_measured_run_replaces_the_bound(tmp_path):
     config = shipped(LARGE, "train.num_updates_per_step=2")
     bound = plan_step(config, qwen(assumed_lengths(config, 800.0)))
     run_of(tmp_path / "run", config, bound.seconds)
-    text, _ = plan_command(config, Options(measured=tmp_path / "run", json=tmp_path / "plan.json"))
+    text, _ = plan_command(
+        config, Options(measured=tmp_path / "run", json=tmp_path / "plan.json"), Progress("plan", enabled=False)
+    )
     plan = json.loads((tmp_path / "plan.json").read_text())["plan"]
     assert plan["efficiency"] == pytest.approx(dict.fromkeys(bound.seconds, 0.5))
     assert plan["seconds"] == pytest.approx({name: 2 * value for name, value in bound.seconds.items()})
@@ -248,7 +253,9 @@ def test_a_measured_run_replaces_the_bound(tmp_path):
 
 
 def test_the_plan_as_text_and_json_names_the_search_if_it_does_not_fit(tmp_path):
-    text, fits = plan_command(shipped(), Options(lengths="3000", json=tmp_path / "plan.json"))
+    text, fits = plan_command(
+        shipped(), Options(lengths="3000", json=tmp_path / "plan.json"), Progress("plan", enabled=False)
+    )
     assert fits and "DOES NOT FIT" not in text
     for words in ("an upper bound on speed, no forecast", "fullest rank", "run concurrently", "bubble", "limit "):
         assert words in text
@@ -257,7 +264,7 @@ def test_the_plan_as_text_and_json_names_the_search_if_it_does_not_fit(tmp_path)
     with pytest.raises(ValueError, match="A100 is not in the table, which has H100, H200, H20, B200"):
         hardware_of("A100")
     large = shipped("qwen3_8b_gsm8k", "actor.micro_batch_tokens=200000", "actor.recompute=none")
-    text, fits = plan_command(large, Options())
+    text, fits = plan_command(large, Options(), QUIET)
     assert not fits and "trainers do not fit: in update rank" in text and "--search 2 proposes layouts" in text
 
 

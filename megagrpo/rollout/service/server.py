@@ -57,6 +57,7 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
     folder = RunFolder(run_dir.absolute())
     folder.service.unlink(missing_ok=True)  # an older run's URL would mislead trainers
     api_key = make_key(folder.service_key)
+    write_whole(folder.service_progress, "Ray starts")
     try:
         with in_ray_cluster(config.rollout, ray_address):
             cuda = on_gpus(config, ray.cluster_resources().get("GPU", 0))
@@ -156,9 +157,13 @@ class _Service:
 
         Returns early if the service is stopped or has failed.
         """
-        while any(engine.is_starting for engine in self._engines.values()):
+        said = ""
+        while starting := sum(engine.is_starting for engine in self._engines.values()):
             if self._stop.is_set():
                 return
+            number = len(self._engines)
+            if (line := f"{number - starting} of {number} engines answer; {self._folder.logs}/engine-*.log") != said:
+                write_whole(self._folder.service_progress, said := line)
             await asyncio.sleep(0.1)
         if self._failed:
             return

@@ -18,7 +18,7 @@ import_module("transformers.models.qwen3.modeling_qwen3")  # has requirements of
 
 ROOT = Path(__file__).parents[3]
 ABSENT = {"ray", "sglang", "sglang_router", "sgl_kernel", "math_verify", "transformer_engine", "apex", "flash_attn"}
-ABSENT |= {"liger_kernel", "cut_cross_entropy", "tensorboard", "matplotlib", "wandb", "httpx", "aiohttp"}
+ABSENT |= {"liger_kernel", "cut_cross_entropy", "tensorboard", "matplotlib", "wandb", "aiohttp"}
 ABSENT |= {"hypothesis", "pytest_timeout", "peft", "torchvision"}
 found = PathFinder.find_spec
 

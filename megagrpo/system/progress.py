@@ -1,0 +1,72 @@
+"""Says what a process does while nothing else is printed."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+_START_S, _RUN_S, _TERMINAL_S = 10.0, 30.0, 1.0  # between two lines of one phase
+
+
+class Progress:
+    """Says a phase when it starts, and its seconds every few seconds that it lasts. A context manager.
+
+    Until `follow` it prints: on a terminal one line that changes, in a file line by line. enabled=False says nothing.
+    """
+
+    def __init__(self, title: str, enabled: bool = True, stream: TextIO | None = None):
+        self._title, self._enabled, self._started = title, enabled, time.monotonic()
+        self._stream = stream or sys.stdout
+        self._live = self._stream.isatty()
+        self._say: Callable[[str], None] = self._print
+        self._every_s, self._at_once = _TERMINAL_S if self._live else _START_S, True
+        self._phase, self._detail = "", lambda: ""
+        self._since = self._said = self._started
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
+
+    def __enter__(self) -> "Progress":
+        if self._enabled:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._end_line()
+
+    def enter(self, phase: str, detail: Callable[[], str] = lambda: "") -> None:
+        """Starts a phase, "" for none; `detail` is called for each line."""
+        with self._lock:
+            self._phase, self._detail = phase, detail
+            self._since = self._said = time.monotonic()
+            if phase and self._at_once and self._enabled:
+                self._say(phase)
+
+    def follow(self, say: Callable[[str], None]) -> None:
+        """Says everything by `say` from now on."""
+        with self._lock:
+            self._end_line()
+            self._say = say
+
+    def calm(self) -> None:
+        """The start is over: says only phases that last, in a file every half minute."""
+        self._at_once, self._every_s = False, _TERMINAL_S if self._live else _RUN_S
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(_TERMINAL_S):
+            with self._lock:
+                now = time.monotonic()
+                if self._phase and now - self._said >= self._every_s:
+                    self._said, detail = now, self._detail()
+                    self._say(f"{self._phase}, {now - self._since:.0f} s" + (f": {detail}" if detail else ""))
+
+    def _print(self, text: str) -> None:
+        line = f"{self._title} {time.monotonic() - self._started:3.0f} s  {text}"
+        print(f"\r\033[K{line}" if self._live else line, end="" if self._live else "\n", file=self._stream, flush=True)
+
+    def _end_line(self) -> None:
+        if self._enabled and self._live and self._say == self._print:
+            print(file=self._stream, flush=True)
