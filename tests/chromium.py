@@ -1,7 +1,6 @@
 """A page in headless Chromium, driven over its DevTools protocol: what it logs, what it asks for, what it shows."""
 
 import asyncio
-import base64
 import fcntl
 import json
 import os
@@ -133,7 +132,3 @@ class BrowserPage:
     def type(self, text: str) -> None:
         """Types into what has the focus."""
         self.call("Input.insertText", text=text)
-
-    def screenshot(self) -> bytes:
-        """The window as PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])

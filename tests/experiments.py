@@ -1,15 +1,18 @@
-"""The smallest experiment, and Python programs in processes of their own."""
+"""The smallest experiment, Python programs in processes of their own, and waiting."""
 
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system.environment import child_environment
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+T = TypeVar("T")
 
 
 def experiment(**sections) -> ExperimentConfig:
@@ -25,3 +28,12 @@ def python(*words: str | Path, env: Mapping[str, str] | None = None, **options) 
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout.strip()
+
+
+def until(ready: Callable[[], T], within_s: float = 15.0, said: Callable[[], object] = str, poll_s: float = 0.02) -> T:
+    """The first true value of ready(); after that time AssertionError with what `said` returns."""
+    deadline = time.monotonic() + within_s
+    while not (value := ready()):
+        assert time.monotonic() < deadline, said()
+        time.sleep(poll_s)
+    return value

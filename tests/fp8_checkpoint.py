@@ -42,13 +42,8 @@ def quantise_folder(source: Path, target: Path, twin: Path, block: tuple[int, in
             stored[name], stored[name + "_scale_inv"] = quantised(tensor.float(), block)
             plain[name] = dequantised(stored[name], stored[name + "_scale_inv"], block)
     description = json.loads((source / "config.json").read_text())
-    quantization = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "weight_block_size": list(block),
-        "activation_scheme": "dynamic",
-    }
-    _write(target, source, stored, description | {"quantization_config": quantization}, shards)
+    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(block), "activation_scheme": "dynamic"}
+    _write(target, source, stored, description | {"quantization_config": method}, shards)
     _write(twin, source, plain, description | {"dtype": "bfloat16"}, shards)
 
 

@@ -1,6 +1,5 @@
 """Sampling against a service, fake or real: a grader, an experiment, a source of groups, and the steps of a loop."""
 
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -89,10 +88,3 @@ def take(
     source.drop_consumed()
     state.step += 1
     return taken
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 15
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

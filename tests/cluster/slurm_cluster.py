@@ -152,10 +152,9 @@ class SlurmCluster:
 
     def _write_configuration(self) -> None:
         host, ports = socket.gethostname().partition(".")[0], _free_ports(len(self.nodes) + 1)
-        nodes = "\n".join(
-            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.{i} Port={port} CPUs={self._cpus} State=UNKNOWN"
-            for i, (node, port) in enumerate(zip(self.nodes, ports[1:], strict=True), start=2)
-        )
+        line = "NodeName={} NodeHostname={} NodeAddr=127.0.0.{} Port={} CPUs={} State=UNKNOWN"
+        numbered = enumerate(zip(self.nodes, ports[1:], strict=True), start=2)
+        nodes = "\n".join(line.format(node, host, i, port, self._cpus) for i, (node, port) in numbered)
         text = _CONF.format(host=host, port=ports[0], root=self.root, parameters=self._parameters, nodes=nodes)
         (self.root / "slurm.conf").write_text(text)
         # Named, since its choice by itself fails where /sys/fs/cgroup is not mounted.

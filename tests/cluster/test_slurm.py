@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from slurm_cluster import SlurmCluster, why_not
 
 from megagrpo.system.environment import child_environment
 from megagrpo.system.stop_request import STOPPED
+from tests.experiments import until
 
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=why_not() or ""), pytest.mark.timeout(1500)]
 
@@ -26,11 +26,8 @@ def slow_digits(text, answer):
     time.sleep(0.15 * Path(__file__).with_name("slow").exists())
     return low_digits(text, answer)
 """
-SECTIONS = {
-    "reward": {"grader": "graders_of_tests:slow_digits"},
-    "rollout": {"deterministic": True, "host": "0.0.0.0"},
-    "checkpoint": {"keep": 20},
-}
+SECTIONS = {"reward": {"grader": "graders_of_tests:slow_digits"}, "checkpoint": {"keep": 20}}
+SECTIONS |= {"rollout": {"deterministic": True, "host": "0.0.0.0"}}
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +71,7 @@ def output(folder: Path) -> str:
 def finish(slurm: SlurmCluster, job: int, folder: Path, state: str = "COMPLETED") -> str:
     """Wait for the end of the job; returns what it printed. No process of it may be left."""
     assert slurm.wait(job, timeout_s=END_S) == state, output(folder)
-    deadline = time.monotonic() + 30
-    while (left := processes_of(job)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not left, f"left behind: {left}"
+    until(lambda: not processes_of(job), 30, lambda: f"left behind: {processes_of(job)}", 0.2)
     return output(folder)
 
 
@@ -92,10 +86,7 @@ def processes_of(job: int) -> list[str]:
 
 
 def wait_for(ready, what: str, folder: Path, timeout_s: float = END_S) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < deadline, f"no {what} in {timeout_s} s\n{output(folder)}"
-        time.sleep(0.2)
+    until(ready, timeout_s, lambda: f"no {what} in {timeout_s} s\n{output(folder)}", 0.2)
 
 
 def step_done(folder: Path) -> bool:
@@ -184,10 +175,8 @@ def test_the_same_launchers_without_slurm(experiments, undisturbed):
         for number, again in enumerate((False, True)):
             first_node = {"MASTER_ADDR": "127.0.0.7", "NNODES": "2", "MASTER_PORT": str(31700 + number)}
             config = experiment(folder, NUM_STEPS if again else 500)
-            with (
-                Node("torchrun", config, "127.0.0.7", first_node, 0) as first,
-                Node("torchrun", config, "127.0.0.8", first_node, 1) as second,
-            ):
+            first = Node("torchrun", config, "127.0.0.7", first_node, 0)
+            with first, Node("torchrun", config, "127.0.0.8", first_node, 1) as second:
                 if not again:
                     wait_for(lambda: step_done(folder), "step 1", folder)
                     second.process.send_signal(signal.SIGTERM)

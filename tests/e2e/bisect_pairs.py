@@ -30,7 +30,6 @@ class Found:
     computed: str | None
     text: str
     report: str
-    largest: dict[str, float]  # error by the last part of a point's name, of all layers
     margin: float  # smallest bound / error of all points
 
 
@@ -90,15 +89,6 @@ def _rounded_head() -> AbstractContextManager:
     return patch.object(head, "chunked_logprobs", rounded)
 
 
-def _sizes(found) -> tuple[dict[str, float], float]:
-    errors: dict[str, float] = {}
-    differences = [one for part in found.passes for one in part.differences]
-    for one in differences:
-        kind = one.name.rpartition(".")[2]
-        errors[kind] = max(errors.get(kind, 0.0), one.error)
-    return errors, min(one.bound / max(one.error, 1e-30) for one in differences)
-
-
 def bisect_cases(
     rank: int, info: EngineInfo, api_key: str, tp: int, folder: Path, cases: list[dict], world: int = 1
 ) -> list[Found]:
@@ -142,6 +132,8 @@ def bisect_cases(
                 engine.close()
                 found.weights += wrong
                 said = verdict(found)
-                report, sizes = write_findings(own, found), _sizes(found)
-                results.append(Found(said.point, said.computed, said.text, report, *sizes))
+                differences = (one for part in found.passes for one in part.differences)
+                margin = min(one.bound / max(one.error, 1e-30) for one in differences)
+                report = write_findings(own, found)
+                results.append(Found(said.point, said.computed, said.text, report, margin))
     return results

@@ -107,7 +107,6 @@ class Finished:
     status: int
     stdout: str
     stderr: str
-    seconds: float
 
     @property
     def message(self) -> list[str]:
@@ -168,10 +167,9 @@ class Job:
                 stdout, stderr = self._communicate(timeout_s)
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"no end after {timeout_s} s") from None
-            seconds = time.monotonic() - self._start
             left = self.left_behind()
         assert not left, f"left behind: {left}"
-        return Finished(self.process.returncode, stdout, stderr, seconds)
+        return Finished(self.process.returncode, stdout, stderr)
 
     def succeed(self, timeout_s: float = 500.0) -> Finished:
         done = self.finish(timeout_s)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from megagrpo.rollout.control import ServiceControl, bearer, find_service
 from megagrpo.system.environment import child_environment
 from megagrpo.system.processes import is_live, spawn, stop_tree
 from megagrpo.types import EngineInfo
+from tests.experiments import until
 
 START_S = 480.0
 _SERVE = """
@@ -36,11 +36,8 @@ class RunningService:
 
     def wait_alive(self, number: int = 0) -> EngineInfo:
         """The engine of this number, the first unless told, when it answers."""
-        deadline = time.monotonic() + START_S
-        while not (engine := self.control.engines()[number]).alive:
-            assert time.monotonic() < deadline, f"still {engine}"
-            time.sleep(0.1)
-        return engine
+        until(lambda: self.control.engines()[number].alive, START_S, self.control.engines, 0.1)
+        return self.control.engines()[number]
 
     def stop(self) -> None:
         """End it as a user would, and check that nothing is left."""
@@ -85,8 +82,7 @@ def start_service(
 
 
 def wait_for_service(process: subprocess.Popen, run_dir: Path) -> ServiceControl:
-    deadline = time.monotonic() + START_S
-    while not (run_dir / "service.json").exists():
-        assert process.poll() is None and time.monotonic() < deadline, (run_dir / "serve.log").read_text()[-3000:]
-        time.sleep(0.1)
+    log = run_dir / "serve.log"
+    until(lambda: (run_dir / "service.json").exists() or process.poll() is not None, START_S, log.read_text, 0.1)
+    assert process.poll() is None, log.read_text()[-3000:]
     return find_service(run_dir)

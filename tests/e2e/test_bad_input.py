@@ -34,7 +34,7 @@ def in_this_process(command: str, config: Path, *words: str, timeout_s: float) -
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.syspath_prepend(str(config.parent))
         status = main([command, str(config), *words])
-    return Finished(status, out.getvalue(), err.getvalue(), 0.0)
+    return Finished(status, out.getvalue(), err.getvalue())
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def trainers_alone(config: Path, *overrides: str) -> tuple[Finished, list[str]]:
     env = child_environment({API_KEY: "of the run"}, [str(config.parent)])
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
     reports = sorted((config.with_suffix("") / "logs").glob("error_trainer_rank*.txt"))
-    return Finished(done.returncode, done.stdout, done.stderr, 0.0), [report.read_text() for report in reports]
+    return Finished(done.returncode, done.stdout, done.stderr), [report.read_text() for report in reports]
 
 
 def test_a_service_that_is_not_there(experiments):

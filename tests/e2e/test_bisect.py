@@ -111,7 +111,6 @@ def test_nothing_differs_in_a_healthy_pair(family: str, engines: str, dtype: str
             assert said.point is None, f"{parallel}:\n{said.report}"
             assert engines != "TP1" or "Not compared" not in said.report, f"{parallel}:\n{said.report}"
             assert said.margin > LEAST_MARGIN, f"{parallel}:\n{said.report}"
-            print(f"{family}, {engines}, {dtype}, trainers {parallel}: bounds / {said.margin:.1f}, {said.largest}")
 
 
 @pytest.mark.slow

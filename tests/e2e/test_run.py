@@ -54,10 +54,6 @@ def test_ten_steps_are_measured_and_agree_with_the_engine(long_run):
         assert not missing, f"step {step}: {missing}"
         assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
     assert_agrees(folder)
-    for name in ("time/framework_fraction", "publish/total", "time/rollout_s", "time/update_s", "time/step_s"):
-        print(f"{name}: median {statistics.median(entries[step][name] for step in range(1, NUM_STEPS + 1)):.3f}")
-    in_steps = sum(entries[step]["time/step_s"] for step in range(1, NUM_STEPS + 1))
-    print(f"whole run {done.seconds:.0f} s, of which steps {in_steps:.0f} s")
 
 
 def test_every_sample_is_there_with_its_weights_and_its_reward(long_run):

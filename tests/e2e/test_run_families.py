@@ -28,7 +28,6 @@ def test_steps_agree_with_the_engine_and_are_exported(family, dtype, mismatch, t
     succeed("run", config, timeout_s=900)
     entries = metrics(tmp_path / family)
     for step in range(1, NUM_STEPS + 1):
-        print(f"{family}, {dtype}, step {step}: mismatch {entries[step]['mismatch/logprob_abs_mean']:.2e}")
         assert entries[step]["mismatch/logprob_abs_mean"] <= mismatch
         assert entries[step]["optim/grad_norm"] > 0, "nothing was learned, so nothing was tested"
     succeed("export", config, tmp_path / "exported")

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import psutil
 from running_service import START_S, start_service
@@ -11,6 +10,7 @@ from test_service import PROMPTS, SAMPLED, generate, make_source
 
 from megagrpo.system.processes import is_live, stop_tree
 from megagrpo.types import Prompt
+from tests.experiments import until
 
 
 def test_engine_killed_during_a_rollout(service):
@@ -50,10 +50,7 @@ def test_scheduler_killed(service):
     children = psutil.Process(before.pid).children(recursive=True)
     next(child for child in children if "scheduler" in child.name() or "sched" in child.cmdline()[0]).kill()
     service.control.report_lost(before.id, before.incarnation)
-    deadline = time.monotonic() + START_S
-    while service.control.engines()[0].incarnation == before.incarnation:
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    until(lambda: service.control.engines()[0].incarnation != before.incarnation, START_S)
     service.set_version(1)
     assert generate(service, [(PROMPTS[0], SAMPLED, 0)], version=1)
 
@@ -75,12 +72,9 @@ def test_nothing_is_left_when_the_service_is_killed(service, tmp_path):
     """It has no chance to clean up: the kernel ends its children, and theirs. (The fixture checks the orderly end.)"""
     process = start_service(service.config, tmp_path)
     try:
-        deadline = time.monotonic() + START_S
-        tree: dict[psutil.Process, list[str]] = {}
-        while not any("megagrpo.rollout.service.engine_process" in command for command in tree.values()):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-            tree = below(process.pid)
+        engine = "megagrpo.rollout.service.engine_process"
+        until(lambda: any(engine in command for command in below(process.pid).values()), START_S, poll_s=0.2)
+        tree = below(process.pid)
     finally:
         process.kill()
         process.wait()

@@ -147,9 +147,7 @@ def run_computed(pool: RankPool, family: str, engines: str, folder: Path, transp
         for trainers in COMPUTED[family, engines]:
             for transport in transports:
                 (row,) = run_case(pool, TransportCase(family, trainers, engines), model, infos, [transport])
-                found = logprob_difference(infos[0].url, model)
-                print(f"{family}, trainers {trainers}, engines {engines}, {transport}: {found}", flush=True)
-                yield row | {"logprobs": found._asdict()}
+                yield row | {"logprobs": logprob_difference(infos[0].url, model)._asdict()}
 
 
 def problems_of(row: dict) -> list[str]:

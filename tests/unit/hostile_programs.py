@@ -5,10 +5,16 @@ Limits are small, so that a program which breaks one costs this machine little.
 """
 
 import json
+import os
 
 OPTIONS = {"memory_mb": 192, "output_kb": 64, "disk_mb": 4, "open_files": 16, "processes": 6}
 SCRIPTS = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
 CALLS = json.dumps({"asserts": ["assert f(1) == 2", "assert abs(f(2) - 3) < 1e-9"]})
+
+
+def _errno(errno: int) -> str:
+    return f"exit code 1: {type(OSError(errno, '')).__name__}: [Errno {errno}] {os.strerror(errno)}"
+
 
 # what it does -> (program, what the outcome's detail says)
 _OF_SCRIPTS = {
@@ -30,22 +36,13 @@ _OF_SCRIPTS = {
     "prints forever to standard error": ("import sys\nwhile True: print('x' * 1000, file=sys.stderr)", "output limit"),
     "closes its output and stays": ("import os, time\nos.close(1); os.close(2)\ntime.sleep(1000)", "time limit"),
     "reads its input forever": ("import sys\nwhile True: sys.stdin.read()", "time limit"),
-    "writes a huge file": (
-        "with open('x', 'wb') as f:\n    while True: f.write(bytes(2**20))",
-        "exit code 1: OSError: [Errno 27] File too large",
-    ),
+    "writes a huge file": ("with open('x', 'wb') as f:\n    while True: f.write(bytes(2**20))", _errno(27)),
     "writes many files": (
         "for i in range(20):\n    with open(str(i), 'wb') as f: f.write(bytes(2**20))",
-        "exit code 1: OSError: [Errno 28] No space left on device",
+        _errno(28),
     ),
-    "opens many files": (
-        "x = [open('/dev/null') for _ in range(100)]",
-        "exit code 1: OSError: [Errno 24] Too many open files",
-    ),
-    "forks without end": (
-        "import os\nwhile True: os.fork()",
-        "exit code 1: BlockingIOError: [Errno 11] Resource temporarily unavailable",
-    ),
+    "opens many files": ("x = [open('/dev/null') for _ in range(100)]", _errno(24)),
+    "forks without end": ("import os\nwhile True: os.fork()", _errno(11)),
     "starts threads without end": (
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()",
         "exit code 1: RuntimeError: can't start new thread",
@@ -60,13 +57,10 @@ _OF_SCRIPTS = {
         "wrong output",
     ),
     "kills everybody": ("import os\nos.kill(-1, 9)", "exit code 1: ProcessLookupError"),
-    "connects to the network": (
-        "import socket\nsocket.create_connection(('192.0.2.1', 80))",
-        "exit code 1: OSError: [Errno 101] Network is unreachable",
-    ),
+    "connects to the network": ("import socket\nsocket.create_connection(('192.0.2.1', 80))", _errno(101)),
     "connects to a server of this machine": (
         "import socket\nsocket.create_connection(('127.0.0.1', 22))",
-        "exit code 1: OSError: [Errno 101] Network is unreachable",
+        _errno(101),
     ),
     "reads the user's files": ("import os\nprint(open('/etc/passwd').read())", "exit code 1: FileNotFoundError"),
     "writes where the interpreter is": ("import os\nopen(os.__file__, 'a')", "exit code 1: "),

@@ -106,17 +106,10 @@ def test_advice_and_formula():
     assert AlgorithmConfig(kl={"loss_coef": 0.1, "estimator": "k1"}).advice
     formula = "1/N_tok sum_it [-min(rho A, clip(rho) A)], A = (r - mean) / (std + eps), r = reward"
     assert AlgorithmConfig().formula == formula
-    everything = AlgorithmConfig(
-        kl={"reward_coef": 0.1},
-        entropy_coef=0.01,
-        reward={"scale": 2, "shift": -1, "overlong": {}, "mean": "batch", "std": "batch", "clip": 5},
-        whiten_advantages=True,
-        advantage_clip=3,
-        mask_truncated=True,
-        mismatch={"weight": {"name": "tis"}, "reject": {"high": 2}},
-        dynamic_sampling={},
-        advantage={"name": "rloo"},
-    )
+    reward = {"scale": 2, "shift": -1, "overlong": {}, "mean": "batch", "std": "batch", "clip": 5}
+    options = {"whiten_advantages": True, "advantage_clip": 3, "mask_truncated": True, "dynamic_sampling": {}}
+    options |= {"mismatch": {"weight": {"name": "tis"}, "reject": {"high": 2}}, "kl": {"reward_coef": 0.1}}
+    everything = AlgorithmConfig(advantage={"name": "rloo"}, reward=reward, entropy_coef=0.01, **options)
     assert everything.formula == (
         "1/N_tok sum_it [w -min(rho A, clip(rho) A) + (-0.01) H], w = old / rollout of the token in [0, 2], "
         f"A = whitened ({everything.advantage.formula}) in [-3, 3], "

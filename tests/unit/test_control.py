@@ -3,12 +3,12 @@
 import json
 import socketserver
 import threading
-import time
 from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from megagrpo.rollout.control import ServiceControl
+from tests.experiments import until
 
 
 @pytest.fixture
@@ -30,10 +30,7 @@ def service():
 
         def do_GET(self):
             body = json.dumps({"router": "", "failed": None, "lost_hosts": 0, "engines": []}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
 
         def log_message(self, *args):
             pass
@@ -51,7 +48,4 @@ def test_no_connection_outlives_its_call(service):
     control = ServiceControl(url, "key")
     control.status()
     control.status()
-    deadline = time.monotonic() + 10
-    while counts["open"] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert counts == {"open": 0, "all": 2}
+    until(lambda: counts == {"open": 0, "all": 2}, said=lambda: counts)

@@ -8,8 +8,6 @@ from fake_service import FakeService, running
 from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.generation import GenerationClient, RetryPolicy, SampleRequest, SamplingParams
 from megagrpo.rollout.response import Response
-from megagrpo.rollout.service.engine_command import ServerPlace, engine_command
-from tests.experiments import experiment
 
 PROMPT, QUICK = (5, 6), RetryPolicy(3, 2.0, streaming=True, base_s=0.01, cap_s=0.02)
 
@@ -56,10 +54,3 @@ def test_a_cut_response_starts_again_if_it_cannot_go_on(params, version, number)
         response, discarded = streamed(service, [0], **params)
     assert response == Response((1, 2, 3, 4), (-0.5,) * 4, "stop", 0) and discarded == number
     assert [request["input_ids"] for request in service.requests] == [[5, 6], [5, 6]]
-
-
-def test_engines_send_pieces_that_hold_their_own_tokens():
-    place = ServerPlace(0, "127.0.0.1", 20001, "10.0.0.1:20002", cuda=False, num_cores=8)
-    for streaming in (False, True):
-        command = engine_command(experiment(rollout={"streaming": streaming}), place)
-        assert ("--incremental-streaming-output" in command) == streaming

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from fake_service import FakeService, running
-from sampling import MESH, digits, experiment, prompt_set, source_of, take, until
+from sampling import MESH, digits, experiment, prompt_set, source_of, take
 
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.load import load_config
@@ -18,7 +18,7 @@ from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.planning.engine_memory import concurrency_report
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
-from tests.experiments import QUICKSTART
+from tests.experiments import QUICKSTART, until
 
 WANTED, GROUP_SIZE = 2, 2
 REMAX = {"advantage": {"name": "remax"}}

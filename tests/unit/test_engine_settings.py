@@ -173,6 +173,10 @@ def test_engines_without_a_gpu_run_on_the_cpu_only_where_that_is_meant(device, d
         ({"dtype": "bfloat16"}, "attention_backend", None),
         ({}, "moe_runner_backend", "triton"),  # experts keep their order on every GPU
         ({"sglang": {"moe_a2a_backend": "deepep"}}, "moe_runner_backend", None),
+        ({}, "load_format", "dummy"),  # weights are read at the start only on request
+        ({"load_format": "model"}, "load_format", "auto"),
+        ({}, "incremental_streaming_output", None),
+        ({"streaming": True}, "incremental_streaming_output", True),  # pieces that hold their own tokens
     ],
 )
 def test_settings_of_our_own_on_gpus(rollout, setting, value):
@@ -181,13 +185,13 @@ def test_settings_of_our_own_on_gpus(rollout, setting, value):
 
 
 def test_check_says_what_differs():
-    lines = engine_report(config(dtype="bfloat16", sglang={"page_size": 64, "log_level_http": "info"}))
+    lines = engine_report(config(dtype="bfloat16", sglang={"page_size": 64, "log_level_http": "info"}), True)
     text = " ".join(" ".join(lines).split())
     assert "settings as on CUDA" in lines[0] and "ServerArgs: " in lines[1]
     assert "enable_fp32_lm_head true (false)" in text and "*page_size 64 (None)" in text
     assert "equal host, tp_size, ep_size" in text
-    assert "as on a CPU" in engine_report(config())[0]
-    assert "refuses" in engine_report(config(sglang={"page_sise": 1}))[1], "the problem stands below"
+    assert "as on a CPU" in engine_report(config(), True)[0]
+    assert "refuses" in " ".join(engine_report(config(sglang={"page_sise": 1}), True)), "the problem stands below"
 
 
 def test_without_sglang_nothing_is_taken_unchecked(monkeypatch):

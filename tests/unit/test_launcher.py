@@ -17,6 +17,7 @@ from megagrpo.system.processes import is_live, process_tree, spawn, stop_tree
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.system.stop_request import STOPPED, StopRequest
 from tests import experiments
+from tests.experiments import until
 
 
 def experiment(transport: str) -> ExperimentConfig:
@@ -138,10 +139,7 @@ time.sleep(600)
 
 def start(code: str, log: Path) -> tuple[subprocess.Popen, list[psutil.Process]]:
     process = spawn([sys.executable, "-c", code], child_environment(), log)
-    deadline = time.monotonic() + 30
-    while "up" not in log.read_text():
-        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
-        time.sleep(0.02)
+    until(lambda: "up" in log.read_text(), 30, log.read_text)
     return process, process_tree(process.pid)
 
 
@@ -178,7 +176,4 @@ time.sleep(600)
     assert is_live(child)
     process.kill()
     process.wait(10)
-    deadline = time.monotonic() + 10
-    while is_live(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: not is_live(child), 10)

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import pytest
 
@@ -12,9 +11,8 @@ from megagrpo.config.libraries.megatron import MEGATRON_SETTINGS, SettingsTable
 from megagrpo.config.libraries.source import refusal_of
 from megagrpo.config.load import ConfigError, load_config
 from megagrpo.config.schema import ExperimentConfig
+from tests.experiments import QUICKSTART
 
-ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 VIRTUAL = ["actor.world_size=4", "actor.parallel.pp=2", "actor.parallel.vpp=2"]
 OWN_LAYERS = ["actor.transformer_engine=false", "actor.recompute=selective"]
 MESSAGES = [*VIRTUAL, "actor.megatron.overlap_p2p_comm=true"]

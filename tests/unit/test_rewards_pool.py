@@ -15,7 +15,7 @@ import pytest
 
 from megagrpo.algo.statistics import alone
 from megagrpo.check.problems import preflight
-from megagrpo.config.schema import ExperimentConfig, RewardConfig
+from megagrpo.config.schema import RewardConfig
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.monitor.rollouts import RolloutLog
 from megagrpo.rewards.graders.table import load_grader
@@ -25,6 +25,7 @@ from megagrpo.rollout.selection import grader_metrics
 from megagrpo.system.processes import is_live
 from megagrpo.system.run_folder import RunFolder
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
+from tests.experiments import experiment, until
 
 GRADERS = """
 import math, os, re, signal, subprocess, time
@@ -96,13 +97,6 @@ def grade(name: str, text: str = "abc", answer: str = "", **options) -> Outcome:
     return graded(name, [(prompt(answer), text)], **options)[0]
 
 
-def ended(process: psutil.Process, within_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + within_s
-    while is_live(process) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not is_live(process)
-
-
 @pytest.mark.parametrize(
     "name, text, answer, value, said",
     [
@@ -168,7 +162,7 @@ def test_close_leaves_no_process_and_no_waiter():
 def test_what_a_hung_grader_started_dies_with_it(tmp_path):
     assert grade("child_then_hang", text=str(tmp_path / "pid")).status == "timeout"
     child = int((tmp_path / "pid").read_text())
-    assert not psutil.pid_exists(child) or ended(psutil.Process(child))
+    until(lambda: not psutil.pid_exists(child) or not is_live(psutil.Process(child)), 5)
 
 
 def test_workers_end_when_the_trainer_is_killed(tmp_path):
@@ -191,7 +185,7 @@ time.sleep(60)
     time.sleep(0.2)
     parent.kill()
     parent.communicate()
-    assert all(ended(worker, 20) for worker in workers)
+    until(lambda: not any(map(is_live, workers)), 20)
 
 
 def test_options_reach_the_grader_and_a_prompt_may_name_another():
@@ -317,11 +311,6 @@ def test_wrong_combinations_are_refused(reward, said):
         RewardConfig(**reward)
 
 
-def experiment(**sections) -> ExperimentConfig:
-    data = {"path": "d.jsonl", "grader_key": "by"}
-    return ExperimentConfig(name="n", output_dir="o", model={"path": "."}, data=data, **sections)
-
-
 def test_a_greedy_baseline_does_not_go_with_a_group_grader():
     with pytest.raises(ValueError, match="its greedy baseline is graded alone"):
         experiment(reward={"group_grader": "rank"}, algorithm={"advantage": {"name": "remax"}})
@@ -332,7 +321,8 @@ def test_check_finds_every_wrong_grader(tmp_path, monkeypatch):
     Path("d.jsonl").write_text('{"prompt": "p", "answer": "{\\"asserts\\": [\\"assert (\\"]}", "by": "code"}\n')
     judge = {"url": "http://127.0.0.1:1/v1/chat/completions", "model": "m", "prompt_file": "judge.txt"}
     graders = [{"grader": "exat"}, {"grader": "judge", "args": judge}, {"grader": "own_graders:lenght"}]
-    config = experiment(reward={"graders": graders, "group_grader": "rnk"})
+    data = {"path": "d.jsonl", "grader_key": "by"}
+    config = experiment(model={"path": "."}, data=data, reward={"graders": graders, "group_grader": "rnk"})
     found = "\n".join(preflight(config))
     for said in (
         "reward.grader 'exat' is unknown; did you mean 'exact'",

@@ -54,11 +54,6 @@ def test_gpu_engine_is_plain():
     assert "SGLANG_USE_CPU_ENGINE" not in engine_environment(config(), place(cuda=True))
 
 
-def test_weights_are_read_at_the_start_only_on_request():
-    assert options(engine_command(config(), place(cuda=True)))["--load-format"] == "dummy"
-    assert options(engine_command(config(load_format="model"), place(cuda=True)))["--load-format"] == "auto"
-
-
 def test_engine_over_two_nodes():
     two = config(tp=2, nodes_per_engine=2)
     second = options(engine_command(two, place(cuda=False, node_rank=1)))

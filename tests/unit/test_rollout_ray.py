@@ -5,12 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service import ray_cluster, server
+from tests import experiments
 
 BUSY = Exception("The current node timed out during startup. This could happen because\nsome of the raylet failed")
 
@@ -31,8 +31,7 @@ class FakeRay:
 
 
 def experiment(folder: Path, **rollout) -> ExperimentConfig:
-    sections = {"name": "t", "output_dir": str(folder), "model": {"path": "m"}, "data": {"path": "d"}}
-    return ExperimentConfig.model_validate(sections | {"rollout": rollout})
+    return experiments.experiment(output_dir=str(folder), rollout=rollout)
 
 
 def test_ray_is_tried_again_and_failed_attempts_leave_nothing(tmp_path, monkeypatch):
@@ -58,9 +57,7 @@ def test_the_service_gives_up_with_one_line(tmp_path, monkeypatch, capfd):
     assert last.startswith("rollout service failed: Ray on ") and "The current node timed out during startup" in last
     assert f"in {len(fake.attempts)} attempt(s) within 1 s" in last and "raise rollout.start_timeout_s" in last
     assert "Traceback" not in printed.out + printed.err
-    assert list(tmp_path.iterdir()) == [] and not [
-        p for p in fake.left if psutil.pid_exists(p.pid) and p.poll() is None
-    ]
+    assert list(tmp_path.iterdir()) == [] and all(process.poll() is not None for process in fake.left)
 
 
 @pytest.mark.parametrize("address", [None, "10.0.0.1:6379"])

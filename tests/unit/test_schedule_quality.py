@@ -6,15 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.schedule import flops, make_schedule, step_sync_waste
-from megagrpo.batching.balance import (
-    balanced_parts,
-    candidate_cuts,
-    cheapest_cut,
-    fewest_micro_batches,
-    longest_lengths,
-    sample_cost,
-    token_load,
-)
+from megagrpo.batching import balance
 from tests.unit.golden_cases import load
 
 LENGTHS = st.lists(st.integers(1, 300), max_size=40)
@@ -27,7 +19,7 @@ def test_every_sample_once_within_the_budget_same_count(lengths, num_ranks, budg
     assert sorted(i for bins in ranks for b in bins for i in b) == list(range(len(lengths)))
     assert len({len(bins) for bins in ranks}) == 1 and len(ranks[0]) % multiple == 0
     for bins in ranks:
-        sizes = [token_load(b, lengths, packed) for b in bins]
+        sizes = [balance.token_load(b, lengths, packed) for b in bins]
         assert sizes == sorted(sizes, reverse=True)
         assert all(size <= budget or len(b) == 1 for size, b in zip(sizes, bins, strict=True))
 
@@ -50,7 +42,7 @@ def test_two_parts_are_close_to_the_best(costs):
         for size in range(len(costs) + 1)
         for chosen in (sum(c) for c in combinations(costs, size))
     )
-    parts = balanced_parts(costs, 2)
+    parts = balance.balanced_parts(costs, 2)
     found = max(sum(costs[i] for i in part) for part in parts)
     assert found <= best * 7 / 6 + 1e-9  # longest first alone guarantees this for two parts (Graham 1969)
     alone = [0, 0]
@@ -62,7 +54,7 @@ def test_two_parts_are_close_to_the_best(costs):
 def test_exchanges_beat_longest_first_where_it_is_worst():
     """Graham's example: 3 3 2 2 2 in two parts is 7 + 5 by longest first, 6 + 6 at best."""
     costs = [3, 3, 2, 2, 2]
-    assert sorted(sum(costs[i] for i in part) for part in balanced_parts(costs, 2)) == [6, 6]
+    assert sorted(sum(costs[i] for i in part) for part in balance.balanced_parts(costs, 2)) == [6, 6]
 
 
 def test_a_long_sample_of_one_rank_is_met_by_full_micro_batches_of_the_others():
@@ -70,22 +62,22 @@ def test_a_long_sample_of_one_rank_is_met_by_full_micro_batches_of_the_others():
     ranks = make_schedule([90, 10, 10, 10, *[20] * 6], 2, 100, multiple=2)
     loads = [[sum([90, 10, 10, 10, *[20] * 6][i] for i in b) for b in bins] for bins in ranks]
     assert step_sync_waste(loads) <= 0.1
-    assert cheapest_cut([[100, 20], [60, 60]], one_shape=False) == 0
-    assert cheapest_cut([[100, 20], [60, 60]], one_shape=True) == 1
+    assert balance.cheapest_cut([[100, 20], [60, 60]], one_shape=False) == 0
+    assert balance.cheapest_cut([[100, 20], [60, 60]], one_shape=True) == 1
 
 
 def test_long_samples_cost_more_than_their_tokens():
-    assert sample_cost(100) == 100 and sample_cost(100, 50) == 300
+    assert balance.sample_cost(100) == 100 and balance.sample_cost(100, 50) == 300
     lengths = [800, 400, 400, 100, 100, 100, 100]
-    parts = balanced_parts([sample_cost(n, 400) for n in lengths], 2)
+    parts = balance.balanced_parts([balance.sample_cost(n, 400) for n in lengths], 2)
     assert [[lengths[i] for i in part] for part in parts] == [[800], [400, 400, 100, 100, 100, 100]]
 
 
 def test_empty_ranks_and_samples_above_the_budget():
     ranks = make_schedule([700, 5], 3, 100)
     assert sorted(map(tuple, (b for bins in ranks for b in bins))) == [(), (0,), (1,)]
-    assert fewest_micro_batches([], 100, True) == [] and longest_lengths([3, 9], 3) == [9, 3, 0]
-    assert candidate_cuts([], 100, True, 2, [50, 0]) == [[[], []]] * 3
+    assert balance.fewest_micro_batches([], 100, True) == [] and balance.longest_lengths([3, 9], 3) == [9, 3, 0]
+    assert balance.candidate_cuts([], 100, True, 2, [50, 0]) == [[[], []]] * 3
 
 
 def test_at_most_half_of_the_recorded_waste():
@@ -96,7 +88,7 @@ def test_at_most_half_of_the_recorded_waste():
             continue
         lengths = case["inputs"]["lengths"]
         ranks = make_schedule(lengths, p["dp"], p["max_tokens_per_gpu"], multiple=p["mb_group"])
-        loads = [[token_load(b, lengths, True) for b in bins] for bins in ranks]
+        loads = [[balance.token_load(b, lengths, True) for b in bins] for bins in ranks]
         assert max(map(max, loads)) <= p["max_tokens_per_gpu"]
         assert step_sync_waste(loads) <= baseline["step_sync_waste"] / 2, case["case"]
         checked += 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fake_service import FakeService, running
-from sampling import MESH, source_of, take, until
+from sampling import MESH, source_of, take
 from sampling import experiment as short_experiment
 
 from megagrpo.algo.correction import staleness_metrics
@@ -15,6 +15,7 @@ from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.generation import sample_seed
 from megagrpo.types import RolloutGroup, Sample, TrainState
+from tests.experiments import until
 
 WANTED, GROUP_SIZE, STEPS = 2, 2, 6
 

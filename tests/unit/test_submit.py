@@ -1,18 +1,15 @@
 """What `megagrpo submit` refuses, and the command line that it hands to sbatch."""
 
-from pathlib import Path
-
 import pytest
 
 from megagrpo.cluster.submit import SCRIPTS, Request, misfits, sbatch_command, seconds
 from megagrpo.config.schema import ExperimentConfig
-
-ROOT = Path(__file__).parents[2]
+from tests import experiments
+from tests.experiments import ROOT
 
 
 def experiment(**sections) -> ExperimentConfig:
-    base = {"name": "x", "output_dir": "runs/x", "model": {"path": "m"}, "data": {"path": "d.jsonl"}}
-    return ExperimentConfig.model_validate(base | {"actor": {"world_size": 16}, "rollout": REACHED} | sections)
+    return experiments.experiment(**{"actor": {"world_size": 16}, "rollout": REACHED} | sections)
 
 
 REACHED = {"host": "0.0.0.0"}

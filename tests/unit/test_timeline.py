@@ -3,6 +3,7 @@
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -24,10 +25,9 @@ def recorded(tmp_path, monkeypatch, moments: list[float], work) -> dict:
     """The one line of what `work` does with a timeline whose clock says these moments."""
     clock = iter(moments)
     monkeypatch.setattr(module.time, "time", lambda: next(clock))
-    timeline = Timeline(RunFolder(tmp_path), 0)
-    work(timeline)
-    monkeypatch.undo()
-    timeline.close()
+    with closing(Timeline(RunFolder(tmp_path), 0)) as timeline:
+        work(timeline)
+        monkeypatch.undo()
     (line,) = lines(RunFolder(tmp_path))
     return line
 
@@ -65,12 +65,11 @@ def test_requests_and_calls_belong_to_engines(tmp_path, monkeypatch):
 
 
 def test_a_line_is_bounded_and_says_how_much_there_was(tmp_path):
-    timeline = Timeline(RunFolder(tmp_path), 0)
-    for i in range(5000):
-        timeline.request("engine-0", 1.0 * i, i + 0.5, 3)
-        timeline.call("engine-0", f"call {i}", 1.0 * i, i + 0.5)
-    timeline.end_step(1)
-    timeline.close()
+    with closing(Timeline(RunFolder(tmp_path), 0)) as timeline:
+        for i in range(5000):
+            timeline.request("engine-0", 1.0 * i, i + 0.5, 3)
+            timeline.call("engine-0", f"call {i}", 1.0 * i, i + 0.5)
+        timeline.end_step(1)
     (line,) = lines(RunFolder(tmp_path))
     assert (line["num_requests"], line["num_calls"], len(line["calls"])) == (5000, 5000, 1024)
     starts = [start for _, start, *_ in line["requests"]]
@@ -134,10 +133,9 @@ def test_broken_lines_and_failures_to_write_are_raised(tmp_path):
 
 
 def trained(tmp_path, batches, num_groups: int = 1, logprobs: torch.Tensor | None = None) -> list[dict]:
-    log = TrainedLog(RunFolder(tmp_path), 0, 1, num_groups, lambda ids: [f"<{i}>" for i in ids])
-    for step, batch in enumerate(batches, start=1):
-        log.write(step, batch, batch.old_logprobs if logprobs is None else logprobs)
-    log.close()
+    with closing(TrainedLog(RunFolder(tmp_path), 0, 1, num_groups, lambda ids: [f"<{i}>" for i in ids])) as log:
+        for step, batch in enumerate(batches, start=1):
+            log.write(step, batch, batch.old_logprobs if logprobs is None else logprobs)
     return list(read_step_lines(RunFolder(tmp_path).trained_file(0)))
 
 
@@ -147,11 +145,9 @@ def test_advantages_of_all_and_tokens_of_the_first_groups(tmp_path):
     first, second = trained(tmp_path, [batch, batch])
     assert first["sample_ids"] == list(range(12))
     assert first["advantages"][:4] == [1.5, (1.0 - 0.5 - 0.5) / 3, -1.0, 0.0]
-    assert first["tokens"][:2] == [
-        {"sample_id": 0, "ids": [5, 6], "difference": [0.25, 0.25]},
-        {"sample_id": 1, "ids": [5, 6, 9], "difference": [0.25, 0.25, 0.25]},
-    ]
-    assert len(first["tokens"]) == 4
+    ids = [[5, 6], [5, 6, 9]]
+    tokens = [{"sample_id": i, "ids": own, "difference": [0.25] * len(own)} for i, own in enumerate(ids)]
+    assert first["tokens"][:2] == tokens and len(first["tokens"]) == 4
     assert first["pieces"] == {"5": "<5>", "6": "<6>", "9": "<9>"} and second["pieces"] == {}
 
 

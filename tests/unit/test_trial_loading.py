@@ -35,9 +35,8 @@ def experiment(folder: Path, model: Path, **data) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"path": str(folder / "rows.jsonl"), "chat_template": True, "max_prompt_tokens": 2} | data
     text = {"name": "trial", "output_dir": str(folder / "run"), "model": {"path": str(model)}, "data": data}
-    path = folder / "trial.yaml"
-    path.write_text(yaml.safe_dump(text))
-    return path
+    (folder / "trial.yaml").write_text(yaml.safe_dump(text))
+    return folder / "trial.yaml"
 
 
 def test_a_sound_experiment_is_loaded_as_far_as_it_goes(tmp_path, model):

@@ -3,6 +3,8 @@
 import gzip
 import json
 import re
+from contextlib import closing
+from dataclasses import replace
 from html.parser import HTMLParser
 
 from made_run import HOSTILE, made_groups, make_run
@@ -72,11 +74,9 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
     assert cli.main(["view", str(tmp_path / "absent")]) == 2
     assert "metrics.jsonl: no such file" in capsys.readouterr().err
     folder = RunFolder(tmp_path / "without")  # timeline and tokens switched off
-    log, samples = StepLog(folder, LogConfig(tensorboard=False)), RolloutLog(folder, 0, 1)
-    log.write(1, {"reward/mean": 0.5})
-    samples.write(1, made_groups(1))
-    for writer in (log, samples):
-        writer.close()
+    with closing(StepLog(folder, LogConfig(tensorboard=False))) as log, closing(RolloutLog(folder, 0, 1)) as samples:
+        log.write(1, {"reward/mean": 0.5})
+        samples.write(1, made_groups(1))
     assert cli.main(["view", str(folder.path)]) == 0
     (run,) = runs_of(folder.view.read_text())
     assert [sample["advantage"] for sample in run["groups"][0]["samples"]] == [None] * 4 and not folder.trace.exists()
@@ -86,10 +86,9 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
 
 def test_samples_are_bounded_in_bytes_and_spread_over_steps(tmp_path):
     folder = RunFolder(tmp_path)
-    log = RolloutLog(folder, 0, 1)
-    for step in range(1, 301):
-        log.write(step, made_groups(step, num_groups=6))
-    log.close()
+    with closing(RolloutLog(folder, 0, 1)) as log:
+        for step in range(1, 301):
+            log.write(step, made_groups(step, num_groups=6))
     data, notes = read_samples(folder, 150_000)
     steps = [group["step"] for group in data["groups"]]
     assert 75_000 < len(json.dumps(data)) < 450_000, "estimated, not measured: about as much as requested"
@@ -103,10 +102,9 @@ def test_samples_are_bounded_in_bytes_and_spread_over_steps(tmp_path):
 
 def test_one_huge_response_does_not_fill_the_page(tmp_path):
     (group,) = made_groups(1, num_groups=1)
-    long = type(group.samples[0])(**{**vars(group.samples[0]), "text": "x" * 1_000_000})
-    log = RolloutLog(RunFolder(tmp_path), 0, 1)
-    log.write(1, [type(group)(0, group.prompt, (long, *group.samples[1:]), group.outcomes)])
-    log.close()
+    long = replace(group.samples[0], text="x" * 1_000_000)
+    with closing(RolloutLog(RunFolder(tmp_path), 0, 1)) as log:
+        log.write(1, [replace(group, samples=(long, *group.samples[1:]))])
     data, _ = read_samples(RunFolder(tmp_path), 50_000)
     text = data["groups"][0]["samples"][0]["text"]
     assert len(text) < 20_100 and text.endswith("[... 980000 more characters]")

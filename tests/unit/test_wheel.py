@@ -21,11 +21,13 @@ data: {path: data/train.jsonl}
 """
 
 
-def run(*words, cwd: Path) -> subprocess.CompletedProcess:
-    """Runs a command that sees neither this checkout nor the caller's Python settings."""
+def run(*words, cwd: Path, status: int = 0) -> subprocess.CompletedProcess:
+    """Runs a command that sees neither this checkout nor the caller's Python settings, to an end with `status`."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     command = [str(word) for word in words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +40,11 @@ def installed(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    build = run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, cwd=folder)
-    assert build.returncode == 0, build.stderr
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, source, cwd=folder)
     (wheel,) = folder.glob("megagrpo-*.whl")
     python = environment / "bin" / "python"
-    assert run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder).returncode == 0
-    install = run(*pip, "--python", python, "install", "--no-deps", wheel, cwd=folder)
-    assert install.returncode == 0, install.stderr
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
+    run(*pip, "--python", python, "install", "--no-deps", wheel, cwd=folder)
     # Other people's packages come from the environment of the tests. The .pth files in a folder that a .pth names are
     # not read, so an editable installation of this checkout stays out of reach.
     (site,) = environment.glob("lib/python*/site-packages")
@@ -75,8 +75,8 @@ def test_every_file_of_the_package_is_in_the_wheel_and_imported_from_there(insta
 
 def test_check_explains_an_experiment_with_a_preset(installed, empty):
     done = run(installed.parent / "megagrpo", "check", "experiment.yaml", cwd=empty)
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "1/N_tok sum_it [-min(rho A, clip(rho) A)]" in done.stdout, "the preset's objective"
-    unknown = run(installed.parent / "megagrpo", "check", "experiment.yaml", "--set", "preset=dappo", cwd=empty)
-    assert unknown.returncode == 2 and unknown.stdout == "" and "Traceback" not in unknown.stderr
+    words = ("check", "experiment.yaml", "--set", "preset=dappo")
+    unknown = run(installed.parent / "megagrpo", *words, cwd=empty, status=2)
+    assert unknown.stdout == "" and "Traceback" not in unknown.stderr
     assert "did you mean 'dapo'?" in unknown.stderr
