@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.common import provenance, write_results
 from megagrpo.batching.batch import build_batch
-from megagrpo.batching.microbatch import plan_micro_batches
+from megagrpo.batching.microbatch import MicroBatchSize, plan_micro_batches
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import make_mesh
@@ -43,7 +43,7 @@ def main() -> None:
     batch = build_batch(groups, one_pass(len(groups)), mesh)
     per_token = batch.rollout_logprobs
     batch = replace(batch, advantages=per_token, old_logprobs=per_token, ref_logprobs=per_token)
-    micros = plan_micro_batches(batch, range(len(lengths)), args.budget, True, ParallelConfig(), mesh)
+    micros = plan_micro_batches(batch, range(len(lengths)), MicroBatchSize(args.budget, True), ParallelConfig(), mesh)
     at_once, one, grid = 0, 0, 0
     for micro in micros:
         # rows and columns of [N, S] were on the device, what leads from flat values to a grid was not needed

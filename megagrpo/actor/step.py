@@ -22,7 +22,7 @@ from megagrpo.actor.megatron_actor import MegatronActor, NonFiniteUpdate
 from megagrpo.actor.routing.tokens import MicroBatchScope
 from megagrpo.algo.loss import Denominators, LossInputs, count_denominators, objective
 from megagrpo.algo.statistics import row_sums
-from megagrpo.batching.microbatch import MicroBatches, plan_micro_batches
+from megagrpo.batching.microbatch import MicroBatches, MicroBatchSize, plan_micro_batches
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.types import Batch, MicroBatch, ReferenceStates
 
@@ -282,10 +282,8 @@ def _loss_inputs(batch: Batch, micro: MicroBatch, values: TokenValues) -> LossIn
 def micro_batches(actor: MegatronActor, batch: Batch, rows: Sequence[int]) -> MicroBatches:
     """Collective over data-parallel ranks. Cuts `rows` into the micro-batches of the experiment, always the same."""
     config, cp_rank = actor.config, mpu.get_context_parallel_rank()
-    multiple = _FP8_ROWS if actor.transformer.fp8 else 1
-    return plan_micro_batches(
-        batch, rows, config.micro_batch_tokens, config.packing, config.parallel, actor.mesh, cp_rank, multiple
-    )
+    size = MicroBatchSize(config.micro_batch_tokens, config.packing, _FP8_ROWS if actor.transformer.fp8 else 1)
+    return plan_micro_batches(batch, rows, size, config.parallel, actor.mesh, cp_rank)
 
 
 def _run(

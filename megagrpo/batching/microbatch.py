@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,24 +35,30 @@ class _Layout:
     members: list[int]
 
 
+class MicroBatchSize(NamedTuple):
+    """How samples are put together."""
+
+    budget: int  # tokens of several samples, at most
+    packed: bool  # behind each other in one row, else a row for each
+    multiple: int = 1  # of tokens in each rank's part of a row
+
+
 def plan_micro_batches(
     batch: Batch,
     rows: Sequence[int],
-    budget: int,
-    packed: bool,
+    size: MicroBatchSize,
     layout: ParallelConfig,
     mesh: Mesh,
     cp_rank: int = 0,
-    multiple: int = 1,
 ) -> "MicroBatches":
     """Collective over data-parallel ranks. Cuts `rows` of the batch into micro-batches, the same number on every rank.
 
-    budget: tokens of a micro-batch of several samples, at most. Under context parallelism a rank gets its zigzag part
-    of every sequence, so sequences are padded to multiples of 2 cp; whole micro-batches are multiples of tp as well,
-    since sequence parallelism cuts them; each rank's part of a row has a multiple of `multiple` tokens. With pipeline
-    stages all micro-batches of all ranks have one shape, and with virtual ones their number is a multiple of pp:
-    Megatron's schedule asks for both.
+    Under context parallelism a rank gets its zigzag part of every sequence, so sequences are padded to multiples of
+    2 cp; whole micro-batches are multiples of tp as well, since sequence parallelism cuts them. With pipeline stages
+    all micro-batches of all ranks have one shape, and with virtual ones their number is a multiple of pp: Megatron's
+    schedule requires both.
     """
+    budget, packed, multiple = size
     unit = 2 * layout.cp if layout.cp > 1 else 1
     of_rows = batch.lengths.tolist()
     lengths = [_up(of_rows[r], unit) for r in rows]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.batching.batch import build_batch, shuffle_rewards
-from megagrpo.batching.microbatch import plan_micro_batches
+from megagrpo.batching.microbatch import MicroBatchSize, plan_micro_batches
 from megagrpo.batching.updates import one_pass
 from megagrpo.config.schema import ParallelConfig
 from megagrpo.mesh import make_mesh
@@ -62,7 +62,7 @@ def run_rank(rank: int, folder) -> list[dict]:
         shapes = []
         for update in batch.updates[0]:
             rows = [r for r, g in enumerate(batch.group_ids.tolist()) if g in update]
-            micros = plan_micro_batches(batch, rows, chance.randint(20, 80), packed, layout, mesh)
+            micros = plan_micro_batches(batch, rows, MicroBatchSize(chance.randint(20, 80), packed), layout, mesh)
             assert sorted(r for m in micros for r in m.members.tolist()) == rows
             shapes.append([tuple(m.tokens.shape) for m in micros])
         tokens = [of_one.tolist() for of_one in batch.tokens.split(batch.lengths.tolist())]

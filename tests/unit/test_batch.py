@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megagrpo.batching.batch import build_batch, shuffle_rewards
-from megagrpo.batching.microbatch import _context_part, plan_micro_batches
+from megagrpo.batching.microbatch import MicroBatchSize, _context_part, plan_micro_batches
 from megagrpo.batching.updates import one_pass, plan_updates
 from megagrpo.config.schema import ParallelConfig, TrainConfig
 from megagrpo.mesh import Mesh
@@ -128,7 +128,9 @@ def test_every_token_is_in_one_micro_batch_and_none_is_above_the_budget(shapes, 
     batch, layout = batch_of(shapes), ParallelConfig(**sizes)
     seen = torch.zeros_like(batch.tokens)
     for cp_rank in range(layout.cp):
-        micros = plan_micro_batches(batch, range(len(batch.lengths)), budget, packed, layout, ALONE, cp_rank)
+        micros = plan_micro_batches(
+            batch, range(len(batch.lengths)), MicroBatchSize(budget, packed), layout, ALONE, cp_rank
+        )
         assert len(micros) % (layout.pp if layout.vpp > 1 else 1) == 0
         assert layout.pp == 1 or len({tuple(m.tokens.shape) for m in micros}) == 1, "pipeline stages exchange one shape"
         for micro in micros:
@@ -167,7 +169,9 @@ def test_targets_are_the_trained_tokens_each_from_the_position_before(
     batch, layout = batch_of(shapes, masks=masks), ParallelConfig(**sizes)
     found = torch.zeros_like(batch.tokens)
     for cp_rank in range(layout.cp):
-        for micro in plan_micro_batches(batch, range(len(batch.lengths)), budget, packed, layout, ALONE, cp_rank):
+        for micro in plan_micro_batches(
+            batch, range(len(batch.lengths)), MicroBatchSize(budget, packed), layout, ALONE, cp_rank
+        ):
             of = micro.targets
             assert torch.equal(micro.rows.flatten()[of.flat], of.rows)
             assert torch.equal(micro.columns.flatten()[of.flat] + 1, of.columns)
@@ -180,7 +184,7 @@ def test_targets_are_the_trained_tokens_each_from_the_position_before(
 @pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}])
 def test_a_ranks_part_of_a_row_is_a_multiple_where_products_in_fp8_ask_for_one(sizes: dict):
     batch, layout = batch_of([(2, [3, 9]), (4, [5])]), ParallelConfig(**sizes)
-    for micro in plan_micro_batches(batch, range(3), 12, True, layout, ALONE, multiple=32):
+    for micro in plan_micro_batches(batch, range(3), MicroBatchSize(12, True, 32), layout, ALONE):
         assert micro.tokens.shape[1] % (32 * layout.tp) == 0  # context ranks have their parts, tensor ranks cut these
 
 
@@ -189,7 +193,7 @@ def test_a_ranks_part_of_a_row_is_a_multiple_where_products_in_fp8_ask_for_one(s
 def test_no_sample_gives_a_dummy_micro_batch(packed: bool, sizes: dict):
     """A rank without samples still takes part in every collective of the others."""
     batch = batch_of([(2, [3])])
-    micros = plan_micro_batches(batch, [], 10, packed, ParallelConfig(**sizes), ALONE)
+    micros = plan_micro_batches(batch, [], MicroBatchSize(10, packed), ParallelConfig(**sizes), ALONE)
     for micro in micros:
         assert micro.tokens.shape[1] > 0 and (micro.rows == -1).all()
         assert all(len(tensor) == 0 for tensor in vars(micro.targets).values())
@@ -202,7 +206,7 @@ def test_bytes_follow_the_tokens_and_not_the_longest_sample():
     assert total == 252 * 14 + 4 * 404 and padded > 15 * total
     of_tokens = (batch.tokens, batch.loss_mask, batch.rollout_logprobs)
     assert [values.numel() * values.element_size() for values in of_tokens] == [4 * total, total, 4 * total]
-    micros = plan_micro_batches(batch, range(len(batch.lengths)), 500, True, ParallelConfig(), ALONE)
+    micros = plan_micro_batches(batch, range(len(batch.lengths)), MicroBatchSize(500, True), ParallelConfig(), ALONE)
     on_device = []
     for micro, (height, width) in zip(micros, micros.shapes, strict=True):
         moved = [micro.tokens, micro.positions, micro.rows, micro.columns, *vars(micro.targets).values()]

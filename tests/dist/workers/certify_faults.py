@@ -71,9 +71,9 @@ def _mean_of_micro_batch_means() -> AbstractContextManager[None]:
     """Every micro-batch is divided by its own tokens; micro-batches and ranks are averaged."""
     count = 1
 
-    def counting_plan(batch, rows, budget, packed, layout, mesh, *rest):
+    def counting_plan(batch, rows, size, layout, mesh, *rest):
         nonlocal count
-        micros = plan_micro_batches(batch, rows, budget, packed, layout, mesh, *rest)
+        micros = plan_micro_batches(batch, rows, size, layout, mesh, *rest)
         count = len(micros) * mesh.dp_size
         return micros
 
