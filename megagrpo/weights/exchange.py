@@ -77,6 +77,7 @@ class Exchange:
         self._digests = ExpectedDigests(trainers)
         # By engine and rank: indices of its slices among the expected digests.
         self._indices: weakref.WeakKeyDictionary[EngineConnection, list[np.ndarray]] = weakref.WeakKeyDictionary()
+        self._ids: list[str] = []  # of the engines to update; on the main rank
         self._transport = TRANSPORTS[config.weights.transport](trainers)
         patience_s = config.rollout.patience_s(mesh.device.type == "cuda")
         self._fleet = EngineFleet(config, registry, specs, self._transport, on_call, patience_s)
@@ -89,10 +90,10 @@ class Exchange:
         come back within weights.timeout_s.
         """
         timer, deadline, traffic = PhaseTimer(), Deadline(self._config.weights.timeout_s), Traffic()
-        todo = self._mesh.from_main(lambda: self._fleet.choose(only, deadline), "find engines")
         with self._merged():
-            while todo:
-                todo = self._update(todo, version, deadline, timer, traffic)
+            more = self._next(lambda: self._fleet.choose(only, deadline), "find engines")
+            while more:
+                more = self._update(version, deadline, timer, traffic)
         seconds = self._mesh.from_main(lambda: timer.seconds(*_PHASES), "report timings")
         total = Traffic()
         for part in self._mesh.gather_world(traffic):
@@ -102,8 +103,8 @@ class Exchange:
     def verify(self, only: list[str] | None = None) -> None:
         """Collective. Compares the engines' live parameters with the actor's. LeaderError names what differs."""
         deadline = Deadline(self._config.weights.timeout_s)
-        ids = self._mesh.from_main(lambda: self._fleet.choose(only, deadline), "find engines")
-        self._open(ids, deadline, writing=False)
+        self._next(lambda: self._fleet.choose(only, deadline), "find engines")
+        self._open(deadline, writing=False)
         with self._merged():
             expected = self._digests.compute()
 
@@ -121,12 +122,19 @@ class Exchange:
         """Local. Disconnects from the engines, which keep their weights; an engine that has ended is no error."""
         self._fleet.close()
 
-    def _update(
-        self, ids: list[str], version: int, deadline: Deadline, timer: PhaseTimer, traffic: Traffic
-    ) -> list[str]:
-        """Collective. Updates these engines and returns the ids of those that died, came back and are still needed."""
+    def _next(self, find: Callable[[], list[str]], what: str) -> bool:
+        """Collective. Makes the main rank's `find` the engines to update; returns whether there are any."""
+
+        def keep() -> None:
+            self._ids = find()
+
+        self._mesh.from_main(keep, what)
+        return self._mesh.any_true(bool(self._ids))
+
+    def _update(self, version: int, deadline: Deadline, timer: PhaseTimer, traffic: Traffic) -> bool:
+        """Collective. Updates the engines of `_next`. Returns whether some died, came back and are still needed."""
         with timer("connect"):
-            self._open(ids, deadline, writing=True)  # pause
+            self._open(deadline, writing=True)  # pause
         with timer("transfer"), ThreadPoolExecutor(1) as pool:
             digesting = pool.submit(self._digests.local)  # concurrently with the transfer
             traffic.add(self._transport.transfer(version, self._fleet, timer))  # begin -> transfer -> end
@@ -137,19 +145,19 @@ class Exchange:
                 lambda: self._fleet.each(lambda engine: self._admit(engine, version, expected)), "verify weights"
             )
         with timer("restart"):
-            return self._mesh.from_main(
-                lambda: self._fleet.wait_for_lost(version, deadline), "wait for engines that died"
-            )
+            return self._next(lambda: self._fleet.wait_for_lost(version, deadline), "wait for engines that died")
 
-    def _open(self, ids: list[str], deadline: Deadline, writing: bool) -> None:
+    def _open(self, deadline: Deadline, writing: bool) -> None:
         """Collective. Pauses the engines and records the copy lists of new ones, which every rank needs for digests."""
 
-        def open_and_list() -> list[SliceKey]:
-            self._fleet.open(ids, deadline, writing)
+        def open_and_list() -> list[SliceKey] | None:
+            self._fleet.open(self._ids, deadline, writing)
             new = [engine for engine in self._fleet.alive if engine not in self._indices]
-            return self._digests.unknown(copy for engine in new for copies in engine.slices for copy in copies)
+            slices = self._digests.unknown(copy for engine in new for copies in engine.slices for copy in copies)
+            return slices or None  # which is not sent
 
-        self._digests.add(self._mesh.from_main(open_and_list, "connect to engines"))
+        if slices := self._mesh.from_main(open_and_list, "connect to engines"):
+            self._digests.add(slices)
         for engine in self._fleet.alive:
             if engine not in self._indices:
                 self._indices[engine] = [self._digests.indices(copies) for copies in engine.slices]

@@ -220,6 +220,11 @@ def ordered_rank(rank: int, world: int, folder: Path) -> list[str]:
         exchange = Exchange(config, mesh, weights, fleet, folder)
         stack.callback(exchange.close)
         exchange.publish(1)
+        names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+        with mock.patch.multiple(dist, **{name: mock.Mock(wraps=getattr(dist, name)) for name in names}):
+            exchange.publish(2)
+            objects = sum(getattr(dist, name).call_count for name in names)
+        assert objects == 3, "which engines receive, bytes sent, seconds"
         if rank == 0:
             assert not fleet.lost
             for engine in engines:

@@ -63,6 +63,7 @@ class LinkTransport(ABC):
         self._plans: dict[tuple[int, int], TransferPlan] = {}  # by id and slot
         self._copy_lists: list[list[list[Copy]]] = []  # by id
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
+        self._told: set[str] = set()  # names that all ranks know
         self._planned: set[str] = set()  # names of links whose engine ranks have their batches
 
     def transfer(self, version: int, engines: EngineFleet, timer: PhaseTimer) -> Traffic:
@@ -174,8 +175,9 @@ class LinkTransport(ABC):
 
     def _settle(
         self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
-    ) -> list[str]:
-        """Collective. Sets aside the engines of links that some rank lost (see _move). Returns all link names.
+    ) -> set[str] | None:
+        """Collective. Sets aside the engines of links that some rank lost (see _move). Returns the names of all links
+        if these have changed.
 
         Raises LeaderError for any other failure of a rank, and for `failure` of rank 0.
         """
@@ -190,11 +192,13 @@ class LinkTransport(ABC):
             if (name := self._names[engine.id]) in reasons:
                 raise EngineDown(f"a trainer lost {engine} in the transfer: {reasons[name]}")
 
-        def settle() -> list[str]:
+        def settle() -> set[str] | None:
             if failure is not None:
                 raise failure
             engines.each(refuse)
-            return list(self._names.values())
+            names = set(self._names.values())
+            changed, self._told = names != self._told, names
+            return names if changed else None  # which is not sent
 
         return mesh.from_main(settle, "send weights to engines")
 

@@ -75,9 +75,9 @@ class ReshardTransport(LinkTransport):
 
     def _settle(
         self, engines: EngineFleet, failed: Mapping[str, Exception], failure: BaseException | None
-    ) -> list[str]:
+    ) -> set[str] | None:
         names = super()._settle(engines, failed, failure)
-        for name in self._ends.keys() - names:
+        for name in set() if names is None else self._ends.keys() - names:
             self._ends.pop(name).abort()
         return names
 
