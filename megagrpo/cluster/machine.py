@@ -109,10 +109,8 @@ def _watch_both(
         left.unlink(missing_ok=True)
     service = launch.start(["serve", str(folder.config)], "service", of_engines)
     options = [*torchrun(config.actor.world_size, max_restarts), "--standalone"]
-    sharing = config.actor.world_size + (
-        0 if config.rollout.colocate else config.rollout.num_engines * config.rollout.tp
-    )
-    on_gpus = sharing if of_trainers else 0
+    engine_ranks = 0 if config.rollout.colocate else config.rollout.num_engines * config.rollout.tp
+    on_gpus = config.actor.world_size + engine_ranks if of_trainers else 0
     of_trainers = trainer_variables(config, on_gpus, interface_of_engines(config)) | of_trainers
     ranks = launch.start_ranks([command, str(folder.config)], options, of_trainers)
     logs = f"{service.log} and {ranks.log}"

@@ -124,10 +124,8 @@ def _routing(config: ExperimentConfig, arch: Architecture | None) -> list[str]:
         return []
     if source is None:
         rounded = "bfloat16" in (config.actor.dtype, config.rollout.dtype)
-        advice = (
-            "set actor.routing_replay: rollout: in bfloat16 engine and trainer choose other experts for some tokens"
-        )
-        return [f"  ADVICE   {advice} (docs/experts.md)"] if rounded else []
+        advice = "in bfloat16 engine and trainer choose other experts for some tokens (docs/experts.md)"
+        return [f"  ADVICE   set actor.routing_replay: rollout: {advice}"] if rounded else []
     k = arch.experts_per_token
     sent, kept = 4 * arch.num_layers * k, (1 if arch.expert_id_type == "uint8" else 2)
     kept *= (arch.num_layers - arch.dense_layers) * k

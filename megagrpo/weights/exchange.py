@@ -90,8 +90,8 @@ class Exchange:
         come back within weights.timeout_s.
         """
         timer, deadline, traffic = PhaseTimer(), Deadline(self._config.weights.timeout_s), Traffic()
+        more = self._next(lambda: self._fleet.choose(only, deadline), "find engines")
         with self._merged():
-            more = self._next(lambda: self._fleet.choose(only, deadline), "find engines")
             while more:
                 more = self._update(version, deadline, timer, traffic)
         seconds = self._mesh.from_main(lambda: timer.seconds(*_PHASES), "report timings")
