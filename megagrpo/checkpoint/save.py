@@ -39,6 +39,7 @@ from megagrpo.checkpoint.folder import (
 from megagrpo.checkpoint.groups import read_groups, write_groups
 from megagrpo.config.schema import CheckpointConfig
 from megagrpo.mesh import LeaderError, Mesh
+from megagrpo.system.explained import translated
 from megagrpo.types import AlgoState, TrainState
 
 _WRITER = re.compile(r"/__(\d+)_\d+\.distcp$")  # torch's name of a rank's file
@@ -305,11 +306,9 @@ def check(folder: Path, identity: RunIdentity, mesh: Mesh) -> None:
     if not (folder / "manifest.json").is_file():
         what = "it is not a checkpoint, or its save was interrupted"
         raise ValueError(f"checkpoint {folder} has no manifest.json: {what}")
-    try:
+    with translated(f"checkpoint {folder}: manifest.json or state.json is not readable", OSError, ValueError, KeyError):
         manifest = json.loads((folder / "manifest.json").read_text())
         model = json.loads((folder / "state.json").read_text())["identity"]
-    except (OSError, ValueError, KeyError) as exc:
-        raise ValueError(f"checkpoint {folder}: manifest.json or state.json is not readable: {exc}") from exc
     different = {key: value for key, value in identity.model.items() if model.get(key) != value}
     if different:
         texts = [f"{key}: checkpoint {model.get(key)!r}, this run {value!r}" for key, value in different.items()]

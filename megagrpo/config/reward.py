@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationError, field_validator
 
 from megagrpo.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Problems, Section
+from megagrpo.system.explained import translated
 
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
@@ -85,10 +86,8 @@ class JudgeOptions(ServiceOptions):
     @field_validator("pattern")
     @classmethod
     def _has_a_group(cls, pattern: str) -> str:
-        try:
+        with translated(f"pattern {pattern!r} is not a regular expression", re.error):
             groups = re.compile(pattern).groups
-        except re.error as exc:
-            raise ValueError(f"pattern {pattern!r} is not a regular expression: {exc}") from exc
         if groups < 1:
             raise ValueError(f"pattern {pattern!r} has no group; write the score's part in parentheses")
         return pattern

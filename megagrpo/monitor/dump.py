@@ -17,6 +17,7 @@ import torch
 
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.mesh import Mesh
+from megagrpo.system.explained import translated
 from megagrpo.system.run_folder import write_whole
 from megagrpo.types import Batch, Correction, Rewards, Routing
 
@@ -110,9 +111,7 @@ class Dump:
 
 def read_dump(folder: Path) -> Dump:
     """Returns the dump in `folder`. Raises ValueError if it is not a finished dump."""
-    try:
+    with translated(f"{folder} is not a finished dump of a step", OSError, ValueError):
         description = json.loads((folder / _DESCRIPTION).read_text())
-    except (OSError, ValueError) as exc:
-        raise ValueError(f"{folder} is not a finished dump of a step: {exc}") from exc
     algorithm = AlgorithmConfig.model_validate(description.pop("algorithm"))
     return Dump(folder, algorithm=algorithm, **description)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from megagrpo.system.explained import translated
+
 _STEP = re.compile(rb'\{"step": (\d+)')  # the start of every line
 
 
@@ -89,7 +91,6 @@ def read_step_lines(path: Path, steps: Callable[[int], bool] = lambda step: True
             if step is None:
                 raise ValueError(f"{path}:{number}: not a line of a step: {line[:80]!r}")
             if steps(int(step[1])):
-                try:
-                    yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}:{number}: not a JSON line: {error}") from None
+                with translated(f"{path}:{number}: not a JSON line", json.JSONDecodeError):
+                    found = json.loads(line)
+                yield found

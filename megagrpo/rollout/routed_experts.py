@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megagrpo.families.architecture import Architecture
+from megagrpo.system.explained import translated
 from megagrpo.types import RolloutGroup
 
 
@@ -39,10 +40,8 @@ class RoutedExperts:
             raise WrongExperts(
                 "the answer holds no routed_experts: the engine was not started with enable_return_routed_experts"
             )
-        try:
+        with translated("routed_experts is not base64 of int32", binascii.Error, ValueError, raised=WrongExperts):
             ids = np.frombuffer(base64.b64decode(text, validate=True), dtype="<i4")
-        except (binascii.Error, ValueError) as exc:
-            raise WrongExperts(f"routed_experts is not base64 of int32: {exc}") from exc
         of_token = self.num_layers * self.top_k
         if len(ids) != num_tokens * of_token:
             raise WrongExperts(

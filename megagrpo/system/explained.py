@@ -14,3 +14,12 @@ def explained(problem: str, hint: Callable[[Exception], str] = lambda exc: "") -
         yield
     except Exception as exc:
         raise ValueError(f"{problem}: {type(exc).__name__}: {exc}{hint(exc)}") from exc
+
+
+@contextmanager
+def translated(what: str, *errors: type[Exception], raised: type[Exception] = ValueError) -> Iterator[None]:
+    """Turns these errors inside into one "what: reason"."""
+    try:
+        yield
+    except errors as exc:
+        raise raised(f"{what}: {exc}") from exc

@@ -8,7 +8,6 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from megagrpo.families.quantization import fp8_block
 from megagrpo.families.table import exported_config, read_description
+from megagrpo.system.explained import translated
 from megagrpo.system.run_folder import whole_folder
 from megagrpo.weights.copies.views import Box
 
@@ -69,7 +69,7 @@ class HfFolder(Mapping[str, Tensor]):
         index = self.path / INDEX
         if index.exists():
             names: dict[str, list[str]] = {}
-            with _refusing(f"{index}: not a safetensors index", json.JSONDecodeError, KeyError, UnicodeDecodeError):
+            with translated(f"{index}: not a safetensors index", json.JSONDecodeError, KeyError, UnicodeDecodeError):
                 for name, file in json.loads(index.read_text())["weight_map"].items():
                     names.setdefault(file, []).append(name)
             return names
@@ -80,7 +80,7 @@ class HfFolder(Mapping[str, Tensor]):
     def _read_header(self, path: Path, names: list[str]) -> None:
         if not path.exists():
             raise ValueError(f"{path}: missing, but {INDEX} names it")
-        with _refusing(f"{path}: unreadable or cut short", SafetensorError, OSError):
+        with translated(f"{path}: unreadable or cut short", SafetensorError, OSError):
             handle = safe_open(path, "pt")
         missing = set(names) - set(handle.keys())
         if missing:
@@ -94,7 +94,7 @@ class HfFolder(Mapping[str, Tensor]):
 
     def _fp8_block(self) -> tuple[int, int]:
         description = self.path / "config.json"
-        with _refusing(str(description), ValueError):
+        with translated(str(description), ValueError):
             if block := fp8_block(read_description(description)) if description.is_file() else None:
                 return block
         raise ValueError(
@@ -166,15 +166,6 @@ class HfFolder(Mapping[str, Tensor]):
         return len(self.specs)
 
 
-@contextmanager
-def _refusing(what: str, *errors: type[Exception], raised: type[Exception] = ValueError) -> Iterator[None]:
-    """Turns these errors inside into one that begins with `what`."""
-    try:
-        yield
-    except errors as exc:
-        raise raised(f"{what}: {exc}") from None
-
-
 class ReadingProgress:
     """Prints the progress of reading `total_bytes`: a line every few seconds, so none for a small model."""
 
@@ -207,7 +198,7 @@ def write_hf_folder(
     """
     target, like = Path(target), Path(like)
     what = f"cannot write the checkpoint {target}, whose unfinished copy was removed"
-    with _refusing(what, OSError, SafetensorError, raised=OSError), whole_folder(target) as draft:
+    with translated(what, OSError, SafetensorError, raised=OSError), whole_folder(target) as draft:
         size = _write_shards(draft, tensors)
         write_description(like, draft, dtype)
     return size

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "megagrpo"
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TRAIN_LINES, MAX_LINE_LENGTH = 400, 60, 40, 120
 MAX_FLAT_MODULES, MAX_FOLDER_FILES, MAX_ARGUMENTS, MAX_ARROWS = 8, 12, 7, 170
 # Ceilings of what must become less: lower them whenever the code allows it, never raise them.
-MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES_PER_1000_LINES = 34, 8, 3.2
+MAX_ANY, MAX_BROAD_EXCEPTS, MAX_TRIES_PER_1000_LINES = 34, 8, 3.0
 MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
     "actor/layers/attention.py:__init__": "Megatron-Core builds core attention with it",
     "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",

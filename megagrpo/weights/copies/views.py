@@ -4,8 +4,8 @@ A *box* is a start and a size along each dimension. Copies of weights are kept a
 intersect, subtract and split without looking at elements; `factor` turns any view a loader makes into boxes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 
@@ -13,18 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megagrpo.system.explained import translated
+
 
 class Untraceable(ValueError):
     """A view does not consist of boxes; the caller adds the tensor's name."""
 
 
-@contextmanager
-def naming(what: str) -> Iterator[None]:
+def naming(what: str) -> AbstractContextManager[None]:
     """Adds a name to an Untraceable inside."""
-    try:
-        yield
-    except Untraceable as exc:
-        raise ValueError(f"{what}: {exc}") from None
+    return translated(what, Untraceable)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ thread-safe.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # re-exported from torch._C
 
 from megagrpo.system import environment
+from megagrpo.system.explained import translated
 from megagrpo.weights.wire.clock import Deadline
 
 _POLL_S = 0.0005
@@ -109,13 +110,9 @@ class EngineGroup:
             yield backend
 
 
-@contextmanager
-def lost_if_cut(what: str) -> Iterator[None]:
+def lost_if_cut(what: str) -> AbstractContextManager[None]:
     """Turns an error of torch's connections inside into PeerLost, which begins with `what`."""
-    try:
-        yield
-    except RuntimeError as exc:
-        raise PeerLost(f"{what}: {exc}") from exc
+    return translated(what, RuntimeError, raised=PeerLost)
 
 
 def join_group(
