@@ -309,9 +309,11 @@ def start_run(
     weights = initial_weights(config, config.algorithm, source, actor)
     state = resume(config, folder, source, actor)
     with ExitStack() as stack:
+        console = stack.enter_context(_console(config, state, num_steps, inputs)) if mesh.is_main else None
+        if console is not None:
+            progress.follow(console.status)
         progress.enter("waits for the engines", lambda: service_progress(folder))
         control = find_service(folder.path, service_url, start_timeout_s)
-        console = stack.enter_context(_console(config, state, num_steps, inputs)) if mesh.is_main else None
         recording = RunRecord(config, mesh, state.step)
         stack.callback(recording.timeline.close)
 
@@ -334,8 +336,6 @@ def start_run(
         stack.callback(exchange.close)  # else engines wait in the group for a trainer that has ended
         watchdog.waits += [rollouts.waiting, exchange.waiting]
         stack.enter_context(recording.open(inputs, console))
-        if console is not None:
-            progress.follow(console.status)
         sampling = Sampling(config, mesh, inputs, rollouts)
         stop_file = environment.get(STOP_FILE)
         yield Run(
