@@ -102,7 +102,10 @@ REFUSED = [
     (V3, {"num_key_value_heads": 8}, "num_key_value_heads"),
     (V3, {"rope_scaling": YARN | {"type": "linear"}}, "rope scaling"),
     (V3, {"rope_scaling": YARN | {"attention_factor": 1.2}}, "attention_factor"),
-    *((V3, {"rope_scaling": {k: v for k, v in YARN.items() if k != key}}, key) for key in YARN.keys() - {"type"}),
+    *(
+        (V3, {"rope_scaling": {k: v for k, v in YARN.items() if k != key}}, key)
+        for key in sorted(YARN.keys() - {"type"})
+    ),
     *((hf, {"moe_layer_freq": None}, 'lacks "moe_layer_freq": 1, which engines read') for hf in (V3, K2)),
     (GLM, {"rope_scaling": YARN}, "yarn"),
     (GLM, {"num_experts_per_tok": 1}, "num_experts_per_tok 1"),
