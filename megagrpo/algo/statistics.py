@@ -78,7 +78,7 @@ def group_statistics(
     spread_up, spread_down = _powers_of_two(torch.maximum(high * down - mean, mean - low * down))
     deviations = (values - mean.index_select(0, group_ids)) * spread_down.index_select(0, group_ids)
     squares, _ = _sums_of_scaled(deviations.square(), group_ids, num_groups, reduce)
-    std = (squares / (count - std_ddof).clamp(min=1)).sqrt()
+    std = _root_of_squares(squares, count, std_ddof)
     return GroupStatistics(
         count=count,
         mean=mean * up,
@@ -108,7 +108,7 @@ def moments(values: Tensor, reduce: Reduce, std_ddof: int = 1) -> Moments:
     squares, _ = _sums_of_blocks(
         (((block.double() * down - mean) * spread_down).square() for block in blocks), number, reduce
     )
-    std = (squares / (count - std_ddof).clamp(min=1)).sqrt()
+    std = _root_of_squares(squares, count, std_ddof)
     return Moments(int(count), float(mean * up), float(std * spread_up * up), float(low), float(high))
 
 
@@ -164,6 +164,10 @@ def row_max(values: Tensor, lengths: Tensor) -> Tensor:
 
 def _rows(lengths: Tensor) -> Tensor:
     return torch.repeat_interleave(lengths)  # [T] int64, the sample of each token
+
+
+def _root_of_squares(squares: Tensor, count: Tensor, std_ddof: int) -> Tensor:
+    return (squares / (count - std_ddof).clamp(min=1)).sqrt()
 
 
 def _sums_of_scaled(

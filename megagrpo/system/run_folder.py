@@ -7,6 +7,7 @@ engine_model/   bfloat16 model description from which engines start if model.pat
 timeline/       phases of every rank             trained/       samples of every replica as the update saw them
 view.html  trace.json.gz                         written by `megagrpo view`
 service.json    address of the rollout service   service.key    its key: readable by its owner, removed at its end
+service.progress  a line about its start
 wandb/          data for `wandb sync`            wandb_id       id of the W&B run (log.wandb)
 certify/        written by `megagrpo certify`    logs/          of every process
 bisect/         a run folder of `megagrpo bisect`: also options.json, report.md, report.json
@@ -102,7 +103,7 @@ class RunFolder:
     curve = _Inside("curve.png")
     service = _Inside("service.json")
     service_key = _Inside("service.key")
-    service_progress = _Inside("logs/service.progress")  # a line about its start
+    service_progress = _Inside("service.progress")
     certify = _Inside("certify")
     bisect_options = _Inside("options.json")
     bisect_report = _Inside("report.json")

@@ -66,8 +66,8 @@ def serve(config: ExperimentConfig, run_dir: Path, ray_address: str | None = Non
         print(f"rollout service failed: {exc}", flush=True)
         return 1
     finally:
-        folder.service.unlink(missing_ok=True)
-        folder.service_key.unlink(missing_ok=True)
+        for left in (folder.service, folder.service_key, folder.service_progress):
+            left.unlink(missing_ok=True)
 
 
 def make_key(file: Path) -> str:

@@ -37,9 +37,9 @@ class Link:
     limits: GroupLimits
     left_s: float  # for the whole transfer
 
-    def open_store(self) -> TCPStore:
-        """Connects to the store on rank 0."""
-        return TCPStore(*self.store, wait_for_workers=False, timeout=timedelta(seconds=self.limits.join_s))
+    def open_store(self, timeout_s: float | None = None) -> TCPStore:
+        """Connects to the store on rank 0; timeout_s: of it, and of what it is asked for."""
+        return TCPStore(*self.store, wait_for_workers=False, timeout=timedelta(seconds=timeout_s or self.left_s))
 
 
 @dataclass(frozen=True)

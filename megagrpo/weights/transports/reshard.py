@@ -139,7 +139,7 @@ class _TrainerEnd:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # each thread has its own
         if self._group is None:
-            store = link.open_store()
+            store = link.open_store(link.limits.join_s)
             ready = [f"{link.name}/ready/{rank}" for rank in range(link.num_ranks)]
             flag, size, here = CutFlag(link, store), self._num_trainers + link.num_ranks, address_towards(link.url)
             flag.wait_until(lambda: store.check(ready), Deadline(link.limits.join_s), f"{link.url} to join")
