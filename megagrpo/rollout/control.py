@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -173,8 +174,10 @@ def find_service(run_dir: Path, url: str | None = None, timeout_s: float = 0.0) 
 
 
 def service_progress(folder: RunFolder) -> str:
-    """Returns what the service of a run says about its start, "" before it says something."""
-    return folder.service_progress.read_text() if folder.service_progress.exists() else "the service starts"
+    """Returns what the service of a run says about its start."""
+    with suppress(FileNotFoundError):
+        return folder.service_progress.read_text()
+    return "the service starts"
 
 
 def change_engines(run_dir: Path, action: str, engine: str | None) -> str:
