@@ -25,6 +25,7 @@ from sampling import source_of  # noqa: E402
 from megagrpo.config.load import load_config  # noqa: E402
 from megagrpo.config.schema import ExperimentConfig  # noqa: E402
 from megagrpo.data.prompts import load_prompts, load_tokenizer  # noqa: E402
+from megagrpo.rewards.parts import ResponseTokens  # noqa: E402
 from megagrpo.types import Outcome, Prompt  # noqa: E402
 
 ORDERS = ("arrival", "long_prompts_first", "shortest_expected_first")
@@ -104,7 +105,7 @@ class _Clock:
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def submit(self, prompt: Prompt, text: str) -> Future[Outcome]:
+    def submit(self, prompt: Prompt, text: str, tokens: ResponseTokens) -> Future[Outcome]:
         self.times.append(time.perf_counter())
         future: Future[Outcome] = Future()
         future.set_result(Outcome("score", 0.0))

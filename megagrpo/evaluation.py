@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import comb
 
 from megagrpo.monitor.metrics import Metrics
+from megagrpo.rollout.selection import by_source
 from megagrpo.run import Run
 from megagrpo.types import RolloutGroup
 
@@ -20,6 +21,8 @@ def evaluate(run: Run) -> dict[str, float]:
     metrics = Metrics()
     groups = run.evaluation_groups(config.temperature, config.num_samples)
     evaluation_metrics(metrics, "eval", groups, config.num_samples)
+    for name, of_source in by_source(groups, run.eval_sources):
+        evaluation_metrics(metrics, f"eval_{name}", of_source, config.num_samples)
     if number := config.num_as_trained:
         groups = run.evaluation_groups(run.config.sampling.temperature, number)
         evaluation_metrics(metrics, "eval_as_trained", groups, number)

@@ -33,7 +33,7 @@ from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.control import ServiceControl, find_service, service_progress
 from megagrpo.rollout.sampler import Sampler
-from megagrpo.rollout.selection import GroupChoice, gather_surplus, grader_metrics, rollout_metrics
+from megagrpo.rollout.selection import GroupChoice, gather_surplus, grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.source import RolloutSource
 from megagrpo.rollout.tools import Tool, make_tool
 from megagrpo.system import environment
@@ -113,6 +113,7 @@ class Sampling:
         choice = GroupChoice(self.source, self.inputs.prompts, self.config, self.mesh)
         step = choice.next_groups(state, metrics, steps_left)
         grader_metrics(metrics, step.groups, self.config.reward)
+        source_metrics(metrics, step.groups, self.inputs.prompts.sources)
         rollout_metrics(metrics, step.groups, self.mesh, self.config.train)
         state.data_cursor, state.surplus, state.deferred = step.data_cursor, step.surplus, step.deferred
         self.source.drop_consumed()
@@ -243,6 +244,12 @@ class Run:
         """Collective. Returns this rank's share of the evaluation's groups, sampled and scored."""
         self.watchdog.enter("evaluate")
         return self.sampling.evaluation_groups(self.state.step, temperature, num_samples)
+
+    @property
+    def eval_sources(self) -> list[str]:
+        """The names of the sources of the evaluation's prompts."""
+        prompts = self.sampling.inputs.eval_prompts
+        return prompts.sources if prompts is not None else []
 
     def inspect_update(
         self, batch: Batch, algorithm: AlgorithmConfig, values: dict[str, float], logprobs: Tensor

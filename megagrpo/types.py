@@ -54,6 +54,8 @@ class Prompt(WithArrays):
     answer: str  # the reference answer, passed to the grader
     grader: str | None = None  # replaces the experiment's grader for this prompt
     location: str = ""  # file:line, for messages
+    source: str = ""  # name of its source, in metrics by source
+    extra: dict[str, object] = field(default_factory=dict)  # of data.extra_key: for graders with `extra_info`
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +93,8 @@ class Outcome:
     value: float = 0.0  # the score; meaningful for status "score" only
     detail: str = ""  # why there is no score, or the grader's note on it
     parts: "dict[str, Outcome]" = field(default_factory=dict)  # of several graders, by name; {} for a single one
+    # (index of a response token, reward), ascending: what of the score belongs to parts of the response
+    token_rewards: tuple[tuple[int, float], ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -148,6 +152,7 @@ class Rewards:
     values: "Tensor"  # [N] float64, 0 if not valid
     valid: "Tensor"  # [N] bool, the outcome was a score
     greedy: "Tensor | None" = None  # [N] float64, of the group's greedy response; only with advantage "remax"
+    tokens: "Tensor | None" = None  # [T] float64, what of the values belongs to tokens; None: graders gave none
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ def batch_of_rows(**given: Any) -> Batch:
     lengths, types = given["lengths"], {"tokens": torch.int32, "loss_mask": torch.bool}
     rows = {name: v for name, v in given.items() if isinstance(v, Tensor) and v.dim() > 1}
     given |= {name: flat(v, lengths).to(types.get(name, v.dtype)) for name, v in rows.items()}
-    rewards = Rewards(given.pop("rewards"), given.pop("valid"), given.pop("greedy_rewards", None))
+    rewards = Rewards(
+        given.pop("rewards"), given.pop("valid"), given.pop("greedy_rewards", None), given.pop("token_scores", None)
+    )
     return Batch(**given, rewards=rewards)
 
 

@@ -9,6 +9,7 @@ from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import Mesh, make_mesh
 from megagrpo.monitor.metrics import Metrics
+from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rollout.control import ServiceControl
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import GroupChoice, StepGroups
@@ -31,7 +32,7 @@ class Grader:
     ):
         self.texts, self._score, self.on_submit = [], score, on_submit
 
-    def submit(self, prompt: Prompt, text: str) -> Future:
+    def submit(self, prompt: Prompt, text: str, tokens: ResponseTokens) -> Future:
         self.texts.append(text)
         self.on_submit()
         return _done(Outcome("score", float(self._score(text))))

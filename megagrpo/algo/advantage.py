@@ -1,8 +1,8 @@
 """From rewards to advantages: the order of all operations, for every estimator.
 
-reward steps (REWARD_STEPS: scale and shift, overlong shaping, normalisation, clip) -> token-level KL in the reward ->
-loss mask -> estimator -> whitening -> mask -> advantage clip. Statistics are exact and global over data-parallel ranks,
-whatever the placement of the samples.
+reward steps (REWARD_STEPS: scale and shift, overlong shaping, normalisation, clip) -> rewards of tokens, minus the
+token-level KL in the reward -> loss mask -> estimator -> whitening -> mask -> advantage clip. Statistics are exact and
+global over data-parallel ranks, whatever the placement of the samples.
 """
 
 from dataclasses import replace
@@ -30,15 +30,16 @@ def with_advantages(
     metrics = _spread("reward", batch.rewards.values[batch.rewards.valid], reduce)
     inputs = _reward_inputs(batch, reduce, max_response_tokens)
     shaped = shape_rewards(batch.rewards.values, inputs, algorithm.reward, state)
-    token_rewards, state, kl_metrics = _kl_in_reward(batch, sampled, algorithm, shaped.state, reduce)
+    kl_rewards, state, kl_metrics = _kl_in_reward(batch, sampled, algorithm, shaped.state, reduce)
+    rewards, token_rewards = _by_token(batch, sampled, shaped.values, kl_rewards, algorithm)
     batch, mismatch_metrics = _with_trained_mask(batch, sampled, algorithm, reduce)
     greedy_rewards = _greedy_rewards(batch, inputs, algorithm)
-    totals = shaped.values if token_rewards is None else shaped.values + exact_row_sums(token_rewards, batch.lengths)
+    totals = shaped.values if kl_rewards is None else shaped.values + exact_row_sums(kl_rewards, batch.lengths)
     stats = group_statistics(
         totals, batch.group_ids, batch.num_groups, batch.rewards.valid, reduce, algorithm.advantage.group_std_ddof
     )
     estimator_inputs = EstimatorInputs(
-        rewards=shaped.values,
+        rewards=rewards,
         token_rewards=token_rewards,
         totals=totals,
         greedy_rewards=greedy_rewards,
@@ -87,6 +88,20 @@ def _kl_in_reward(
         state = replace(state, kl_coef=adapted_kl_coef(options.coef, mean, num_responses, options.adaptive))
     token_rewards = -options.reward_coef * kl if options.reward_coef else None
     return token_rewards, state, {"kl/coef": options.coef, "kl/reference_before_update": mean}
+
+
+def _by_token(
+    batch: Batch, sampled: Tensor, shaped: Tensor, kl_rewards: Tensor | None, algorithm: AlgorithmConfig
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the rewards [N] of the responses' last tokens and those of other tokens [T], or None if there are none.
+
+    Reward steps act on a response's sum: what they change, except for `scale`, changes its last reward.
+    """
+    parts = batch.rewards.tokens
+    if parts is None:
+        return shaped, kl_rewards
+    parts = (parts * algorithm.reward.scale).masked_fill(~sampled, 0.0)
+    return shaped - exact_row_sums(parts, batch.lengths), parts if kl_rewards is None else parts + kl_rewards
 
 
 def _with_trained_mask(

@@ -21,6 +21,7 @@ from megagrpo.config.objective.estimators import (
     GrpoAdvantage,
     GrpoPassKAdvantage,
     OpoAdvantage,
+    ReinforceAdvantage,
     ReinforcePlusPlusAdvantage,
     ReinforcePlusPlusBaselineAdvantage,
     RemaxAdvantage,
@@ -34,8 +35,9 @@ WHITEN_EPS = 1e-8
 class EstimatorInputs:
     """What an estimator sees: N responses on this rank, T tokens with their prompts, of G groups over all ranks."""
 
-    rewards: Tensor  # [N] float64, after every reward step; 0 where not valid
-    token_rewards: Tensor | None  # [T] float64, minus the token-level KL times its coefficient; 0 off `sampled`
+    rewards: Tensor  # [N] float64, of the last sampled token, after every reward step; 0 where not valid
+    # [T] float64, rewards of tokens from graders minus the token-level KL times its coefficient; 0 off `sampled`
+    token_rewards: Tensor | None
     totals: Tensor  # [N] float64, r_i = sum_t R_it: rewards plus the row sums of token_rewards
     greedy_rewards: Tensor | None  # [N] float64, of the greedy response to the same prompt; see needs_greedy_response
     group_ids: Tensor  # [N] int64 in 0..G-1
@@ -95,15 +97,19 @@ def grpo_passk(inputs: EstimatorInputs, options: GrpoPassKAdvantage) -> Tensor:
     return (inputs.of_group(gap) * best).masked_fill(inputs.of_group(stats.degenerate), 0.0)
 
 
-def reinforce_plus_plus(inputs: EstimatorInputs, options: ReinforcePlusPlusAdvantage) -> Tensor:
-    """Returns the discounted return of every token [T]. REINFORCE++, arXiv 2501.03262."""
+def reinforce(inputs: EstimatorInputs, options: ReinforceAdvantage | ReinforcePlusPlusAdvantage) -> Tensor:
+    """Returns the discounted return of every token [T]. REINFORCE++ whitens it, arXiv 2501.03262."""
     return discounted_returns(inputs.rewards, inputs.token_rewards, inputs.sampled, inputs.lengths, options.gamma)
 
 
 def remax(inputs: EstimatorInputs, options: RemaxAdvantage) -> Tensor:
-    """Returns r minus the reward of the greedy response to the same prompt [N]. ReMax, arXiv 2310.10505."""
+    """Returns the return of every token minus the reward of the greedy response to the same prompt [T].
+
+    Without token rewards that is r minus this reward. ReMax, arXiv 2310.10505.
+    """
     assert inputs.greedy_rewards is not None, "remax needs greedy_rewards"
-    return inputs.totals - inputs.greedy_rewards
+    returns = discounted_returns(inputs.rewards, inputs.token_rewards, inputs.sampled, inputs.lengths, gamma=1.0)
+    return returns - inputs.greedy_rewards.repeat_interleave(inputs.lengths)
 
 
 def optimal_baseline(inputs: EstimatorInputs, options: OpoAdvantage) -> Tensor:
@@ -139,7 +145,8 @@ ESTIMATORS: dict[type[Estimator], EstimatorFunction] = {
     DrGrpoAdvantage: centred,
     GrpoPassKAdvantage: grpo_passk,
     RlooAdvantage: leave_one_out,
-    ReinforcePlusPlusAdvantage: reinforce_plus_plus,
+    ReinforceAdvantage: reinforce,
+    ReinforcePlusPlusAdvantage: reinforce,
     ReinforcePlusPlusBaselineAdvantage: centred,
     RemaxAdvantage: remax,
     OpoAdvantage: optimal_baseline,

@@ -27,6 +27,7 @@ class _Row:
     valid: bool
     truncated: bool
     greedy_reward: float  # of the group's greedy response; NaN where there is none
+    token_rewards: tuple[tuple[int, float], ...]  # as in Outcome
     routed_experts: np.ndarray | None  # of this rank's layers, as in Sample; None where nobody asks or nothing is known
 
 
@@ -95,6 +96,7 @@ def _rows(
             valid=outcome.ok and (outcome_of_greedy is None or outcome_of_greedy.ok),
             truncated=sample.finish_reason == "length",
             greedy_reward=greedy,
+            token_rewards=outcome.token_rewards if outcome.ok else (),
             routed_experts=of_sample,
         )
         for sample, outcome, of_sample in zip(group.samples, group.outcomes, experts, strict=True)
@@ -131,11 +133,20 @@ def _to_tensors(
             values=torch.tensor([r.reward for r in rows], dtype=torch.float64),
             valid=torch.tensor([r.valid for r in rows], dtype=torch.bool),
             greedy=torch.tensor([r.greedy_reward for r in rows], dtype=torch.float64) if has_greedy else None,
+            tokens=of_responses(map(_token_rewards, rows), np.float64) if any(r.token_rewards for r in rows) else None,
         ),
         truncated=torch.tensor([r.truncated for r in rows], dtype=torch.bool),
         lags=lags,
         updates=updates,
     )
+
+
+def _token_rewards(row: _Row) -> np.ndarray:
+    """Returns the rewards of the response's tokens, [T] float64."""
+    out = np.zeros(len(row.tokens) - row.prompt_length)
+    for index, reward in row.token_rewards:
+        out[index] += reward
+    return out
 
 
 def _cut_experts(groups: Sequence[RolloutGroup], layers: tuple[int, ...] | None) -> list[list[np.ndarray | None]]:
@@ -176,4 +187,4 @@ def shuffle_rewards(batch: Batch, seed: int, step: int, mesh: Mesh) -> Batch:
     order = torch.randperm(len(everyone), generator=torch.Generator().manual_seed(seed * 1_000_003 + step)).tolist()
     moved = {everyone[i][0]: everyone[j][1] for i, j in enumerate(order)}
     values = torch.tensor([moved.get(i, 0.0) for i in batch.sample_ids.tolist()], dtype=torch.float64)
-    return replace(batch, rewards=replace(batch.rewards, values=values))
+    return replace(batch, rewards=replace(batch.rewards, values=values, tokens=None))

@@ -11,6 +11,7 @@ from megagrpo.config.fields import complaints
 from megagrpo.config.schema import DataConfig, ExperimentConfig
 from megagrpo.data.prompts import load_prompts, load_tokenizer
 
+_SHOWN = 160  # characters of a text
 _ANY_LENGTH = 2**31  # tokens; a first row that is too long is dropped by a run, and no problem
 
 
@@ -20,6 +21,7 @@ class Trial:
 
     problems: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
+    first_row: list[str] = field(default_factory=list)  # as the model and the grader read it
     not_tried: list[str] = field(default_factory=lambda: ["the model's weights", "the engines"])
 
 
@@ -40,9 +42,9 @@ def _try_tokenizer(config: ExperimentConfig, folder: str, trial: Trial) -> None:
     tokenizer = load_tokenizer(config.model.model_copy(update={"path": folder}))
     trial.loaded.append(f"the tokenizer of {config.model.tokenizer or folder}")
     for data in data_sections(config):
-        for path in data.paths:
+        for one_file in (part.model_copy(update={"path": path}) for part in data.parts for path in part.paths):
+            path = one_file.name
             if Path(path).exists():
-                one_file = data.model_copy(update={"path": path})
                 trial.problems.extend(complaints(_try_first_row, one_file, tokenizer, trial))
             else:
                 trial.not_tried.insert(0, f"{path} (not there yet)")
@@ -52,3 +54,14 @@ def _try_first_row(data: DataConfig, tokenizer, trial: Trial) -> None:
     prompts = load_prompts(data.model_copy(update={"limit": 1, "max_prompt_tokens": _ANY_LENGTH}), tokenizer)
     template = ", by the chat template" if data.chat_template else ""
     trial.loaded.append(f"the first row of {data.name}: {len(prompts.prompts[0].token_ids)} tokens{template}")
+    if not trial.first_row:
+        prompt = prompts.prompts[0]
+        trial.first_row.append(f"{prompt.location}, graded by {prompt.grader or 'the graders of reward'}:")
+        trial.first_row.append(f"  the model reads     {_short(prompt.text)}")
+        trial.first_row.append(f"  the grader compares {_short(prompt.answer)}")
+
+
+def _short(text: str) -> str:
+    """Returns a text as one line of its start and its end."""
+    text = repr(text)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]}"

@@ -1,6 +1,7 @@
 """Finds every problem of an experiment that is known before a start. Loads no torch."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -10,7 +11,7 @@ from megagrpo.checkpoint.folder import latest, layout_problem
 from megagrpo.config.fields import complaints
 from megagrpo.config.layout import divisors, layout_problems
 from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
-from megagrpo.data.prompts import read_rows
+from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.quantization import load_format_problems
 from megagrpo.families.table import architecture_of, model_problems, read_description
@@ -104,10 +105,18 @@ def _missing_files(config: ExperimentConfig) -> Iterator[str]:
         wanted.append(("checkpoint.load", config.checkpoint.load))
     for key, path in wanted:
         if not Path(path).exists() and not is_made(config, path):
-            yield f"{key}: {path} does not exist"
+            yield f"{key}: {path} does not exist{hub_hint(path) if 'model' in key else ''}"
     model = config.model.path
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
         yield f"model.path: {model} holds no config.json, so it is no Hugging Face model folder"
+
+
+def hub_hint(path: str) -> str:
+    """Returns the command that fetches a model, if `path` looks like a name on the Hugging Face Hub."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        return ""
+    folder = f"models/{path.partition('/')[2]}"
+    return f"; if it is a name on the Hugging Face Hub: `hf download {path} --local-dir {folder}`, and write {folder}"
 
 
 def _missing_packages(config: ExperimentConfig) -> Iterator[str]:
@@ -136,14 +145,14 @@ def _broken_lines(config: ExperimentConfig) -> Iterator[str]:
 
 def _read_lines(data: DataConfig, reward: RewardConfig) -> None:
     rows = read_rows(data)
-    names = [str(row.values[data.grader_key]) if data.grader_key else None for row in rows]
+    names = [row.grader for row in rows]
     known = {name: entry.grader for entry in reward.entries for name in (entry.short_name, entry.grader)}
     for unknown in sorted({name for name in names if name is not None} - known.keys()):
         check_grader(unknown, {})
     for name, row in zip(names, rows, strict=True):
         graders = [entry.grader for entry in reward.entries] if name is None else [known.get(name, name)]
         if "code" in graders:
-            for problem in complaints(read_tests, str(row.values[data.answer_key])):
+            for problem in complaints(read_tests, row.answer):
                 raise ValueError(f"{row.location}: {problem}")
 
 

@@ -2,27 +2,66 @@
 
 from pydantic import Field
 
-from megagrpo.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, Problems, Section
+from megagrpo.config.fields import (
+    LocalPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problems,
+    Section,
+)
 
 
 class ModelConfig(Section):
     """The model to train."""
 
-    path: str = Field(description="Hugging Face folder with config.json, tokenizer files and safetensors.")
-    tokenizer: str | None = None
+    path: LocalPath = Field(description="Hugging Face folder with config.json, tokenizer files and safetensors.")
+    tokenizer: LocalPath | None = None
     """Another Hugging Face folder with the tokenizer; default: `path`."""
 
 
-class DataConfig(Section):
-    """Prompts and answers, one object a row of one file or several."""
+class SourceConfig(Section):
+    """One source of a mixture. A key that is left out, or null, is that of `data`."""
 
-    path: str | list[str]
-    """File that ends in .jsonl or .parquet, or a list of such files, which are read as one."""
+    source: str = Field(description="Its name in metrics and rollouts.")
+    path: LocalPath | list[LocalPath] = Field(description="As `data.path`.")
+    ratio: PositiveFloat | None = None
+    """Its share of the prompts, relative to the other sources'; default, for all of them: by their sizes."""
+    prompt_key: str | None = Field(default=None, description="As `data.prompt_key`.")
+    answer_key: str | None = Field(default=None, description="As `data.answer_key`.")
+    grader: str | None = Field(default=None, description="As `data.grader`.")
+    grader_key: str | None = Field(default=None, description="As `data.grader_key`.")
+    extra_key: str | None = Field(default=None, description="As `data.extra_key`.")
+    system_prompt: str | None = Field(default=None, description="As `data.system_prompt`.")
+    prompt_template: str | None = Field(default=None, description="As `data.prompt_template`.")
+    limit: PositiveInt | None = Field(default=None, description="As `data.limit`.")
+
+
+class DataConfig(Section):
+    """Prompts and answers, one object a row of one file or several.
+
+    A key of a row may lead into it by dots: `reward_model.ground_truth`, `messages.-1.content`.
+    """
+
+    path: LocalPath | list[LocalPath] | None = None
+    """File that ends in .jsonl or .parquet, or a list of such files, which are read as one; or `sources`."""
+    sources: list[SourceConfig] = Field(default=[])
+    """Instead of `path`: a mixture of sources with keys of their own."""
     prompt_key: str = "prompt"
     """Column with the prompt: a text, or chat messages with `chat_template`."""
     answer_key: str = Field(default="answer", description="Column with the answer that the grader compares with.")
+    source: str | None = Field(default=None, description="Name of the rows in metrics by source; default: none.")
+    source_key: str | None = None
+    """Column that names the source of each row, for metrics by source and `grader_by_source`."""
+    grader: str | None = None
+    """Grader of every row: one of `reward.graders` by its name, or any without args; default: `reward`'s."""
     grader_key: str | None = None
-    """Column that names a grader for each row; default: `reward.grader`."""
+    """Column that names a grader for each row; default: `grader`."""
+    grader_by_source: dict[str, str] = Field(default={})
+    """Grader for each value of `source_key`, such as `{openai/gsm8k: gsm8k, lighteval/MATH: math}`."""
+    extra_key: str | None = None
+    """Column that graders with a parameter `extra_info` receive, as verl's compute_score does."""
     chat_template: bool = Field(default=False, description="Render prompts with the tokenizer's chat template.")
     chat_template_args: dict[str, str | int | float | bool] = Field(default={})
     """Arguments of the chat template, such as `enable_thinking: false` for Qwen3."""
@@ -40,9 +79,16 @@ class DataConfig(Section):
     """Use only the first rows, this many over all files; default: all."""
 
     @property
+    def parts(self) -> "list[DataConfig]":
+        """Each source with its keys over those of this section; the section itself if it has none."""
+        own = [source.model_dump(exclude_none=True, exclude={"ratio"}) for source in self.sources]
+        return [self.model_copy(update={"sources": [], **keys}) for keys in own] or [self]
+
+    @property
     def paths(self) -> list[str]:
-        """The files, in order."""
-        return [self.path] if isinstance(self.path, str) else self.path
+        """The files of all sources, in order."""
+        of_parts = ([part.path] if isinstance(part.path, str) else part.path or [] for part in self.parts)
+        return [path for paths in of_parts for path in paths]
 
     @property
     def name(self) -> str:
@@ -52,13 +98,24 @@ class DataConfig(Section):
     def problems(self) -> Problems:
         twice = sorted({path for path in self.paths if self.paths.count(path) > 1})
         templated, unread = "the template writes its own special tokens", "has no effect without chat_template: true"
-        chat = self.chat_template
+        chat, names = self.chat_template, [source.source for source in self.sources]
+        same = sorted({name for name in names if names.count(name) > 1})
+        with_ratio = sum(source.ratio is not None for source in self.sources)
         return {
-            "path names no file": not self.paths,
+            "path is missing; it names a file, or several: [a.jsonl, b.jsonl]": self.path is None and not names,
+            "path and sources: write the file into a source of its own": self.path and names,
+            "path names no file": self.path == [],
             f"path names {', '.join(map(repr, twice))} twice": twice,
+            f"sources: {', '.join(map(repr, same))} is there twice; give each a name of its own": same,
+            f"sources: {with_ratio} of {len(names)} have a ratio; write it for all or for none": with_ratio
+            not in (0, len(names)),
             f"add_bos with chat_template: {templated}; remove add_bos": self.add_bos and chat,
             f"system_prompt {unread}": self.system_prompt and not chat,
             f"chat_template_args {unread}": self.chat_template_args and not chat,
+            "grader_by_source needs source_key, the column that names a row's source (verl: "
+            "data_source)": self.grader_by_source and self.source_key is None,
+            "grader_key and grader_by_source both choose a row's grader; remove one": self.grader_by_source
+            and self.grader_key,
         }
 
 

@@ -1,14 +1,21 @@
 """The base classes of configuration sections, shared types of fields, and walks over the schema."""
 
+import os
 from collections.abc import Callable, Iterable
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
     from megagrpo.config.schema import ExperimentConfig
 
+
+def _expanded(path: object) -> object:
+    return os.path.expandvars(os.path.expanduser(path)) if isinstance(path, str) else path
+
+
+LocalPath = Annotated[str, BeforeValidator(_expanded)]  # ~ and $VARIABLES are expanded
 Dtype = Literal["float32", "bfloat16"]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

@@ -11,7 +11,7 @@ from pydantic import Field
 from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
-from megagrpo.config.fields import NonNegativeInt, PositiveFloat, PositiveInt, Problems, Section
+from megagrpo.config.fields import LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Problems, Section
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, ToolConfig, WeightsConfig
 
@@ -80,6 +80,13 @@ class TrainConfig(Section):
             f"{prompts} is not a multiple of num_updates_per_step {updates}": self.num_prompts_per_step % updates,
         }
 
+    def excludes(self, experiment: "ExperimentConfig") -> Problems:
+        mixed = any(source.ratio is not None for source in experiment.data.sources)
+        return {
+            "train.num_epochs with ratios in data.sources: small sources are passed more often than large ones; give "
+            "train.num_steps": self.num_epochs and mixed
+        }
+
 
 class CheckpointConfig(Section):
     """When the run is saved, and what it starts from."""
@@ -98,7 +105,7 @@ class CheckpointConfig(Section):
     """GB/s of the file system, all nodes together: what `megagrpo check` computes the seconds from."""
     resume: Literal["auto", "never"] = "auto"
     """Continue from the run folder's last checkpoint, or refuse a folder that has one."""
-    load: str | None = None
+    load: LocalPath | None = None
     """Another run's checkpoint folder, whose weights and optimizer this run starts from."""
 
 
@@ -134,7 +141,7 @@ class SftConfig(Section):
     """Supervised warm-up with the same actor: it learns `answer` after `prompt`, and writes `model.path`."""
 
     data: DataConfig = Field(description="Prompts and the answers to learn; same keys as `data`.")
-    model: str = Field(description="Hugging Face folder to start from.")
+    model: LocalPath = Field(description="Hugging Face folder to start from.")
     num_steps: PositiveInt = Field(default=100, description="Most optimizer updates.")
     stop_at_loss: PositiveFloat | None = None
     """End as soon as the running mean of the loss is below this; default: never."""
@@ -146,7 +153,7 @@ class ExperimentConfig(Section):
     """One experiment: one YAML file. `preset: NAME` at its top level lays a published algorithm under it."""
 
     name: str = Field(description="Name of the experiment.")
-    output_dir: str = Field(description="Run folder; on a cluster, on a file system that all nodes see.")
+    output_dir: LocalPath = Field(description="Run folder; on a cluster, on a file system that all nodes see.")
     seed: NonNegativeInt = Field(default=0, description="Seed of every random choice.")
     model: ModelConfig = Field(description="The model to train.")
     data: DataConfig = Field(description="Prompts to train on.")

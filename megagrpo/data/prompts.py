@@ -1,21 +1,20 @@
-"""Reads prompt files, tokenises prompts, and orders them.
+"""Renders and tokenises prompts, and orders them.
 
-The order depends only on (seed, epoch), so the number of consumed prompts is the whole state to save.
+The order depends only on the seed and the mixture, so the number of consumed prompts is the whole state to save.
 """
 
 import json
+import math
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 
 from megagrpo.config.schema import DataConfig, ModelConfig
+from megagrpo.data.rows import Row, read_rows
 from megagrpo.data.torchvision_ops import define_torchvision_operators, torchvision_problem
 from megagrpo.system.explained import explained
 from megagrpo.types import Prompt
@@ -26,29 +25,58 @@ if TYPE_CHECKING:  # seconds to import, and it pulls in torch
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The usable prompts of a data set."""
+    """The usable prompts of a data set, and the endless sequence in which a run takes them."""
 
     prompts: tuple[Prompt, ...]
     num_too_long: int  # dropped: longer than data.max_prompt_tokens
     shuffle: bool
+    mixture: tuple[tuple[float, int], ...] = ()  # ratio and number of the prompts of each source; (): all are one
 
     def __len__(self) -> int:
         return len(self.prompts)
 
+    @property
+    def sources(self) -> list[str]:
+        """Names of the sources, sorted; none if the prompts have no names."""
+        return sorted({prompt.source for prompt in self.prompts} - {""})
+
     def batch(self, cursor: int, count: int, seed: int) -> list[Prompt]:
         """Returns prompts cursor .. cursor + count - 1 of an endless sequence of epochs, each in its own order."""
-        size = len(self.prompts)
-        return [self.prompts[self._order(seed, i // size)[i % size]] for i in range(cursor, cursor + count)]
+        if not self.mixture:
+            return [self._prompt(i, 0, len(self.prompts), seed, "") for i in range(cursor, cursor + count)]
+        ratios, sizes = zip(*self.mixture, strict=True)
+        starts = [sum(sizes[:k]) for k in range(len(sizes))]
+        places = interleaved(ratios, 1 << (cursor + count).bit_length())[cursor : cursor + count]
+        return [self._prompt(i, starts[k], sizes[k], seed, f" source {k}") for k, i in places]
 
-    def _order(self, seed: int, epoch: int) -> Sequence[int]:
-        return _shuffled(len(self.prompts), seed, epoch) if self.shuffle else range(len(self.prompts))
+    def _prompt(self, i: int, start: int, size: int, seed: int, name: str) -> Prompt:
+        """Returns prompt i of the endless sequence of those from `start` on, `size` of them."""
+        place = _shuffled(size, seed, i // size, name)[i % size] if self.shuffle else i % size
+        return self.prompts[start + place]
 
 
-@lru_cache(maxsize=4)  # a batch touches two epochs, an evaluation set has its own
-def _shuffled(size: int, seed: int, epoch: int) -> list[int]:
+@lru_cache(maxsize=256)  # a batch touches two epochs of every source, an evaluation set has its own
+def _shuffled(size: int, seed: int, epoch: int, name: str) -> list[int]:
     order = list(range(size))
-    random.Random(f"prompts {seed} {epoch}").shuffle(order)  # a text seed is hashed: close seeds give unrelated orders
+    # a text seed is hashed: close seeds give unrelated orders
+    random.Random(f"prompts {seed} {epoch}{name}").shuffle(order)
     return order
+
+
+@lru_cache(maxsize=4)
+def interleaved(ratios: tuple[float, ...], length: int) -> list[tuple[int, int]]:
+    """Returns the first `length` places of a mixture: (source, number of its prompt), both from 0.
+
+    Prompt j of a source comes at time (j + 1/2) / share, so each source has its share of any stretch of the sequence
+    up to one prompt, and the place of a prompt does not depend on `length`.
+    """
+    shares = [ratio / sum(ratios) for ratio in ratios]
+    times = [
+        ((j + 0.5) / share, k, j)
+        for k, share in enumerate(shares)
+        for j in range(math.ceil(length * share) + len(shares))
+    ]
+    return [(k, j) for _, k, j in sorted(times)[:length]]
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
@@ -79,60 +107,33 @@ def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":
 
 
 def load_prompts(data: DataConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptSet:
-    """Returns the rendered and tokenised rows of data.path; Prompt.id is the row's id.
+    """Returns the rendered and tokenised rows of data.path or data.sources; Prompt.id is the row's id.
 
     Raises ValueError with file and line for a missing file, a broken line, a missing key, a value of the wrong type, an
-    empty prompt, and if no prompt is short enough.
+    empty prompt, and if no prompt of the file, or of a source with a ratio, is short enough.
     """
-    rows = read_rows(data)
-    texts = [_render(data, tokenizer, row.values[data.prompt_key], row.location) for row in rows]
-    token_ids = _tokenize(data, tokenizer, texts)
-    prompts = []
-    for row, text, ids in zip(rows, texts, token_ids, strict=True):
+    rows, parts = read_rows(data), data.parts
+    texts = [_render(parts[row.of], tokenizer, row) for row in rows]
+    prompts: list[list[Prompt]] = [[] for _ in parts]
+    shortest = 0
+    for row, text, ids in zip(rows, texts, _tokenize(data, tokenizer, texts), strict=True):
         if not ids:
             raise ValueError(f"{row.location}: the prompt {text!r} has no tokens")
         if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
             raise ValueError(f"{row.location}: the tokenizer does not know every character of {text!r:.80}")
-        grader = None if data.grader_key is None else str(row.values[data.grader_key])
-        answer = str(row.values[data.answer_key])
-        prompts.append(Prompt(row.id, text, np.array(ids), answer, grader, row.location))
-    kept = tuple(p for p in prompts if len(p.token_ids) <= data.max_prompt_tokens)
-    if not kept:
-        shortest = f"; the shortest has {min(len(p.token_ids) for p in prompts)} tokens" if prompts else " in the file"
-        raise ValueError(
-            f"{data.name}: no prompt of at most {data.max_prompt_tokens} tokens (data.max_prompt_tokens){shortest}"
-        )
-    return PromptSet(kept, len(prompts) - len(kept), data.shuffle)
-
-
-Values = dict[str, object]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of data.path."""
-
-    id: int  # number of rows before it, over all files
-    location: str  # file:line; lines count from 1, as in editors
-    values: Values
-
-
-def read_rows(data: DataConfig) -> list[Row]:
-    """Returns the rows in use. Raises ValueError for every problem that does not need a tokenizer."""
-    rows: list[Row] = []
-    for path in map(Path, data.paths):
-        if not path.is_file():
-            raise ValueError(f"{path}: no such file (data.path)")
-        first = rows[-1].id + 1 if rows else 0
-        for i, values in _rows(path):
-            if data.limit is not None and len(rows) == data.limit:
-                return rows
-            location = _location(path, i)
-            _field(values, data.prompt_key, location)
-            for key in (data.answer_key, *([data.grader_key] if data.grader_key else [])):
-                _text(_field(values, key, location), key, location)
-            rows.append(Row(first + i, location, values))
-    return rows
+        shortest = min(shortest or len(ids), len(ids))
+        if len(ids) <= data.max_prompt_tokens:
+            prompt = Prompt(row.id, text, np.array(ids), row.answer, row.grader, row.location, row.source, row.extra)
+            prompts[row.of].append(prompt)
+    ratios = [source.ratio for source in data.sources if source.ratio is not None]
+    for part, found in zip(parts, prompts, strict=True) if ratios else [(data, [p for of in prompts for p in of])]:
+        if not found:
+            says = f"; the shortest has {shortest} tokens" if rows else " in the file"
+            limit = f"at most {data.max_prompt_tokens} tokens (data.max_prompt_tokens)"
+            raise ValueError(f"{part.name}: no prompt of {limit}{says}")
+    kept = tuple(prompt for of_part in prompts for prompt in of_part)
+    mixture = tuple(zip(ratios, map(len, prompts), strict=True)) if ratios else ()
+    return PromptSet(kept, len(rows) - len(kept), data.shuffle, mixture)
 
 
 def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
@@ -144,65 +145,11 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
     return f"{data.name}: {prompts.num_too_long} of {total} prompts dropped, longer than {limit}"
 
 
-def _location(path: Path, row: int) -> str:
-    return f"{path}:{row + 1}"
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Values]]:
-    match path.suffix:
-        case ".jsonl":
-            return _jsonl_rows(path)
-        case ".parquet":
-            return _parquet_rows(path)
-    raise ValueError(f"{path}: prompts are read from .jsonl or .parquet, not {path.suffix or 'a file without ending'}")
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, Values]]:
-    with path.open("rb") as file:
-        for i, line in enumerate(file):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as exc:
-                raise ValueError(f"{_location(path, i)}: not UTF-8: {exc}") from exc
-            except json.JSONDecodeError as exc:
-                raise ValueError(
-                    f"{_location(path, i)}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}"
-                ) from exc
-            if not isinstance(row, dict):
-                raise ValueError(f'{_location(path, i)}: should be an object like {{"prompt": ...}}, is {line[:60]!r}')
-            yield i, row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Values]]:
-    with explained(f"{path}: not a readable parquet file"):
-        file = pyarrow.parquet.ParquetFile(path)
-    with file:
-        i = 0
-        for batch in file.iter_batches():
-            for row in batch.to_pylist():
-                yield i, row
-                i += 1
-
-
-def _field(row: Values, key: str, location: str) -> object:
-    if key not in row:
-        raise ValueError(f"{location}: no key {key!r}; keys found: {', '.join(map(repr, row)) or 'none'}")
-    return row[key]
-
-
-def _text(value: object, key: str, location: str) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ValueError(f"{location}: {key!r} should be a text or a number, is {value!r:.60}")
-    return str(value)
-
-
-def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", prompt: object, location: str) -> str:
+def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
     """Returns the text to tokenise. With a chat template, a prompt may be a list of {role, content} messages."""
-    messages = prompt if isinstance(prompt, list) and data.chat_template else None
-    if messages is None:
-        text = data.prompt_template.replace("{prompt}", _text(prompt, data.prompt_key, location))
+    messages: Any = row.prompt
+    if isinstance(messages, str):
+        text = data.prompt_template.replace("{prompt}", messages)
         if not data.chat_template:
             return text
         messages = [{"role": "user", "content": text}]
@@ -210,7 +157,7 @@ def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", prompt: obje
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
     if not tokenizer.chat_template:
         raise ValueError("data.chat_template is true, but the tokenizer has no chat template")
-    with explained(f"{location}: the chat template refuses this prompt"):
+    with explained(f"{row.location}: the chat template refuses this prompt"):
         arguments: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, **data.chat_template_args}
         return str(tokenizer.apply_chat_template(messages, **arguments))
 

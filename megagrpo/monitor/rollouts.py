@@ -62,10 +62,13 @@ def _record(group: RolloutGroup) -> dict:
         for sample, outcome in zip(group.samples, group.outcomes, strict=True)
     ]
     prompt = {"prompt_id": group.prompt.id, "prompt": group.prompt.text, "answer": group.prompt.answer}
-    return {"group_id": group.group_id, **prompt, "samples": samples}
+    source = {"source": group.prompt.source} if group.prompt.source else {}
+    return {"group_id": group.group_id, **prompt, **source, "samples": samples}
 
 
 def _outcome_record(outcome: Outcome) -> dict:
     record = asdict(outcome)
     parts = {name: _outcome_record(part) for name, part in outcome.parts.items()}
-    return {**record, "parts": parts} if parts else {key: value for key, value in record.items() if key != "parts"}
+    optional = {"parts": parts, "token_rewards": outcome.token_rewards}
+    kept = {key: value for key, value in record.items() if key not in optional}
+    return kept | {key: value for key, value in optional.items() if value}

@@ -8,7 +8,7 @@ from megagrpo.check.loading import Trial
 from megagrpo.check.problems import is_made, longest_samples, model_description, preflight
 from megagrpo.config.layout import layout_problems, rank_coordinates
 from megagrpo.config.schema import ActorConfig, ExperimentConfig
-from megagrpo.data.prompts import read_rows
+from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
@@ -64,6 +64,7 @@ def explain(
     if trial is not None:
         loaded, not_tried = [f"  {what}" for what in trial.loaded], f"  not tried: {', '.join(trial.not_tried)}"
         parts.append(["loaded     as the trainers will; graders and tools are imported too", *loaded, not_tried])
+        parts += [["first row  " + "\n           ".join(trial.first_row)]] if trial.first_row else []
         problems += [problem for problem in trial.problems if problem not in problems]
     verdict = [f"PROBLEMS ({len(problems)})", *(f"  {p}" for p in problems)] if problems else ["no problems found"]
     return "\n\n".join("\n".join(lines) for lines in ([title], *parts, verdict))

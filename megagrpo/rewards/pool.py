@@ -10,6 +10,7 @@ from megagrpo.config.reward import GraderArgs, GraderConfig, RewardConfig
 from megagrpo.rewards.graders.http import HttpGrader
 from megagrpo.rewards.graders.judge import JudgeGrader
 from megagrpo.rewards.graders.table import SERVICES, check_grader, load_group_grader
+from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rewards.services import ServiceGrader
 from megagrpo.rewards.workers import Call, Graded, WorkerPool
 from megagrpo.system.background import BackgroundLoop
@@ -44,14 +45,16 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         if preload:
             self._worker_pool(preload)
 
-    def submit(self, prompt: Prompt, text: str) -> Future[Outcome]:
+    def submit(self, prompt: Prompt, text: str, tokens: ResponseTokens | None = None) -> Future[Outcome]:
         """Returns a future of one response's outcome: the weighted sum of its parts, or the first error among them.
 
+        tokens: those of the response, for graders that reward parts of it; None: only their sum is known.
         `prompt.grader`, if set, is the only grader: one of `reward.graders`, or any other without arguments. Raises
         ValueError if it cannot be loaded.
         """
         entries = self._entries_for(prompt)
-        return self._loop.submit(self._combined(entries, [self._start(entry, prompt, text) for entry in entries]))
+        started = [self._start(entry, prompt, text) for entry in entries]
+        return self._loop.submit(self._combined(entries, started, tokens))
 
     def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future[list[Outcome]]:
         """Returns a future of the group's outcomes after its group grader, which gets only responses with a score.
@@ -89,17 +92,29 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def _start(self, entry: GraderConfig, prompt: Prompt, text: str) -> Future[Graded]:
         if entry.short_name in self._services:
             return self._loop.submit(self._services[entry.short_name].outcome(prompt, text))
-        return self._worker_pool().submit(("grade", entry.grader, dict(entry.args)), (text, prompt.answer))
+        inputs = (text, prompt.answer, prompt.source, prompt.extra)
+        return self._worker_pool().submit(("grade", entry.grader, dict(entry.args)), inputs)
 
-    async def _combined(self, entries: Sequence[GraderConfig], started: Sequence[Future[Graded]]) -> Outcome:
-        outcomes = [Outcome(g.status, g.scores[0] if g.scores else 0.0, g.detail) for g in await _all(started)]
+    async def _combined(
+        self, entries: Sequence[GraderConfig], started: Sequence[Future[Graded]], tokens: ResponseTokens | None
+    ) -> Outcome:
+        outcomes, token_rewards = [], []
+        for entry, graded in zip(entries, await _all(started), strict=True):
+            outcomes.append(_outcome(graded))
+            if tokens is not None and outcomes[-1].ok:
+                try:
+                    token_rewards += tokens.rewards(graded.spans, graded.tokens, entry.weight)
+                except ValueError as exc:
+                    outcomes[-1] = Outcome("error", detail=f"{entry.grader}: {exc}")
+        of_tokens = tuple(sorted(token_rewards))
         if not self._config.has_parts:
-            return outcomes[0]
+            return replace(outcomes[0], token_rewards=of_tokens) if outcomes[0].ok else outcomes[0]
         parts = {entry.short_name: part for entry, part in zip(entries, outcomes, strict=True)}
         if (bad := next((part for part in outcomes if not part.ok), None)) is not None:
             return replace(bad, parts=parts)
         value = sum(entry.weight * part.value for entry, part in zip(entries, outcomes, strict=True))
-        return Outcome("score", value, "; ".join(filter(None, (part.detail for part in outcomes))), parts)
+        detail = "; ".join(filter(None, (part.detail for part in outcomes)))
+        return Outcome("score", value, detail, parts, of_tokens)
 
     async def _regraded(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> list[Outcome]:
         name, out, valid = self._config.group_grader, list(outcomes), [i for i, one in enumerate(outcomes) if one.ok]
@@ -110,8 +125,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         (graded,) = await _all([started])
         for index, i in enumerate(valid):
             score = graded.scores[index] if graded.status == "score" else 0.0
-            out[i] = replace(out[i], status=graded.status, value=score, detail=graded.detail or out[i].detail)
+            detail = graded.detail or out[i].detail
+            out[i] = replace(out[i], status=graded.status, value=score, detail=detail, token_rewards=())
         return out
+
+
+def _outcome(graded: Graded) -> Outcome:
+    parts = sum(reward for _, reward in graded.spans) + sum(graded.tokens)
+    return Outcome(graded.status, sum(graded.scores[:1]) + parts, graded.detail)
 
 
 async def _all(started: Sequence[Future[Graded]]) -> list[Graded]:

@@ -14,33 +14,44 @@ from dataclasses import astuple
 from numbers import Real
 
 from megagrpo.config.reward import GraderArgs
-from megagrpo.rewards.graders.table import load_grader, load_group_grader
+from megagrpo.rewards.graders.table import call_grader, load_grader, load_group_grader
+from megagrpo.rewards.parts import read_parts
 from megagrpo.rewards.sandbox.calls import tried
 from megagrpo.rewards.workers import Call, Graded
 
 LOADERS: dict[str, Callable[[str, GraderArgs], Callable[..., object]]] = {
-    "grade": load_grader,  # inputs: text, answer; returns a score, or (score, remark)
+    "grade": load_grader,  # inputs: text, answer, and the row's source and extra values; see call_grader
     "group": load_group_grader,  # inputs: texts, answer, scores; returns a score for each text
 }
 
 
 def grade(kind: str, function: str, args: GraderArgs, inputs: Sequence[object]) -> Graded:
     """Returns scores and detail, or an error if the function raises or returns anything but finite numbers."""
-    value, raised = tried(lambda: LOADERS[kind](function, args)(*inputs, **args))
+
+    def called() -> object:
+        loaded = LOADERS[kind](function, args)
+        return call_grader(loaded, args, inputs) if kind == "grade" else loaded(*inputs, **args)
+
+    value, raised = tried(called)
     if raised is not None:  # the outcome of this sample, not the end of the run
         return Graded("error", detail=f"{function} raised {type(raised).__name__}: {raised}")
     detail, num_texts = "", len(inputs[0]) if isinstance(inputs[0], list) else 1
+    spans, tokens = (), ()
     if kind == "grade":
         if isinstance(value, tuple) and len(value) == 2:
             value, detail = value[0], str(value[1])
-        value = [value]
+        read, raised = tried(lambda: read_parts(value, str(inputs[0])))
+        if raised is not None:
+            return Graded("error", detail=f"{function}: {raised}")
+        score, spans, tokens = read
+        value = [score]
     elif not isinstance(value, list) or len(value) != num_texts:
         return Graded("error", detail=f"{function} returned {value!r:.80}, not a list of {num_texts} scores")
     for score in value:
         if not isinstance(score, Real) or not math.isfinite(score):
             problem = f"{function} returned {score!r} ({type(score).__name__}), not a finite number"
             return Graded("error", detail=problem)
-    return Graded("score", tuple(map(float, value)), detail)
+    return Graded("score", tuple(map(float, value)), detail, spans, tokens)
 
 
 def main(fd: int, preload: list[Call]) -> None:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from megagrpo.config.reward import GraderArgs
+from megagrpo.rewards.parts import Span
 from megagrpo.system.environment import child_environment
 
 Call = tuple[str, str, GraderArgs]  # kind ("grade" or "group", see worker.py), function, its arguments
@@ -33,6 +34,8 @@ class Graded:
     status: str  # "score" | "error" | "timeout"
     scores: tuple[float, ...] = ()
     detail: str = ""  # why there is no score, or the grader's remark
+    spans: tuple[Span, ...] = ()  # rewards of parts of the text, besides the score
+    tokens: tuple[float, ...] = ()  # rewards of all tokens of the response, besides the score
 
 
 class WorkerPool:
@@ -127,8 +130,8 @@ class _Worker:
         """Returns the result of a call. Raises TimeoutError, or OSError or WorkerError if the process is gone."""
         self._socket.settimeout(timeout_s)
         self._socket.sendall(json.dumps([*call, inputs, timeout_s]).encode() + b"\n")
-        status, scores, detail = json.loads(self._read())
-        return Graded(status, tuple(scores), detail)
+        status, scores, detail, spans, tokens = json.loads(self._read())
+        return Graded(status, tuple(scores), detail, tuple((end, reward) for end, reward in spans), tuple(tokens))
 
     def kill(self) -> None:
         """Ends the process and its children. Idempotent."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import read_architecture
+from megagrpo.rewards.parts import ResponseTokens
 from megagrpo.rollout.admission import Patience, ResponseLengths, Turnstile
 from megagrpo.rollout.control import ServiceControl, ServiceStatus, engine_cache_tokens
 from megagrpo.rollout.generation import (
@@ -34,8 +35,8 @@ _IN_FLIGHT = 1.1  # tokens in flight for each that the caches hold: the next req
 class OutcomeSource(Protocol):
     """Grades responses in the background, as rewards/pool.py does."""
 
-    def submit(self, prompt: Prompt, text: str) -> Future[Outcome]:
-        """Returns the future outcome of `text` as a response to `prompt`."""
+    def submit(self, prompt: Prompt, text: str, tokens: ResponseTokens) -> Future[Outcome]:
+        """Returns the future outcome of `text`, with these tokens, as a response to `prompt`."""
         ...
 
     def submit_group(self, prompt: Prompt, texts: Sequence[str], outcomes: Sequence[Outcome]) -> Future[list[Outcome]]:
@@ -181,7 +182,8 @@ class Sampler:
             self._pending[key] = "the engines"
             sample = await self._respond(client, job, of, index, order)
             self._pending[key] = "the grader"
-            return sample, await asyncio.wrap_future(self._grader.submit(of.prompt, sample.text))
+            tokens = ResponseTokens(sample.token_ids, sample.loss_mask, self._decode)
+            return sample, await asyncio.wrap_future(self._grader.submit(of.prompt, sample.text, tokens))
 
     async def _respond(
         self, client: GenerationClient, job: SamplingJob, of: NumberedPrompt, index: int, order: tuple[float, ...]

@@ -5,7 +5,8 @@ the next groups whose rewards differ. Complete groups beyond the batch are the s
 step, sampled one step earlier, which the mismatch metrics and corrections see. Every decision is on all-reduced values.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -241,6 +242,22 @@ def grader_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], reward: Rew
         scores = [outcome.value for outcome in of_grader if outcome.ok]
         metrics.add_mean(f"grader/{name}_mean", sum(scores), len(scores))
         metrics.add_mean(f"grader/{name}_failed_fraction", len(of_grader) - len(scores), len(of_grader))
+
+
+def by_source(groups: Sequence[RolloutGroup], sources: Sequence[str]) -> Iterator[tuple[str, list[RolloutGroup]]]:
+    """Yields the name of each source, as metrics can spell it, and its groups."""
+    for source in sources:
+        yield re.sub(r"[^a-z0-9_]", "_", source.lower()), [group for group in groups if group.prompt.source == source]
+
+
+def source_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], sources: Sequence[str]) -> None:
+    """Adds, for each source of prompts, its share of the groups, and its mean score and response length in tokens."""
+    for name, of_source in by_source(groups, sources):
+        scores = [outcome.value for group in of_source for outcome in group.outcomes if outcome.ok]
+        lengths = [len(sample.token_ids) for group in of_source for sample in group.samples]
+        metrics.add_mean(f"source/{name}_fraction", len(of_source), len(groups))
+        metrics.add_mean(f"source/{name}_reward_mean", sum(scores), len(scores))
+        metrics.add_mean(f"source/{name}_length_mean", sum(lengths), len(lengths))
 
 
 def rollout_metrics(metrics: Metrics, groups: Sequence[RolloutGroup], mesh: Mesh, train: TrainConfig) -> None:

@@ -1,8 +1,14 @@
-"""Loads functions named in an experiment: a built-in by its short name, a user's own as `package.module:function`."""
+"""Loads functions named in an experiment: a built-in by its short name, a user's own as `package.module:function`.
+
+A module may also be a file, `folder/file.py:function`.
+"""
 
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megagrpo.system.explained import explained
@@ -17,16 +23,26 @@ def load_function(name: str, built_in: Mapping[str, str], key: str) -> Callable[
     module_name, colon, function_name = built_in.get(name, name).partition(":")
     if not colon:
         hint = did_you_mean(name, built_in) or f"; known: {', '.join(built_in)}"
-        raise ValueError(f"{key} {name!r} is unknown{hint} (your own is written package.module:function)")
+        raise ValueError(
+            f"{key} {name!r} is unknown{hint} (your own is written package.module:function, or file.py:function)"
+        )
     path_hint = "; is its folder on PYTHONPATH?"
     failed = f"{key} {name!r}: importing {module_name} failed"
     with explained(failed, lambda exc: path_hint if isinstance(exc, ModuleNotFoundError) else ""):
-        module = importlib.import_module(module_name)
+        module = _from_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     function = vars(module).get(function_name)
     if not callable(function):
         hint = did_you_mean(function_name, vars(module))
         raise ValueError(f"{key} {name!r}: {module_name} has no function {function_name}{hint}")
     return function
+
+
+def _from_file(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None, "the name ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from megagrpo.algo import estimators
 from megagrpo.algo.reward_shaping import ShapedRewards, normalise
-from megagrpo.algo.statistics import alone, moments
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.objective.reward_shaping import RewardShapingConfig
 from megagrpo.types import AlgoState
@@ -29,42 +27,36 @@ ADVANTAGES = {  # the reference's estimator -> ours, in its convention for group
 }
 
 
-def estimated(rewards: torch.Tensor, mask: torch.Tensor, groups: list, **advantage) -> torch.Tensor:
+def estimated(rewards: torch.Tensor, mask: torch.Tensor, groups: list, advantage: dict, **more) -> torch.Tensor:
     """Our advantages [n, S] by these options."""
     names = sorted(set(map(repr, groups)))  # an explicit id for every distinct name: nothing is cast to an integer
-    batch = batch_of(rewards, [names.index(repr(g)) for g in groups], mask)
+    batch = batch_of(rewards, [names.index(repr(g)) for g in groups], mask, **more)
     return with_advantages(batch, AlgorithmConfig(advantage=advantage), mask.shape[1])[0].advantages
 
 
 def of_responses(inputs: dict, **advantage) -> torch.Tensor:
     """Those [n] of one reward a response."""
     rewards = tensor(inputs["rewards"])
-    return estimated(rewards, torch.ones(len(rewards), 1, dtype=torch.bool), inputs["group"], **advantage)[:, 0]
+    return estimated(rewards, torch.ones(len(rewards), 1, dtype=torch.bool), inputs["group"], advantage)[:, 0]
 
 
 def of_tokens(inputs: dict, **advantage) -> torch.Tensor:
     """Those [n, S] of rewards that are given by token."""
     mask = tensor(inputs["response_mask"]) > 0
-    return estimated(tensor(inputs["token_level_rewards"]).sum(1), mask, inputs["index"], **advantage)
-
-
-def returns(rewards: torch.Tensor, token_rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """discounted_returns of whole rows [n, S]."""
-    lengths = torch.full((len(mask),), mask.shape[1])
-    out = estimators.discounted_returns(rewards, token_rewards.flatten(), mask.flatten(), lengths, gamma)
-    return out.view(mask.shape)
+    return estimated(tensor(inputs["token_level_rewards"]).sum(1), mask, inputs["index"], advantage)
 
 
 def advantages_of(case: dict) -> torch.Tensor:
     """Our advantages [B, T] under the options that mean the same."""
     inputs, name = case["inputs"], case["params"]["estimator"]
     token_rewards, mask = tensor(inputs["token_level_rewards"]), tensor(inputs["response_mask"]) > 0
+    more = {"token_scores": token_rewards * mask}  # rewards on every token there
     if name.startswith("reinforce_plus_plus_g"):
-        out = returns(torch.zeros(len(mask)).double(), token_rewards, mask, case["params"]["gamma"])
-        return estimators.whiten(out, moments(out[mask], alone)) * mask
-    if name == "remax":  # rewards on every token there: returns to go minus the baseline
-        out = returns(torch.zeros(len(mask)).double(), token_rewards, mask, 1.0)
-        return (out - tensor(inputs["reward_baselines"])[:, None]) * mask
+        advantage = {"name": "reinforce_plus_plus", "gamma": case["params"]["gamma"]}
+        return estimated((token_rewards * mask).sum(1), mask, inputs["index"], advantage, **more)
+    if name == "remax":
+        more["greedy_rewards"] = tensor(inputs["reward_baselines"])
+        return estimated((token_rewards * mask).sum(1), mask, inputs["index"], {"name": "remax"}, **more)
     return of_tokens(inputs, **ADVANTAGES[name])
 
 

@@ -10,13 +10,19 @@ from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample
 
 def test_groups_come_back_as_they_were(tmp_path):
     generator = np.random.default_rng(0)
-    prompt = Prompt(7, "1+1=", generator.integers(0, 150_000, 5), "2", "exact", "a.jsonl:3")
+    prompt = Prompt(
+        7, "1+1=", generator.integers(0, 150_000, 5), "2", "exact", "a.jsonl:3", "gsm8k", {"level": [1, "x"]}
+    )
     parts = {"length": Outcome("score", 2.0), "taste": Outcome("timeout", detail="10 s")}
     samples = tuple(
         Sample(i, generator.integers(0, 150_000, n), -generator.random(n), "stop", 3, "é", mask)
         for i, (n, mask) in enumerate([(4, None), (0, None), (3, (1, 0, 1))])
     )
-    outcomes = (Outcome("score", 0.1 + 0.2, parts=parts), Outcome("error", detail="x"), Outcome("score", -1.0))
+    outcomes = (
+        Outcome("score", 0.1 + 0.2, parts=parts),
+        Outcome("error", detail="x"),
+        Outcome("score", -1.0, token_rewards=((0, 0.5), (2, -1.5))),
+    )
     groups = [
         RolloutGroup(0, prompt, samples, outcomes),
         RolloutGroup(1, prompt, samples, outcomes, Sample(0, (1, 2), (0.0, -0.5), "length", 3, ""), Outcome("score")),

@@ -115,11 +115,11 @@ def test_templates(tmp_path, tokenizer):
     templated = character_tokenizer("0123456789+-*/=.()<># abcdefghijklmnopqrstuvwxyz")
     templated.chat_template = TEMPLATE
     assert load_prompts(chat, templated).prompts[0].text == "<system>be brief#<user>1+1=#>"
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    turns = [{"role": "assistant", "content": "yo"}, {"role": "user", "content": "hi"}]
     messages = json.dumps({"prompt": turns, "answer": "2"})
     several = DataConfig(path=write(tmp_path / "m.jsonl", [messages]), chat_template=True)
-    assert load_prompts(several, templated).prompts[0].text == "<user>hi#<assistant>yo#>"
-    with pytest.raises(ValueError, match=r"m\.jsonl:1: 'prompt' should be a text"):
+    assert load_prompts(several, templated).prompts[0].text == "<assistant>yo#<user>hi#>"
+    with pytest.raises(ValueError, match=r"m\.jsonl:1: 'prompt' holds chat messages; set data.chat_template"):
         load_prompts(DataConfig(path=several.path), templated)
 
 

@@ -40,7 +40,10 @@ def test_built_in_and_own_functions_are_found(own):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("joni", "a.key 'joni' is unknown; did you mean 'join'? (your own is written package.module:function)"),
+        (
+            "joni",
+            "a.key 'joni' is unknown; did you mean 'join'? (your own is written package.module:function, or file.py:function)",
+        ),
         ("xyz", "a.key 'xyz' is unknown; known: join, split (your own"),
         ("no.such:f", "importing no.such failed: ModuleNotFoundError: No module named 'no'; is its folder"),
         ("broken_functions:f", "importing broken_functions failed: KeyError: 'on purpose'"),

@@ -117,6 +117,16 @@ class ReinforcePlusPlusAdvantage(Estimator):
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per sampled token.")
 
 
+class ReinforceAdvantage(Estimator):
+    """Discounted return of every token, as it is. With rewards normalised by the group (`reward.mean`, `reward.std`),
+    this is ROLL's grpo: its `reward_clip` and token-level KL come after the normalisation."""
+
+    formula = "sum_k gamma^k R_(t+k)"
+
+    name: Literal["reinforce"] = Field(default="reinforce", description=_CHOOSES)
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per sampled token.")
+
+
 class ReinforcePlusPlusBaselineAdvantage(_ComparesResponses):
     """r - mean, whitened over all tokens of the batch. arXiv 2501.03262."""
 
@@ -127,9 +137,9 @@ class ReinforcePlusPlusBaselineAdvantage(_ComparesResponses):
 
 
 class RemaxAdvantage(Estimator):
-    """r minus the reward of a greedy response to the same prompt. arXiv 2310.10505."""
+    """Return of every token minus the reward of a greedy response to the same prompt. arXiv 2310.10505."""
 
-    formula = "r - r_greedy"
+    formula = "sum_k R_(t+k) - r_greedy"
     needs_greedy_response = True
 
     name: Literal["remax"] = Field(default="remax", description=_CHOOSES)
@@ -159,6 +169,7 @@ AdvantageConfig = Annotated[
     | DrGrpoAdvantage
     | GrpoPassKAdvantage
     | RlooAdvantage
+    | ReinforceAdvantage
     | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage
     | RemaxAdvantage

@@ -1,16 +1,18 @@
 """The table of graders.
 
-A grader is a function `grade(text, answer, **args)` that returns a score, or (score, remark). A group grader is a
-function `f(texts, answer, scores, **args)` that returns a list of scores.
+A grader is a function `grade(text, answer, **args)` that returns a score, (score, remark), or rewards of parts of the
+response (rewards/parts.py). If it has parameters `data_source` or `extra_info`, it gets the row's; verl's
+`compute_score(data_source, solution_str, ground_truth, extra_info)` is one, too. A group grader is a function
+`f(texts, answer, scores, **args)` that returns a list of scores.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megagrpo.config.reward import OPTIONS, GraderArgs, check_options
 from megagrpo.system.user_function import did_you_mean, load_function
 
-GraderFunction = Callable[..., float | tuple[float, str]]  # (response text, answer of the data file, **reward.args)
+GraderFunction = Callable[..., object]  # (response text, answer of the data file, **reward.args)
 GroupFunction = Callable[..., list[float]]  # (texts, answer, scores, **reward.group_args)
 
 BUILT_IN = {  # named, not imported: only `math` should pay for sympy
@@ -37,6 +39,25 @@ def load_grader(name: str, args: GraderArgs) -> GraderFunction:
     return function
 
 
+def call_grader(function: GraderFunction, args: GraderArgs, inputs: Sequence[object]) -> object:
+    """Returns what the grader says of a response.
+
+    inputs: its text and answer; then the source and the extra values of its row, for graders that name them.
+    """
+    names = ("text", "answer", "data_source", "extra_info", "solution_str", "ground_truth")
+    values = dict(zip(names, (*inputs, *inputs[:2]), strict=True))
+    positional, named = _inputs(inspect.signature(function), ["text", "answer"])
+    return function(*(values[name] for name in positional), **{name: values[name] for name in named}, **args)
+
+
+def _inputs(signature: inspect.Signature, positional: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the inputs that a grader takes by position, and those that it takes by their names."""
+    of_row = [name for name in ("data_source", "extra_info") if name in signature.parameters]
+    if {"solution_str", "ground_truth"} <= signature.parameters.keys():
+        return [], ["solution_str", "ground_truth", *of_row]
+    return positional, of_row
+
+
 def load_group_grader(name: str, args: GraderArgs) -> GroupFunction:
     """Returns the group grader `name`; see load_grader."""
     function = load_function(name, GROUP_BUILT_IN, "reward.group_grader")
@@ -57,11 +78,12 @@ def check_grader(name: str, args: GraderArgs) -> None:
 
 
 def _check_args(name: str, function: Callable[..., object], args: GraderArgs, inputs: str, key: str) -> None:
-    signature, positional = inspect.signature(function), inputs.split(", ")
+    signature = inspect.signature(function)
+    positional, named = _inputs(signature, inputs.split(", "))
     try:
-        signature.bind(*positional, **args)
+        signature.bind(*positional, **dict.fromkeys(named), **args)
     except TypeError as exc:
-        options = [p for p in signature.parameters if p not in positional]
+        options = [p for p in signature.parameters if p not in (*positional, *named)]
         hints = [did_you_mean(arg, options) for arg in args if arg not in options]
         hint = next(filter(None, hints), f"; it is called as {name}({inputs}, {', '.join(options)})")
         raise ValueError(f"{key} do not fit grader {name!r}: {exc}{hint}") from exc

@@ -1,0 +1,158 @@
+"""Reads data files: one Row for each, with everything that its columns say, and every problem by file and line."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from megagrpo.config.schema import DataConfig
+from megagrpo.system.explained import explained
+
+Values = dict[str, object]
+_MOST_SOURCES = 64  # each has metrics of its own
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a data section."""
+
+    id: int  # number of rows before it, over all files
+    location: str  # file:line; lines count from 1, as in editors
+    prompt: str | list[Values]  # a text, or chat messages
+    answer: str
+    source: str  # "": it has no name
+    grader: str | None  # that the row, or its source, chooses
+    extra: Values  # of data.extra_key
+    of: int  # the part of the section that it is of: an index into DataConfig.parts
+
+
+def read_rows(data: DataConfig) -> list[Row]:
+    """Returns the rows in use. Raises ValueError for every problem that does not need a tokenizer."""
+    rows: list[Row] = []
+    for number, part in enumerate(data.parts):
+        first = len(rows)
+        for path in map(Path, part.paths):
+            if not path.is_file():
+                raise ValueError(f"{path}: no such file (data.path)")
+            before = rows[-1].id + 1 if rows else 0
+            for i, values in _rows(path):
+                if part.limit is not None and len(rows) - first == part.limit:
+                    break
+                rows.append(_row(part, number, before + i, f"{path}:{i + 1}", values))
+    if len(found := {row.source for row in rows}) > _MOST_SOURCES:
+        raise ValueError(f"{data.name}: {len(found)} sources; metrics are kept for at most {_MOST_SOURCES}")
+    return rows
+
+
+def _row(data: DataConfig, of: int, row_id: int, location: str, values: Values) -> Row:
+    prompt = _messages(_field(values, data.prompt_key, location), data, location)
+    answer = _text(_field(values, data.answer_key, location), data.answer_key, location)
+    source, grader = data.source or "", data.grader
+    extra: Values = {}
+    if data.source_key is not None:
+        source = _text(_field(values, data.source_key, location), data.source_key, location)
+    if data.grader_key is not None:
+        grader = _text(_field(values, data.grader_key, location), data.grader_key, location)
+    elif data.grader_by_source:
+        if source not in data.grader_by_source:
+            known = ", ".join(data.grader_by_source)
+            raise ValueError(f"{location}: source {source!r} has no grader in data.grader_by_source; it has {known}")
+        grader = data.grader_by_source[source]
+    if data.extra_key is not None:
+        value = _field(values, data.extra_key, location)
+        extra = value if isinstance(value, dict) else {data.extra_key: value}
+        extra = json.loads(json.dumps(extra, default=str))  # a parquet file has dates, and bytes
+    return Row(row_id, location, prompt, answer, source, grader, extra, of)
+
+
+def _messages(prompt: object, data: DataConfig, location: str) -> str | list[Values]:
+    """Returns a text, or messages that a chat template takes; ROLL writes these as JSON inside a text."""
+    key = data.prompt_key
+    if isinstance(prompt, str) and prompt.lstrip().startswith("["):
+        prompt = _parsed(prompt)
+    if not isinstance(prompt, list):
+        return _text(prompt, key, location)
+    if not data.chat_template:
+        raise ValueError(f"{location}: {key!r} holds chat messages; set data.chat_template: true")
+    if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt) or not prompt:
+        raise ValueError(f"{location}: {key!r} should be a list of {{role, content}}, is {prompt!r:.60}")
+    if prompt[-1]["role"] != "assistant":
+        return prompt
+    if not data.answer_key.startswith(f"{key}."):
+        raise ValueError(
+            f"{location}: {key!r} ends with the assistant's message; with data.answer_key: {key}.-1.content it is the "
+            "answer and no part of the prompt"
+        )
+    return prompt[:-1]
+
+
+def _parsed(text: str) -> object:
+    """Returns the messages that `text` spells in JSON; the text itself if it spells none."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    return found if found and all(isinstance(one, dict) and "role" in one for one in found) else text
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Values]]:
+    match path.suffix:
+        case ".jsonl":
+            return _jsonl_rows(path)
+        case ".parquet":
+            return _parquet_rows(path)
+    raise ValueError(f"{path}: prompts are read from .jsonl or .parquet, not {path.suffix or 'a file without ending'}")
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, Values]]:
+    with path.open("rb") as file:
+        for i, line in enumerate(file):
+            if not line.strip():
+                continue
+            location = f"{path}:{i + 1}"
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as exc:
+                raise ValueError(f"{location}: not UTF-8: {exc}") from exc
+            except json.JSONDecodeError as exc:
+                raise ValueError(f"{location}: broken JSON, column {exc.colno}: {exc.msg}: {line[:60]!r}") from exc
+            if not isinstance(row, dict):
+                raise ValueError(f'{location}: should be an object like {{"prompt": ...}}, is {line[:60]!r}')
+            yield i, row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Values]]:
+    with explained(f"{path}: not a readable parquet file"):
+        file = pyarrow.parquet.ParquetFile(path)
+    with file:
+        i = 0
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                yield i, row
+                i += 1
+
+
+def _field(row: object, key: str, location: str) -> object:
+    """Returns the value of column `key`, or the value that its parts between dots lead to."""
+    if isinstance(row, dict) and key in row:
+        return row[key]
+    value = row
+    for part in key.split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.lstrip("-").isdecimal() and -len(value) <= int(part) < len(value):
+            value = value[int(part)]
+        else:
+            keys = map(repr, value) if isinstance(value, dict) else ()
+            where = f" at {part!r}" if part != key else ""
+            raise ValueError(f"{location}: no key {key!r}{where}; keys found: {', '.join(keys) or 'none'}")
+    return value
+
+
+def _text(value: object, key: str, location: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(f"{location}: {key!r} should be a text or a number, is {value!r:.60}")
+    return str(value)
