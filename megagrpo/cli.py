@@ -95,6 +95,11 @@ def _add_submit(commands: _Commands) -> None:
 
 
 def _add_preparation(commands: _Commands) -> None:
+    option = commands.add("convert", _convert, "an experiment of verl, ROLL or TRL as megagrpo's").add_argument
+    option("framework", choices=("verl", "roll", "trl"))
+    option("source", type=Path, help="YAML file; verl: also a shell script with its command; trl: arguments as YAML")
+    option("-o", "--output", type=Path, metavar="FILE", help="experiment to write; default: standard output")
+    option("--partial", action="store_true", help="write it also if keys are lost")
     commands.add_with_config("sft", _sft, "supervised warm-up with the same actor")
     check = commands.add_with_config("check", _check, "explain the experiment without starting anything")
     check.add_argument("--all", action="store_true", help="also every rank, and every setting of Megatron and SGLang")
@@ -212,6 +217,12 @@ def _submit(args: argparse.Namespace, config: ExperimentConfig) -> int:
     request = Request(**{name: getattr(args, name) for name in names}, options=tuple(args.sbatch))
     args.config = str(Path(args.config).absolute())
     return submit(config, _experiment_words(args), request, args.dry_run)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from megagrpo.convert.command import convert
+
+    return convert(args.framework, args.source, args.output, args.partial)
 
 
 def _sft(args: argparse.Namespace, config: ExperimentConfig) -> int:

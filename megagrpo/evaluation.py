@@ -19,12 +19,12 @@ def evaluate(run: Run) -> dict[str, float]:
     if config is None or (step % config.every and step != run.num_steps):
         return {}
     metrics = Metrics()
-    groups = run.evaluation_groups(config.temperature, config.num_samples)
+    groups = run.evaluation_groups()
     evaluation_metrics(metrics, "eval", groups, config.num_samples)
     for name, of_source in by_source(groups, run.eval_sources):
         evaluation_metrics(metrics, f"eval_{name}", of_source, config.num_samples)
     if number := config.num_as_trained:
-        groups = run.evaluation_groups(run.config.sampling.temperature, number)
+        groups = run.evaluation_groups(as_trained=True)
         evaluation_metrics(metrics, "eval_as_trained", groups, number)
     return metrics.reduced(run.mesh.reduce)
 

@@ -32,6 +32,7 @@ from megagrpo.monitor.wandb_log import WandbLog
 from megagrpo.monitor.watchdog import Watchdog
 from megagrpo.rewards.pool import RewardPool
 from megagrpo.rollout.control import ServiceControl, find_service, service_progress
+from megagrpo.rollout.generation import SamplingParams
 from megagrpo.rollout.sampler import Sampler
 from megagrpo.rollout.selection import GroupChoice, gather_surplus, grader_metrics, rollout_metrics, source_metrics
 from megagrpo.rollout.source import RolloutSource
@@ -119,12 +120,15 @@ class Sampling:
         self.source.drop_consumed()
         return step.groups
 
-    def evaluation_groups(self, version: int, temperature: float, num_samples: int) -> list[RolloutGroup]:
-        """Collective. Returns this rank's groups of `num_samples` responses to each prompt of the evaluation."""
-        config, prompts = self.config.eval, self.inputs.eval_prompts
+    def evaluation_groups(self, version: int, as_trained: bool) -> list[RolloutGroup]:
+        """Collective. Returns this rank's groups of the evaluation, or of the one that samples as training does."""
+        config, prompts, params = self.config.eval, self.inputs.eval_prompts, SamplingParams.of(self.config.sampling)
         assert config is not None and prompts is not None, "called only with an eval section"
-        max_tokens = config.max_response_tokens or self.config.sampling.max_response_tokens
-        return self.source.evaluate(prompts.prompts, version, temperature, num_samples, max_tokens)
+        params = replace(params, max_tokens=config.max_response_tokens or params.max_tokens)
+        if as_trained:
+            return self.source.evaluate(prompts.prompts, version, params, config.num_as_trained)
+        params = replace(params, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+        return self.source.evaluate(prompts.prompts, version, params, config.num_samples)
 
     def with_groups(self, state: TrainState) -> TrainState:
         """Collective. Returns, on the main rank, the state with all ranks' groups, for a checkpoint."""
@@ -240,10 +244,10 @@ class Run:
         layers = self.actor.routed_layers if self.config.actor.routing_replay == "rollout" else None
         return build_batch(groups, updates, self.mesh, self.actor.arch.attention_length, version, layers)
 
-    def evaluation_groups(self, temperature: float, num_samples: int) -> list[RolloutGroup]:
+    def evaluation_groups(self, as_trained: bool = False) -> list[RolloutGroup]:
         """Collective. Returns this rank's share of the evaluation's groups, sampled and scored."""
         self.watchdog.enter("evaluate")
-        return self.sampling.evaluation_groups(self.state.step, temperature, num_samples)
+        return self.sampling.evaluation_groups(self.state.step, as_trained)
 
     @property
     def eval_sources(self) -> list[str]:

@@ -1,5 +1,7 @@
 """The sections of the inputs: `model`, `data`, `eval`."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from megagrpo.config.fields import (
@@ -127,6 +129,9 @@ class EvalConfig(Section):
     num_samples: PositiveInt = 1
     """Responses a prompt; with more than 1, pass@k is reported too."""
     temperature: NonNegativeFloat = Field(default=0.0, description="Sampling temperature; 0 is greedy.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus of probability sampled from; 1: all."""
+    top_k: int = Field(default=-1, description="Most probable tokens sampled from; -1: all.")
     num_as_trained: NonNegativeInt = 0
     """Responses a prompt of a second evaluation, sampled at `sampling.temperature` as in training, with metrics
     eval_as_trained/...; 0: none."""

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megagrpo.config.fields import KeyPath, all_paths, annotations_at, choices, sections
+from megagrpo.config.foreign import key_hint, value_hint
 from megagrpo.config.libraries.megatron import megatron_setting_problems
 from megagrpo.config.libraries.sglang import engine_setting_problems
 from megagrpo.config.libraries.source import nearest
@@ -76,6 +77,13 @@ for _tag, _pattern, _first in (
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_first))
 _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value.replace("_", "")))
+
+
+def plain_yaml(text: str, name: str) -> Plain:
+    """Returns YAML 1.2 as plain data. Raises ConfigError naming `name` and the line."""
+    source = _parse(text, name)
+    _refuse(source, source.problems)
+    return source.data
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -266,7 +274,7 @@ def _describe(error: ErrorDetails, path: KeyPath, value: Plain) -> str:
     kind, dotted, context = error["type"], _dotted(path), error.get("ctx", {})
     match kind:
         case "extra_forbidden":
-            return f"{_shown(path, value)}: unknown key{_remedy_unknown(path)}"
+            return f"{_shown(path, value)}: unknown key{key_hint(dotted, value) or _remedy_unknown(path)}"
         case "missing":
             return f"{dotted} is missing; it has no default, write it"
         case "value_error":
@@ -275,17 +283,21 @@ def _describe(error: ErrorDetails, path: KeyPath, value: Plain) -> str:
             return f"{_shown(path, value)}: needs a 'name', one of {', '.join(_variants(path))}"
         case "union_tag_invalid":
             tag = str(context["tag"])
-            return f"{dotted}.name = {_show(tag)}: unknown{_nearest(tag, _variants(path))}"
+            hint = value_hint(f"{dotted}.name", tag) or _nearest(tag, _variants(path))
+            return f"{dotted}.name = {_show(tag)}: unknown{hint}"
         case "literal_error":
             allowed = choices(annotations_at(ExperimentConfig, path))
-            return f"{_shown(path, value)}: not a choice{_nearest(str(value), allowed, context['expected'])}"
+            hint = value_hint(dotted, value) or _nearest(str(value), allowed, context["expected"])
+            return f"{_shown(path, value)}: not a choice{hint}"
         case "model_type" | "model_attributes_type":
             return f"{_shown(path, value)}: should be a section with keys {', '.join(_keys(path))}"
     message = re.sub(r"^Input should be", "should be", error["msg"])
-    return f"{_shown(path, value)}: {message}{_type_remedy(kind, value)}"
+    return f"{_shown(path, value)}: {message}{_type_remedy(kind, path, value)}"
 
 
-def _type_remedy(kind: str, value: Plain) -> str:
+def _type_remedy(kind: str, path: KeyPath, value: Plain) -> str:
+    if isinstance(value, bool) and path[-2:] in (("reward", "scale"), ("reward", "shift")):
+        return "; ROLL's reward_scale: true is algorithm.reward.std here, its reward_shift: true algorithm.reward.mean"
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         return "; write it without quotes" if re.fullmatch(r"[-+\d.eE_]+|true|false", value) else ""
     if kind == "string_type" and value is not None and not isinstance(value, dict | list):

@@ -175,14 +175,12 @@ class RolloutSource:
         self._wait(lambda: all(batch.done for batch in batches), batches, "drain", None)
 
     def evaluate(
-        self, prompts: Sequence[Prompt], version: int, temperature: float, num_samples: int, max_tokens: int
+        self, prompts: Sequence[Prompt], version: int, params: SamplingParams, num_samples: int
     ) -> list[RolloutGroup]:
         """Returns this rank's share of `num_samples` responses to each prompt, with the same seeds every time.
 
-        max_tokens: limit of a response. Raises LeaderError on every rank.
+        Raises LeaderError on every rank.
         """
-        stops = SamplingParams.of(self._config.sampling)
-        params = SamplingParams(temperature, max_tokens, stop_token_ids=stops.stop_token_ids, stop=stops.stop)
         job = SamplingJob("evaluate", 0, version, params, num_samples)
         return self._collect(job, self._sample(job, prompts, range(len(prompts))))
 

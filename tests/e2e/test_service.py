@@ -147,7 +147,7 @@ def test_groups_of_a_step(ready):
         assert group.greedy is not None and group.greedy_outcome.value == len(group.greedy.text)
     assert source.next(0, prompts, 0) == groups, "the same step again"
     assert [g.samples for g in source.next(1, prompts, 0)] != [g.samples for g in groups]
-    evaluated = source.evaluate(prompts[:2], 0, temperature=0.0, num_samples=1, max_tokens=5)
+    evaluated = source.evaluate(prompts[:2], 0, SamplingParams(0.0, 5), 1)
     assert [len(g.samples[0].token_ids) for g in evaluated] == [5, 5] and evaluated[0].greedy is None
 
 

@@ -17,6 +17,7 @@ from megagrpo.data.prompts import PromptSet
 from megagrpo.mesh import LeaderError, RunStopped
 from megagrpo.monitor.metrics import Metrics
 from megagrpo.planning.engine_memory import concurrency_report
+from megagrpo.rollout.generation import SamplingParams
 from megagrpo.types import Outcome, Prompt, RolloutGroup, Sample, TrainState
 from tests.experiments import QUICKSTART, until
 
@@ -99,7 +100,7 @@ def test_the_same_prompts_may_be_on_their_way_twice():
         for number in range(3):
             source.start(number, range(2 * number, 2 * number + 2), of.batch(2 * number, 2, 0), 0)
         until(lambda: len(service.requests) == 3 * WANTED * GROUP_SIZE)
-        assert len(source.evaluate(of.prompts, 0, 0.0, 1, 4)) == WANTED
+        assert len(source.evaluate(of.prompts, 0, SamplingParams(0.0, 4), 1)) == WANTED
         assert source.waiting()
         free.append(True)
         assert [trained(take(source, config, state, 4, of).groups) for _ in range(4)] == [[0, 1]] * 4

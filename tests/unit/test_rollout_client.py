@@ -132,7 +132,7 @@ def test_a_group_grader_has_the_last_word_on_training_samples_alone():
     with running(FakeService(version=3)) as service:
         source = make_source(service, reward={"group_grader": "rank"})
         trained = source.next(7, PROMPTS, 3)
-        held_out = source.evaluate(PROMPTS, 3, 1.0, 2, 4)
+        held_out = source.evaluate(PROMPTS, 3, SamplingParams(1.0, 4), 2)
     for groups, sign in ((trained, -1), (held_out, 1)):
         pairs = [pair for group in groups for pair in zip(group.samples, group.outcomes, strict=True)]
         assert len(pairs) == 10 and all(outcome.value == sign * float(sample.text) for sample, outcome in pairs)

@@ -29,7 +29,7 @@ from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import RolloutLog, read_rollouts
 from megagrpo.planning.explain import explain
 from megagrpo.rollout.admission import Turnstile
-from megagrpo.rollout.generation import GenerationClient, GenerationFailed, SampleRequest
+from megagrpo.rollout.generation import GenerationClient, GenerationFailed, SampleRequest, SamplingParams
 from megagrpo.rollout.response import Response
 from megagrpo.rollout.routed_experts import RoutedExperts, WrongExperts, for_other_ranks
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
@@ -174,7 +174,7 @@ def one(text: str) -> str:
 def test_evaluation_and_greedy_baselines_ask_for_none(model: Path):
     with running(FakeService(version=3)) as service:
         source = source_of(model, service)
-        source.evaluate(PROMPTS[:1], 3, 1.0, 1, 4)
+        source.evaluate(PROMPTS[:1], 3, SamplingParams(1.0, 4), 1)
     assert service.requests and not any("return_routed_experts" in request for request in service.requests)
 
 

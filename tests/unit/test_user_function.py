@@ -42,7 +42,7 @@ def test_built_in_and_own_functions_are_found(own):
     [
         (
             "joni",
-            "a.key 'joni' is unknown; did you mean 'join'? (your own is written package.module:function, or file.py:function)",
+            "a.key 'joni' is unknown; did you mean 'join'? (your own is written package.module:function, or file.py:",
         ),
         ("xyz", "a.key 'xyz' is unknown; known: join, split (your own"),
         ("no.such:f", "importing no.such failed: ModuleNotFoundError: No module named 'no'; is its folder"),

@@ -1,0 +1,1 @@
+"""Experiments of verl, ROLL and TRL as megagrpo's: `megagrpo convert`."""

@@ -1,0 +1,115 @@
+"""TRL's GRPOTrainer and GRPOConfig arguments that depend on each other."""
+
+from collections.abc import Callable
+
+from megagrpo.config.load import Plain
+from megagrpo.convert.common import engines_on_trainers, evaluated_as_trained, micro_batch, truncated_sampling
+from megagrpo.convert.draft import Draft
+
+_LONGEST_PROMPT = 1024  # TRL has no limit: ours, which `megagrpo check` compares with the data
+_REWARDS: dict[Plain, dict[str, Plain]] = {
+    "accuracy_reward": {"grader": "math"},
+    "think_format_reward": {"grader": "format", "args": {"pattern": r"(?s)^(?!.*<think>)(.*?)</think>.*$"}},
+}
+_AGGREGATIONS = {  # of loss_type
+    "grpo": "seq-mean-token-mean",
+    "dapo": "token-mean",
+    "bnpo": "token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "cispo": "token-mean",
+    "sapo": "seq-mean-token-mean",
+}
+
+
+def _advantage(d: Draft) -> None:
+    scale = {"True": "group", "False": "none"}.get(d.text("scale_rewards"), d.text("scale_rewards"))
+    name = {"group": "grpo", "none": "dr_grpo", "batch": "reinforce"}[scale]
+    d.put("algorithm.advantage.name", name, "scale_rewards")
+    if scale == "batch":
+        d.put("algorithm.reward", {"mean": "group", "std": "batch"}, "scale_rewards")
+
+
+def _loss(d: Draft) -> None:
+    kind, level = d.text("loss_type"), "importance_sampling_level"
+    if kind not in _AGGREGATIONS:
+        return d.lack("loss_type", f"no loss {kind}; there are {', '.join(_AGGREGATIONS)}")
+    name = kind if kind in ("cispo", "sapo") else "gspo" if d.get(level) == "sequence" else "ppo_clip"
+    d.put("algorithm.loss.name", name, "loss_type", level)
+    d.put("algorithm.aggregation", _AGGREGATIONS[kind], "loss_type")
+    if name == "cispo":  # an upper bound of the ratio itself
+        d.put("algorithm.loss.clip_ratio_high", d.real("epsilon_high", "epsilon") - 1, "epsilon_high")
+    elif name != "sapo":
+        d.put("algorithm.loss.clip_ratio_low", d.real("epsilon"), "epsilon")
+        d.put("algorithm.loss.clip_ratio_high", d.real("epsilon_high", "epsilon"), "epsilon_high", "epsilon")
+    d.put("algorithm.loss.dual_clip", d.get("delta"), "delta")
+    if d.get("beta"):
+        d.put("algorithm.kl.loss_coef", d.real("beta"), "beta")
+        d.put("algorithm.kl.estimator", "k3", "beta")
+    flag, mode = "vllm_importance_sampling_correction", "vllm_importance_sampling_mode"
+    if d.get(flag) and d.get("use_vllm"):
+        over, _, kind = d.text(mode).partition("_")
+        cap = d.real("vllm_importance_sampling_clip_max", default=3.0)
+        d.put("algorithm.mismatch.weight", {"name": "tis", "over": over, "cap": cap}, flag, mode)
+        if kind == "mask":  # above the cap the weight is 0; the token, or sequence, stays in the denominators
+            judged = "sum" if over == "sequence" else over
+            limits: dict[str, Plain] = {"over": judged, "high": cap, "keep_denominator": True}
+            d.put("algorithm.mismatch.reject", limits, flag, mode)
+    return None
+
+
+def _batch(d: Draft) -> None:
+    each, steps, processes = "per_device_train_batch_size", "gradient_accumulation_steps", d.number("num_processes")
+    update, group = d.number(each) * d.number(steps) * processes, d.number("num_generations")
+    generations = d.number("steps_per_generation", steps)
+    samples = d.number("generation_batch_size", default=d.number(each) * generations * processes)
+    keys = ("generation_batch_size", "steps_per_generation", each, steps)
+    if samples % group or samples % update or (samples // group) % (samples // update):
+        d.lack(steps, f"{samples} samples in groups of {group} and updates of {update} do not divide into whole groups")
+    else:
+        d.put("train.num_prompts_per_step", samples // group, *keys)
+        d.put("train.num_updates_per_step", samples // update, *keys)
+    if d.number("max_steps", default=-1) > 0:
+        d.put("train.num_steps", d.number("max_steps"), "max_steps")
+    else:
+        d.put("train.num_epochs", d.number("num_train_epochs"), "num_train_epochs")
+    d.put("actor.optimizer.warmup_steps", d.number("warmup_steps", default=0), "warmup_steps")
+    if d.get("warmup_ratio"):
+        d.lack("warmup_ratio", "how many steps there are depends on the data; say actor.optimizer.warmup_steps")
+    micro_batch(d, _LONGEST_PROMPT + d.number("max_completion_length"), 0, d.number(each), each)
+    truncated_sampling(d, "sampling", "top_p", "top_k")
+
+
+def _data(d: Draft) -> None:
+    d.put("data.path", d.get("train_dataset"), "train_dataset")
+    d.put("data.answer_key", "solution", "train_dataset")
+    d.put("data.chat_template", True, "train_dataset")
+    for key in [key for key in d.given if key.startswith("chat_template_kwargs.")]:
+        d.put(f"data.chat_template_args.{key.partition('.')[2]}", d.get(key), key)
+    evaluated_as_trained(d, "eval_dataset", d.number("eval_steps"), "num_generations_eval", "eval_steps")
+    named, weights = d.get("reward_funcs"), d.get("reward_weights")
+    graders: list[Plain] = []
+    for number, function in enumerate(named if isinstance(named, list) else [named]):
+        if function in _REWARDS:
+            weight = weights[number] if isinstance(weights, list) else 1.0
+            graders.append(_REWARDS[function] | {"weight": weight})
+        else:
+            d.lack("reward_funcs", f"{function}: write it as grade(text, answer): reward.grader: file.py:grade")
+    d.put("reward.graders", graders, "reward_funcs", "reward_weights")
+
+
+def _run(d: Draft) -> None:
+    folder, world = d.text("output_dir"), d.number("num_processes")
+    d.put("name", d.text("run_name") or folder.rstrip("/").rpartition("/")[2], "run_name", "output_dir")
+    d.put("output_dir", folder, "output_dir")
+    d.put("actor.world_size", world, "num_processes")
+    for ours in ("actor.dtype", "rollout.dtype"):
+        d.put(ours, "bfloat16" if d.get("bf16") else "float32", "bf16")
+    d.put("actor.recompute", "full" if d.get("gradient_checkpointing") else "none", "gradient_checkpointing")
+    engines_on_trainers(d, world, world, d.number("vllm_tensor_parallel_size"), "num_processes")
+    d.put("checkpoint.every", d.number("save_steps"), "save_steps")
+    reports = d.get("report_to")
+    if "wandb" in (reports if isinstance(reports, list) else [reports]):
+        d.put("log.wandb", {"project": "huggingface"}, "report_to")
+
+
+RULES: list[Callable[[Draft], None]] = [_run, _data, _batch, _advantage, _loss]

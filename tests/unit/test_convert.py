@@ -1,0 +1,230 @@
+"""Experiments of verl, ROLL and TRL as ours: what each key becomes, what is refused, and that the result loads."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megagrpo.cli import main
+from megagrpo.config.fields import all_paths, annotations_at
+from megagrpo.config.foreign import FRAMEWORKS, defaults, entries, find, reference
+from megagrpo.config.load import ConfigError, load_config
+from megagrpo.config.schema import ExperimentConfig
+from megagrpo.convert.command import translate
+from megagrpo.convert.source import read_source
+
+ROOT = Path(__file__).parents[2]
+CASES = yaml.safe_load(Path(__file__).with_name("convert_cases.yaml").read_text())
+COMMAND = """#!/bin/bash
+set -xeuo pipefail
+pip install something > install.log
+export MODEL=${MODEL:-"$HOME/models/Qwen2.5-7B"}
+prompt=512; n=4; batch=$((64 * n))
+DATA=(data.train_files=$HOME/data/train.parquet data.val_files="['$HOME/a.parquet','$HOME/b.parquet']")
+if [ "$1" = "never" ]; then exit 1; fi
+python3 -m verl.trainer.main_ppo --config-name=ppo_trainer \\
+    algorithm.adv_estimator=ESTIMATOR "${DATA[@]}" data.train_batch_size=$batch data.max_prompt_length=$prompt \\
+    data.max_response_length=1024 actor_rollout_ref.rollout.n=$n actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.actor.optim.lr=1e-6 trainer.n_gpus_per_node=8 trainer.test_freq=5 trainer.total_epochs=2 \\
+    trainer.logger='["console","wandb"]' trainer.experiment_name='my run' MORE $@ > out.log 2>&1 &
+wait
+"""
+WITH_KL = (
+    "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001 "
+    "actor_rollout_ref.actor.kl_loss_type=low_var_kl"
+)
+ROLL = """
+exp_name: my-run
+seed: 7
+rollout_batch_size: 64
+num_return_sequences_in_group: 8
+adv_estimator: grpo
+response_length: 4096
+prompt_length: 2048
+pretrain: models/Qwen2.5-7B
+loss_agg_mode: seq-mean-token-mean
+max_steps: 100
+num_gpus_per_node: 8
+actor_train:
+  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 1, gradient_accumulation_steps: 32}
+  data_args: {template: qwen2_5, file_name: [data/math.jsonl], messages: messages}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}
+  device_mapping: list(range(0,8))
+actor_infer:
+  generating_args: {max_new_tokens: "${response_length}", top_p: 0.99, top_k: 100, temperature: 0.99}
+  strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.6}}
+  device_mapping: list(range(0,8))
+rewards:
+  math_rule: {worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker, tag_included: [aime]}
+"""
+TRL = """
+model: Qwen/Qwen2.5-0.5B-Instruct
+reward_funcs: accuracy_reward
+train_dataset: data/train.jsonl
+per_device_train_batch_size: 16
+gradient_accumulation_steps: 2
+lr_scheduler_type: constant
+max_steps: 10
+"""
+
+
+def source(tmp_path: Path, text: str, name: str = "run.sh") -> Path:
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+def verl(tmp_path: Path, estimator: str = "grpo", more: str = ""):
+    return translate("verl", source(tmp_path, COMMAND.replace("ESTIMATOR", estimator).replace("MORE", more)))
+
+
+def lost(draft) -> dict[str, str]:
+    return {fate.key: fate.text for fate in draft.fates() if fate.status in ("not translated", "unknown")}
+
+
+def test_a_script_is_read_as_bash_reads_it_and_nothing_of_it_runs(tmp_path):
+    script = COMMAND + f"\ntouch {tmp_path}/touched; : > {tmp_path}/made; kill -9 $PPID; cd /; exec /bin/false\n"
+    given = read_source("verl", source(tmp_path, script))
+    assert given["data.train_files"] == "~/data/train.parquet" and given["data.train_batch_size"] == 256
+    assert given["data.val_files"] == ["~/a.parquet", "~/b.parquet"]
+    assert given["actor_rollout_ref.model.path"] == "~/models/Qwen2.5-7B"
+    assert given["trainer.logger"] == ["console", "wandb"] and given["trainer.experiment_name"] == "my run"
+    assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("echo hello", "has no command"), ("while true; do :; done", "started no trainer")]
+)
+def test_a_script_without_a_command_is_named(tmp_path, monkeypatch, text, message):
+    monkeypatch.setattr("megagrpo.convert.source._TIME_LIMIT_S", 1)
+    with pytest.raises(ValueError, match=message):
+        read_source("verl", source(tmp_path, text))
+
+
+def test_verls_command_whole(tmp_path):
+    draft = verl(tmp_path, more=WITH_KL)
+    assert lost(draft) == {} and draft.problems == []
+    config = ExperimentConfig.model_validate(draft.nested())
+    train = config.train
+    assert (train.num_prompts_per_step, train.group_size, train.num_updates_per_step) == (256, 4, 4)
+    assert (train.num_epochs, config.name, config.log.wandb.name) == (2, "my run", "my run")
+    actor, rollout = config.actor, config.rollout
+    assert (actor.world_size, actor.parallel.tp, actor.dtype, actor.recompute) == (8, 2, "bfloat16", "full")
+    assert (rollout.num_engines, rollout.tp, rollout.colocate, rollout.dtype) == (4, 2, True, "bfloat16")
+    assert config.weights.transport == "ipc" and actor.micro_batch_tokens == 4 * (512 + 1024)
+    assert actor.optimizer.weight_decay == 0.01, "verl's default"
+    algorithm = config.algorithm
+    assert algorithm.loss.dual_clip == 3.0 and algorithm.aggregation == "token-mean"
+    assert (algorithm.kl.estimator, algorithm.kl.loss_coef, algorithm.kl.value_clamp) == ("k3", 0.001, 10)
+    data = config.data
+    assert data.chat_template and (data.answer_key, data.source_key) == ("reward_model.ground_truth", "data_source")
+    assert data.grader_by_source["openai/gsm8k"] == "gsm8k"
+    assert config.eval.every == 5 and len(config.eval.data.paths) == 2 and config.eval.temperature == 0
+
+
+@pytest.mark.parametrize("case", CASES["verl"])
+def test_what_verls_keys_become(tmp_path, case):
+    draft, expected = verl(tmp_path, case["estimator"], case["more"]), case["becomes"]
+    assert {key: draft.values.get(key) for key in expected} == expected
+    assert draft.problems == [] and lost(draft) == {}
+
+
+@pytest.mark.parametrize("case", CASES["verl_lost"])
+def test_what_cannot_be_said_is_named_and_nothing_is_written(tmp_path, capsys, case):
+    key, reason = case["key"], case["reason"]
+    assert reason in lost(verl(tmp_path, case["estimator"], case["more"]))[key]
+    out = tmp_path / "mine.yaml"
+    assert main(["convert", "verl", str(tmp_path / "run.sh"), "-o", str(out)]) == 1
+    assert not out.exists() and reason in capsys.readouterr().err
+    assert main(["convert", "verl", str(tmp_path / "run.sh"), "-o", str(out), "--partial"]) == 0
+    assert f"#   {key} = " in out.read_text()
+
+
+@pytest.mark.parametrize(("framework", "text"), [("verl", COMMAND), ("roll", ROLL), ("trl", TRL)])
+def test_the_file_loads_and_every_key_has_a_line(tmp_path, framework, text):
+    name = "run.sh" if framework == "verl" else "run.yaml"
+    path, out = source(tmp_path, text.replace("ESTIMATOR", "grpo").replace("MORE", ""), name), tmp_path / "mine.yaml"
+    assert main(["convert", framework, str(path), "-o", str(out)]) == 0
+    assert load_config(out) == ExperimentConfig.model_validate(translate(framework, path).nested())
+    written = out.read_text()
+    for key in read_source(framework, path):
+        assert key in written
+
+
+def test_rolls_yaml_whole(tmp_path):
+    draft = translate("roll", source(tmp_path, ROLL, "roll.yaml"))
+    assert lost(draft) == {} and draft.problems == []
+    config = ExperimentConfig.model_validate(draft.nested())
+    assert config.algorithm.advantage.name == "grpo" and config.algorithm.aggregation == "seq-mean-token-mean"
+    assert (config.train.num_updates_per_step, config.train.num_prompts_per_step) == (4, 64)  # 512 / (1 * 32 * 4)
+    assert (config.actor.world_size, config.rollout.num_engines, config.rollout.colocate) == (8, 8, True)
+    assert config.sampling.max_response_tokens == 4096 and config.sampling.allow_truncated_distribution
+    assert (config.data.prompt_key, config.data.answer_key) == ("messages", "ground_truth")
+    assert config.data.grader_by_source == {"aime": "math"} and config.data.source_key == "tag"
+
+
+@pytest.mark.parametrize("case", CASES["roll"])
+def test_what_rolls_keys_become(tmp_path, case):
+    draft, expected = translate("roll", source(tmp_path, f"{ROLL}\n{case['more']}\n", "roll.yaml")), case["becomes"]
+    assert {key: draft.values.get(key) for key in expected} == expected and draft.problems == [] and lost(draft) == {}
+
+
+@pytest.mark.parametrize(
+    ("older", "mean", "std"),
+    [("reward_shift: true", "batch", "none"), ("reward_scale: true", "none", "batch"), ("gamma: 1", "batch", "batch")],
+)
+def test_rolls_older_names_of_the_normalisation(tmp_path, older, mean, std):
+    text = ROLL.replace("adv_estimator: grpo", "adv_estimator: reinforce") + f"\nreward_norm: batch\n{older}\n"
+    draft = translate("roll", source(tmp_path, text, "roll.yaml"))
+    algorithm = ExperimentConfig.model_validate(draft.nested()).algorithm
+    assert (algorithm.reward.mean, algorithm.reward.std) == (mean, std)
+
+
+@pytest.mark.parametrize("case", CASES["trl"])
+def test_what_trls_arguments_become(tmp_path, case):
+    draft, expected = translate("trl", source(tmp_path, f"{TRL}\n{case['more']}\n", "trl.yaml")), case["becomes"]
+    assert {key: draft.values.get(key) for key in expected} == expected and draft.problems == [] and lost(draft) == {}
+    assert draft.values["train.num_prompts_per_step"] == 4, "16 x 2 samples of groups of 8"
+
+
+def test_the_table_names_keys_that_exist_and_each_of_theirs_once():
+    ours = set(all_paths(ExperimentConfig))
+    for entry in entries():
+        assert bool(entry.to) + bool(entry.free) + bool(entry.lacks) >= 1, entry
+        if entry.to and "*" not in entry.to and not entry.to.startswith(("actor.ddp.", "reward.args")):
+            assert entry.to in ours or annotations_at(ExperimentConfig, path_of(entry.to)), entry.to
+    for framework in FRAMEWORKS:
+        names = [name for entry in entries() for name in entry.keys[framework]]
+        assert len(names) == len(set(names))
+        assert all(find(framework, key) is not None for key in defaults(framework))
+
+
+def path_of(key: str) -> tuple:
+    return tuple(int(part) if part.isdecimal() else part for part in key.split("."))
+
+
+def test_the_page_of_names_is_fresh():
+    assert (ROOT / "docs" / "reference" / "names.md").read_text() == reference()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"data": {"path": "a.jsonl", "train_files": "b"}}, "verl's data.train_files is data.path here"),
+        ({"rollout_batch_size": 64}, "ROLL's rollout_batch_size is train.num_prompts_per_step here"),
+        ({"trainer": {"n_gpus_per_node": 8}}, "verl's trainer.n_gpus_per_node is actor.world_size here"),
+        ({"algorithm": {"kl": {"estimator": "low_var_kl"}}}, "'low_var_kl' is 'k3' here"),
+        ({"algorithm": {"loss": {"name": "vanilla"}}}, "'vanilla' is 'ppo_clip' here"),
+        ({"algorithm": {"advantage": {"name": "grpo_vectorized"}}}, "'grpo_vectorized' is 'grpo' here"),
+        ({"algorithm": {"advantage": {"name": "grpo", "norm_adv_by_std_in_grpo": False}}}, "_in_grpo: false`"),
+        ({"algorithm": {"reward": {"scale": True}}}, "ROLL's reward_scale: true is algorithm.reward.std here"),
+        ({"critic_warmup": 0}, "not here: there is no critic"),
+    ],
+)  # fmt: skip
+def test_a_foreign_key_in_our_file_is_answered_with_ours(tmp_path, keys, message):
+    given = {"name": "x", "output_dir": "x", "model": {"path": "m"}, "data": {"path": "a.jsonl"}} | keys
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(given))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(path)
