@@ -116,7 +116,7 @@ class WandbConfig(Section):
 
 
 class AlarmsConfig(Section):
-    """Bounds beyond which a run prints a warning with a remedy, once each in a start; null: no such warning."""
+    """Bounds beyond which a run prints a warning with a remedy, each once in a start; null: no such warning."""
 
     steps: PositiveInt = Field(default=3, description="Consecutive steps beyond a bound before the warning.")
     degenerate_fraction: PositiveFloat | None = 1.0
@@ -126,11 +126,11 @@ class AlarmsConfig(Section):
     kl_reference: PositiveFloat | None = 0.1
     """Largest `policy/kl_reference`, in nats a token: `target_kl` of verl's adaptive KL (verl docs/examples/config)."""
     clip_fraction: PositiveFloat | None = 0.3
-    """Largest `policy/clip_fraction_low` + `_high`: a rule of guides to verl; GSPO clips 0.15 (arXiv 2507.18071)."""
+    """Largest `policy/clip_fraction_low` + `_high`: a rule of thumb; GSPO clips 0.15 (arXiv 2507.18071)."""
     truncated_rise: NonNegativeFloat | None = 0.1
     """Largest rise of `response/truncated_fraction` since the first step of a start; no published value."""
     entropy_left: PositiveFloat | None = 0.1
-    """Smallest `policy/entropy` as a fraction of the first step's; a tenth: collapse in arXiv 2505.22617."""
+    """Smallest `policy/entropy` as a fraction of the first step's; a drop by 73 % is usual (arXiv 2505.22617)."""
     mismatch_growth: PositiveFloat | None = 3.0
     """Largest `mismatch/logprob_abs_mean` (of lag 0) as a multiple of the first step's, where it is above 0.001: verl's
     FAQ calls 0.005 normal and 0.01 a fault, of probabilities."""

@@ -155,7 +155,7 @@ _SIGNS = (
     _Sign(
         "kl_reference",
         "policy/kl_reference",
-        "the policy leaves the reference; lower actor.optimizer.lr or raise algorithm.kl.loss_coef",
+        "the policy leaves the reference; lower actor.optimizer.lr or raise algorithm.kl.loss_coef (or reward_coef)",
         lambda values: values.get("policy/kl_reference"),
     ),
     _Sign(
