@@ -48,7 +48,7 @@ def _stages(arch: Architecture, config: ActorConfig) -> Iterator[str]:
         yield from (f"actor.parallel: {text}{remedy}" for text in complaints(p.stage_layers, layers))
     elif layers % (chunks := p.pp * p.vpp):
         its = f"the model's num_hidden_layers = {layers}; it may be {divisors(layers, chunks)}"
-        remedy = f", or stay with {uneven}" if uneven else ""
+        remedy = f", or stay {chunks} with {uneven}" if uneven else ""
         yield f"actor.parallel.pp x vpp = {chunks} does not divide {its}{remedy}"
 
 
