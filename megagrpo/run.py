@@ -20,7 +20,7 @@ from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.data.prompts import PromptSet, describe_dropped, load_prompts, load_tokenizer
 from megagrpo.mesh import LeaderError, Mesh, RunStopped
-from megagrpo.monitor.alarm import MismatchAlarm
+from megagrpo.monitor.alarm import HealthWatch, MismatchAlarm
 from megagrpo.monitor.console import StepConsole
 from megagrpo.monitor.dump import write_dump
 from megagrpo.monitor.metrics import Metrics
@@ -165,7 +165,8 @@ class RunRecord:
             if console is not None:
                 step_log = stack.enter_context(closing(StepLog(self.folder, config.log, start)))
                 wandb_log = stack.enter_context(WandbLog(config, self.folder, start, console.note))
-                self._console, self._outputs = console, [step_log.write, wandb_log.write, console.update]
+                health = HealthWatch(config.log.alarms, console.note)
+                self._console, self._outputs = console, [step_log.write, wandb_log.write, console.update, health.see]
             yield
 
     def log(self, step: int, values: dict[str, float], groups: Sequence[RolloutGroup] | None) -> None:

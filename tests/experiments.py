@@ -1,5 +1,6 @@
 """The smallest experiment, Python programs in processes of their own, and waiting."""
 
+import re
 import subprocess
 import sys
 import time
@@ -37,3 +38,15 @@ def until(ready: Callable[[], T], within_s: float = 15.0, said: Callable[[], obj
         assert time.monotonic() < deadline, said()
         time.sleep(poll_s)
     return value
+
+
+def documented_metrics() -> set[str]:
+    """The names in the first column of docs/reference/metrics.md; * stands for a name or a number."""
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    return {row for cell in cells for row in re.findall(r"`([a-z_]+/[a-z_0-9*]+)`", cell)}
+
+
+def metric_patterns() -> list[re.Pattern[str]]:
+    """What these names match."""
+    return [re.compile(re.escape(row).replace(r"\*", r"[a-z_0-9{}]+")) for row in documented_metrics()]

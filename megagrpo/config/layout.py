@@ -41,11 +41,15 @@ def _sizes(arch: Architecture, config: ActorConfig) -> Iterator[str]:
 
 def _stages(arch: Architecture, config: ActorConfig) -> Iterator[str]:
     p, layers = config.parallel, arch.num_layers
+    ends = uneven_ends(layers, p.pp, p.vpp) if p.pp > 1 else None
+    uneven = f"actor.parallel.first_stage_layers: {ends[0]} and last_stage_layers: {ends[1]}" if ends else ""
     if p.first_stage_layers or p.last_stage_layers:
-        yield from (f"actor.parallel: {text}" for text in complaints(p.stage_layers, layers))
+        remedy = f"; set {uneven}" if uneven else ""
+        yield from (f"actor.parallel: {text}{remedy}" for text in complaints(p.stage_layers, layers))
     elif layers % (chunks := p.pp * p.vpp):
         its = f"the model's num_hidden_layers = {layers}; it may be {divisors(layers, chunks)}"
-        yield f"actor.parallel.pp x vpp = {chunks} does not divide {its}"
+        remedy = f", or stay {chunks} with {uneven}" if uneven else ""
+        yield f"actor.parallel.pp x vpp = {chunks} does not divide {its}{remedy}"
 
 
 def _routers(arch: Architecture, config: ActorConfig) -> Iterator[str]:
@@ -122,3 +126,17 @@ def divisors(number: int, near: int) -> str:
     every = [d for d in range(1, number + 1) if number % d == 0]
     below, above = [d for d in every if d < near][-1:], [d for d in every if d > near][:1]
     return " or ".join(map(str, below + above))
+
+
+def uneven_ends(layers: int, pp: int, vpp: int) -> tuple[int, int] | None:
+    """Returns layers of the first and of the last stage with which `pp` stages hold them all; None without any.
+
+    The stages between are equal, all divide into `vpp` virtual stages, and the ends, which also have the embedding and
+    the head, are smaller than the others where that is possible.
+    """
+    units, rest = divmod(layers, vpp)
+    for middle in (-(-units // pp), units // pp):
+        ends = units - middle * (pp - 2)
+        if not rest and middle and ends >= 2:
+            return vpp * (ends - ends // 2), vpp * (ends // 2)
+    return None

@@ -11,12 +11,21 @@ from pydantic import Field
 from megagrpo.config.actor import ActorConfig, OptimizerConfig, ParallelConfig
 from megagrpo.config.algorithm import AlgorithmConfig
 from megagrpo.config.data import DataConfig, EvalConfig, ModelConfig
-from megagrpo.config.fields import LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Problems, Section
+from megagrpo.config.fields import (
+    LocalPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problems,
+    Section,
+)
 from megagrpo.config.reward import GraderConfig, RewardConfig
 from megagrpo.config.rollout import RolloutConfig, SamplingConfig, ToolConfig, WeightsConfig
 
 __all__ = [
     "ActorConfig",
+    "AlarmsConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
     "DataConfig",
@@ -121,6 +130,27 @@ class WandbConfig(Section):
     tags: list[str] = Field(default=[], description="Tags of the run.")
 
 
+class AlarmsConfig(Section):
+    """Bounds beyond which a run prints a warning with a remedy, each once in a start; null: no such warning."""
+
+    steps: PositiveInt = Field(default=3, description="Consecutive steps beyond a bound before the warning.")
+    degenerate_fraction: PositiveFloat | None = 1.0
+    """`group/degenerate_fraction` from which on nothing is learned, if advantages are 0 too."""
+    advantage_std: PositiveFloat | None = 0.01
+    """Smallest `advantage/std`; grpo's is near 1, and at most that of the rewards without a division by theirs."""
+    kl_reference: PositiveFloat | None = 0.1
+    """Largest `policy/kl_reference`, in nats a token: `target_kl` of verl's adaptive KL (verl docs/examples/config)."""
+    clip_fraction: PositiveFloat | None = 0.3
+    """Largest `policy/clip_fraction_low` + `_high`: a rule of thumb; GSPO clips 0.15 (arXiv 2507.18071)."""
+    truncated_rise: NonNegativeFloat | None = 0.1
+    """Largest rise of `response/truncated_fraction` since the first step of a start; no published value."""
+    entropy_left: PositiveFloat | None = 0.1
+    """Smallest `policy/entropy` as a fraction of the first step's; a drop by 73 % is usual (arXiv 2505.22617)."""
+    mismatch_growth: PositiveFloat | None = 3.0
+    """Largest `mismatch/logprob_abs_mean` (of lag 0) as a multiple of the first step's, where it is above 0.001: verl's
+    FAQ calls 0.005 normal and 0.01 a fault, of probabilities."""
+
+
 class LogConfig(Section):
     """What is written beside metrics.jsonl."""
 
@@ -128,6 +158,7 @@ class LogConfig(Section):
     wandb: WandbConfig | None = None
     """Send the same metrics to Weights & Biases (extra `wandb`); default: none."""
     console: bool = Field(default=True, description="Print a line for every step.")
+    alarms: AlarmsConfig | None = Field(default=AlarmsConfig(), description="Warnings of a run's health; null: none.")
     dump_steps: list[PositiveInt] = Field(default=[], description="Steps whose batch is kept for `megagrpo replay`.")
     rollouts: bool = Field(default=True, description="Write every prompt, response and reward as JSON lines.")
     timeline: bool = True

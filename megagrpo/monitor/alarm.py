@@ -1,9 +1,12 @@
-"""Alarm of a start's first step: trainer and engine disagree about the same tokens under the same weights."""
+"""Alarms: trainer and engine disagree in a start's first step; a run's metrics leave their healthy range."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megagrpo.config.schema import ExperimentConfig
+from megagrpo.config.schema import AlarmsConfig, ExperimentConfig
 from megagrpo.mesh import Mesh
 from megagrpo.types import Batch
 
@@ -53,3 +56,137 @@ def alarm_bounds(config: ExperimentConfig, is_moe: bool) -> tuple[float, float] 
     else:
         mean, tail = 0.05, 1.0
     return given.mean or mean, given.tail or tail
+
+
+# ---- the health of a run -------------------------------------------------------------------------------------------
+
+_SMALL_MISMATCH = 1e-3  # nats; growth below it is rounding: the alarm's bound in float32
+Values = Mapping[str, float]  # the reduced metrics of a step
+Readings = Mapping[str, float | None]  # what a step's metrics say, by key of log.alarms; None: not measured
+
+
+class HealthWatch:
+    """Notes each warning about a start's metrics once. Only for the main rank; nothing of it is in a checkpoint."""
+
+    def __init__(self, limits: AlarmsConfig | None, note: Callable[[str], None]):
+        self._limits, self._note = limits, note
+        self._history: list[tuple[int, Readings]] = []
+        self._noted: set[str] = set()
+
+    def see(self, step: int, values: Values) -> None:
+        """Judges the metrics of finished steps so far; notes what is new."""
+        if self._limits is None or "loss/total" not in values:  # an evaluation alone
+            return
+        self._history.append((step, {sign.key: sign.value(values) for sign in _SIGNS}))
+        for key, text in health_warnings(self._history, self._limits).items():
+            if key not in self._noted:
+                self._noted.add(key)
+                self._note(text)
+
+
+def health_warnings(history: Sequence[tuple[int, Readings]], limits: AlarmsConfig) -> dict[str, str]:
+    """Returns the warnings that hold after the last step of `history`, which has all steps of a start, by their key."""
+    warnings = {}
+    for sign in _SIGNS:
+        limit = getattr(limits, sign.key)
+        points = [(step, value) for step, readings in history if (value := readings[sign.key]) is not None]
+        last = points[-limits.steps :]
+        if limit is None or len(last) < limits.steps:
+            continue
+        (first_step, first), (since, _), (_, value) = points[0], last[0], last[-1]
+        bound = sign.bound(limit, first)
+        if all(point <= bound if sign.too_low else point >= bound for _, point in last):
+            against = f"bound {bound:.2g}" if bound == limit else f"{first:.2g} in step {first_step}, bound {bound:.2g}"
+            warnings[sign.key] = (
+                f"WARNING: {sign.metric} is {value:.2g} ({against}) since step {since}: {sign.advice} "
+                f"(log.alarms.{sign.key})"
+            )
+    return warnings
+
+
+@dataclass(frozen=True)
+class _Sign:
+    """One way in which a run is not healthy. bound: of the limit and of the value in the first step."""
+
+    key: str
+    metric: str
+    advice: str
+    value: Callable[[Values], float | None]
+    bound: Callable[[float, float], float] = lambda limit, first: limit
+    too_low: bool = False
+
+
+def _equal_groups(values: Values) -> float:
+    """Returns the fraction of groups with equal rewards, if no advantage comes from elsewhere (REINFORCE++, ReMax)."""
+    return values.get("group/degenerate_fraction", 0.0) if values.get("advantage/std", 0.0) < 1e-6 else 0.0
+
+
+def _advantage_std(values: Values) -> float | None:
+    return values.get("advantage/std") if values.get("group/degenerate_fraction", 0.0) < 1 else None
+
+
+def _clipped(values: Values) -> float:
+    return sum(values.get(f"policy/clip_fraction_{side}", 0.0) for side in ("low", "high"))
+
+
+def _mismatch(values: Values) -> float | None:
+    """Returns the mismatch of numerics alone; None in a step that mixes it with staleness."""
+    if "lag/mean" in values:
+        return values.get("mismatch/logprob_abs_mean_lag_0")
+    return None if values.get("dynamic_sampling/carried") else values.get("mismatch/logprob_abs_mean")
+
+
+_SIGNS = (
+    _Sign(
+        "degenerate_fraction",
+        "group/degenerate_fraction",
+        "the responses of every group have equal rewards and nothing is learned; read rollouts/ (is the grader "
+        "right?), raise train.group_size, take easier or harder prompts, or set algorithm.dynamic_sampling",
+        _equal_groups,
+    ),
+    _Sign(
+        "advantage_std",
+        "advantage/std",
+        "hardly anything is learned; raise train.group_size or sampling.temperature, give finer rewards, or set "
+        "algorithm.dynamic_sampling",
+        _advantage_std,
+        too_low=True,
+    ),
+    _Sign(
+        "kl_reference",
+        "policy/kl_reference",
+        "the policy leaves the reference; lower actor.optimizer.lr or raise algorithm.kl.loss_coef (or reward_coef)",
+        lambda values: values.get("policy/kl_reference"),
+    ),
+    _Sign(
+        "clip_fraction",
+        "policy/clip_fraction_low + _high",
+        "an update moves too far from the sampled policy; lower actor.optimizer.lr, train.num_updates_per_step or "
+        "train.num_epochs_per_step",
+        _clipped,
+    ),
+    _Sign(
+        "truncated_rise",
+        "response/truncated_fraction",
+        "responses outgrow their limit; raise sampling.max_response_tokens, or set algorithm.reward.overlong or "
+        "algorithm.mask_truncated",
+        lambda values: values.get("response/truncated_fraction"),
+        lambda limit, first: first + limit,
+    ),
+    _Sign(
+        "entropy_left",
+        "policy/entropy",
+        "responses become alike and exploration ends; raise algorithm.loss.clip_ratio_high or algorithm.entropy_coef, "
+        "or lower actor.optimizer.lr",
+        lambda values: values.get("policy/entropy"),
+        lambda limit, first: limit * first,
+        too_low=True,
+    ),
+    _Sign(
+        "mismatch_growth",
+        "mismatch/logprob_abs_mean",
+        "trainer and engine drift apart; `megagrpo bisect` finds the layer, algorithm.mismatch.weight corrects",
+        _mismatch,
+        lambda limit, first: max(limit * first, _SMALL_MISMATCH),
+    ),
+)

@@ -12,6 +12,8 @@ _SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
     ("eval/accuracy", "eval", "{:.3f}"),
     ("loss/total", "loss", "{:.4f}"),
+    ("policy/kl_reference", "kl", "{:.1e}"),
+    ("optim/grad_norm", "grad", "{:.2f}"),
     ("mismatch/logprob_abs_mean", "mismatch", "{:.1e}"),
     ("perf/tokens_per_s", "tok/s", "{:,.0f}"),
 )

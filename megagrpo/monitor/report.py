@@ -51,7 +51,7 @@ def _course_rows(entries: list[dict]) -> list[tuple[str, ...]]:
         ("reward/mean", "reward", "{:.3f}", max),
         ("group/degenerate_fraction", "degenerate groups, fraction", "{:.3f}", None),
         ("loss/total", "loss", "{:.4f}", None),
-        ("loss/kl", "KL to the reference", "{:.4f}", None),
+        ("policy/kl_reference", "KL to the reference", "{:.4f}", None),
         ("policy/entropy", "entropy", "{:.3f}", None),
         ("optim/grad_norm", "gradient norm", "{:.3f}", None),
         ("response/length_mean", "response tokens", "{:.1f}", None),

@@ -12,6 +12,7 @@ from run_megagrpo import PREPARE, succeed
 from examples.laptop.pretrained import find_gguf
 from megagrpo.monitor.record import read_metrics
 from megagrpo.system.run_folder import RunFolder
+from tests.experiments import metric_patterns
 
 CONFIG = Path(__file__).parents[2] / "configs" / "smollm2.yaml"
 MISMATCH = 2e-5  # mean |trainer - engine| log-probability of float32
@@ -48,6 +49,8 @@ def test_two_steps_of_a_real_pretrained_model(tmp_path):
     succeed("run", config)
     entries = read_metrics(RunFolder(tmp_path / "run"))
     assert [entry["step"] for entry in entries] == [0, 1, 2]
+    patterns = metric_patterns()
+    assert all(any(p.fullmatch(name) for p in patterns) for entry in entries for name in entry.keys() - {"step"})
     assert all(entry["mismatch/logprob_abs_mean"] <= MISMATCH for entry in entries[1:])
     assert all(entry["optim/grad_norm"] >= 0 and entry["publish/verify"] > 0 for entry in entries[1:])
     for entry in (entries[0], entries[-1]):  # greedy, and sampled as in training

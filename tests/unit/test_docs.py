@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.readme import command_line, pages, refreshed
+from bench.readme import command_line, metrics, pages, refreshed
 from megagrpo import cli
 from megagrpo.config.describe import reference
 from megagrpo.config.load import load_config
-from tests.experiments import ROOT
+from tests.experiments import ROOT, documented_metrics, metric_patterns
 
 PAGES = [*pages(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 MAX_README_LINES, MAX_PAGE_LINES = 160, 250
@@ -110,17 +110,16 @@ def test_pages_are_short_and_reachable():
 def test_the_generated_reference_is_fresh():
     folder = ROOT / "docs" / "reference"
     assert (folder / "cli.md").read_text() == command_line(), "python bench/readme.py"
+    assert (folder / "metrics.md").read_text() == metrics(), "python bench/readme.py"
     again = "python -m megagrpo.config.describe > docs/reference/configuration.md"
     assert (folder / "configuration.md").read_text() == reference(), again
 
 
 def test_every_metric_is_explained():
     """Every name of a metric in the package's source matches a row of docs/reference/metrics.md."""
-    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
-    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    rows = {row for cell in cells for row in re.findall(r"`([a-z_]+/[a-z_0-9*]+)`", cell)}
+    rows = documented_metrics()
     groups = {row.partition("/")[0] for row in rows}
-    patterns = [re.compile(re.escape(row).replace(r"\*", r"[a-z_0-9{}]+")) for row in rows]
+    patterns = metric_patterns()
     sources = "\n".join(path.read_text() for path in (ROOT / "megagrpo").rglob("*.py"))
     names = {name for name in re.findall(r"f?\"([a-z_]+/[a-z_0-9{}]+)\"", sources) if name.partition("/")[0] in groups}
     assert len(names) > 40

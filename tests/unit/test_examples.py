@@ -152,3 +152,15 @@ def test_the_last_rank_of_every_example_is_built():
         assert (int(tp), int(pp), int(ep)) == (parallel.tp - 1, parallel.pp - 1, parallel.ep - 1)
         assert int(layers) == parallel.stage_layers(arch.num_layers)[-1]
         assert (head == "True") == (not arch.tied)
+
+
+def test_the_memory_by_model_size_is_what_check_says():
+    """Rows of docs/choosing.md: experiment, overrides, a trainer's GB and an engine's."""
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    rows = re.findall(r"^\|[^|]*\| `(configs/\w+\.yaml)`([^|]*)\|[^|]*\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) >= 10
+    for name, others, trainer, engine in rows:
+        folder = MODELS / Path(load_config(ROOT / name).model.path).name
+        text = explain(load_config(ROOT / name, [f"model.path={folder}", *re.findall(r"`([\w.]+=\w+)`", others)]))
+        said = re.search(r"at most  ([\d.]+) GB on a GPU(?s:.*) rank holds about ([\d.]+) GB of weights, before", text)
+        assert said and said.groups() == (trainer, engine), (name, said and said.groups())

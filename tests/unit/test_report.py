@@ -35,6 +35,11 @@ def test_summary_figures():
     assert not re.search(r"\bnan\b|None", text)
 
 
+def test_the_kl_is_without_its_coefficient():
+    entries = [{"step": step, "loss/kl": 0.001 * 0.02 * step, "policy/kl_reference": 0.02 * step} for step in (1, 2)]
+    assert cells(summary(entries, "demo"), "KL to the reference") == ["0.0200", "0.0400", "", "0.0300"]
+
+
 def test_values_that_were_not_finite_are_left_out():
     assert series([{"step": 1, "a/b": None}, {"step": 2, "a/b": 3.0}, {"step": 3}], "a/b") == ([2], [3.0])
 
@@ -63,11 +68,13 @@ def test_plain_lines_without_a_terminal():
         console.note("resumed at step 1")
         console.update(2, {"reward/mean": 0.5, "eval/accuracy": 0.25})
         console.update(3, {"reward/mean": 0.75, "perf/tokens_per_s": 1234.4})
-    note, first, second = stream.getvalue().splitlines()
+        console.update(4, {"loss/total": 0.5, "policy/kl_reference": 0.0123, "optim/grad_norm": 0.256})
+    note, first, second, third = stream.getvalue().splitlines()
     assert note == "grpo resumed at step 1"
     assert first.startswith("grpo 2/4  reward 0.500  eval 0.250  eta ")
     # the evaluation stays on the line
     assert second.startswith("grpo 3/4  reward 0.750  eval 0.250  tok/s 1,234  eta ")
+    assert "  loss 0.5000  kl 1.2e-02  grad 0.26  tok/s" in third
 
 
 @pytest.mark.parametrize(("enabled", "shown"), [(True, ("2/2", "reward 0.500")), (False, ())])

@@ -1,8 +1,13 @@
 """Pipeline stages of unequal size: what can be cut, and what is said about the rest."""
 
+import re
+
 import pytest
 
-from megagrpo.config.schema import ParallelConfig
+from megagrpo.config.layout import layout_problems
+from megagrpo.config.schema import ActorConfig, ParallelConfig
+from megagrpo.families.table import read_architecture
+from tests.experiments import ROOT
 
 
 @pytest.mark.parametrize(
@@ -39,3 +44,28 @@ def test_what_cannot_be_cut_is_said(num_layers, sizes, message):
 def test_one_stage_has_all_layers():
     with pytest.raises(ValueError, match="first_stage_layers 3 needs pp > 1"):
         ParallelConfig(first_stage_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "ends"),
+    [
+        ("DeepSeek-V3-0324", {"pp": 8}, (7, 6)),
+        ("DeepSeek-V3-0324", {"pp": 16}, (3, 2)),
+        ("DeepSeek-V3-0324", {"pp": 8, "first_stage_layers": 9}, (7, 6)),
+        ("Qwen3-235B-A22B", {"pp": 8}, (11, 11)),
+        ("Qwen3-235B-A22B", {"pp": 8, "vpp": 2}, (12, 10)),
+        ("DeepSeek-V3-0324", {"pp": 8, "vpp": 2}, None),
+    ],
+)
+def test_the_message_names_stages_that_are_accepted(model, sizes, ends):
+    arch = read_architecture(ROOT / "configs" / "models" / model)
+
+    def problems(**more: int) -> list[str]:
+        config = ActorConfig(world_size=sizes["pp"], parallel=ParallelConfig(**sizes | more), dtype="bfloat16")
+        return [text for text in layout_problems(arch, config) if "num_hidden_layers" in text]
+
+    (said,) = problems()
+    named = re.search(r"actor.parallel.first_stage_layers: (\d+) and last_stage_layers: (\d+)", said)
+    assert ends == (named and tuple(map(int, named.groups()))), said
+    if ends:
+        assert problems(first_stage_layers=ends[0], last_stage_layers=ends[1]) == []
