@@ -122,13 +122,11 @@ class Sampling:
 
     def evaluation_groups(self, version: int, as_trained: bool) -> list[RolloutGroup]:
         """Collective. Returns this rank's groups of the evaluation, or of the one that samples as training does."""
-        config, prompts, params = self.config.eval, self.inputs.eval_prompts, SamplingParams.of(self.config.sampling)
+        config, prompts = self.config.eval, self.inputs.eval_prompts
         assert config is not None and prompts is not None, "called only with an eval section"
-        params = replace(params, max_tokens=config.max_response_tokens or params.max_tokens)
-        if as_trained:
-            return self.source.evaluate(prompts.prompts, version, params, config.num_as_trained)
-        params = replace(params, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
-        return self.source.evaluate(prompts.prompts, version, params, config.num_samples)
+        params = SamplingParams.of_evaluation(self.config.sampling, config, as_trained)
+        num_samples = config.num_as_trained if as_trained else config.num_samples
+        return self.source.evaluate(prompts.prompts, version, params, num_samples)
 
     def with_groups(self, state: TrainState) -> TrainState:
         """Collective. Returns, on the main rank, the state with all ranks' groups, for a checkpoint."""
@@ -253,8 +251,7 @@ class Run:
     @property
     def eval_sources(self) -> list[str]:
         """The names of the sources of the evaluation's prompts."""
-        prompts = self.sampling.inputs.eval_prompts
-        return prompts.sources if prompts is not None else []
+        return prompts.sources if (prompts := self.sampling.inputs.eval_prompts) else []
 
     def inspect_update(
         self, batch: Batch, algorithm: AlgorithmConfig, values: dict[str, float], logprobs: Tensor

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -25,7 +24,7 @@ class Entry:
     keys: dict[str, tuple[str, ...]]  # framework -> its names
     to: str = ""
     rule: str = ""
-    values: dict[Scalar, Scalar] | None = None
+    values: dict[object, Scalar] | None = None
     free: str = ""
     lacks: str = ""
     same: tuple[Scalar, ...] = ()
@@ -93,13 +92,13 @@ def _is_here(framework: str, key: str) -> str:
     return f"{entry.to} here" if entry.to else f"not here: {entry.lacks or entry.free}"
 
 
-def value_hint(key: str, value: Any) -> str:
+def value_hint(key: str, value: object) -> str:
     """Returns how a value of another framework is spelled here, if `key` of an experiment has it; else ""."""
     entry = next((entry for entry in entries() if entry.to == key and value in (entry.values or {})), None)
     return f"; {value!r} is {entry.values[value]!r} here" if entry is not None and entry.values else ""
 
 
-def leaves_of(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(value: object, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yields the dotted key of every value inside nested sections, below `prefix`."""
     if not isinstance(value, dict) or not value:
         yield prefix, value
@@ -118,7 +117,7 @@ theirs, with a comment on every key. Read from verl b178a3c (2026-01), ROLL 8eb2
 """
 
 
-def reference() -> str:
+def names_page() -> str:
     """Returns docs/reference/names.md."""
     lines = [_HEAD, "| megagrpo | verl | ROLL | TRL | here |", "|---|---|---|---|---|"]
     for entry in entries():
@@ -143,4 +142,4 @@ def _note(entry: Entry) -> str:
 
 
 if __name__ == "__main__":
-    print(reference(), end="")
+    print(names_page(), end="")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Literal, cast
 
 from megagrpo.config.foreign import FRAMEWORKS, defaults, find
 from megagrpo.config.load import Plain
@@ -114,7 +114,7 @@ class Draft:
 
     def nested(self) -> dict[str, Plain]:
         """Returns the experiment as nested sections, in the order of the schema."""
-        out: dict[str, Any] = {}
+        out: dict[str, Plain] = {}
         order = list(ExperimentConfig.model_fields)
         for ours, value in sorted(
             self.values.items(), key=lambda pair: (order.index(pair[0].partition(".")[0]), pair[0])
@@ -122,7 +122,7 @@ class Draft:
             *sections, last = ours.split(".")
             section = out
             for name in sections:
-                section = section.setdefault(name, {})
+                section = cast(dict[str, Plain], section.setdefault(name, {}))
             section[last] = value
         return out
 

@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable
 
 from megagrpo.config.load import Plain
-from megagrpo.convert.common import (
+from megagrpo.convert.draft import Draft
+from megagrpo.convert.rules import (
     engines_on_trainers,
     estimator,
     evaluated_as_trained,
@@ -13,7 +14,6 @@ from megagrpo.convert.common import (
     truncated_sampling,
     whole_parameters_tp,
 )
-from megagrpo.convert.draft import Draft
 
 _T, _I = "actor_train.", "actor_infer."
 _TS, _ARGS = f"{_T}strategy_args.strategy_config.", f"{_T}data_args."

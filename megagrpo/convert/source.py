@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import cast
 
 from megagrpo.config.foreign import leaves_of
 from megagrpo.config.load import Plain, plain_yaml
@@ -32,7 +33,9 @@ def read_source(framework: str, path: Path) -> dict[str, Plain]:
         given = plain_yaml(text, str(path))
         if not isinstance(given, dict):
             raise ValueError(f"{path}: should be sections or keys, is {given!r:.60}")
-        return _interpolated({key: value for key, value in leaves_of(given) if not key.endswith("_target_")})
+        return _interpolated(
+            {key: cast(Plain, value) for key, value in leaves_of(given) if not key.endswith("_target_")}
+        )
     if framework != "verl":
         raise ValueError(f"{path}: {framework} is read from YAML (.yaml); only verl has shell scripts")
     words = _command(text, path)

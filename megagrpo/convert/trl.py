@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from megagrpo.config.load import Plain
-from megagrpo.convert.common import engines_on_trainers, evaluated_as_trained, micro_batch, truncated_sampling
 from megagrpo.convert.draft import Draft
+from megagrpo.convert.rules import engines_on_trainers, evaluated_as_trained, micro_batch, truncated_sampling
 
 _LONGEST_PROMPT = 1024  # TRL has no limit: ours, which `megagrpo check` compares with the data
 _REWARDS: dict[Plain, dict[str, Plain]] = {

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from megagrpo.config.load import Plain
-from megagrpo.convert.common import (
+from megagrpo.convert.draft import Draft
+from megagrpo.convert.rules import (
     engines_on_trainers,
     estimator,
     evaluated_as_trained,
@@ -12,7 +13,6 @@ from megagrpo.convert.common import (
     truncated_sampling,
     whole_parameters_tp,
 )
-from megagrpo.convert.draft import Draft
 
 _A, _R, _M, _G = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model", "actor.megatron"))
 _OVERRIDE = f"{_G}override_transformer_config."

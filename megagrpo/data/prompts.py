@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -147,7 +147,7 @@ def describe_dropped(data: DataConfig, prompts: PromptSet) -> str:
 
 def _render(data: DataConfig, tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
     """Returns the text to tokenise. With a chat template, a prompt may be a list of {role, content} messages."""
-    messages: Any = row.prompt
+    messages = cast(list[dict[str, str]] | str, row.prompt)
     if isinstance(messages, str):
         text = data.prompt_template.replace("{prompt}", messages)
         if not data.chat_template:

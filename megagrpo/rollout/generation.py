@@ -16,7 +16,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from megagrpo.config.schema import ExperimentConfig, SamplingConfig
+from megagrpo.config.schema import EvalConfig, ExperimentConfig, SamplingConfig
 from megagrpo.rollout.admission import Turnstile
 from megagrpo.rollout.control import bearer
 from megagrpo.rollout.response import Response
@@ -57,6 +57,15 @@ class SamplingParams:
             stop_token_ids=tuple(sampling.stop_token_ids),
             stop=tuple(sampling.stop),
         )
+
+    @classmethod
+    def of_evaluation(cls, sampling: SamplingConfig, config: EvalConfig, as_trained: bool) -> "SamplingParams":
+        """Returns the parameters of an evaluation's samples; as_trained: drawn as in training."""
+        params = cls.of(sampling)
+        params = replace(params, max_tokens=config.max_response_tokens or params.max_tokens)
+        if as_trained:
+            return params
+        return replace(params, temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
 
     def greedy(self) -> "SamplingParams":
         """Returns the same limits and stops without randomness."""

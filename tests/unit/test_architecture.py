@@ -22,7 +22,7 @@ MANY_ARGUMENTS = {  # "path:function" -> whose signature it is
     "weights/digests/triton_kernel.py:_block_sums": "a Triton kernel takes pointers and sizes one by one",
     "algo/logprob.py:forward": "torch.autograd.Function takes its inputs one by one",
 }
-NAMES_TRANSPORTS = {"planning/publish_bytes.py"}  # it compares the bytes of two transports
+NAMES_TRANSPORTS = {"planning/publish_bytes.py", "convert/rules.py"}  # compares bytes of two; writes an experiment
 
 # A part imports itself and parts on earlier lines; parts of one line do not know each other.
 LAYERS = (
@@ -37,7 +37,7 @@ LAYERS = (
     {"check"},
     {"planning"},
     {"run"},
-    {"evaluation"},
+    {"evaluation", "convert"},
     {"train"},
     {"tasks", "cluster"},
     {"bisect", "certify"},

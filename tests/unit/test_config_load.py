@@ -112,8 +112,8 @@ def test_all_problems_are_reported_at_once_with_line_value_and_remedy(tmp_path):
         "e.yaml:16: rollout.extra_args = '--foo': should be a valid list; write [--foo]",
         "e.yaml:18: actor.dtype = 'bf16': not a choice; did you mean 'bfloat16'?",
         "e.yaml:18: actor.optimizer.lr = -1e-06: should be greater than 0",
-        "e.yaml:20: eval = 3: should be a section with keys data, every, num_samples, temperature, num_as_trained, "
-        "max_response_tokens",
+        "e.yaml:20: eval = 3: should be a section with keys data, every, num_samples, temperature, top_p, top_k, "
+        "num_as_trained, max_response_tokens",
     ]
     (rest,) = set(found) - set(expected)
     assert rest.startswith("e.yaml:19: sampling: top_p < 1") and len(found) == len(expected) + 1
