@@ -105,7 +105,8 @@ def make_groups(config: ExperimentConfig, seed: int, arch: Architecture) -> list
             finish = "length" if length == MAX_RESPONSE else "stop"
             samples.append(Sample(index, tokens(length), np.zeros(length), finish, 0, "", hole))
             reward = 1.0 if g == 0 else number(0, 4) / 4
-            outcomes.append(Outcome("error", detail="planted") if (g, index) == (3, 1) else Outcome("score", reward))
+            scored = Outcome("score", reward, token_rewards=((0, reward / 2),))
+            outcomes.append(Outcome("error", detail="planted") if (g, index) == (3, 1) else scored)
         greedy = Sample(0, np.ones(1), np.zeros(1), "stop", 0, ""), Outcome("score", 0.5)
         baseline = greedy if config.algorithm.needs_greedy_response else (None, None)
         prompt = Prompt(g, "", tokens(number(2, MAX_PROMPT)), "")

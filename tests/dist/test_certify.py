@@ -42,7 +42,18 @@ ALGORITHMS = {
         "advantage": {"name": "reinforce_plus_plus"},
         "kl": {"reward_coef": 0.1, "estimator": "k1"},
     },
-    "remax, cispo": {"advantage": {"name": "remax"}, "loss": {"name": "cispo"}, "aggregation": "seq-mean-token-sum"},
+    "remax, cispo": {
+        "advantage": {"name": "remax"},
+        "loss": {"name": "cispo"},
+        "aggregation": "seq-mean-token-sum",
+        "kl": {"reward_coef": 0.1, "estimator": "k1"},
+    },
+    "reinforce, as ROLL's grpo": {
+        "advantage": {"name": "reinforce"},
+        "reward": {"mean": "group", "std": "group", "clip": 0.8},
+        "kl": {"reward_coef": 0.1, "estimator": "k1"},
+        "advantage_clip": 2.0,
+    },
 }
 FIRST = next(iter(ALGORITHMS))
 # two passes of two updates each, after the update whose gradients are compared

@@ -44,7 +44,12 @@ ALGORITHMS = {
         "kl": {"reward_coef": 0.1, "estimator": "k1"},
     },
     "reinforce_plus_plus_baseline": {"advantage": {"name": "reinforce_plus_plus_baseline"}, "reward": SHAPING},
-    "remax": {"advantage": {"name": "remax"}, "advantage_clip": 2.0},
+    "reinforce": {
+        "advantage": {"name": "reinforce"},
+        "reward": {"mean": "group", "std": "group", "clip": 1.5},
+        "kl": {"reward_coef": 0.1, "estimator": "k1"},
+    },
+    "remax": {"advantage": {"name": "remax"}, "advantage_clip": 2.0, "kl": {"reward_coef": 0.1, "estimator": "k1"}},
     "opo": {"advantage": {"name": "opo"}, "mask_truncated": True},
     "gpg": {
         "advantage": {"name": "gpg"},
@@ -79,6 +84,7 @@ def whole_batch(kind: str) -> Batch:
         valid=torch.rand(n, generator=generator) > 0.1,
         truncated=torch.rand(n, generator=generator) > 0.8,
         greedy_rewards=torch.rand(n, generator=generator, dtype=torch.float64),
+        token_scores=torch.randn(n, WIDTH, generator=generator, dtype=torch.float64),
         old_logprobs=logprobs(),
         ref_logprobs=logprobs(),
     )
