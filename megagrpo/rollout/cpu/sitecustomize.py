@@ -59,6 +59,39 @@ def allow_deterministic_attention(module) -> None:
     module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
 
 
+def decode_in_one_call(module) -> None:
+    """torch_native attends one sequence of a decoding batch after the other, in Python. Here all attend at once, over
+    keys padded to the longest. Not in the deterministic mode: the padding depends on the rest of the batch."""
+    import torch
+
+    one_by_one = module.TorchNativeAttnBackend._run_sdpa_forward_decode
+
+    def decode(
+        self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens=None, **options
+    ):
+        invariant = sys.modules.get("sglang.srt.batch_invariant_ops.batch_invariant_ops")
+        window = options.get("sliding_window_size")
+        plain = encoder_lens is None and not options.get("causal")
+        if not plain or (window is not None and window > -1) or getattr(invariant, "_batch_invariant_MODE", False):
+            caches = (query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens)
+            return one_by_one(self, *caches, **options)
+        present = torch.arange(int(seq_lens.max()), device=query.device) < seq_lens[:, None]
+        tokens = req_to_token[req_pool_indices, : present.shape[1]]
+        tokens = torch.where(present, tokens, tokens[:, :1])  # slots beyond the end may hold NaN
+        keys, values = (cache[tokens].transpose(1, 2).to(query.dtype) for cache in (k_cache, v_cache))
+        output[:] = torch.nn.functional.scaled_dot_product_attention(
+            query.unsqueeze(2),
+            keys,
+            values,
+            attn_mask=present[:, None, None],
+            enable_gqa=options.get("enable_gqa", False),
+            scale=options.get("scaling"),
+        ).squeeze(2)
+        return None
+
+    module.TorchNativeAttnBackend._run_sdpa_forward_decode = decode
+
+
 def batch_invariant_products(module) -> None:
     """The deterministic mode replaces matrix products by Triton kernels. Here each row is multiplied separately, so
     that its sums do not depend on the rest of the batch."""
@@ -126,6 +159,7 @@ REPAIRS = {
     "sglang.srt.utils.weight_checker": no_cuda_synchronize,
     "sglang.srt.layers.rotary_embedding.factory": rotary_embedding_without_scaling,
     "sglang.srt.layers.moe.fused_moe_native": skip_remote_experts,
+    "sglang.srt.layers.attention.torch_native_backend": decode_in_one_call,
     "sglang.srt.arg_groups.choices": allow_deterministic_attention,
     "sglang.srt.models.deepseek_common.attention_backend_handler": absorb_latent_attention,
     "sglang.srt.batch_invariant_ops.batch_invariant_ops": batch_invariant_products,
