@@ -59,6 +59,10 @@ def _try_first_row(data: DataConfig, tokenizer, trial: Trial) -> None:
         trial.first_row.append(f"{prompt.location}, graded by {prompt.grader or 'the graders of reward'}:")
         trial.first_row.append(f"  the model reads     {_short(prompt.text)}")
         trial.first_row.append(f"  the grader compares {_short(prompt.answer)}")
+        if tokenizer.chat_template and not data.chat_template:
+            trial.first_row.append(
+                "  ADVICE the tokenizer has a chat template; data.chat_template: true renders prompts by it"
+            )
 
 
 def _short(text: str) -> str:
