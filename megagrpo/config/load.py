@@ -300,6 +300,8 @@ def _type_remedy(kind: str, path: KeyPath, value: Plain) -> str:
         return "; ROLL's reward_scale: true is algorithm.reward.std here, its reward_shift: true algorithm.reward.mean"
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         return "; write it without quotes" if re.fullmatch(r"[-+\d.eE_]+|true|false", value) else ""
+    if kind == "string_pattern_mismatch" and path[-1] == "name" and isinstance(value, str) and "/" in value:
+        return "; the grader of a source of prompts is said by data.grader_by_source"
     if kind == "string_type" and value is not None and not isinstance(value, dict | list):
         return f"; write it in quotes: '{value}'"
     if kind == "int_type" and isinstance(value, float) and value.is_integer():

@@ -6,6 +6,7 @@ The order depends only on the seed and the mixture, so the number of consumed pr
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -46,7 +47,7 @@ class PromptSet:
             return [self._prompt(i, 0, len(self.prompts), seed, "") for i in range(cursor, cursor + count)]
         ratios, sizes = zip(*self.mixture, strict=True)
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
-        places = interleaved(ratios, 1 << (cursor + count).bit_length())[cursor : cursor + count]
+        places = interleaved(ratios, cursor, count)
         return [self._prompt(i, starts[k], sizes[k], seed, f" source {k}") for k, i in places]
 
     def _prompt(self, i: int, start: int, size: int, seed: int, name: str) -> Prompt:
@@ -55,7 +56,7 @@ class PromptSet:
         return self.prompts[start + place]
 
 
-@lru_cache(maxsize=256)  # a batch touches two epochs of every source, an evaluation set has its own
+@lru_cache(maxsize=64)  # a batch touches two epochs of every source, an evaluation set has its own
 def _shuffled(size: int, seed: int, epoch: int, name: str) -> list[int]:
     order = list(range(size))
     # a text seed is hashed: close seeds give unrelated orders
@@ -63,20 +64,31 @@ def _shuffled(size: int, seed: int, epoch: int, name: str) -> list[int]:
     return order
 
 
-@lru_cache(maxsize=4)
-def interleaved(ratios: tuple[float, ...], length: int) -> list[tuple[int, int]]:
-    """Returns the first `length` places of a mixture: (source, number of its prompt), both from 0.
+def interleaved(ratios: Sequence[float], start: int, count: int) -> list[tuple[int, int]]:
+    """Returns places start .. start + count - 1 of an endless mixture: (source, number of its prompt), both from 0.
 
     Prompt j of a source comes at time (j + 1/2) / share, so each source has its share of any stretch of the sequence
-    up to one prompt, and the place of a prompt does not depend on `length`.
+    up to one prompt. Only prompts near the stretch are looked at: of all K sources together, at most K / 2 more or
+    fewer than `start` come before the time `start`.
     """
-    shares = [ratio / sum(ratios) for ratio in ratios]
+    shares, margin = [ratio / sum(ratios) for ratio in ratios], len(ratios)
+    begin = max(start - margin, 0)
+    firsts = [_first_from(begin, share) for share in shares]
     times = [
         ((j + 0.5) / share, k, j)
-        for k, share in enumerate(shares)
-        for j in range(math.ceil(length * share) + len(shares))
+        for k, (share, first) in enumerate(zip(shares, firsts, strict=True))
+        for j in range(first, first + math.ceil((count + 2 * margin) * share) + margin)
     ]
-    return [(k, j) for _, k, j in sorted(times)[:length]]
+    before = start - sum(firsts)
+    return [(k, j) for _, k, j in sorted(times)[before : before + count]]
+
+
+def _first_from(begin: int, share: float) -> int:
+    """Returns the first prompt of a source that does not come before the time `begin`."""
+    j = max(math.ceil(begin * share - 0.5) - 1, 0)
+    while (j + 0.5) / share < begin:
+        j += 1
+    return j
 
 
 def load_tokenizer(model: ModelConfig) -> "PreTrainedTokenizerBase":

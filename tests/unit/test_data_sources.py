@@ -133,10 +133,20 @@ def test_without_ratios_sources_are_read_as_one(tmp_path, tokenizer):
     assert Counter(p.source for p in prompts.batch(0, 48, seed=1)) == {"a": 3, "b": 5, "c": 40}
 
 
-def test_a_longer_sequence_begins_with_the_shorter_one():
-    ratios = (0.62, 0.21, 0.1, 0.05, 0.02)
-    longest = interleaved(ratios, 4096)
-    assert all(interleaved(ratios, n) == longest[:n] for n in (1, 2, 3, 7, 64, 1000))
+@pytest.mark.parametrize(
+    "ratios", [(0.62, 0.21, 0.1, 0.05, 0.02), (1.0, 1.0, 1.0), (3.0,), (1e-6, 1.0), (7.0, 1.0 / 3.0)]
+)
+def test_a_stretch_of_a_mixture_is_that_of_the_whole_sequence(ratios):
+    shares = [ratio / sum(ratios) for ratio in ratios]
+    whole = sorted(((j + 0.5) / share, k, j) for k, share in enumerate(shares) for j in range(5000))
+    whole = [(k, j) for time, k, j in whole if time < 4096]
+    for start, count in ((0, 1), (0, 64), (1, 3), (63, 64), (1000, 513), (3000, 1000)):
+        assert interleaved(ratios, start, count) == whole[start : start + count]
+
+
+def test_the_place_in_a_long_run_is_found_without_its_past():
+    (first, *_), far = interleaved((2.0, 1.0), 0, 3), interleaved((2.0, 1.0), 3 * 10**12, 3)
+    assert [k for k, _ in far] == [k for k, _ in interleaved((2.0, 1.0), 0, 3)] and far[0][1] == first[1] + 2 * 10**12
 
 
 @pytest.mark.parametrize(
