@@ -9,7 +9,7 @@ from megagrpo import __version__
 from megagrpo.bisect.command import bisect, bisect_main
 from megagrpo.bisect.options import BisectOptions
 from megagrpo.cluster.machine import run, train_ranks
-from megagrpo.cluster.nodes import Node, serve_node, train_node
+from megagrpo.cluster.nodes import Node, run_node, serve_node, train_node
 from megagrpo.config.load import load_config
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.monitor.report import write_report
@@ -68,23 +68,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_training(commands: _Commands) -> None:
-    commands.add_with_config("run", lambda _, config: run(config), "serve and train on this machine, and clean up")
+    text = "serve and train on this machine, and clean up; with --master-addr, this node's part of a colocated run"
+    _add_node(commands.add_with_config("run", _run, text), "", 30000)
     text = "start the rollout service and watch over it; with --master-addr, this node's part of it"
     serve = commands.add_with_config("serve", _serve, text)
     serve.add_argument("--ray-address", help="join this Ray cluster")
-    _add_node(serve, "rollout", 30000)
+    _add_node(serve, "rollout ", 30000)
     text = "the trainer ranks of one node, against a running service (under torchrun: one rank)"
     train = commands.add_with_config("train", _train, text)
     train.add_argument("--service", help="URL of the service; default: as it stands in the run folder")
-    _add_node(train, "trainer", 29500)
+    _add_node(train, "trainer ", 29500)
 
 
 def _add_submit(commands: _Commands) -> None:
     option = commands.add_with_config("submit", _submit, "run the experiment as a Slurm job").add_argument
-    kinds = "first nodes train, last sample | heterogeneous job | one node"
-    option("--kind", choices=("one-job", "het", "one-node"), default="one-job", help=kinds)
-    option("--trainer-nodes", type=int, default=1)
-    option("--rollout-nodes", type=int, default=1)
+    kinds = "first nodes train, last sample | heterogeneous job | one node | engines on the trainers' nodes"
+    option("--kind", choices=("one-job", "het", "one-node", "colocated"), help=f"{kinds}; default: what it takes")
+    option("--trainer-nodes", type=int, help="default: as few as have room")
+    option("--rollout-nodes", type=int, help="nodes for engines alone; default: as few as have room")
     option("--gpus-per-node", type=int, help="of every node; default: none is asked for")
     option("--time", help="time limit, as sbatch takes it")
     option("--partition")
@@ -176,10 +177,10 @@ def _add_inspection(commands: _Commands) -> None:
 
 def _add_node(command: argparse.ArgumentParser, kind: str, port: int) -> None:
     option = command.add_argument
-    option("--nnodes", type=int, default=1, help=f"how many {kind} nodes there are (default 1)")
-    option("--node-rank", type=int, default=0, help=f"this {kind} node's number, from 0")
-    option("--master-addr", help=f"address of {kind} node 0")
-    meeting = f"port of {kind} node 0 where the nodes meet (default {port})"
+    option("--nnodes", type=int, default=1, help=f"how many {kind}nodes there are (default 1)")
+    option("--node-rank", type=int, default=0, help=f"this {kind}node's number, from 0")
+    option("--master-addr", help=f"address of {kind}node 0")
+    meeting = f"port of {kind}node 0 where the nodes meet (default {port})"
     option("--master-port", type=int, default=port, help=meeting)
     option("--node-addr", help="this node's own address; default: that of the interface towards node 0")
 
@@ -191,6 +192,10 @@ def _node(args: argparse.Namespace) -> Node:
 def _experiment_words(args: argparse.Namespace) -> list[str]:
     """Returns the command-line words that name the experiment, for a child process."""
     return [args.config, *(word for override in args.overrides for word in ("--set", override))]
+
+
+def _run(args: argparse.Namespace, config: ExperimentConfig) -> int:
+    return run(config) if args.master_addr is None else run_node(config, _experiment_words(args), _node(args))
 
 
 def _serve(args: argparse.Namespace, config: ExperimentConfig) -> int:

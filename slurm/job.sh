@@ -43,12 +43,18 @@ status_of() {
     wait "$1"
 }
 
-# run_job FIRST_TRAINER FIRST_ROLLOUT EXPERIMENT...     with the srun options in the arrays on_trainers and on_rollout
-run_job() {
+# Leaves the first port of the job in $port.
+secrets_and_port() {
     # Nodes may be shared with other jobs, whose ports should be others: below the kernel's own choices, above the engines'.
-    local port=$((30000 + SLURM_JOB_ID % 25 * 100)) status=0
+    port=$((30000 + SLURM_JOB_ID % 25 * 100))
     RAY_AUTH_TOKEN="$(secret)" MEGAGRPO_API_KEY="$(secret)" # to join the job's Ray; to talk to its engines, router and service
     export RAY_AUTH_TOKEN MEGAGRPO_API_KEY
+}
+
+# run_job FIRST_TRAINER FIRST_ROLLOUT EXPERIMENT...     with the srun options in the arrays on_trainers and on_rollout
+run_job() {
+    local status=0
+    secrets_and_port
     start rollout_node.sh "$2" "$port" "${on_rollout[@]}" -- "${@:3}"
     rollout=$started
     start torchrun_node.sh "$1" "$((port + 99))" "${on_trainers[@]}" -- "${@:3}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from megagrpo.checkpoint.folder import latest, layout_problem
 from megagrpo.config.fields import complaints
 from megagrpo.config.layout import divisors, layout_problems
+from megagrpo.config.placement import Nodes, placement_problems
 from megagrpo.config.schema import DataConfig, ExperimentConfig, RewardConfig
 from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
@@ -21,10 +22,13 @@ from megagrpo.rollout.tools import load_tool
 from megagrpo.system.run_folder import RunFolder
 
 
-def preflight(config: ExperimentConfig) -> list[str]:
-    """Returns every problem: missing files, broken lines, unknown functions, a model that the layout cannot cut."""
+def preflight(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
+    """Returns every problem: missing files, broken lines, unknown functions, a model that the layout cannot cut, ranks
+    that have no place on the nodes.
+    """
     checks = (_missing_files, _missing_packages, _broken_lines, _function_problems, _source_problems)
     problems = [problem for check in checks for problem in check(config)]
+    problems += placement_problems(config, nodes)
     hf = model_description(config)
     if hf is not None:
         tokenizer = Path(config.model.tokenizer or config.model.path) / "tokenizer.json"

@@ -12,6 +12,7 @@ from typing import IO
 
 from megagrpo.cluster.supervise import Launch, torchrun
 from megagrpo.config.load import dump_config
+from megagrpo.config.placement import Nodes, place
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.rollout.service.addresses import interface_of, own_address
 from megagrpo.rollout.service.engine_command import on_gpus
@@ -30,16 +31,18 @@ def run(config: ExperimentConfig) -> int:
     USR1: save after the current step and return STOPPED. TERM, INT, USR2: end at once.
     Raises ValueError before anything starts, with all known problems.
     """
-    _refuse_what_cannot_run(config)
-    devices = _devices(config, visible_gpus())
+    visible = visible_gpus()
+    refuse_what_cannot_run(config, _this_node(config, visible))
+    devices = _devices(config, visible)
     with alone_in(RunFolder(Path(config.output_dir))):
         return _serve_and_train(config, *devices)
 
 
-def _refuse_what_cannot_run(config: ExperimentConfig) -> None:
+def refuse_what_cannot_run(config: ExperimentConfig, nodes: Nodes) -> None:
+    """Raises ValueError with everything that is known to fail on these nodes."""
     from megagrpo.check.problems import preflight  # its import takes seconds, during which signals would be missed
 
-    if problems := preflight(config):
+    if problems := preflight(config, nodes):
         raise ValueError("this experiment cannot run:\n  " + "\n  ".join(problems))
     inputs = [config.model.path, *config.data.paths, *(config.eval.data.paths if config.eval else [])]
     unmade = [path for path in inputs if not Path(path).exists()]
@@ -86,8 +89,9 @@ def ranks_beside_service(config: ExperimentConfig) -> int:
 
     Returns its exit status; no process remains. Raises ValueError before anything starts, with all known problems.
     """
-    _refuse_what_cannot_run(config)
-    folder, devices = RunFolder(Path(config.output_dir)), _devices(config, visible_gpus())
+    visible = visible_gpus()
+    refuse_what_cannot_run(config, _this_node(config, visible))
+    folder, devices = RunFolder(Path(config.output_dir)), _devices(config, visible)
     launch = Launch(folder, "bisect", end=_ENDING, ranks="bisect", grace_s=_SERVICE_GRACE_S)
     with alone_in(folder), launch:
         return _watch_both(launch, config, "bisect", 0, *devices)
@@ -115,7 +119,7 @@ def _watch_both(
     ranks = launch.start_ranks([command, str(folder.config)], options, of_trainers)
     logs = f"{service.log} and {ranks.log}"
     print(f"{config.name}: the rollout service and {config.actor.world_size} trainer ranks start; {logs}", flush=True)
-    return launch.watch(ranks, needed=service)
+    return launch.watch(ranks, service)
 
 
 def visible_gpus() -> list[str]:
@@ -129,25 +133,25 @@ def visible_gpus() -> list[str]:
 def _devices(config: ExperimentConfig, visible: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the environments of the trainers and of the service: disjoint GPUs, or the same with `rollout.colocate`.
 
-    Both are empty on a CPU. Raises ValueError if there are too few GPUs. Only transport `disk` may share them: NCCL
-    rejects two ranks on one GPU.
+    Both are empty on a CPU, and where transport `disk` lets them share too few GPUs: NCCL rejects two ranks on one.
+    Raises ValueError if there are too few.
     """
-    rollout, ranks = config.rollout, config.actor.world_size
-    engine_ranks, colocate = rollout.num_engines * rollout.tp, rollout.colocate
-    needed = max(ranks, engine_ranks) if colocate else ranks + engine_ranks
-    may_share = not (config.weights.traits.uses_groups or config.weights.traits.needs_colocation)
-    if not on_gpus(config, len(visible)) or (len(visible) < needed and may_share):
+    nodes = _this_node(config, visible)
+    if nodes.gpus != len(visible):
         return {}, {}
-    engines = f"{engine_ranks} engine ranks (rollout.num_engines x tp)"
-    if colocate and engine_ranks > ranks:
-        raise ValueError(f"rollout.colocate: {engines} need one trainer rank each, actor.world_size is {ranks}")
-    if len(visible) < needed:
-        remedy = "lower them" if colocate else "lower them, or let them share GPUs with weights.transport: disk"
-        both = f"{ranks} trainer ranks (actor.world_size) and {engines}"
-        need = f"need one each{' at a time' if colocate else ''}"
-        raise ValueError(f"{len(visible)} GPU(s) are visible, but {both} {need}; {remedy}")
-    of_engines = visible[:engine_ranks] if colocate else visible[ranks:]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[:ranks])}, {"CUDA_VISIBLE_DEVICES": ",".join(of_engines)}
+    found = place(config, nodes)
+    engines = [visible[gpu.number] for engine in found.engines for gpu in engine]
+    of_trainers = [visible[gpu.number] for gpu in found.trainers]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(of_trainers)}, {"CUDA_VISIBLE_DEVICES": ",".join(engines)}
+
+
+def _this_node(config: ExperimentConfig, visible: list[str]) -> Nodes:
+    """Returns this machine as the only node. Raises ValueError for engines that need GPUs if there are none."""
+    traits, ranks = config.weights.traits, config.actor.world_size + config.rollout.num_engines * config.rollout.tp
+    if not on_gpus(config, len(visible)):
+        return Nodes(ranks, 1, 0)
+    may_share = not (traits.uses_groups or traits.needs_colocation)
+    return Nodes(max(len(visible), ranks) if may_share else len(visible), 1, 0)
 
 
 def train_ranks(config: ExperimentConfig, command: list[str]) -> int:

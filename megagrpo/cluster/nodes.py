@@ -10,25 +10,32 @@ import socket
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megagrpo.cluster.machine import alone_in, interface_of_engines, trainer_variables, visible_gpus
+from megagrpo.cluster.machine import (
+    alone_in,
+    interface_of_engines,
+    refuse_what_cannot_run,
+    trainer_variables,
+    visible_gpus,
+)
 from megagrpo.cluster.supervise import Child, Launch, last_lines, torchrun
 from megagrpo.config.load import dump_config
+from megagrpo.config.placement import LOOPBACK, Nodes, place
 from megagrpo.config.schema import ExperimentConfig
-from megagrpo.rollout.service.addresses import LOOPBACK, interface_of
+from megagrpo.rollout.service.addresses import interface_of
 from megagrpo.system import environment
 from megagrpo.system.processes import route_address
 from megagrpo.system.run_folder import RunFolder
 
-_ONE_MACHINE = "rollout.colocate works on one machine so far: `megagrpo run`"
 _POLL_S = 0.2
 _JOIN_S = 600  # nodes of one job start at different times
 _GRACE_S = 30.0
 _RAY_IS_UP = b"Ray runtime started"
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum: no batch passes through Ray
 _WORKER_PORTS = (10002, 19999)  # Ray's default, explicit for firewall rules
+_TO_TRAINERS = 99  # from Ray's port to that of the trainers' rendezvous, where both are on one node
 _NODES_ON_A_HOST = 8  # simulated nodes of one machine with disjoint ports
 
 
@@ -59,41 +66,42 @@ class Node:
         return route_address(self.first_address, self.first_port)
 
 
+def run_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
+    """Runs this node's ranks and engines on the same GPUs (`rollout.colocate`): `megagrpo run --master-addr ...`.
+
+    Signals and statuses are train_node's. Raises ValueError for what cannot run on these nodes.
+    """
+    if not config.rollout.colocate:
+        apart = "launch/rollout_node.sh and launch/torchrun_node.sh start them"
+        raise ValueError(f"without rollout.colocate trainers and engines have nodes of their own: {apart}")
+    gpus = _gpus(config)
+    refuse_what_cannot_run(config, Nodes(len(gpus) or None, node.number, 0))
+    folder, ranks = RunFolder(Path(config.output_dir)), config.actor.world_size // node.number
+    shared = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[:ranks])} if gpus else {}
+    with alone_in(folder) if node.rank == 0 else nullcontext():
+        if node.rank == 0:
+            dump_config(config, folder.config)
+        with _launch_of_trainers(folder, "run", node, _GRACE_S) as launch:
+            needed = _start_service(launch, config, arguments, node, shared)
+            trainers = replace(node, first_port=node.first_port + _TO_TRAINERS)
+            return launch.watch(_start_trainers(launch, config, arguments, trainers, shared), *needed)
+        return launch.status
+
+
 def train_node(config: ExperimentConfig, arguments: list[str], node: Node) -> int:
     """Runs this node's ranks under torchrun, which starts each with `arguments`: `megagrpo train` outside torchrun.
 
     USR1, or the first TERM: all nodes save after the current step and return STOPPED. INT, USR2, a second TERM: end at
-    once. Raises ValueError if the nodes do not divide actor.world_size, or engines are colocated.
+    once. Raises ValueError if there is no place for the ranks.
     """
-    world = config.actor.world_size
-    if config.rollout.colocate:
-        raise ValueError(_ONE_MACHINE)
-    if world % node.number:
-        raise ValueError(f"actor.world_size {world} ranks cannot be divided over {node.number} nodes")
     folder = RunFolder(Path(config.output_dir))
+    if node.number > 1:
+        place(config, Nodes(len(_gpus(config)) or None, node.number))
     with alone_in(folder) if node.rank == 0 else nullcontext():
         if node.rank == 0:
             dump_config(config, folder.config)
-        ranks = world // node.number
-        options = torchrun(ranks, config.actor.max_restarts)
-        on_gpus = ranks if config.actor.device != "cpu" and visible_gpus() else 0
-        # the interface of rollout.host, which NCCL uses in engines; None for loopback
-        towards_engines = None if config.rollout.host in LOOPBACK else interface_of_engines(config)
-        if node.number > 1:
-            own = interface_of(socket.gethostbyname(node.own_address))  # Slurm's node addresses may be names
-            name, env = f"trainer-{node.rank}", trainer_variables(config, on_gpus, towards_engines or own)
-            # is_host is explicit: otherwise the agent resolves host names, which may fail.
-            host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S}"
-            options += ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host]
-            options += ["--rdzv-endpoint", f"{node.first_address}:{node.first_port}", "--local-addr", node.own_address]
-            if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
-                env["GLOO_SOCKET_IFNAME"] = own  # gloo's default is the host name's address, often 127.0.0.1
-        else:
-            name, env = "trainer", trainer_variables(config, on_gpus, towards_engines)
-            options.append("--standalone")
-        end, ask = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
-        with Launch(folder, "train", end=end, ask=ask, ranks=name) as launch:
-            return launch.watch(launch.start_ranks(["train", *arguments], options, env))
+        with _launch_of_trainers(folder, "train", node) as launch:
+            return launch.watch(_start_trainers(launch, config, arguments, node, {}))
         return launch.status
 
 
@@ -103,22 +111,61 @@ def serve_node(config: ExperimentConfig, arguments: list[str], node: Node) -> in
     Returns the service's status on node 0; on others 0 after a signal, 1 if Ray ended. INT, USR2 and TERM end it; TERM
     does not in a Slurm job: Slurm pre-empts by TERM to all job steps, but the trainers' last step still needs engines.
     """
-    if config.rollout.colocate:
-        raise ValueError(_ONE_MACHINE)
-    folder = RunFolder(Path(config.output_dir))
-    temporary = Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}")  # short: Unix socket paths end at 107 characters
     end, unheard = [signal.SIGINT, signal.SIGUSR2], [signal.SIGTERM]
     if environment.get("SLURM_JOB_ID") is None:
         end, unheard = end + unheard, []
+    folder = RunFolder(Path(config.output_dir))
     with Launch(folder, "serve", end=end, unheard=unheard, grace_s=_GRACE_S) as launch:
-        launch.remove_at_end(temporary)
-        env = _ray_environment(node)
-        ray = _start_ray(launch, config, node, temporary, env)
-        if node.rank > 0:
-            return launch.watch(ray)
-        address = ["--ray-address", f"{node.first_address}:{node.first_port}"]
-        return launch.watch(launch.start(["serve", *arguments, *address], "service", env), needed=ray)
+        main, *needed = reversed(_start_service(launch, config, arguments, node, {}))
+        return launch.watch(main, *needed)
     return 0
+
+
+def _gpus(config: ExperimentConfig) -> list[str]:
+    return [] if config.actor.device == "cpu" else visible_gpus()
+
+
+def _launch_of_trainers(folder: RunFolder, command: str, node: Node, grace_s: float = 5.0) -> Launch:
+    end, ask = (signal.SIGINT, signal.SIGUSR2), (signal.SIGUSR1, signal.SIGTERM)
+    name = f"trainer-{node.rank}" if node.number > 1 else "trainer"
+    return Launch(folder, command, end=end, ask=ask, ranks=name, grace_s=grace_s)
+
+
+def _start_trainers(
+    launch: Launch, config: ExperimentConfig, arguments: list[str], node: Node, env: dict[str, str]
+) -> Child:
+    ranks = config.actor.world_size // node.number
+    options = torchrun(ranks, config.actor.max_restarts)
+    on_gpus = ranks if _gpus(config) else 0
+    # the interface of rollout.host, which NCCL uses in engines; None for loopback
+    towards_engines = None if config.rollout.host in LOOPBACK else interface_of_engines(config)
+    if node.number > 1:
+        own = interface_of(socket.gethostbyname(node.own_address))  # Slurm's node addresses may be names
+        env = trainer_variables(config, on_gpus, towards_engines or own) | env
+        # is_host is explicit: otherwise the agent resolves host names, which may fail.
+        host = f"is_host={str(node.rank == 0).lower()},join_timeout={_JOIN_S}"
+        options += ["--nnodes", str(node.number), "--rdzv-backend", "c10d", "--rdzv-conf", host]
+        options += ["--rdzv-endpoint", f"{node.first_address}:{node.first_port}", "--local-addr", node.own_address]
+        if own is not None and environment.get("GLOO_SOCKET_IFNAME") is None:
+            env["GLOO_SOCKET_IFNAME"] = own  # gloo's default is the host name's address, often 127.0.0.1
+    else:
+        env = trainer_variables(config, on_gpus, towards_engines) | env
+        options.append("--standalone")
+    return launch.start_ranks(["train", *arguments], options, env)
+
+
+def _start_service(
+    launch: Launch, config: ExperimentConfig, arguments: list[str], node: Node, env: dict[str, str]
+) -> list[Child]:
+    """Starts Ray on this node, and on node 0 the service. Raises ValueError if Ray does not start."""
+    temporary = Path(f"/tmp/mgr-{os.getuid()}-{node.first_port}")  # short: Unix socket paths end at 107 characters
+    launch.remove_at_end(temporary)
+    env = env | _ray_environment(node)
+    ray = _start_ray(launch, config, node, temporary, env)
+    if node.rank > 0:
+        return [ray]
+    address = ["--ray-address", f"{node.first_address}:{node.first_port}"]
+    return [ray, launch.start(["serve", *arguments, *address], "service", env)]
 
 
 def _ray_environment(node: Node) -> dict[str, str]:
@@ -132,8 +179,9 @@ def _ray_environment(node: Node) -> dict[str, str]:
     return env | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
-def _ray_command(node: Node, temporary: Path) -> list[str]:
+def _ray_command(config: ExperimentConfig, node: Node, temporary: Path) -> list[str]:
     """Returns `ray start` in the foreground with explicit ports: GCS on the first, then ten for each node."""
+    rollout = config.rollout
     names = ["node-manager", "object-manager", "runtime-env-agent"]
     names += ["dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export"]
     own = node.first_port + 10 * (1 + node.rank % _NODES_ON_A_HOST)
@@ -141,6 +189,8 @@ def _ray_command(node: Node, temporary: Path) -> list[str]:
     options |= {"--min-worker-port": _WORKER_PORTS[0], "--max-worker-port": _WORKER_PORTS[1]}
     options |= {"--node-ip-address": node.own_address, "--object-store-memory": _OBJECT_STORE_BYTES}
     flags = ["--block", "--disable-usage-stats"]
+    if rollout.colocate and not _gpus(config):  # else Ray would fill up the first node
+        options["--num-cpus"] = -(-rollout.num_engines * rollout.nodes_per_engine // node.number)
     if node.rank == 0:
         options |= {"--port": node.first_port, "--ray-client-server-port": own + len(names)}
         options |= {"--temp-dir": temporary, "--include-dashboard": "false"}
@@ -161,7 +211,7 @@ def _start_ray(launch: Launch, config: ExperimentConfig, node: Node, temporary: 
     deadline = time.monotonic() + limit_s
     while True:
         before = log.stat().st_size if log.exists() else 0
-        ray = launch.spawn(_ray_command(node, temporary), log, env)
+        ray = launch.spawn(_ray_command(config, node, temporary), log, env)
         while ray.process.poll() is None and time.monotonic() <= deadline:
             if _RAY_IS_UP in log.read_bytes()[before:]:
                 return ray

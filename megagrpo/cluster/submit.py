@@ -4,26 +4,31 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import megagrpo
 from megagrpo.check.problems import preflight
-from megagrpo.config.schema import ExperimentConfig, RolloutConfig
-from megagrpo.rollout.service.addresses import LOOPBACK
+from megagrpo.config.placement import Nodes, place
+from megagrpo.config.schema import ExperimentConfig
 from megagrpo.system import environment
 from megagrpo.system.run_folder import RunFolder
 
-SCRIPTS = {"one-job": "one_job.sbatch", "het": "het_job.sbatch", "one-node": "one_node.sbatch"}
+SCRIPTS = {  # by kind
+    "one-job": "one_job.sbatch",
+    "het": "het_job.sbatch",
+    "one-node": "one_node.sbatch",
+    "colocated": "colocated.sbatch",
+}
 
 
 @dataclass(frozen=True)
 class Request:
     """The request to Slurm. None: Slurm's default."""
 
-    kind: str  # a key of SCRIPTS
-    trainer_nodes: int = 1
-    rollout_nodes: int = 1
+    kind: str | None = None  # a key of SCRIPTS; None, as for the nodes: what the experiment takes
+    trainer_nodes: int | None = None
+    rollout_nodes: int | None = None
     gpus_per_node: int | None = None
     time: str | None = None
     partition: str | None = None
@@ -36,14 +41,17 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
 
     `dry_run` prints the script and the command instead. Raises ValueError with all problems.
     """
-    problems = misfits(config, request) + preflight(config)
-    script = Path(megagrpo.__file__).parent.parent / "slurm" / SCRIPTS[request.kind]
-    if not script.is_file():
-        problems.append(f"{script} is missing: submit from a checkout of the repository, not from an installed package")
+    problems = misfits(config, request) + preflight(config, nodes_of(request))
+    scripts = Path(megagrpo.__file__).parent.parent / "slurm"
+    if not scripts.is_dir():
+        problems.append(f"{scripts} is missing: submit from a checkout of the repository, not an installed package")
     if not dry_run and shutil.which("sbatch") is None:
         problems.append("sbatch is not on the PATH: submit from a login node, or use --dry-run")
     if problems:
         raise ValueError("this job cannot run:\n  " + "\n  ".join(problems))
+    request = completed(config, request)
+    assert request.kind is not None, "completed"
+    script = scripts / SCRIPTS[request.kind]
     command = sbatch_command(config, experiment, request, script)
     if dry_run:
         print(f"{script.read_text()}\n# {shlex.join(command)}")
@@ -52,25 +60,36 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
     return subprocess.run(command, env=environment.child_environment()).returncode
 
 
+def nodes_of(request: Request) -> Nodes:
+    """Returns the nodes that a request names."""
+    if request.kind == "one-node":
+        return Nodes(request.gpus_per_node, request.trainer_nodes or 1, request.rollout_nodes or 0)
+    return Nodes(request.gpus_per_node, request.trainer_nodes, request.rollout_nodes)
+
+
+def completed(config: ExperimentConfig, request: Request) -> Request:
+    """Returns the request with its kind and numbers of nodes. Raises ValueError for what has no place on them."""
+    found, kind = place(config, nodes_of(request)), request.kind
+    if kind is None:
+        shared = "colocated" if found.trainer_nodes > 1 else "one-node"
+        kind = "one-job" if found.rollout_nodes else shared
+    return replace(request, kind=kind, trainer_nodes=found.trainer_nodes, rollout_nodes=found.rollout_nodes)
+
+
 def misfits(config: ExperimentConfig, request: Request) -> list[str]:
-    """Returns why this experiment does not fit on these nodes, each reason with a remedy."""
-    problems, gpus, ranks = _time_misfits(request), request.gpus_per_node, config.actor.world_size
-    if request.kind != "one-node":
-        if config.rollout.colocate:
-            return ["rollout.colocate works on one node so far; submit with --kind one-node"]
-        return problems + _trainer_misfits(ranks, request) + _rollout_misfits(config.rollout, request)
-    if (request.trainer_nodes, request.rollout_nodes) != (1, 1):
-        problems.append("one-node: omit --trainer-nodes and --rollout-nodes, or choose another --kind")
-    engine_ranks = config.rollout.num_engines * config.rollout.tp
-    needed = max(ranks, engine_ranks) if config.rollout.colocate else ranks + engine_ranks
-    if gpus and needed > gpus:
-        both = f"{ranks} trainer ranks and {engine_ranks} engine ranks"
-        problems.append(f"one-node: {both} need {needed} GPUs, not {gpus}")
-    return problems
+    """Returns what contradicts itself in a request, and a time limit at which the job stops as soon as it starts."""
+    together = {"one-node": "trainers and engines share one node", "colocated": "engines share the trainers' nodes"}
+    problems = []
+    if request.kind in together and request.rollout_nodes:
+        problems.append(f"--kind {request.kind}: {together[request.kind]}; omit --rollout-nodes")
+    if config.rollout.colocate and request.kind in ("one-job", "het"):
+        problems.append(f"--kind {request.kind} is for engines on nodes of their own; rollout.colocate wants colocated")
+    if request.kind == "colocated" and not config.rollout.colocate:
+        problems.append("--kind colocated wants rollout.colocate: true")
+    return problems + _time_misfits(request)
 
 
 def _time_misfits(request: Request) -> list[str]:
-    """Rejects a job that must stop as soon as it starts: it would be requeued for ever."""
     if request.time is None or (limit := seconds(request.time)) > request.grace_s:
         return []
     return [f"--time {request.time} is {limit} s, not more than --grace-s {request.grace_s}, at which the job stops"]
@@ -84,33 +103,6 @@ def seconds(limit: str) -> int:
         raise ValueError(f"--time {limit}: should be like 30 (minutes), 4:00:00 or 1-12:00:00")
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     return 86_400 * int(days or 0) + sum(int(part) * unit for part, unit in zip(parts, units, strict=False))
-
-
-def _trainer_misfits(world_size: int, request: Request) -> list[str]:
-    nodes, gpus = request.trainer_nodes, request.gpus_per_node or world_size
-    fitting = [n for n in range(1, world_size + 1) if world_size % n == 0 and world_size // n <= gpus]
-    if nodes in fitting:
-        return []
-    divide = nodes > 0 and world_size % nodes == 0
-    ranks = f"{world_size // nodes} ranks a node on {gpus} GPUs" if divide else "they do not divide"
-    possible = ", ".join(map(str, fitting))
-    return [f"--trainer-nodes {nodes}: actor.world_size is {world_size}, {ranks}; it may be {possible}"]
-
-
-def _rollout_misfits(rollout: RolloutConfig, request: Request) -> list[str]:
-    nodes, gpus, ranks = request.rollout_nodes, request.gpus_per_node, rollout.tp // rollout.nodes_per_engine
-    parts = rollout.num_engines * rollout.nodes_per_engine
-    on_a_node = gpus // ranks if gpus else parts
-    problems = []
-    if on_a_node == 0:
-        problems.append(f"an engine has {ranks} ranks a node, but a node {gpus} GPUs: raise rollout.nodes_per_engine")
-    elif not (least := max(rollout.nodes_per_engine, -(-parts // on_a_node))) <= nodes <= parts:
-        engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
-        problems.append(f"--rollout-nodes {nodes}: {engines}, so it may be {least} to {parts}")
-    if rollout.host in LOOPBACK:
-        remedy = "name the interface between nodes, as eth0"
-        problems.append(f"rollout.host {rollout.host}: trainers on other nodes cannot reach it; {remedy}")
-    return problems
 
 
 def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Request, script: Path) -> list[str]:
@@ -127,8 +119,8 @@ def sbatch_command(config: ExperimentConfig, experiment: list[str], request: Req
     limits = {"time": request.time, "partition": request.partition, "gpus-per-node": request.gpus_per_node}
     every = [*(f"--{option}={value}" for option, value in limits.items() if value), *request.options]
     match request.kind:
-        case "one-job":
-            nodes = [f"--nodes={request.trainer_nodes + request.rollout_nodes}", *every]
+        case "one-job" | "colocated":
+            nodes = [f"--nodes={(request.trainer_nodes or 0) + (request.rollout_nodes or 0)}", *every]
         case "het":
             # another name: the dependency applies to it too, and it would wait for the first component for ever
             second = [f"--job-name={name}/rollout", f"--nodes={request.rollout_nodes}"]

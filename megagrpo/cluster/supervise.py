@@ -115,18 +115,19 @@ class Launch:
         child.process.wait()
         self._children.remove(child)
 
-    def watch(self, main: Child, needed: Child | None = None) -> int:
+    def watch(self, main: Child, *needed: Child) -> int:
         """Waits for `main`, which requires `needed`.
 
-        Returns 0, STOPPED after a stop request, or 1 after printing why one of the two failed.
+        Returns 0, STOPPED after a stop request, or 1 after printing why one of them failed.
         """
         known = self._folder.deadline_pages()
         while main.process.poll() is None:
             for page in self._folder.deadline_pages() - known:
                 known.add(page)
                 print(f"megagrpo: {page.read_text().split(_PARAGRAPH)[0]}\nstacks: {page}", file=sys.stderr)
-            if needed is not None and needed.process.poll() is not None:
-                return self._failed(needed)
+            for other in needed:
+                if other.process.poll() is not None:
+                    return self._failed(other)
             if main.reports is not None and self._folder.error_reports(main.reports, final=True):
                 stop_tree(main.process.pid)  # torchrun would restart the ranks
             time.sleep(_POLL_S)

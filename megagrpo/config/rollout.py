@@ -83,7 +83,7 @@ class RolloutConfig(Section):
     """Fraction of GPU memory for weights and KV cache; default under `colocate`: 0.6, for the actor's weights stay
     there while engines sample."""
     colocate: bool = False
-    """Engines on the GPUs of the trainers of one machine, rank for rank: they release their memory while the actor
+    """Engines on the trainers' GPUs, on one node or many, rank for rank: they release their memory while the actor
     trains, and its optimizer's state and gradients go to the host while they sample; wants `weights.transport: ipc`."""
     sglang: LibrarySettings = Field(default={})
     """Fields of SGLang's ServerArgs, by their names there, such as `chunked_prefill_size: 8192`."""
@@ -122,7 +122,6 @@ class RolloutConfig(Section):
     def problems(self) -> Problems:
         nodes, healthy = self.nodes_per_engine, self.min_healthy_engines
         return {
-            f"colocate is for one machine, nodes_per_engine {nodes} for several": self.colocate and nodes > 1,
             f"extra_groups {self.extra_groups} with max_staleness {self.max_staleness}: engines that sample ahead are "
             "never empty, and their groups are trained on in order; set one of "
             "them": self.extra_groups and self.max_staleness,

@@ -28,6 +28,7 @@ __all__ = [
     "AlarmsConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "ClusterConfig",
     "DataConfig",
     "EvalConfig",
     "ExperimentConfig",
@@ -168,6 +169,14 @@ class LogConfig(Section):
     none."""
 
 
+class ClusterConfig(Section):
+    """The nodes that the experiment is for, as `check`, `plan` and `submit` place its ranks and count their memory."""
+
+    gpus_per_node: PositiveInt = Field(default=8, description="GPUs of every node.")
+    gpu: Literal["H100", "H200", "H20", "B200"] | None = "H100"
+    """Kind of the GPUs; null: whether the experiment fits into their memory is not judged."""
+
+
 class SftConfig(Section):
     """Supervised warm-up with the same actor: it learns `answer` after `prompt`, and writes `model.path`."""
 
@@ -196,6 +205,7 @@ class ExperimentConfig(Section):
     actor: ActorConfig = Field(default=ActorConfig(), description="The learner: ranks, layout, optimizer.")
     rollout: RolloutConfig = Field(default=RolloutConfig(), description="The service that samples.")
     weights: WeightsConfig = Field(default=WeightsConfig(), description="From the learner to the engines.")
+    cluster: ClusterConfig = Field(default=ClusterConfig(), description="The nodes that it is planned for.")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Saving and resuming.")
     log: LogConfig = Field(default=LogConfig(), description="What is recorded.")
     sft: SftConfig | None = Field(default=None, description="Supervised warm-up; default: none.")

@@ -4,7 +4,8 @@ import socket
 
 import psutil
 
-LOOPBACK = ("127.0.0.1", "localhost", "lo")
+from megagrpo.config.placement import LOOPBACK
+
 EVERYWHERE = ("0.0.0.0", "::")
 
 

@@ -50,8 +50,7 @@ def free_port(bind_host: str) -> int:
 class EngineNode:
     """Runs one server process of one incarnation of an engine; the process ends with this actor, however it ends.
 
-    engine: its id. cores_share: server processes that share the CPU cores of this machine. gpus: as in
-    CUDA_VISIBLE_DEVICES; None: those that Ray assigns.
+    engine: its id. cores_share: server processes that share the CPU cores of this machine. Ray assigns its GPUs.
     """
 
     def __init__(
@@ -63,12 +62,10 @@ class EngineNode:
         cuda: bool,
         cores_share: int,
         api_key: str,
-        gpus: str | None = None,
     ):
         self.config, self.engine, self.node_rank, self.cuda, self.api_key = config, engine, node_rank, cuda, api_key
         self.bind_address = own_address(config.rollout.host)
         self.num_cores = max(1, len(os.sched_getaffinity(0)) // cores_share)
-        self.gpus = gpus
         self.process: Popen[bytes] | None = None
 
     def address(self, service_loopback: str) -> tuple[str, int, int]:
@@ -98,10 +95,8 @@ class EngineNode:
         # Between the ranks of an engine, and between them and the trainer, on the same interface as everything else.
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if interface else ()
         network = {name: get(name) or str(interface) for name in names}
-        given = {} if self.gpus is None else {"CUDA_VISIBLE_DEVICES": self.gpus}
         variables = (
-            given
-            | engine_environment(self.config, place)
+            engine_environment(self.config, place)
             | network
             | of_all_nccl_ranks(self.config.weights.connect_timeout_s)
             | {API_KEY: self.api_key}

@@ -33,7 +33,6 @@ from megagrpo.rollout.control import bearer
 from megagrpo.rollout.service.node import EngineNodeActor, loopback
 from megagrpo.rollout.service.router import Router, RouterFailed
 from megagrpo.rollout.service.sleep import WEIGHTS, EngineMemory, SleepFailed
-from megagrpo.system import environment
 from megagrpo.types import EngineInfo
 
 _WATCH_S = 1.0  # between two checks of the processes
@@ -326,17 +325,7 @@ class SupervisedEngine:
             # On a CPU all engines of the experiment may share one machine; its cores are divided among them.
             cores_share=rollout.num_engines * rollout.nodes_per_engine,
             api_key=self._api_key,
-            gpus=self._gpus(),
         )
-
-    def _gpus(self) -> str | None:
-        """Returns its GPUs under colocation: rank r of engine k shares the GPU of trainer k * tp + r."""
-        if not (self._cuda and self._config.rollout.colocate):
-            return None  # Ray's choice
-        visible, tp = environment.get("CUDA_VISIBLE_DEVICES"), self._config.rollout.tp
-        first, end = self._index * tp, (self._index + 1) * tp
-        names = visible.split(",") if visible is not None else list(map(str, range(end)))
-        return ",".join(names[first:end])
 
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"{self.id}.node-{rank}.log"

@@ -17,6 +17,7 @@ from megagrpo.types import EngineInfo
 from megagrpo.weights.copies.record import Copy, Specs
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.mailbox import Mailbox, encode
+from megagrpo.weights.wire.shared_buffer import Place
 
 _CONNECT_S = 10.0
 _ANSWER_S = 30.0  # an answer is in the mailbox before the HTTP call returns
@@ -52,6 +53,7 @@ class EngineConnection:
         self.tp = tp
         self.deadline = Deadline(0)
         self.slices: list[list[Copy]] = []  # by rank, filled by `record`: what its parameters hold of which HF tensor
+        self.places: list[Place] = []  # likewise: where it runs
         self.together: set[tuple[str, ...]] = set()  # likewise: names of HF tensors that one load_weights must bring
         self._asked: list[str] = []  # the calls that it has not answered yet; several threads call
         self.address = mailbox.address  # of this host, as the engine reaches it
@@ -136,6 +138,7 @@ class EngineConnection:
             return Copy(hf, tuple(start), tuple(size), parameter, offset, tuple(strides))
 
         self.slices = [[copy(*one) for one in answer["copies"]] for answer in answers]
+        self.places = [Place(*answer["place"]) for answer in answers]
         self.together = {tuple(names) for answer in answers for names in answer["together"]}
         if computed := {f"{name} from {how}" for answer in answers for name, how in answer["computed"].items()}:
             lines = ", ".join(sorted(computed))

@@ -32,6 +32,7 @@ from megagrpo.weights.wire.handover import take_batches
 from megagrpo.weights.wire.mailbox import address_towards, decode, encode
 from megagrpo.weights.wire.messages import Batches, ReceiveRequest, decode_batches
 from megagrpo.weights.wire.moving import receive_batches
+from megagrpo.weights.wire.shared_buffer import place_of
 
 _CONNECT_S = 30.0
 _PATCHING = Lock()
@@ -130,6 +131,7 @@ class EngineEnd:
         return {
             "copies": [astuple(copy) for copy in [*recording.copies, *whole]],
             "problems": problems,
+            "place": place_of(next(model.parameters()).device),
             "computed": {name: computed.how for name, computed in recording.computed.items()},
             "together": sorted(recording.together),
             "derived": _derived_tensors(model),

@@ -1,8 +1,9 @@
 """Transport `ipc`: an engine rank copies its slices from a buffer filled by the colocated trainer rank.
 
 The plan is reshard's, without a process group: NCCL refuses two ranks on one GPU. The trainer rank on an engine rank's
-GPU (on a CPU: on its machine) is its *carrier*: it collects batch after batch of what the engine rank needs from the
-trainer ranks that hold it, and hands it over. What the carrier holds itself does not travel.
+GPU (on a CPU: on its node) is its *carrier*: it collects batch after batch of what the engine rank needs from the
+trainer ranks that hold it, and hands it over. What the carrier holds itself does not travel, and what ranks of its node
+hold stays inside the node. Both sides say where they run, so any launcher may place them.
 """
 
 import re
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from megagrpo.weights.engines.client import EngineConnection
 from megagrpo.weights.transports.links import CutFlag, Link, LinkTransport, Round
-from megagrpo.weights.transports.reshard_plan import Cover, TransferPlan, plan_transfer
+from megagrpo.weights.transports.protocol import TrainerWeights
+from megagrpo.weights.transports.reshard_plan import Cover, Nearness, TransferPlan, plan_transfer
 from megagrpo.weights.wire.clock import Deadline
 from megagrpo.weights.wire.group import PeerLost
 from megagrpo.weights.wire.handover import Handover
 from megagrpo.weights.wire.messages import Message
 from megagrpo.weights.wire.moving import Traffic, pack, read_message
+from megagrpo.weights.wire.shared_buffer import place_of
 
 
 class _Destination(NamedTuple):
@@ -43,21 +46,32 @@ _Inbox = dict[_Destination, dict[tuple[int, int], Tensor]]  # values to be fille
 class IpcTransport(LinkTransport):
     """Hands slices to engine ranks through memory of their own machine."""
 
+    def __init__(self, weights: TrainerWeights):
+        super().__init__(weights)
+        self._places = weights.mesh.gather_world(place_of(weights.mesh.device))
+
     def _slot(self, engine: EngineConnection) -> int:
         """Returns the number in an engine's id, engine-3, which determines its carriers: engines start in any order."""
         found = re.search(r"\d+$", engine.id)
         return int(found.group()) if found else 0
 
-    def _carriers(self, link: Link) -> list[int]:
-        """Returns the carrier of every rank of an engine: cluster/machine.py gives both the same GPU."""
-        first = link.slot * link.num_ranks
-        return [(first + rank) % self._weights.mesh.world_size for rank in range(link.num_ranks)]
+    def _carriers(self, engine: EngineConnection, slot: int) -> tuple[int, ...]:
+        """Returns the trainer rank at each engine rank's place. Raises ValueError if there is none."""
+        found = []
+        for rank, place in enumerate(engine.places):
+            here = [trainer for trainer, other in enumerate(self._places) if other == place]
+            if not here:
+                problem = f"{engine} rank {rank} runs on node {place.node}, {place.device}, where no trainer rank is"
+                raise ValueError(f"weights.transport ipc: {problem}; both sides must be given the same GPUs")
+            found.append(here[(slot * engine.tp + rank) % len(here)])
+        return tuple(found)
 
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
         weights, engines = self._weights, self._weights.num_engines
         carried = -(-engines * link.num_ranks // weights.mesh.world_size)  # engine ranks per carrier
         limit = weights.bucket_bytes // (2 * carried)  # half: the shared memory has two halves
-        return plan_transfer(cover, link.slot % engines, engines, limit, self._carriers(link))
+        nodes = [place.node for place in self._places]
+        return plan_transfer(cover, link.slot % engines, engines, limit, Nearness(link.carriers, nodes))
 
     def _move(self, now: Round, traffic: Traffic) -> dict[str, Exception]:
         """Collects every batch at its carriers and hands it over; those of all links with one number go together."""
@@ -99,8 +113,10 @@ class IpcTransport(LinkTransport):
             pack(message, inbox[to][self._weights.mesh.rank, message.tag], parameters)
             return 0
         values, copied = read_message(message, parameters)
-        posts.append(_Post(to, message.tag, dist.P2POp(dist.isend, values, self._carriers(link)[to.rank])))
+        posts.append(_Post(to, message.tag, dist.P2POp(dist.isend, values, link.carriers[to.rank])))
         traffic.wire_bytes += values.nbytes
+        if self._places[self._weights.mesh.rank].node != self._places[link.carriers[to.rank]].node:
+            traffic.between_bytes += values.nbytes
         traffic.messages += 1
         return values.nbytes if copied else 0
 
@@ -108,7 +124,7 @@ class IpcTransport(LinkTransport):
         """Returns this rank's handovers to the engine ranks that it carries for; they are closed with the stack."""
         handovers = {}
         for index, link in enumerate(now.links):
-            carried = [rank for rank, carrier in enumerate(self._carriers(link)) if carrier == self._weights.mesh.rank]
+            carried = [rank for rank, carrier in enumerate(link.carriers) if carrier == self._weights.mesh.rank]
             flag = CutFlag(link) if carried else None
             for rank in carried:
                 handover = Handover(

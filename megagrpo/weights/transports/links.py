@@ -32,6 +32,7 @@ class Link:
     num_ranks: int
     slot: int  # the engine's number among those with equal slices
     copy_list: int  # id of its copy list
+    carriers: tuple[int, ...]  # by engine rank, the trainer rank that shares its memory; () if none needs to
     store: tuple[str, int]  # address and port on rank 0
     patience_s: float  # for one batch
     limits: GroupLimits
@@ -60,7 +61,7 @@ class LinkTransport(ABC):
         self._weights = weights
         self._atoms = trainer_atoms(weights.copies, weights.specs)
         self._covers: list[Cover] = []  # by id of the copy list
-        self._plans: dict[tuple[int, int], TransferPlan] = {}  # by id and slot
+        self._plans: dict[tuple[int, int, tuple[int, ...]], TransferPlan] = {}  # by id, slot and carriers
         self._copy_lists: list[list[list[Copy]]] = []  # by id
         self._names: dict[str, str] = {}  # engine id -> name of this incarnation's link
         self._told: set[str] = set()  # names that all ranks know
@@ -92,6 +93,10 @@ class LinkTransport(ABC):
     def _slot(self, engine: EngineConnection) -> int:
         """Returns the engine's number among those with equal slices. Rank 0 only."""
 
+    def _carriers(self, engine: EngineConnection, slot: int) -> tuple[int, ...]:
+        """Returns Link.carriers. Rank 0 only."""
+        return ()
+
     @abstractmethod
     def _make_plan(self, cover: Cover, link: Link) -> TransferPlan:
         """Returns the transfer into the link's engine."""
@@ -118,6 +123,7 @@ class LinkTransport(ABC):
             self._copy_lists.append(engine.slices)
         copy_list = self._copy_lists.index(engine.slices)
         engine.slices = self._copy_lists[copy_list]  # one list for all: it may have a million entries
+        slot = self._slot(engine)
         # a quarter leaves time for the other engines if one does not come
         limits = self._weights.limits
         limits = limits._replace(join_s=min(limits.join_s, engine.deadline.left / 4))
@@ -125,8 +131,9 @@ class LinkTransport(ABC):
             name=self._names.setdefault(engine.id, f"weights-{uuid.uuid4().hex}"),
             url=engine.url,
             num_ranks=engine.tp,
-            slot=self._slot(engine),
+            slot=slot,
             copy_list=copy_list,
+            carriers=self._carriers(engine, slot),
             store=(engine.mailbox.address, engine.mailbox.port),
             patience_s=min(
                 engine.patience + limits.join_s, engine.deadline.left
@@ -140,12 +147,12 @@ class LinkTransport(ABC):
         limit = piece_limit(self._weights.bucket_bytes)
         self._covers += [make_cover(self._atoms, one, self._weights.specs, limit) for one in now.copy_lists]
         for link in now.links:
-            key = link.copy_list, link.slot
+            key = link.copy_list, link.slot, link.carriers
             if key not in self._plans:
                 self._plans[key] = self._make_plan(self._covers[link.copy_list], link)
 
     def _plan(self, link: Link) -> TransferPlan:
-        return self._plans[link.copy_list, link.slot]
+        return self._plans[link.copy_list, link.slot, link.carriers]
 
     def _receive(self, engine: EngineConnection, now: Round, traffic: Traffic) -> None:
         """Makes the engine receive its slices. Rank 0 only. Raises EngineDown if one of its ranks lost the trainers."""

@@ -10,7 +10,7 @@ Every rank computes the same plan from the same lists; no weight is read.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import ceil, prod
@@ -203,28 +203,44 @@ def _pieces(copy: Copy, atoms: Sequence[Atom], target: int, dtype: torch.dtype, 
         raise ValueError(f"{copy.source}: the trainers hold {found} of its {copy.box.numel} elements")
 
 
-def plan_transfer(
-    cover: Cover, slot: int, slots: int, bucket_bytes: int, near: Sequence[int] | None = None
-) -> TransferPlan:
+class Nearness(NamedTuple):
+    """Which trainer ranks are near an engine's ranks."""
+
+    carriers: Sequence[int]  # by engine rank, the trainer rank on its GPU
+    nodes: Sequence[Hashable]  # by trainer rank
+
+    def best_of(self, ranks: tuple[int, ...], target: int) -> tuple[int, ...]:
+        """Returns the nearest of `ranks` to an engine rank: its carrier, else those of its node, else all."""
+        carrier = self.carriers[target]
+        if carrier in ranks:
+            return (carrier,)
+        return tuple(rank for rank in ranks if self.nodes[rank] == self.nodes[carrier]) or ranks
+
+
+def plan_transfer(cover: Cover, slot: int, slots: int, bucket_bytes: int, near: Nearness | None = None) -> TransferPlan:
     """Returns the transfer into engine number `slot` of `slots` with the same slices.
 
-    near: by engine rank, the colocated trainer rank, which sends all that it holds. bucket_bytes: the most that a rank
-    stages, over two batches in flight and all engines that it serves concurrently. For each set of trainer ranks, the
-    pieces of all engines form one line, cut into equal parts, one per rank: the ranks send equal amounts, each to as
-    few engines as possible.
+    near: where the engine's ranks are; the nearest holders send. bucket_bytes: the most that a rank stages, over two
+    batches in flight and all engines that it serves concurrently. For each set of trainer ranks, the pieces of all
+    engines form one line, cut into equal parts, one per rank: the ranks send equal amounts, each to as few engines as
+    possible.
     """
     sources = np.zeros(len(cover.sent), dtype=np.int64)
-    for number, ranks in enumerate(cover.ranks):
-        pieces = np.flatnonzero(cover.holders == number)
+    lines = [(cover.holders == number, ranks) for number, ranks in enumerate(cover.ranks)]
+    if near is not None:  # each engine rank has a line of its own
+        lines = [
+            (held & (cover.targets == target), near.best_of(ranks, target))
+            for held, ranks in lines
+            for target in np.unique(cover.targets[held]).tolist()
+        ]
+    for held, ranks in lines:
+        pieces = np.flatnonzero(held)
         size = cover.num_bytes[pieces]
         along = (np.cumsum(size) - size / 2) / size.sum()  # of each piece's middle, within (0, 1)
         sources[pieces] = np.array(ranks)[((slot % slots + along) / slots * len(ranks)).astype(np.int64)]
-    if near is not None:
-        colocated = np.array(near)[cover.targets]
-        for number, ranks in enumerate(cover.ranks):
-            own = (cover.holders == number) & np.isin(colocated, ranks)
-            sources[own] = colocated[own]
     engines_a_rank = ceil(slots / min(map(len, cover.ranks))) if cover.ranks else 1
+    if near is not None:  # and those of its own node
+        engines_a_rank = min(slots, engines_a_rank + ceil(slots / len(set(near.nodes))))
     batches = _batches(cover, sources, bucket_bytes // (2 * engines_a_rank))
     return TransferPlan(cover, sources, batches, _number_messages(cover, sources, batches))
 

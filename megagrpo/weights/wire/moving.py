@@ -24,12 +24,14 @@ class Traffic:
     """Counts what one rank sent, or several together."""
 
     wire_bytes: int = 0  # that left the rank, once for every receiver
+    between_bytes: int = 0  # of these between nodes; transport ipc alone counts them
     messages: int = 0
     staging_bytes: int = 0  # held at most besides the parameters, on either end
 
     def add(self, other: "Traffic") -> None:
         """Adds traffic of another rank or time; its staging memory is not part of this rank's."""
         self.wire_bytes += other.wire_bytes
+        self.between_bytes += other.between_bytes
         self.messages += other.messages
         self.staging_bytes = max(self.staging_bytes, other.staging_bytes)
 

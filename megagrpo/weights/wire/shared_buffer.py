@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,19 @@ _PROBLEM = "weights.transport ipc needs every engine rank on the machine of its 
 
 # Bytes, machine, and how to open them: a CUDA handle, or a process and its file number. JSON can express it.
 Handle = tuple[int, str, list]
+
+
+class Place(NamedTuple):
+    """Where a rank runs: ranks of equal places can share memory."""
+
+    node: str  # boot id, namespaces of processes and of the network
+    device: str  # UUID of its GPU; "cpu"
+
+
+def place_of(device: torch.device) -> Place:
+    """Returns the place of this process, which computes on `device`."""
+    node = f"{_machine()} {os.readlink('/proc/self/ns/net')}"
+    return Place(node, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu")
 
 
 class SharedBuffer:

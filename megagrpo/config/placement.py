@@ -1,0 +1,147 @@
+"""Where each rank of trainers and engines runs: one answer for check, plan, submit and the launchers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megagrpo.config.schema import ExperimentConfig
+
+LOOPBACK = ("127.0.0.1", "localhost", "lo")
+
+
+class Gpu(NamedTuple):
+    """A GPU of the cluster; on a CPU, the place of one rank."""
+
+    node: int
+    number: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The GPU of every rank. Trainers have the first nodes; engines share them, or have `rollout_nodes` more."""
+
+    gpus_per_node: int
+    trainer_nodes: int
+    rollout_nodes: int
+    trainers: tuple[Gpu, ...]  # by rank
+    engines: tuple[tuple[Gpu, ...], ...]  # by engine and rank
+
+    @property
+    def num_nodes(self) -> int:
+        """Counts all nodes."""
+        return self.trainer_nodes + self.rollout_nodes
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes that there are. None: GPUs as `cluster.gpus_per_node` says, and as few nodes as will do."""
+
+    gpus: int | None = None  # of every node
+    trainers: int | None = None
+    rollout: int | None = None  # more nodes, for engines alone; 0: everything runs on the trainers' nodes
+
+
+def place(config: ExperimentConfig, nodes: Nodes | None = None) -> Placement:
+    """Places every rank. Raises ValueError with all of `placement_problems`."""
+    fit = _Fit(config, nodes or Nodes())
+    if problems := list(fit.problems()):
+        raise ValueError("\n".join(problems))
+    return fit.placement()
+
+
+def placement_problems(config: ExperimentConfig, nodes: Nodes | None = None) -> list[str]:
+    """Returns why the ranks have no place on these nodes, each reason with a remedy."""
+    return list(_Fit(config, nodes or Nodes()).problems())
+
+
+def needs_gpus(config: ExperimentConfig) -> bool:
+    """Returns whether the experiment is meant for GPUs; a float32 one on any device may run on a CPU."""
+    device = config.actor.device
+    return device == "cuda" or (device == "auto" and "bfloat16" in (config.actor.dtype, config.rollout.dtype))
+
+
+class _Fit:
+    """The sizes that decide where ranks go. On a CPU a node has room for any number of them."""
+
+    def __init__(self, config: ExperimentConfig, nodes: Nodes):
+        rollout = config.rollout
+        self.world, self.engine_ranks = config.actor.world_size, rollout.num_engines * rollout.tp
+        self.rollout, self.nodes = rollout, nodes
+        self.part = rollout.tp // rollout.nodes_per_engine  # ranks of an engine on one node
+        everything = self.world + self.engine_ranks
+        self.gpus = nodes.gpus or (config.cluster.gpus_per_node if needs_gpus(config) else everything)
+        apart = not rollout.colocate and (nodes.trainers or 1) == 1
+        self.one_node = apart and (nodes.rollout == 0 or (nodes == Nodes(nodes.gpus) and everything <= self.gpus))
+        self.fitting = [n for n in range(1, self.world + 1) if self.world % n == 0 and self.world // n <= self.gpus]
+        self.trainer_nodes = 1 if self.one_node else self.fitting[0] if nodes.trainers is None else nodes.trainers
+
+    @cached_property
+    def engines_on_a_node(self) -> int:
+        """Counts the engines that have a part on each of their nodes."""
+        room = self.world // self.trainer_nodes if self.rollout.colocate else self.gpus
+        return room // self.part
+
+    @property
+    def least_rollout_nodes(self) -> int:
+        """Counts the nodes that the engines fill."""
+        return self.rollout.nodes_per_engine * -(-self.rollout.num_engines // self.engines_on_a_node)
+
+    def problems(self) -> Iterator[str]:
+        """Yields what has no place."""
+        both = f"{self.world} trainer ranks (actor.world_size) and {self.engine_ranks} engine ranks "
+        both += "(rollout.num_engines x tp)"
+        if self.rollout.colocate and self.engine_ranks > self.world:
+            yield f"rollout.colocate: {both}: each of these needs a trainer rank beside it; lower rollout.num_engines"
+            return
+        if self.one_node:
+            if (needed := self.world + self.engine_ranks) > self.gpus:
+                yield f"{both} need {needed} GPUs, and the node has {self.gpus}; lower them, or take more nodes"
+            return
+        if self.trainer_nodes not in self.fitting:
+            divides = self.trainer_nodes > 0 and self.world % self.trainer_nodes == 0
+            ranks = f"{self.world // self.trainer_nodes} ranks a node on {self.gpus} GPUs" if divides else ""
+            possible = ", ".join(map(str, self.fitting))
+            problem = f"actor.world_size is {self.world}, {ranks or 'they do not divide'}; it may be {possible}"
+            yield f"{self.trainer_nodes} trainer nodes: {problem}"
+            return
+        yield from self._engine_problems()
+        apart = not self.rollout.colocate or self.trainer_nodes > 1
+        if apart and self.rollout.host in LOOPBACK:
+            remedy = "name the interface between nodes, as eth0"
+            yield f"rollout.host {self.rollout.host}: trainers on other nodes cannot reach it; {remedy}"
+
+    def _engine_problems(self) -> Iterator[str]:
+        rollout, nodes = self.rollout, self.nodes.rollout
+        engines = f"{rollout.num_engines} engine(s) over {rollout.nodes_per_engine} node(s) each"
+        if self.engines_on_a_node == 0:
+            room = f"{self.world // self.trainer_nodes} trainer ranks" if rollout.colocate else f"{self.gpus} GPUs"
+            yield f"an engine has {self.part} ranks a node, but a node {room}: raise rollout.nodes_per_engine"
+        elif rollout.colocate:
+            if self.least_rollout_nodes > self.trainer_nodes:
+                room = f"{self.engines_on_a_node} have room on a node of {self.world // self.trainer_nodes} trainers"
+                yield f"rollout.colocate: {engines}, but {room}, and there are {self.trainer_nodes}: lower num_engines"
+            if nodes:
+                yield f"{nodes} rollout nodes: under rollout.colocate engines have none of their own; leave them out"
+        else:
+            most = rollout.num_engines * rollout.nodes_per_engine
+            if nodes is not None and not self.least_rollout_nodes <= nodes <= most:
+                yield f"{nodes} rollout nodes: {engines}, so it may be {self.least_rollout_nodes} to {most}"
+
+    def placement(self) -> Placement:
+        """Returns the GPUs of all ranks: trainers in order; engine after engine, each on nodes_per_engine nodes."""
+        ranks, across = self.world // self.trainer_nodes, self.rollout.nodes_per_engine
+        trainers = tuple(Gpu(rank // ranks, rank % ranks) for rank in range(self.world))
+        first, offset = (0, 0) if self.rollout.colocate else (self.trainer_nodes, 0)
+        if self.one_node:
+            first, offset = 0, self.world
+        each = self.rollout.num_engines if self.one_node else self.engines_on_a_node
+
+        def gpu(engine: int, rank: int) -> Gpu:
+            node = first + engine // each * across + (0 if self.one_node else rank // self.part)
+            width = self.rollout.tp if self.one_node else self.part
+            return Gpu(node, offset + engine % each * width + rank % width)
+
+        engines = tuple(tuple(gpu(e, r) for r in range(self.rollout.tp)) for e in range(self.rollout.num_engines))
+        more = 0 if first == 0 else self.nodes.rollout or self.least_rollout_nodes
+        return Placement(self.gpus, self.trainer_nodes, more, trainers, engines)
