@@ -72,8 +72,11 @@ class Hosts:
         subprocess.run(["ip", "link", "del", self._bridge], capture_output=True)
 
     def command(self, number: int, command: list[str]) -> list[str]:
-        """The same command, run on that host under its name."""
-        rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"host{number}"]
+        """The same command, run on that host under its name, with shared memory of its own: SGLang takes processes that
+        share some for processes of one machine, which talk over loopback.
+        """
+        script = 'hostname "$0"; mount -t tmpfs shm /dev/shm; exec "$@"'
+        rename = ["unshare", "--uts", "sh", "-c", script, f"host{number}"]
         return ["ip", "netns", "exec", self._namespace(number), *rename, *command]
 
     def cut(self, number: int) -> None:
