@@ -138,8 +138,8 @@ def _add_planning(commands: _Commands) -> None:
     option("--message-us", type=float, help="microseconds that a rank needs for a message")
     option("--call-ms", type=float, help="milliseconds of an HTTP call to an engine")
     for command in (whole, publish):
-        command.add_argument("--gpus-per-node", type=int, default=8, help="of every node (default 8)")
-        command.add_argument("--hardware", default="H100", help="row of the table: H100 (default), H200, H20, B200")
+        command.add_argument("--gpus-per-node", type=int, help="of every node; default: cluster.gpus_per_node")
+        command.add_argument("--hardware", help="H100, H200, H20, B200; default: cluster.gpu")
         command.add_argument("--json", type=Path, metavar="FILE", help="also write all figures")
 
 
@@ -275,7 +275,7 @@ def _plan_weights(args: argparse.Namespace, config: ExperimentConfig) -> int:
     from megagrpo.planning.publish_bytes import plan_weights
 
     names = ("between_gb_s", "inside_gb_s", "efficiency", "message_us", "call_ms")
-    rates = rates_of(args.hardware, {name: getattr(args, name) for name in names})
+    rates = rates_of(args.hardware or config.cluster.gpu, {name: getattr(args, name) for name in names})
     print(plan_weights(config, args.engines or [config.rollout.num_engines], rates, args.gpus_per_node, args.json))
     return 0
 

@@ -41,7 +41,10 @@ def submit(config: ExperimentConfig, experiment: list[str], request: Request, dr
 
     `dry_run` prints the script and the command instead. Raises ValueError with all problems.
     """
+    from megagrpo.planning.search import fit_problems  # its import takes seconds
+
     problems = misfits(config, request) + preflight(config, nodes_of(request))
+    problems += fit_problems(config, request.gpus_per_node)
     scripts = Path(megagrpo.__file__).parent.parent / "slurm"
     if not scripts.is_dir():
         problems.append(f"{scripts} is missing: submit from a checkout of the repository, not an installed package")

@@ -173,8 +173,8 @@ class ClusterConfig(Section):
     """The nodes that the experiment is for, as `check`, `plan` and `submit` place its ranks and count their memory."""
 
     gpus_per_node: PositiveInt = Field(default=8, description="GPUs of every node.")
-    gpu: Literal["H100", "H200", "H20", "B200"] | None = "H100"
-    """Kind of the GPUs; null: whether the experiment fits into their memory is not judged."""
+    gpu: Literal["H100", "H200", "H20", "B200"] = "H100"
+    """Kind of the GPUs, into whose memory the experiment must fit; for another kind, the one with no more memory."""
 
 
 class SftConfig(Section):

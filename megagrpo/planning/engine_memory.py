@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
@@ -15,9 +15,10 @@ from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.families.table import architecture_of
 from megagrpo.monitor.rollouts import read_rollouts
-from megagrpo.planning.hardware import CONTEXT_BYTES, Hardware, hardware_of
+from megagrpo.planning.hardware import CONTEXT_BYTES, Hardware, hardware_of, usable_bytes
 from megagrpo.planning.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.planning.recordings import describe_model, resolve_all
+from megagrpo.planning.trainer_memory import RankMemory, TrainerSide
 from megagrpo.rollout.admission import tokens_in_cache
 from megagrpo.rollout.service.engine_command import ServerPlace, engine_settings
 from megagrpo.system.run_folder import RunFolder
@@ -27,6 +28,9 @@ _POINTS = 4096  # of a distribution that is given by numbers
 _MEDIAN = 0.3  # of the longest response, if nothing is known
 _SPREAD = math.log(1 / _MEDIAN) / NormalDist().inv_cdf(0.99)  # sigma of a log-normal with 1 % above the longest
 _PROMPT_SHARE = 0.25  # of data.max_prompt_tokens that a prompt has
+# Activations and graphs of an engine beside trainers: what SGLang 0.5.21 reserves for a prefill of 8,192 tokens and
+# graphs of 256 samples (arg_groups/memory_hook.py): 512 + 1.5 x 8192 + 2 x 256 MB
+_WORKSPACE_BYTES = (512 + 1.5 * 8192 + 2 * 256) * 2**20
 
 
 @dataclass(frozen=True)
@@ -221,6 +225,37 @@ def engine_side(work: ModelWork, server: Server, lengths: Lengths, longest: int,
     parts = {"weights": weights, "cache": float(tokens * cell), "context": CONTEXT_BYTES}
     parts["graphs and activations"] = free * (1 - server.memory_fraction)
     return EngineSide(server, parts, hardware.memory_bytes, tokens * replicas, concurrent, tuple(problems))
+
+
+def gpu_phases(config: ExperimentConfig, trainers: TrainerSide, engine: EngineSide) -> dict[str, RankMemory]:
+    """Returns the bytes on the fullest trainer GPU by phase: with the engine's, under rollout.colocate.
+
+    The optimiser and gradients are on the host while engines are awake, and until the first backward of an update.
+    """
+    if not config.rollout.colocate:
+        return dict(trainers.phases)
+    asleep = {"engine's context": engine.parts["context"]}
+    weights = {"engine's weights": engine.weights}
+    workspace = min(engine.parts["graphs and activations"], _WORKSPACE_BYTES)
+    sampling = weights | {"engine's cache": engine.parts["cache"], "engine's workspace": workspace}
+    awake = {"rollout": sampling, "checkpoint": sampling, "publish": weights}
+    phases = {}
+    for name, rank in trainers.phases.items():
+        away = () if name in ("load", "resume", "update") else ("gradients", "optimiser")
+        held = {part: size for part, size in rank.parts.items() if part not in away}
+        phases[name] = replace(rank, parts=held | asleep | awake.get(name, {}))
+    return phases
+
+
+def memory_problems(phases: Mapping[str, RankMemory], engine: EngineSide, gpu: Hardware) -> list[str]:
+    """Returns what does not fit into a GPU's memory: trainers, with colocated engines, and an engine's own settings."""
+    name = max(phases, key=lambda phase: phases[phase].total)
+    fullest, room = phases[name], usable_bytes(gpu)
+    if fullest.total <= room:
+        return list(engine.problems)
+    parts = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in fullest.parts.items())
+    needs = f"rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB ({parts})"
+    return [f"trainers do not fit: in {name} {needs}, and {gpu.device_name} has {room / 1e9:.1f}", *engine.problems]
 
 
 _DEFAULT_GPU, _GPUS_PER_NODE = "H100", 8

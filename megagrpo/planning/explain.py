@@ -12,9 +12,12 @@ from megagrpo.data.rows import read_rows
 from megagrpo.families.architecture import Architecture
 from megagrpo.families.table import ParameterCounts, architecture_of, left_out, model_problems, parameter_counts
 from megagrpo.planning.checkpoint_cost import checkpoint_cost
-from megagrpo.planning.hardware import gigabytes
+from megagrpo.planning.engine_memory import assumed_lengths, concurrency_report, engine_side, gpu_phases, server_of
+from megagrpo.planning.hardware import gigabytes, hardware_of
+from megagrpo.planning.layer_costs import model_work
+from megagrpo.planning.search import fit_problems
 from megagrpo.planning.settings_report import engine_report, settings_report
-from megagrpo.planning.trainer_memory import Load, TrainerSide, links, trained_elements, trainer_side
+from megagrpo.planning.trainer_memory import Load, RankMemory, TrainerSide, links, trained_elements, trainer_side
 from megagrpo.rewards.graders.table import SERVICES
 from megagrpo.rewards.sandbox.sandbox import isolation
 
@@ -28,9 +31,8 @@ def check_command(config: ExperimentConfig, hardware: str | None, everything: bo
     hardware: see planning/engine_memory.py. everything: see explain.
     """
     from megagrpo.check.loading import try_loading
-    from megagrpo.planning.engine_memory import concurrency_report
 
-    trial, problems = try_loading(config), preflight(config)
+    trial, problems = try_loading(config), preflight(config) + fit_problems(config)
     print(explain(config, trial, [] if problems else concurrency_report(config, hardware), everything))
     return 1 if problems or trial.problems else 0
 
@@ -60,7 +62,7 @@ def explain(
         [_evaluation(config)],
         _checkpoints(config, arch),
     ]
-    problems = preflight(config)
+    problems = preflight(config) + fit_problems(config)
     if trial is not None:
         loaded, not_tried = [f"  {what}" for what in trial.loaded], f"  not tried: {', '.join(trial.not_tried)}"
         parts.append(["loaded     as the trainers will; graders and tools are imported too", *loaded, not_tried])
@@ -228,10 +230,12 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, counts: Paramet
         return ["memory     unknown without the model's config.json"]
     if layout_problems(arch, config.actor):
         return ["memory     unknown: the layout does not cut the model"]
-    side = _trainer_side(config, arch, config.actor)
-    r, held, (phase, fullest) = config.rollout, side.phases["rollout"].parts, side.peak
-    engine = counts.total / r.tp * (2 if r.dtype == "bfloat16" else 4)
-    on_host = side.host_bytes["optimiser"]
+    side, r = _trainer_side(config, arch, config.actor), config.rollout
+    gpu, longest = hardware_of(config.cluster.gpu), longest_samples(config)["data"]
+    engine = engine_side(model_work(arch), server_of(r), assumed_lengths(config), longest, gpu)
+    held, phases = side.phases["rollout"].parts, gpu_phases(config, side, engine)
+    phase = max(phases, key=lambda name: phases[name].total)
+    fullest, on_host = phases[phase], side.host_bytes["optimiser"]
     return [
         f"memory     a trainer rank holds about {gigabytes(held['parameters'] + held['gradients'])} of weights and "
         f"gradients + {gigabytes(held.get('optimiser', 0))} of optimiser state"
@@ -239,8 +243,9 @@ def _memory(config: ExperimentConfig, arch: Architecture | None, counts: Paramet
         f"  at most  {gigabytes(fullest.total)} on a GPU, in {phase}, rank {fullest.rank} ({fullest.kind}): "
         + _listed(fullest.parts),
         *_lora(config, arch, side),
-        f"  an engine rank holds about {gigabytes(engine)} of weights, before its cache",
-        *(_colocated(config, side, engine) if r.colocate else ()),
+        f"  an engine rank holds about {gigabytes(counts.total / r.tp * (2 if r.dtype == 'bfloat16' else 4))} of "
+        "weights, before its cache",
+        *(_colocated(config, side, phases) if r.colocate else ()),
     ]
 
 
@@ -248,22 +253,14 @@ def _listed(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {gigabytes(size)}" for name, size in parts.items())
 
 
-def _colocated(config: ExperimentConfig, side: TrainerSide, engine: float) -> list[str]:
-    """Returns the bytes on a GPU of trainer and engine, by phase; engine: bytes of weights of one of its ranks."""
-    r, ranks, weights = config.rollout, config.actor.world_size, f"weights {engine / 1e9:.3g} GB"
-    awake = {
-        "rollout": f"{weights} and cache, {r.mem_fraction:.0%} of the GPU",
-        "publish": f"{weights}, then its cache",
-    }
+def _colocated(config: ExperimentConfig, side: TrainerSide, phases: Mapping[str, RankMemory]) -> list[str]:
+    """Returns the bytes on a GPU of trainer and engine, by phase."""
+    r, ranks = config.rollout, config.actor.world_size
     lines = ["  colocated  on the fullest GPU, by phase"]
     for phase in ("rollout", "logprobs", "reference", "update", "publish"):
-        if phase == "reference" and not config.algorithm.uses_reference:
-            continue
-        # on the host while engines are awake, and until the first backward of an update
-        away = () if phase == "update" else ("gradients", "optimiser")
-        parts = {name: size for name, size in side.phases[phase].parts.items() if name not in away}
-        held, engines = _listed(parts), awake.get(phase, "asleep, its context alone")
-        lines.append(f"    {phase:<10} trainer {gigabytes(sum(parts.values()))} ({held}); engine {engines}")
+        if phase in phases:
+            total, held = gigabytes(phases[phase].total), _listed(phases[phase].parts)
+            lines.append(f"    {phase:<10} {total} ({held})")
     optimiser = side.phases["rollout"].parts.get("optimiser", 0.0)
     lines.append(f"    on the host, pinned, while engines are awake: {gigabytes(optimiser)} of optimiser state a rank")
     if (engine_ranks := r.num_engines * r.tp) != ranks:

@@ -1,4 +1,4 @@
-"""Peak rates and memory of each kind of GPU, with their sources, and the three estimates that no data sheet has."""
+"""Peak rates and memory of each kind of GPU, with their sources, and the four estimates that no data sheet has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -58,6 +58,7 @@ HARDWARE = {
 # Estimates; without an auxiliary loss and replay the fullest expert rank gets this many times the mean of tokens.
 EXPERT_IMBALANCE = 1.3
 FRAGMENTATION = 0.04  # share of memory that PyTorch's allocator cannot use, with expandable segments
+HOST_GB_S = 55.0  # between a GPU and its host's pinned memory: PCIe 5.0 x16, 63 GB/s in one direction
 CONTEXT_BYTES = 1.5e9  # CUDA context, NCCL communicators and library handles before the weights
 
 

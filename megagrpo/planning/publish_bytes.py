@@ -1,7 +1,7 @@
 """Runs `megagrpo plan-weights`: the exact bytes of a publish on every link, and the slowest link's seconds.
 
-Trainer ranks fill nodes in order; engines start on the next one, unless everything fits on one node. Every rank has a
-link of its own between nodes and one inside its node, each with the full rate in both directions.
+Ranks are where config/placement.py puts them. Every rank has a link of its own between nodes and one inside its node,
+each with the full rate in both directions.
 """
 
 import json
@@ -14,23 +14,35 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megagrpo.config.placement import Nodes, place
 from megagrpo.config.schema import ExperimentConfig
 from megagrpo.planning.hardware import Rates, gigabytes
 from megagrpo.planning.recordings import Recordings, record_both_sides
 from megagrpo.system.run_folder import write_whole
 from megagrpo.weights.transports.broadcast import broadcast_plan, sent_unpacked
 from megagrpo.weights.transports.gather_plan import Bucket, GatherPlan
-from megagrpo.weights.transports.reshard_plan import Cover, make_cover, piece_limit, plan_transfer, trainer_atoms
+from megagrpo.weights.transports.reshard_plan import (
+    Cover,
+    Nearness,
+    make_cover,
+    piece_limit,
+    plan_transfer,
+    trainer_atoms,
+)
 
 _MAX_COLUMNS = 8  # of the table of nodes
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The node of every rank: int64 [trainer ranks] and [engines, ranks of an engine]."""
+    """The node of every rank: int64 [trainer ranks] and [engines, ranks of an engine].
+
+    carriers: int64, as `engines`: under rollout.colocate, the trainer rank on the same GPU.
+    """
 
     trainers: np.ndarray
     engines: np.ndarray
+    carriers: np.ndarray | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -38,20 +50,20 @@ class Cluster:
         return int(max(self.trainers.max(), self.engines.max())) + 1
 
 
-def place_ranks(world_size: int, engines: int, tp: int, nodes_per_engine: int, gpus_per_node: int) -> Cluster:
-    """Places all ranks. Raises ValueError when a node cannot hold its part of an engine, and for sizes below 1."""
-    if min(engines, gpus_per_node) < 1:
-        raise ValueError(f"--engines {engines} and --gpus-per-node {gpus_per_node} must be at least 1")
-    each = tp // nodes_per_engine
-    if each > gpus_per_node:
-        raise ValueError(
-            f"an engine has rollout.tp / rollout.nodes_per_engine = {each} ranks on a node, "
-            f"but --gpus-per-node is {gpus_per_node}"
-        )
-    trainers = np.arange(world_size) // gpus_per_node
-    first = 0 if world_size + engines * tp <= gpus_per_node else int(trainers[-1]) + 1
-    parts = np.arange(engines * nodes_per_engine) // (gpus_per_node // each)  # each engine's share of a node
-    return Cluster(trainers, first + np.repeat(parts, each).reshape(engines, tp))
+def cluster_of(config: ExperimentConfig, engines: int, gpus_per_node: int | None = None) -> Cluster:
+    """Places all ranks beside `engines` engines. Raises ValueError for those that have no place."""
+    if engines < 1:
+        raise ValueError(f"--engines {engines} must be at least 1")
+    update = {"num_engines": engines, "min_healthy_engines": 1}
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
+    found = place(config, Nodes(gpus_per_node))
+    ranks = {gpu: rank for rank, gpu in enumerate(found.trainers)}
+    carriers = [[ranks[gpu] for gpu in engine] for engine in found.engines] if config.rollout.colocate else None
+    return Cluster(
+        np.array([gpu.node for gpu in found.trainers]),
+        np.array([[gpu.node for gpu in engine] for engine in found.engines]),
+        None if carriers is None else np.array(carriers),
+    )
 
 
 @dataclass(frozen=True)
@@ -75,17 +87,13 @@ class Forecast:
 
 
 def plan_weights(
-    config: ExperimentConfig, engines: Sequence[int], rates: Rates, gpus_per_node: int, output: Path | None
+    config: ExperimentConfig, engines: Sequence[int], rates: Rates, gpus_per_node: int | None, output: Path | None
 ) -> str:
     """Returns the plan as text, for each number of engines; writes it with all links to `output` as JSON.
 
     Raises ValueError for a layout that does not suit the model or the nodes.
     """
-    rollout = config.rollout
-    clusters = [
-        place_ranks(config.actor.world_size, number, rollout.tp, rollout.nodes_per_engine, gpus_per_node)
-        for number in engines
-    ]
+    clusters = [cluster_of(config, number, gpus_per_node) for number in engines]
     recorded = record_both_sides(config)
     forecasts = forecast_publish(config, recorded, clusters, rates)
     rows = [forecast for pair in forecasts for forecast in pair]
@@ -96,15 +104,15 @@ def plan_weights(
     cells = [_cells(row) for row in rows]
     lines = [*_head(config, recorded, clusters[0], rates), ""]
     lines += [*table_lines([list(cells[0]), *(list(row.values()) for row in cells)]), ""]
-    for cluster, (reshard, _) in zip(clusters, forecasts, strict=True):
-        lines += _nodes(cluster, reshard)
+    for cluster, (direct, *_) in zip(clusters, forecasts, strict=True):
+        lines += _nodes(cluster, direct)
     return "\n".join(lines)
 
 
 def forecast_publish(
     config: ExperimentConfig, recorded: Recordings, clusters: Sequence[Cluster], rates: Rates
-) -> list[tuple[Forecast, Forecast]]:
-    """Plans a publish to all engines of each cluster by `reshard` and by `broadcast`, as the transports do."""
+) -> list[list[Forecast]]:
+    """Plans a publish to all engines of each cluster as the transports do: by `reshard` and `broadcast`, or `ipc`."""
     bucket_bytes = int(config.weights.bucket_mb * 2**20)
     cover = make_cover(
         trainer_atoms(recorded.trainers, recorded.specs), recorded.engine, recorded.specs, piece_limit(bucket_bytes)
@@ -114,7 +122,9 @@ def forecast_publish(
     found = []
     for cluster in clusters:
         reshard = reshard_forecast(cover, cluster, bucket_bytes, rates, same_dtype)
-        found.append((reshard, broadcast_forecast(gather, cluster, reshard.needed_bytes, rates, same_dtype)))
+        found.append([reshard])
+        if cluster.carriers is None:
+            found[-1].append(broadcast_forecast(gather, cluster, reshard.needed_bytes, rates, same_dtype))
     return found
 
 
@@ -183,7 +193,8 @@ def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
 def reshard_forecast(
     cover: Cover, cluster: Cluster, bucket_bytes: int, rates: Rates, same_dtype: bool = True
 ) -> Forecast:
-    """Sums bytes, messages and staging of the transport's own plans into all engines.
+    """Sums bytes, messages and staging of the transport's own plans into all engines; `ipc` with carriers, which hand
+    over what they hold without a link.
 
     same_dtype: whether the trainers' parameters have the published dtype; else each value is cast and staged.
     """
@@ -194,14 +205,19 @@ def reshard_forecast(
     engine_staging = 0
     packed = np.array([not (same_dtype and part.contiguous) for part in cover.sent], dtype=bool)
     unpacked = np.array([not part.contiguous for part in cover.received], dtype=bool)
+    on_nodes, carriers = cluster.trainers.tolist(), cluster.carriers
     for slot in range(engines):
-        plan = plan_transfer(cover, slot, engines, bucket_bytes)
+        near = None if carriers is None else Nearness(carriers[slot].tolist(), on_nodes)
+        plan = plan_transfer(cover, slot, engines, bucket_bytes, near)
         sent[:, slot], messages[:, slot] = plan.traffic(world, tp)
         several = (np.bincount(plan.messages) > 1)[plan.messages]
         staged = np.where(several | packed, cover.num_bytes, 0)
         trainer_staging += _two_batches(plan.sources, plan.batches, staged, world)
         staged = np.where(several | unpacked, cover.num_bytes, 0)
         engine_staging = max(engine_staging, int(_two_batches(cover.targets, plan.batches, staged, tp).max()))
+    if cluster.carriers is not None:
+        for on_links in (sent, messages):
+            np.put_along_axis(on_links, cluster.carriers[None], 0, axis=0)
     flat, receivers = sent.reshape(world, engines * tp), cluster.engines.reshape(-1)
     nodes = np.zeros((cluster.num_nodes, cluster.num_nodes), dtype=np.int64)
     np.add.at(nodes, (cluster.trainers[:, None], receivers[None]), flat)
@@ -209,7 +225,7 @@ def reshard_forecast(
     names = [f"trainer {r}" for r in range(world)], [f"engine {e} rank {r}" for e in range(engines) for r in range(tp)]
     seconds, limit = _slowest(flat, messages.reshape(flat.shape), inside, names, rates)
     return Forecast(
-        transport="reshard",
+        transport="reshard" if cluster.carriers is None else "ipc",
         engines=engines,
         needed_bytes=cover.total_bytes * engines,
         wire_bytes=int(flat.sum()),

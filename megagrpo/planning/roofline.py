@@ -24,14 +24,16 @@ from megagrpo.planning.engine_memory import (
     Lengths,
     assumed_lengths,
     engine_side,
+    gpu_phases,
     lengths_of_run,
+    memory_problems,
     server_of,
     weight_elements,
 )
-from megagrpo.planning.hardware import EXPERT_IMBALANCE, Hardware, usable_bytes
+from megagrpo.planning.hardware import EXPERT_IMBALANCE, HOST_GB_S, Hardware
 from megagrpo.planning.layer_costs import ITEM, ModelWork, model_work
 from megagrpo.planning.recordings import describe_model
-from megagrpo.planning.trainer_memory import Load, StageCost, TrainerSide, links, trainer_side
+from megagrpo.planning.trainer_memory import Load, RankMemory, StageCost, TrainerSide, links, trainer_side
 from megagrpo.system.run_folder import RunFolder
 
 _OPTIMIZER_BYTES = 40.0  # read and written for each float32 weight of a shard: gradient, two moments, the weight
@@ -56,13 +58,17 @@ class Target:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory of both sides and the seconds of a step. parts: of the bound, by phase and by what takes them."""
+    """Memory of both sides and the seconds of a step.
+
+    parts: of the bound, by phase and by what takes them. phases: of the fullest trainer GPU, with its engine.
+    """
 
     config: ExperimentConfig
     target: Target
     trainers: TrainerSide
     engine: EngineSide
     parts: Mapping[str, Mapping[str, float]]
+    phases: Mapping[str, RankMemory]
     problems: tuple[str, ...]
 
     @property
@@ -114,23 +120,18 @@ def plan_step(config: ExperimentConfig, target: Target) -> Plan:
         "update": update,
         "publish": publish_seconds(config, target, engine),
     }
-    return Plan(config, target, trainers, engine, parts, (*_trainer_problems(target, trainers), *engine.problems))
+    if config.rollout.colocate:  # the optimiser's state leaves for the engines and comes back
+        moved = trainers.phases["rollout"].parts.get("optimiser", 0.0) / HOST_GB_S / 1e9
+        parts["publish"]["state to the host"] = parts["update"]["state from the host"] = moved
+    phases = gpu_phases(config, trainers, engine)
+    problems = memory_problems(phases, engine, target.hardware)
+    return Plan(config, target, trainers, engine, parts, phases, tuple(problems))
 
 
 def load_of(config: ExperimentConfig, target: Target) -> Load:
     """Returns the work of a trainer rank: full micro-batches of the longest samples."""
     imbalance = EXPERT_IMBALANCE if target.arch.is_moe and config.actor.parallel.ep > 1 else 1.0
     return Load(config.actor.micro_batch_tokens, longest_samples(config)["data"], imbalance, links(config))
-
-
-def _trainer_problems(target: Target, trainers: TrainerSide) -> list[str]:
-    phase, fullest = trainers.peak
-    room = usable_bytes(target.hardware)
-    if fullest.total <= room:
-        return []
-    parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in fullest.parts.items())
-    needs = f"rank {fullest.rank} ({fullest.kind}) needs {fullest.total / 1e9:.1f} GB ({parts})"
-    return [f"trainers do not fit: in {phase} {needs}, and has {room / 1e9:.1f}"]
 
 
 def rollout_seconds(config: ExperimentConfig, target: Target, engine: EngineSide) -> dict[str, float]:
@@ -242,7 +243,7 @@ def publish_seconds(config: ExperimentConfig, target: Target, engine: EngineSide
     """Returns the seconds of the fullest link if every trainer rank sends equally much, whatever the transport."""
     rollout, rates, world = config.rollout, target.hardware.rates, config.actor.world_size
     ranks = rollout.tp * rollout.num_engines
-    near = rollout.colocate or world + ranks <= target.gpus_per_node
+    near = world + (0 if rollout.colocate else ranks) <= target.gpus_per_node
     link = (rates.inside_gb_s if near else rates.between_gb_s) * 1e9
     received, sent = engine.weights, engine.weights * ranks / world
     return {"sending from the trainers" if sent > received else "receiving on an engine": max(sent, received) / link}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from json import dumps
 from pathlib import Path
@@ -11,12 +11,13 @@ import megagrpo
 from megagrpo.check.problems import model_description
 from megagrpo.config.actor import ActorConfig, ParallelConfig
 from megagrpo.config.layout import layout_problems
+from megagrpo.config.placement import Nodes, needs_gpus, placement_problems
 from megagrpo.config.rollout import RolloutConfig
 from megagrpo.config.schema import ExperimentConfig, ModelConfig
-from megagrpo.families.table import architecture_of
+from megagrpo.families.table import architecture_of, model_problems
 from megagrpo.planning.engine_memory import assumed_lengths, engine_side, given_lengths, server_of
 from megagrpo.planning.hardware import hardware_of, usable_bytes
-from megagrpo.planning.publish_bytes import place_ranks, table_lines
+from megagrpo.planning.publish_bytes import table_lines
 from megagrpo.planning.recordings import describe_model
 from megagrpo.planning.roofline import (
     Plan,
@@ -35,15 +36,16 @@ _SHIPPED_MODELS = Path(megagrpo.__file__).parents[1] / "configs" / "models"
 _DEPTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)  # pipeline stages
 _ROUNDS = (1, 2, 3, 4, 6)  # virtual stages
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_KEPT, _PROPOSED = 2, 5  # layouts of each side for each split of the nodes; proposals
+_KEPT, _PROPOSED = 2, 3  # layouts of each side for each split of the nodes; proposals of each way to share GPUs
+_FRACTIONS = (0.85, 0.75, 0.65, 0.55, 0.45, 0.35, 0.25)  # of colocated engines
 
 
 @dataclass(frozen=True)
 class Options:
     """The command line of `megagrpo plan`."""
 
-    hardware: str = "H100"
-    gpus_per_node: int = 8
+    hardware: str | None = None  # None, as for the GPUs of a node: what section `cluster` says
+    gpus_per_node: int | None = None
     lengths: str | None = None  # mean or file
     measured: Path | None = None  # run folder
     search: int | None = None  # nodes
@@ -57,11 +59,13 @@ def plan_command(config: ExperimentConfig, options: Options, progress: Progress)
     """
     config = with_model(config)
     target = target_of(config, options)
+    placed = placement_problems(config, Nodes(target.gpus_per_node))
     progress.enter("resolves SGLang's arguments on this GPU, then memory and a bound of the step")
     plan = plan_step(config, target)
+    plan = replace(plan, problems=(*placed, *plan.problems))
     progress.enter(f"searches layouts of {options.search} nodes" if options.search else "")
     proposals = [] if options.search is None else best_layouts(config, target, options.search)
-    lines = report(plan, options.hardware)
+    lines = report(plan, options.hardware or config.cluster.gpu)
     if proposals:
         lines += ["", *_proposals(proposals, plan)]
     if options.json is not None:
@@ -78,19 +82,26 @@ def with_model(config: ExperimentConfig) -> ExperimentConfig:
     return config
 
 
+def fit_problems(config: ExperimentConfig, gpus_per_node: int | None = None) -> list[str]:
+    """Returns why an experiment for GPUs does not fit into their memory; [] for a model that nothing describes."""
+    config = with_model(config)
+    hf = model_description(config)
+    if not needs_gpus(config) or hf is None or model_problems(hf) or layout_problems(architecture_of(hf), config.actor):
+        return []
+    return list(plan_step(config, target_of(config, Options(gpus_per_node=gpus_per_node))).problems)
+
+
 def target_of(config: ExperimentConfig, options: Options) -> Target:
     """Returns the target of a plan. Raises ValueError with everything that does not fit together."""
-    rollout, hardware = config.rollout, hardware_of(options.hardware)
+    hardware, gpus = hardware_of(options.hardware or config.cluster.gpu), options.gpus_per_node
+    gpus = gpus or config.cluster.gpus_per_node
     arch = architecture_of(describe_model(config))
-    place_ranks(
-        config.actor.world_size, rollout.num_engines, rollout.tp, rollout.nodes_per_engine, options.gpus_per_node
-    )
     lengths, efficiency = assumed_lengths(config), dict[str, float]()
     if options.measured is not None:
-        efficiency, lengths = measured_efficiency(options.measured, hardware, options.gpus_per_node)
+        efficiency, lengths = measured_efficiency(options.measured, hardware, gpus)
     if options.lengths is not None:
         lengths = given_lengths(options.lengths, config)
-    return Target(arch, hardware, options.gpus_per_node, lengths, efficiency)
+    return Target(arch, hardware, gpus, lengths, efficiency)
 
 
 def report(plan: Plan, hardware_name: str) -> list[str]:
@@ -98,8 +109,9 @@ def report(plan: Plan, hardware_name: str) -> list[str]:
     config, target, engine = plan.config, plan.target, plan.engine
     actor, rollout, lengths, room = config.actor, config.rollout, target.lengths, usable_bytes(target.hardware)
     nodes = [-(-ranks // target.gpus_per_node) for ranks in (actor.world_size, rollout.num_engines * rollout.tp)]
+    where = "the same nodes" if rollout.colocate else f"{nodes[1]} nodes"
     rows = [["trainers", "fullest rank", "GB", f"of {room / 1e9:.1f}", "parts in GB"]]
-    for phase, rank in plan.trainers.phases.items():
+    for phase, rank in plan.phases.items():
         share = f"{rank.total / room:.0%}"
         rows.append([phase, f"{rank.rank} ({rank.kind})", f"{rank.total / 1e9:.1f}", share, _parts(rank.parts)])
     samples = config.train.num_prompts_per_step * config.train.group_size / rollout.num_engines
@@ -108,7 +120,7 @@ def report(plan: Plan, hardware_name: str) -> list[str]:
         f"lengths    {lengths.origin}: mean {lengths.mean:,.0f}; prompts {lengths.prompt:,.0f}",
         f"trainers   {actor.world_size} ranks on {nodes[0]} nodes ({_layout(actor)}), "
         f"{actor.micro_batch_tokens:,} tokens a micro-batch, recompute {actor.recompute}",
-        f"engines    {rollout.num_engines} on {nodes[1]} nodes, each tp {rollout.tp}, ep {rollout.ep}",
+        f"engines    {rollout.num_engines} on {where}, each tp {rollout.tp}, ep {rollout.ep}",
         "",
         *table_lines(rows),
         f"host memory of the fullest trainer node, in GB: {_parts(plan.trainers.host_bytes)}",
@@ -120,7 +132,9 @@ def report(plan: Plan, hardware_name: str) -> list[str]:
     ]
     if plan.problems:
         lines += ["", "DOES NOT FIT", *(f"  {problem}" for problem in plan.problems)]
-        lines.append(f"  --search {sum(nodes)} proposes layouts of as many nodes that fit")
+        lines.append(
+            f"  --search {nodes[0] if rollout.colocate else sum(nodes)} proposes layouts of as many nodes that fit"
+        )
     return lines
 
 
@@ -159,7 +173,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         "actor": plan.config.actor.model_dump(),
         "rollout_config": plan.config.rollout.model_dump(),
         "lengths": {"origin": plan.target.lengths.origin, "mean": plan.target.lengths.mean},
-        "trainers": {phase: {**asdict(rank), "total": rank.total} for phase, rank in plan.trainers.phases.items()},
+        "trainers": {phase: {**asdict(rank), "total": rank.total} for phase, rank in plan.phases.items()},
         "host_bytes": dict(plan.trainers.host_bytes),
         "engine": asdict(plan.engine),
         "efficiency": dict(plan.target.efficiency),
@@ -173,26 +187,50 @@ def as_json(plan: Plan) -> dict[str, object]:
 
 
 def best_layouts(config: ExperimentConfig, target: Target, nodes: int) -> list[Plan]:
-    """Returns the plans with the best bound of a step among those that fit on `nodes` nodes, the best first.
+    """Returns the plans with the best bound of a step among those that fit on `nodes` nodes, the best first: those
+    with engines on nodes of their own, and those with engines on the trainers' GPUs.
 
     Raises ValueError if nothing fits.
     """
-    if nodes < 2:
-        raise ValueError(f"--search {nodes}: trainers and engines have nodes of their own, so 2 at least")
-    stride = 1 if nodes <= 12 else 2 if nodes <= 48 else 4
-    plans = []
-    for count in range(stride, nodes, stride):
-        engines = _best_engines(config, target, nodes - count)
-        trainers = _best_trainers(config, target, count) if engines else []
-        pairs = ({"actor": actor, "rollout": rollout} for actor, rollout in product(trainers, engines))
-        plans += [plan_step(config.model_copy(update=pair), target) for pair in pairs]
-    fitting = sorted((plan for plan in plans if not plan.problems), key=lambda plan: plan.step)
+    fitting = [
+        plan
+        for plans in (_apart(config, target, nodes), _colocated(config, target, nodes))
+        for plan in sorted((plan for plan in plans if not plan.problems), key=lambda plan: plan.step)[:_PROPOSED]
+    ]
     if not fitting:
         raise ValueError(
             f"--search {nodes}: no layout of {nodes} nodes of {target.gpus_per_node} fits the model; give more nodes, "
             "or GPUs with more memory (--hardware)"
         )
-    return fitting[:_PROPOSED]
+    return sorted(fitting, key=lambda plan: plan.step)
+
+
+def _apart(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
+    stride = 1 if nodes <= 12 else 2 if nodes <= 48 else 4
+    transport = "reshard" if config.weights.traits.needs_colocation else config.weights.transport
+    weights = config.weights.model_copy(update={"transport": transport})
+    rollout = config.rollout.model_copy(update={"colocate": False})
+    apart = config.model_copy(update={"rollout": rollout, "weights": weights})
+    for count in range(stride, nodes, stride):
+        engines = _best_engines(apart, target, nodes - count)
+        trainers = _best_trainers(apart, target, count) if engines else []
+        for actor, found in product(trainers, engines):
+            yield plan_step(apart.model_copy(update={"actor": actor, "rollout": found}), target)
+
+
+def _colocated(config: ExperimentConfig, target: Target, nodes: int) -> Iterator[Plan]:
+    """Yields plans with the largest fraction of the memory for engines that trainers leave."""
+    weights = config.weights.model_copy(update={"transport": "ipc"})
+    for actor in _best_trainers(config, target, nodes):
+        for fraction in _FRACTIONS:
+            shared = {"colocate": True, "mem_fraction": fraction, "max_staleness": 0, "extra_groups": 0}
+            rollout = config.rollout.model_copy(update=shared)
+            beside = config.model_copy(update={"actor": actor, "rollout": rollout, "weights": weights})
+            engines = _best_engines(beside, target, nodes)
+            plans = [plan_step(beside.model_copy(update={"rollout": found}), target) for found in engines]
+            if any(not plan.problems for plan in plans):
+                yield from plans
+                break
 
 
 def _best_trainers(config: ExperimentConfig, target: Target, nodes: int) -> list[ActorConfig]:
@@ -266,15 +304,18 @@ def _engine_layouts(rollout: RolloutConfig, target: Target, nodes: int) -> Itera
 
 def _proposals(plans: Sequence[Plan], before: Plan) -> list[str]:
     """Returns the table of a search, and below it the words of `--set` that make each proposal of the experiment."""
-    rows = [["", "nodes", "step s", "rollout", "logprobs", "update", "publish", "off-policy s", "trainer GB", "cache"]]
+    columns = "step s", "GPU h", "rollout", "logprobs", "update", "publish", "off-policy s", "GPU GB", "cache"
+    rows = [["", "nodes", *columns]]
     words = []
     for number, plan in enumerate(plans, 1):
         gpus, rollout = plan.target.gpus_per_node, plan.config.rollout
-        nodes = f"{plan.config.actor.world_size // gpus} + {rollout.num_engines * rollout.tp // gpus}"
-        seconds = [f"{value:.3g}" for value in (plan.synchronous, *plan.seconds.values(), plan.off_policy)]
-        rows.append(
-            [str(number), nodes, *seconds, f"{plan.trainers.peak[1].total / 1e9:.1f}", f"{plan.engine.cache_tokens:,}"]
-        )
+        trainers, engines = plan.config.actor.world_size, rollout.num_engines * rollout.tp
+        nodes = f"{trainers // gpus} shared" if rollout.colocate else f"{trainers // gpus} + {engines // gpus}"
+        hours = (trainers + (0 if rollout.colocate else engines)) * plan.step / 3600
+        ahead = "-" if rollout.colocate else f"{plan.off_policy:.3g}"
+        seconds = [f"{value:.3g}" for value in (plan.synchronous, hours, *plan.seconds.values())]
+        most = max(rank.total for rank in plan.phases.values())
+        rows.append([str(number), nodes, *seconds, ahead, f"{most / 1e9:.1f}", f"{plan.engine.cache_tokens:,}"])
         set_words = " ".join(f"--set {word}" for word in changes(before.config, plan.config))
         words.append(f"{number}: {set_words or 'the experiment as it is'}")
     return ["layouts with the best bound of a step:", *table_lines(rows), *words]
@@ -282,7 +323,7 @@ def _proposals(plans: Sequence[Plan], before: Plan) -> list[str]:
 
 def changes(before: ExperimentConfig, after: ExperimentConfig) -> list[str]:
     """Returns the settings of a proposal that differ, as words of `--set`."""
-    sections = {"actor", "rollout"}
+    sections = {"actor", "rollout", "weights"}
     return list(_changes("", before.model_dump(include=sections), after.model_dump(include=sections)))
 
 
